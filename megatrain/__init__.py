@@ -1,0 +1,66 @@
+"""Train 100B+ parameter language models in full precision on one GPU, exactly.
+
+The public names resolve on first use (PEP 562), so that `import megatrain` loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatrain.errors import (
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DivergedError,
+        MegatrainError,
+        ModelError,
+        OutputError,
+    )
+    from megatrain.stream.engine import Engine, attach
+    from megatrain.stream.load import load
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Engine": "megatrain.stream.engine",
+    "attach": "megatrain.stream.engine",
+    "load": "megatrain.stream.load",
+    "MegatrainError": "megatrain.errors",
+    "CapacityError": "megatrain.errors",
+    "CheckpointError": "megatrain.errors",
+    "ConfigError": "megatrain.errors",
+    "DataError": "megatrain.errors",
+    "DivergedError": "megatrain.errors",
+    "ModelError": "megatrain.errors",
+    "OutputError": "megatrain.errors",
+}
+
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DivergedError",
+    "Engine",
+    "MegatrainError",
+    "ModelError",
+    "OutputError",
+    "__version__",
+    "attach",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'megatrain' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,47 @@
+"""Every error that a user can cause, each with the exit code that the command line gives it.
+
+A message is one sentence or two: what was wrong, where (file, row, key), what to do. Our own mistakes are
+`AssertionError`s and end with exit code 1 and a traceback.
+"""
+
+from __future__ import annotations
+
+
+class MegatrainError(Exception):
+    """Base of every error that a user can cause."""
+
+    exit_code = 2
+
+
+class ConfigError(MegatrainError):
+    """A flag, a configuration key or a combination of them that cannot run."""
+
+
+class ModelError(MegatrainError):
+    """A model or model directory that cannot be read, or cannot be trained exactly."""
+
+
+class OutputError(MegatrainError):
+    """An output directory that cannot be written, or holds files that are not ours."""
+
+
+class CheckpointError(MegatrainError):
+    """A checkpoint that is missing, damaged, or does not belong to this run."""
+
+
+class CapacityError(MegatrainError):
+    """A run that does not fit: names the pool, the need, the limit and the way out."""
+
+    exit_code = 3
+
+
+class DataError(MegatrainError):
+    """Training data that cannot be read or used: names the file and the row."""
+
+    exit_code = 4
+
+
+class DivergedError(MegatrainError):
+    """A run whose gradients stayed non-finite for too many steps in a row."""
+
+    exit_code = 5

@@ -1,0 +1,94 @@
+"""What this machine has: host memory that this process may still take, as the kernel and its cgroups say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """How many bytes more this process may take, and what says so."""
+
+    available_bytes: int
+    source: str
+
+
+def host_memory(root: Path = Path("/")) -> MemoryLimit:
+    """Return the tightest of the machine's available memory and every cgroup limit above this process.
+
+    Page cache counts as available: the kernel gives it up before it refuses memory.
+    """
+    limits = [_machine(root), *_cgroup_v2(root), *_cgroup_v1(root)]
+    return min(limits, key=lambda limit: limit.available_bytes)
+
+
+def _machine(root: Path) -> MemoryLimit:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        fields = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
+        return MemoryLimit(fields["MemAvailable"] * 1024, "MemAvailable of the machine")
+    except (OSError, KeyError, ValueError):
+        import psutil  # systems without /proc
+
+        return MemoryLimit(int(psutil.virtual_memory().available), "available memory of the machine")
+
+
+def _cgroup_v2(root: Path) -> list[MemoryLimit]:
+    path = _own_group(root, "0::")
+    mount = root / "sys/fs/cgroup"
+    limits = []
+    while path is not None:
+        group = mount / path
+        limit = _number(group / "memory.max")
+        used = _number(group / "memory.current")
+        if limit is not None and used is not None:
+            cache = _stat(group / "memory.stat", ("inactive_file", "active_file"))
+            limits.append(MemoryLimit(max(0, limit - used + cache), f"cgroup limit /{path}"))
+        path = path.parent if path != path.parent else None
+    return limits
+
+
+def _cgroup_v1(root: Path) -> list[MemoryLimit]:
+    path = _own_group(root, "memory:")
+    mount = root / "sys/fs/cgroup/memory"
+    limits = []
+    while path is not None:
+        group = mount / path
+        limit = _number(group / "memory.limit_in_bytes")
+        used = _number(group / "memory.usage_in_bytes")
+        if (
+            limit is not None and used is not None and limit < 1 << 60
+        ):  # v1 writes "no limit" as a huge number
+            cache = _stat(group / "memory.stat", ("total_inactive_file", "total_active_file"))
+            limits.append(MemoryLimit(max(0, limit - used + cache), f"cgroup limit /{path}"))
+        path = path.parent if path != path.parent else None
+    return limits
+
+
+def _own_group(root: Path, marker: str) -> Path | None:
+    try:
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            if marker in line:
+                return Path(line.split(":", 2)[2].lstrip("/"))
+    except OSError:
+        pass
+    return None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+        return None if text == "max" else int(text)
+    except (OSError, ValueError):
+        return None
+
+
+def _stat(path: Path, keys: tuple[str, ...]) -> int:
+    try:
+        pairs = (line.split() for line in path.read_text().splitlines())
+        return sum(int(value) for key, value in pairs if key in keys)
+    except (OSError, ValueError):
+        return 0

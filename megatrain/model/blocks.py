@@ -1,0 +1,154 @@
+"""Which modules of a Hugging Face model stream, what stays resident, and what is refused.
+
+A streamed block is an element of a ModuleList whose elements are all decoder layers in transformers' own sense
+(`GradientCheckpointingLayer`, or a class named in `_no_split_modules`); classes may be mixed. All other
+parameters belong to resident blocks, one for each largest module that holds no streamed block. A parameter that
+several blocks use (tied weights) has one owner: the resident block if one of the users is resident, and a
+resident block of its own if all users are streamed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from megatrain.errors import ModelError
+
+_STREAMED_SHARE = 0.05
+"""A list of layers with less than this share of the parameters (a small tower) stays resident."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place in the module tree where a parameter is looked up: `module._parameters[leaf]`."""
+
+    module: nn.Module
+    leaf: str
+    name: str
+    """The parameter's name, as `model.named_parameters()` gives it (tied names: the first)."""
+
+
+@dataclass(slots=True)
+class Block:
+    """One block: the parameters that it owns and the places where they, and borrowed ones, are looked up."""
+
+    name: str
+    module: nn.Module | None
+    """The streamed module; None for a resident block."""
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    sites: list[Site] = field(default_factory=list)
+    """Where this block's own parameters are looked up."""
+    borrowed: list[Site] = field(default_factory=list)
+    """Places inside a streamed module that look up a resident block's parameter."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the block passes through the slots."""
+        return self.module is not None
+
+
+def find_blocks(model: PreTrainedModel) -> list[Block]:
+    """Split a model into blocks: streamed ones in the order of the module tree, then resident ones.
+
+    Raises:
+        ModelError: The model has no list of decoder layers.
+    """
+    layers = _streamed_layers(model)
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no list of decoder layers to stream (a ModuleList of "
+            "GradientCheckpointingLayer, or of classes in _no_split_modules); it cannot be trained by streaming"
+        )
+    blocks = {id(module): Block(name=name, module=module) for name, module in layers}
+    users: dict[int, list[Block]] = {}
+    sites: dict[int, list[tuple[Block, Site]]] = {}
+    names: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = (name, parameter)
+    resident: dict[str, Block] = {}
+    owners = _owners(model, blocks)
+    for path, module in model.named_modules():
+        owner = owners[path]
+        if isinstance(owner, str):
+            owner = resident.setdefault(owner, Block(name=owner or "model", module=None))
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if owner not in users.setdefault(id(parameter), []):
+                users[id(parameter)].append(owner)
+            sites.setdefault(id(parameter), []).append((owner, Site(module, leaf, names[id(parameter)][0])))
+    shared = Block(name="shared", module=None)
+    for key, (name, parameter) in names.items():
+        owner = _choose_owner(users[key], shared)
+        owner.parameters[name] = parameter
+        for user, site in sites[key]:
+            if user is not owner and user.is_streamed:
+                user.borrowed.append(site)
+            owner.sites.append(site)
+    outer = [block for block in [*resident.values(), shared] if block.parameters]
+    return [*blocks.values(), *outer]
+
+
+def _choose_owner(users: list[Block], shared: Block) -> Block:
+    if len(users) == 1:
+        return users[0]
+    return next((user for user in users if not user.is_streamed), shared)
+
+
+def _streamed_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    no_split = {
+        name
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        for name in (module._no_split_modules or ())
+    }
+
+    def is_layer(module: nn.Module) -> bool:
+        return isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in no_split
+
+    candidates = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and all(is_layer(element) for element in module)
+    ]
+    outermost = [
+        (path, module)
+        for path, module in candidates
+        if not any(path.startswith(other + ".") for other, _ in candidates if other != path)
+    ]
+    sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in outermost}
+    total = sum(p.numel() for p in model.parameters())
+    largest = max(sizes.values(), default=0)
+    layers: dict[int, tuple[str, nn.Module]] = {}
+    for path, module in outermost:
+        if sizes[path] == largest or sizes[path] >= _STREAMED_SHARE * total:
+            for index, element in enumerate(module):
+                layers.setdefault(id(element), (f"{path}.{index}", element))
+    return list(layers.values())
+
+
+def _owners(model: PreTrainedModel, blocks: dict[int, Block]) -> dict[str, Block | str]:
+    """Map each module path to its streamed block, or to the path of the resident block that it belongs to."""
+    inside: dict[str, Block] = {}
+    streamed_paths = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) in blocks:
+            inside[path] = blocks[id(module)]
+            streamed_paths.append(path)
+    ancestors = {""}
+    for path in streamed_paths:
+        parts = path.split(".")
+        ancestors.update(".".join(parts[:end]) for end in range(1, len(parts)))
+    owners: dict[str, Block | str] = {}
+    for path, _ in model.named_modules():
+        parts = path.split(".") if path else []
+        prefixes = [".".join(parts[:end]) for end in range(len(parts) + 1)]
+        block = next((inside[prefix] for prefix in prefixes if prefix in inside), None)
+        if block is not None:
+            owners[path] = block
+        else:
+            owners[path] = next((prefix for prefix in prefixes if prefix not in ancestors), path)
+    return owners

@@ -1,0 +1,131 @@
+"""Where each parameter of a block lies in the block's flat buffers.
+
+A block has one byte buffer of working weights, with one segment per working dtype, and one index space for its
+trained elements, which the planes `remainder`, `exp_avg`, `exp_avg_sq` and `gradient` share. Every parameter
+starts at a multiple of `ALIGNMENT` elements, and what lies between two parameters is zero for ever: a zero
+weight with a zero gradient stays zero under AdamW and adds nothing to a norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 64
+"""Elements; 128 bytes of bf16, 256 of fp32: whole cache lines and whole vectors for every dtype."""
+
+
+def aligned(numel: int) -> int:
+    """Round a number of elements up to the alignment."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterSpec:
+    """What a layout needs to know of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """The working dtype: what the device computes with."""
+    is_trained: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One parameter's place."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    byte_offset: int
+    """Where the working weight starts in the block's working bytes."""
+    state_offset: int | None
+    """First index in the block's state space; None for a frozen parameter."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, padding not counted."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the working weight, padding not counted."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockLayout:
+    """The flat layout of one block.
+
+    Trained bf16 parameters come first in the state space, so the remainder plane, which only they have, covers
+    `[0, num_split)` and the rest of the planes `[0, num_state)`.
+    """
+
+    entries: tuple[Entry, ...]
+    working_bytes: int
+    num_split: int
+    """State elements of bf16 parameters, padding included: they have a remainder."""
+    num_state: int
+    """State elements in all, padding included."""
+
+    @property
+    def trained(self) -> tuple[Entry, ...]:
+        """The trained parameters, in state order."""
+        return tuple(entry for entry in self.entries if entry.state_offset is not None)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, padding not counted."""
+        return sum(entry.numel for entry in self.entries)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient plane: each gradient in its parameter's working dtype."""
+        return 2 * self.num_split + 4 * (self.num_state - self.num_split)
+
+    @property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """State ranges `[start, stop)` between parameters."""
+        gaps = []
+        for entry in self.trained:
+            assert entry.state_offset is not None
+            stop = entry.state_offset + entry.numel
+            if stop % ALIGNMENT:
+                gaps.append((stop, entry.state_offset + aligned(entry.numel)))
+        return tuple(gaps)
+
+
+def lay_out(parameters: Iterable[ParameterSpec]) -> BlockLayout:
+    """Place the parameters of one block: trained bf16, frozen bf16, trained fp32, frozen fp32, each in given order.
+
+    Raises:
+        AssertionError: A working dtype that is neither bf16 nor fp32.
+    """
+    specs = list(parameters)
+    entries: list[Entry] = []
+    byte = state = split = 0
+    for dtype in (torch.bfloat16, torch.float32):
+        for is_trained in (True, False):
+            for spec in specs:
+                if spec.dtype != dtype or spec.is_trained != is_trained:
+                    continue
+                offset = state if is_trained else None
+                entries.append(
+                    Entry(
+                        name=spec.name,
+                        shape=spec.shape,
+                        dtype=dtype,
+                        byte_offset=byte,
+                        state_offset=offset,
+                    )
+                )
+                size = aligned(math.prod(spec.shape))
+                byte += size * dtype.itemsize
+                state += size if is_trained else 0
+        split = state if dtype == torch.bfloat16 else split
+    assert len(entries) == len(specs), "a working dtype is bf16 or fp32"
+    return BlockLayout(entries=tuple(entries), working_bytes=byte, num_split=split, num_state=state)

@@ -1,0 +1,57 @@
+"""Exact-size host memory for one plane of model state.
+
+One private anonymous mapping per plane, with huge pages where the kernel gives them. Never torch's pinned
+allocator: it rounds to powers of two. Only planes that a device reads or writes are page-locked, in pieces.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+_LOCK_PIECE_BYTES = 1 << 30
+"""Page-locking goes in pieces: some drivers refuse one range of many GB."""
+
+
+class Arena:
+    """`nbytes` of zeroed host memory, handed out as tensor views; freed when the last view is gone."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Map the memory; pages are taken when first touched."""
+        self.nbytes = nbytes
+        self._map = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
+        self._locked: list[int] = []
+
+    def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> Tensor:
+        """View `numel` elements of `dtype` from `byte_offset` as a (numel,) tensor."""
+        return self._bytes[byte_offset : byte_offset + numel * dtype.itemsize].view(dtype)
+
+    def drop(self) -> None:
+        """Give the pages back to the system; the memory reads as zero and can be used again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+        else:  # no such call on this system: the bytes stay ours, and their content does not matter
+            self._bytes.zero_()
+
+    def lock(self) -> bool:
+        """Page-lock the memory for DMA by the CUDA device; False where the driver refuses."""
+        cudart = torch.cuda.cudart()
+        for start in range(0, self.nbytes, _LOCK_PIECE_BYTES):
+            address = self._bytes.data_ptr() + start
+            size = min(_LOCK_PIECE_BYTES, self.nbytes - start)
+            if int(cudart.cudaHostRegister(address, size, 0)) != 0:
+                self.unlock()
+                return False
+            self._locked.append(address)
+        return True
+
+    def unlock(self) -> None:
+        """Undo `lock`."""
+        for address in self._locked:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._locked.clear()

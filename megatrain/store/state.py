@@ -1,0 +1,215 @@
+"""The planes of model state on the host, and the one way to read and write a parameter's fp32 value.
+
+| plane | bytes per parameter | who has it |
+|---|---|---|
+| working | 2 (bf16) or 4 (fp32) | every parameter; this is what a device fetches |
+| remainder | 2 | trained bf16 parameters: with working it is the fp32 master, bit for bit |
+| exp_avg, exp_avg_sq | 4 + 4 | trained parameters, once there is an optimizer |
+| gradient | 2 or 4 | trained parameters, from the backward until the update |
+| accumulator | 4 | trained bf16 parameters, only in steps of several rounds |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from megatrain.model.layout import BlockLayout, Entry
+from megatrain.store.arena import Arena
+from megatrain.store.master import join_master, split_master_into
+
+
+class Precision(str, Enum):
+    """How weights are kept: `fp32` is its own master; `bf16` is a split fp32 master."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A range of a block's state space with one working dtype, as views of the planes that exist."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+
+class BlockState:
+    """One block's views into the planes. Flat, 1-D, indexed by the block's state space unless said otherwise."""
+
+    def __init__(self, layout: BlockLayout, working: Tensor) -> None:
+        """Wrap the block's working bytes, (layout.working_bytes,) uint8; other planes come later."""
+        self.layout = layout
+        self.working = working
+        self.remainder: Tensor | None = None
+        self.exp_avg: Tensor | None = None
+        self.exp_avg_sq: Tensor | None = None
+        self.gradient: Tensor | None = None
+        self.accumulator: Tensor | None = None
+        self.entries = {entry.name: entry for entry in layout.entries}
+
+    def weight(self, entry: Entry) -> Tensor:
+        """View a parameter's working weight, in its shape and working dtype."""
+        return view_entry(self.working, entry)
+
+    def remainder_of(self, entry: Entry) -> Tensor | None:
+        """View a parameter's remainder, in its shape; None where the working weight is the whole value."""
+        if self.remainder is None or entry.dtype != torch.bfloat16 or entry.state_offset is None:
+            return None
+        return self.remainder[entry.state_offset : entry.state_offset + entry.numel].view(entry.shape)
+
+    def plane_of(self, plane: Tensor, entry: Entry) -> Tensor:
+        """View a parameter's part of a plane of one element per state index, in the parameter's shape."""
+        assert entry.state_offset is not None
+        return plane[entry.state_offset : entry.state_offset + entry.numel].view(entry.shape)
+
+    def gradient_of(self, entry: Entry, plane: Tensor | None = None) -> Tensor:
+        """View a parameter's gradient in the gradient plane's bytes (or in `plane`, laid out alike)."""
+        plane = self.gradient if plane is None else plane
+        assert plane is not None
+        return view_gradient(plane, self.layout, entry)
+
+    def master(self, entry: Entry) -> Tensor:
+        """Return a parameter's fp32 value in a new tensor of its shape."""
+        weight = self.weight(entry)
+        remainder = self.remainder_of(entry)
+        if remainder is None:
+            return weight.to(torch.float32, copy=True)
+        return join_master(weight, remainder)
+
+
+def view_entry(block_bytes: Tensor, entry: Entry) -> Tensor:
+    """View one parameter in a block's working bytes, on whichever device they are."""
+    flat = block_bytes[entry.byte_offset : entry.byte_offset + entry.nbytes]
+    return flat.view(entry.dtype).view(entry.shape)
+
+
+def view_gradient(plane: Tensor, layout: BlockLayout, entry: Entry) -> Tensor:
+    """View one gradient in a block's gradient bytes: (2 B * num_split) then (4 B * the rest)."""
+    assert entry.state_offset is not None
+    if entry.dtype == torch.bfloat16:
+        start = 2 * entry.state_offset
+    else:
+        start = 2 * layout.num_split + 4 * (entry.state_offset - layout.num_split)
+    return plane[start : start + entry.nbytes].view(entry.dtype).view(entry.shape)
+
+
+def split_gradient(plane: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
+    """View a block's gradient bytes as its bf16 part, (num_split,), and its fp32 part."""
+    edge = 2 * layout.num_split
+    return plane[:edge].view(torch.bfloat16), plane[edge : layout.gradient_bytes].view(torch.float32)
+
+
+class HostState:
+    """All planes of all blocks. One arena per plane, of exact size, allocated when it is first needed."""
+
+    def __init__(self, layouts: Sequence[BlockLayout], precision: Precision) -> None:
+        """Allocate the working plane, and the remainder plane where there is one."""
+        self.precision = precision
+        self.layouts = tuple(layouts)
+        self._arenas: dict[str, Arena] = {}
+        sizes = [layout.working_bytes for layout in layouts]
+        views = self._allocate("working", sizes, torch.uint8)
+        self.blocks = [BlockState(layout, view) for layout, view in zip(layouts, views, strict=True)]
+        self._owner = {entry.name: (block, entry) for block in self.blocks for entry in block.layout.entries}
+        if precision is Precision.BF16:
+            self._attach("remainder", [layout.num_split for layout in layouts], torch.int16)
+
+    def allocate_moments(self) -> None:
+        """Allocate `exp_avg` and `exp_avg_sq`, all zero."""
+        sizes = [layout.num_state for layout in self.layouts]
+        self._attach("exp_avg", sizes, torch.float32)
+        self._attach("exp_avg_sq", sizes, torch.float32)
+
+    def allocate_gradients(self) -> None:
+        """Allocate the gradient plane if it is not there."""
+        if "gradient" not in self._arenas:
+            self._attach("gradient", [layout.gradient_bytes for layout in self.layouts], torch.uint8)
+
+    def allocate_accumulators(self) -> None:
+        """Allocate the fp32 accumulator plane if it is not there. fp32 blocks add up in `gradient` itself."""
+        if "accumulator" not in self._arenas and self.precision is Precision.BF16:
+            self._attach("accumulator", [layout.num_state for layout in self.layouts], torch.float32)
+
+    def drop_gradients(self) -> None:
+        """Give the gradient plane's pages back until they are written again."""
+        for plane in ("gradient", "accumulator"):
+            if plane in self._arenas:
+                self._arenas[plane].drop()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all planes allocated so far."""
+        return sum(arena.nbytes for arena in self._arenas.values())
+
+    def arena(self, plane: str) -> Arena | None:
+        """Return a plane's arena, to lock its pages."""
+        return self._arenas.get(plane)
+
+    def find(self, name: str) -> tuple[BlockState, Entry]:
+        """Return the block and the entry of a parameter by name."""
+        return self._owner[name]
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of all parameters, block by block."""
+        return iter(self._owner)
+
+    def put(self, name: str, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
+        """Write `value` into `region` of a parameter (the whole when empty), splitting an fp32 master exactly."""
+        block, entry = self._owner[name]
+        weight, remainder = block.weight(entry), block.remainder_of(entry)
+        if region:
+            weight = weight[region]
+            remainder = None if remainder is None else remainder[region]
+        if remainder is None:
+            weight.copy_(value)
+        elif value.dtype == torch.bfloat16:
+            weight.copy_(value)
+            remainder.zero_()
+        else:
+            master = value.to(torch.float32).reshape(weight.shape)
+            if weight.is_contiguous():
+                split_master_into(master.contiguous().view(-1), weight.view(-1), remainder.view(-1))
+            else:
+                for part, low, source in zip(weight, remainder, master, strict=True):
+                    flat = torch.empty(source.numel(), dtype=torch.bfloat16)
+                    rest = torch.empty(source.numel(), dtype=torch.int16)
+                    split_master_into(source.contiguous().view(-1), flat, rest)
+                    part.copy_(flat.view(source.shape))
+                    low.copy_(rest.view(source.shape))
+
+    def _allocate(self, plane: str, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        arena = Arena(sum(sizes) * dtype.itemsize)
+        self._arenas[plane] = arena
+        views, start = [], 0
+        for size in sizes:
+            views.append(arena.view(dtype, start, size))
+            start += size * dtype.itemsize
+        return views
+
+    def _attach(self, plane: str, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        for block, view in zip(self.blocks, self._allocate(plane, sizes, dtype), strict=True):
+            setattr(block, plane, view)
+
+
+def planned_host_bytes(
+    layouts: Sequence[BlockLayout], precision: Precision, *, keeps_gradients: bool, accumulates: bool = False
+) -> dict[str, int]:
+    """Predict the bytes of each plane, before anything is allocated."""
+    state = sum(layout.num_state for layout in layouts)
+    planes = {
+        "working": sum(layout.working_bytes for layout in layouts),
+        "remainder": 2 * sum(layout.num_split for layout in layouts),
+        "exp_avg": 4 * state,
+        "exp_avg_sq": 4 * state,
+    }
+    if keeps_gradients:
+        planes["gradient"] = sum(layout.gradient_bytes for layout in layouts)
+    if accumulates and precision is Precision.BF16:
+        planes["accumulator"] = 4 * state
+    return planes

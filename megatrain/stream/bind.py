@@ -1,0 +1,140 @@
+"""Ties a model to host state: its parameters become views of the working plane."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from megatrain.errors import CapacityError, ModelError
+from megatrain.hardware import GIB, host_memory
+from megatrain.model.blocks import Block, find_blocks
+from megatrain.model.layout import BlockLayout, ParameterSpec, lay_out
+from megatrain.store.state import HostState, Precision, planned_host_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A model's blocks and the host state that its parameters are views of."""
+
+    blocks: list[Block]
+    host: HostState
+
+    def check(self) -> None:
+        """Refuse to go on with parameters that are no views of the host state any more.
+
+        Raises:
+            ModelError: Something replaced a parameter's data.
+        """
+        for block, state in zip(self.blocks, self.host.blocks, strict=True):
+            base = state.working.data_ptr()
+            for entry in state.layout.entries:
+                if block.parameters[entry.name].data_ptr() != base + entry.byte_offset:
+                    raise ModelError(
+                        f"parameter {entry.name} was moved or cast after the engine was attached; call "
+                        "engine.detach(), change the model, and attach again"
+                    )
+
+
+def bind(model: PreTrainedModel, precision: Precision) -> Binding:
+    """Move a model's parameters into host state, one at a time; a model from `load` is there already.
+
+    Raises:
+        ModelError: Weights that were never loaded, or a dtype that is no float.
+        CapacityError: The state, optimizer included, does not fit into host memory; nothing was allocated.
+    """
+    blocks = find_blocks(model)
+    layouts = plan_layouts(model, blocks, precision)
+    host: HostState | None = getattr(model, "_megatrain_host", None)
+    if host is not None and host.precision is precision and list(host.layouts) == layouts:
+        binding = Binding(blocks, host)
+        binding.check()
+        require_host_memory(layouts, precision, held=host.host_bytes)
+        return binding
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise ModelError(f"parameter {name} has no data (it is on the meta device); use megatrain.load")
+        if not parameter.is_floating_point():
+            raise ModelError(
+                f"parameter {name} is {parameter.dtype}; only float weights can be trained or streamed"
+            )
+    given = sum(parameter.nbytes for parameter in model.parameters())
+    require_host_memory(layouts, precision, held=given)
+    host = HostState(layouts, precision)
+    with torch.no_grad():
+        for block, state in zip(blocks, host.blocks, strict=True):
+            for entry in state.layout.entries:
+                parameter = block.parameters[entry.name]
+                host.put(entry.name, parameter.data)
+                parameter.data = state.weight(entry)
+    return Binding(blocks, host)
+
+
+def plan_layouts(model: PreTrainedModel, blocks: Sequence[Block], precision: Precision) -> list[BlockLayout]:
+    """Lay out every block; bf16 leaves parameters in fp32 that the model keeps so."""
+    keeps = _kept_in_fp32(model) if precision is Precision.BF16 else None
+
+    def dtype(name: str, parameter: nn.Parameter) -> torch.dtype:
+        return torch.float32 if keeps is None or keeps(name, parameter) else torch.bfloat16
+
+    return [
+        lay_out(
+            ParameterSpec(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=dtype(name, parameter),
+                is_trained=parameter.requires_grad,
+            )
+            for name, parameter in block.parameters.items()
+        )
+        for block in blocks
+    ]
+
+
+class _kept_in_fp32:
+    """Which parameters keep fp32 in a bf16 model: those that transformers keeps, and fp32 ones among bf16."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        names = sorted(model._keep_in_fp32_modules_strict or ())
+        self._pattern = re.compile("|".join(rf"((^|\.){name}($|\.))" for name in names)) if names else None
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        self._is_mixed = torch.float32 in dtypes and len(dtypes) > 1
+
+    def __call__(self, name: str, parameter: nn.Parameter) -> bool:
+        if self._pattern is not None and self._pattern.search(name):
+            return True
+        return self._is_mixed and parameter.dtype == torch.float32
+
+
+def require_host_memory(layouts: Sequence[BlockLayout], precision: Precision, *, held: int) -> None:
+    """Check the predicted bytes of a run against what the machine and its cgroups still give.
+
+    Args:
+        layouts: All blocks.
+        precision: How weights are kept.
+        held: Bytes that are taken already and will be part of the state, or given back.
+
+    Raises:
+        CapacityError: It does not fit.
+    """
+    planes = planned_host_bytes(layouts, precision, keeps_gradients=True)
+    limit = host_memory()
+    need = sum(planes.values()) - held
+    if need > limit.available_bytes:
+        parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items())
+        advice = (
+            "use precision=bf16 (14 instead of 16 bytes per parameter), or "
+            if precision is Precision.FP32
+            else ""
+        )
+        raise CapacityError(
+            f"host memory: training needs {need / GIB:.2f} GiB more ({parts} GiB), but {limit.source} leaves "
+            f"{limit.available_bytes / GIB:.2f} GiB; {advice}train a smaller model, or freeze parameters"
+        )

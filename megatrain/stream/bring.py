@@ -1,0 +1,67 @@
+"""Bring: the one autograd function. Views of weights go out of it, gradients come into it.
+
+Forward hands out tensors that share a place's memory; the model computes with them in place of its parameters.
+Backward receives their gradients. A bring is made first in its block, so it has the block's lowest sequence
+number and autograd runs it last of all the block's nodes: its backward is where the block's gradient is
+complete and its slot is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Collect = Callable[[Sequence[Tensor | None]], None]
+
+
+class _Bring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, collect: Collect, aliases: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.collect = collect
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in aliases)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        ctx.collect(grads)
+        return None, None, None
+
+
+def bring(aliases: Sequence[Tensor], trained: Sequence[bool], collect: Collect) -> list[Tensor]:
+    """Return one tensor per alias to compute with; gradients of the trained ones go to `collect`.
+
+    Args:
+        aliases: Tensors that share the device memory of a block's parameters.
+        trained: Which of them want a gradient now.
+        collect: Called once in the backward, last of the block, with one gradient or None per trained alias.
+    """
+    if not torch.is_grad_enabled() or not any(trained):
+        return [tensor.detach() for tensor in aliases]
+    anchor = torch.zeros((), requires_grad=True)
+    brought = iter(_Bring.apply(anchor, collect, [a for a, t in zip(aliases, trained, strict=True) if t]))  # type: ignore[no-untyped-call]
+    return [next(brought) if t else a.detach() for a, t in zip(aliases, trained, strict=True)]
+
+
+Place = tuple[dict[str, nn.Parameter | None], str]
+"""A module's own dictionary of parameters, and a key in it."""
+
+
+@contextmanager
+def swapped(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let modules find `tensors` where their parameters are, for as long as the context lasts.
+
+    It is left through an exception in every recomputation (torch's checkpoint stops early that way).
+    """
+    parameters = [held[leaf] for held, leaf in places]
+    for (held, leaf), tensor in zip(places, tensors, strict=True):
+        held[leaf] = tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for (held, leaf), parameter in zip(places, parameters, strict=True):
+            held[leaf] = parameter

@@ -1,0 +1,220 @@
+"""Where a step's gradients are: from autograd into device buffers, home to the host, and their norm.
+
+Gradients add up in fp32 and are rounded to the working dtype once, when they are complete. A gradient that one
+backward of a streamed block makes alone is in the working dtype already and travels as it is. A parameter for
+which autograd gave None in every round has no gradient and gets no update, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from megatrain.model.layout import BlockLayout
+from megatrain.optim.adamw import sum_of_squares
+from megatrain.optim.pool import default_pool
+from megatrain.plan.program import Operation
+from megatrain.store.state import HostState, Precision, split_gradient
+from megatrain.stream.lanes import Lanes
+
+
+class Home(Enum):
+    """Where a block's gradient of this step is."""
+
+    NONE = 0
+    GRADIENT = 1
+    """In the gradient plane, complete unless another backward adds to it."""
+    ACCUMULATOR = 2
+    """In the fp32 accumulator plane."""
+    DEVICE = 3
+    """In the resident block's own fp32 buffer."""
+
+
+class Gradients:
+    """The gradients of one step. The methods named after operations are what these operations run."""
+
+    def __init__(self, lanes: Lanes, host: HostState, streamed: Sequence[bool], num_buffers: int) -> None:
+        """Allocate the resident blocks' buffers; the ring of gradient buffers comes with `prepare`."""
+        self._lanes = lanes
+        self._host = host
+        self._streamed = list(streamed)
+        self.num_buffers = num_buffers
+        self._ring: list[Tensor] = []
+        self._resident = {
+            block: lanes.allocate(4 * layout.num_state)
+            for block, layout in enumerate(host.layouts)
+            if not streamed[block] and layout.num_state
+        }
+        self._sums = torch.zeros(len(host.blocks), dtype=torch.float64, device=lanes.device)
+        self.homes = [Home.NONE] * len(host.blocks)
+        self.present: list[set[str]] = [set() for _ in host.blocks]
+
+    def prepare(self, *, accumulates: bool) -> None:
+        """Allocate what a step needs: the gradient plane, the ring, and fp32 room if rounds add up."""
+        self._host.allocate_gradients()
+        wide = accumulates and self._host.precision is Precision.BF16
+        if wide:
+            self._host.allocate_accumulators()
+        need = ring_bytes(self._host.layouts, self._streamed, wide=wide)
+        if self._ring and self._ring[0].numel() >= need:
+            return
+        self._lanes.free(self._ring)
+        self._ring = []
+        self._ring = [self._lanes.allocate(need) for _ in range(self.num_buffers)]
+
+    def clear(self) -> None:
+        """Forget the step's gradients."""
+        self.homes = [Home.NONE] * len(self.homes)
+        for names in self.present:
+            names.clear()
+
+    @property
+    def blocks(self) -> list[int]:
+        """Blocks that have a gradient in this step, in block order."""
+        return [block for block, home in enumerate(self.homes) if home is not Home.NONE]
+
+    def has(self, block: int) -> bool:
+        """Whether an earlier backward of this step left a gradient of the block."""
+        return self.homes[block] is not Home.NONE
+
+    def at(self, home: Home) -> list[int]:
+        """List the blocks whose gradient is at `home`."""
+        return [block for block, at in enumerate(self.homes) if at is home]
+
+    def collect(self, operation: Operation, grads: Sequence[Tensor | None]) -> None:
+        """Write or add one backward's gradients of a streamed block into its gradient buffer (compute lane)."""
+        state = self._host.blocks[operation.block]
+        layout = state.layout
+        buffer = self._ring[operation.gradient_buffer]
+        if operation.is_single:
+            views = [state.gradient_of(entry, buffer) for entry in layout.trained]
+            parts = split_gradient(buffer, layout)
+        else:
+            flat = buffer[: 4 * layout.num_state].view(torch.float32)
+            views = [state.plane_of(flat, entry) for entry in layout.trained]
+            parts = (flat[: layout.num_split], flat[layout.num_split :])
+        _put(views, grads, adds=operation.loads)
+        if not operation.loads:
+            _zero_padding(parts, layout)
+        self._mark(operation.block, grads)
+
+    def collect_resident(self, block: int, grads: Sequence[Tensor | None]) -> None:
+        """Write or add one backward's gradients of a resident block into its own fp32 buffer (compute lane)."""
+        state = self._host.blocks[block]
+        flat = self._resident[block].view(torch.float32)
+        views = [state.plane_of(flat, entry) for entry in state.layout.trained]
+        _put(views, grads, adds=self.has(block))
+        if not self.has(block):
+            _zero_padding((flat[: state.layout.num_split], flat[state.layout.num_split :]), state.layout)
+        self.homes[block] = Home.DEVICE
+        self._mark(block, grads)
+
+    def load(self, operation: Operation) -> None:
+        """Copy what earlier backwards added up into a gradient buffer, as fp32 (fetch lane)."""
+        state = self._host.blocks[operation.block]
+        layout = state.layout
+        flat = self._ring[operation.gradient_buffer][: 4 * layout.num_state].view(torch.float32)
+        if self.homes[operation.block] is Home.ACCUMULATOR:
+            assert state.accumulator is not None
+            flat.copy_(state.accumulator, non_blocking=True)
+        else:
+            assert state.gradient is not None
+            low, full = split_gradient(state.gradient, layout)
+            flat[: layout.num_split].copy_(low, non_blocking=True)
+            flat[layout.num_split :].copy_(full, non_blocking=True)
+
+    def offload(self, operation: Operation) -> None:
+        """Copy a gradient home, and sum the squares of what is complete on the way (offload lane)."""
+        state = self._host.blocks[operation.block]
+        layout = state.layout
+        assert state.gradient is not None
+        if operation.gradient_buffer < 0:
+            buffer = self._resident[operation.block]
+        else:
+            buffer = self._ring[operation.gradient_buffer]
+        if operation.is_single:
+            sent = buffer[: layout.gradient_bytes]
+            state.gradient.copy_(sent, non_blocking=True)
+            self._lanes.sum_of_squares(split_gradient(sent, layout), self._sums[operation.block])
+        else:
+            flat = buffer[: 4 * layout.num_state].view(torch.float32)
+            if self._stays_wide(operation):
+                assert state.accumulator is not None
+                state.accumulator.copy_(flat, non_blocking=True)
+                return
+            rounded = (flat[: layout.num_split].to(torch.bfloat16), flat[layout.num_split :])
+            for plane, part in zip(split_gradient(state.gradient, layout), rounded, strict=True):
+                plane.copy_(part, non_blocking=True)
+            self._lanes.sum_of_squares(rounded, self._sums[operation.block])
+        self._lanes.freed(buffer)
+
+    def settle(self, operation: Operation) -> None:
+        """Note where an offload puts a block's gradient."""
+        self.homes[operation.block] = Home.ACCUMULATOR if self._stays_wide(operation) else Home.GRADIENT
+
+    def complete_on_host(self, block: int) -> None:
+        """Round a gradient from the accumulator into the gradient plane (host lane)."""
+        state = self._host.blocks[block]
+        assert state.accumulator is not None
+        assert state.gradient is not None
+        low, full = split_gradient(state.gradient, state.layout)
+        low.copy_(state.accumulator[: state.layout.num_split])
+        full.copy_(state.accumulator[state.layout.num_split :])
+        pool = default_pool()
+        self._sums[block] = sum(sum_of_squares(pool, part) for part in (low, full))
+        self.homes[block] = Home.GRADIENT
+
+    def sums(self) -> list[float]:
+        """Return the sum of squares of every gradient of the step, in block order; all must be home."""
+        values = self._sums.tolist()
+        return [values[block] for block in self.blocks]
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every gradient as (name, fp32 host tensor); fp32 gradients are views of the plane."""
+        for block in self.blocks:
+            state = self._host.blocks[block]
+            for entry in state.layout.trained:
+                if entry.name in self.present[block]:
+                    yield entry.name, state.gradient_of(entry).to(torch.float32)
+
+    def _stays_wide(self, operation: Operation) -> bool:
+        return not operation.completes and self._host.precision is Precision.BF16
+
+    def _mark(self, block: int, grads: Sequence[Tensor | None]) -> None:
+        for entry, grad in zip(self._host.layouts[block].trained, grads, strict=True):
+            if grad is not None:
+                self.present[block].add(entry.name)
+
+
+def ring_bytes(layouts: Sequence[BlockLayout], streamed: Sequence[bool], *, wide: bool) -> int:
+    """Return the bytes of one gradient buffer of the ring: the largest streamed block's gradient."""
+    return max(
+        4 * layout.num_state if wide else layout.gradient_bytes
+        for layout, flag in zip(layouts, streamed, strict=True)
+        if flag
+    )
+
+
+def _put(views: Sequence[Tensor], grads: Sequence[Tensor | None], *, adds: bool) -> None:
+    pairs = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
+    if adds:
+        for view, grad in pairs:
+            view.add_(grad)
+        return
+    if pairs:
+        torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+    for view, grad in zip(views, grads, strict=True):
+        if grad is None:
+            view.zero_()
+
+
+def _zero_padding(parts: tuple[Tensor, Tensor], layout: BlockLayout) -> None:
+    low, full = parts
+    for start, stop in layout.padding:
+        if start < layout.num_split:
+            low[start:stop].zero_()
+        else:
+            full[start - layout.num_split : stop - layout.num_split].zero_()

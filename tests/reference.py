@@ -1,0 +1,150 @@
+"""The resident reference: ordinary PyTorch, which streaming must equal bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from megatrain.model.head import count_targets
+from tests.families import VOCAB_SIZE
+
+Batch = Mapping[str, Any]
+
+
+def make_model(
+    config: PretrainedConfig, seed: int = 0, *, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Build a randomly initialised resident model in training mode, norms and biases moved off their defaults."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.02 * torch.randn(parameter.shape).to(parameter.dtype))
+    return model.train()
+
+
+def make_batches(
+    num: int, *, seed: int = 0, rows: int = 2, tokens: int = 16, padded: bool = False
+) -> list[Batch]:
+    """Make random micro-batches; padded ones have a padded tail of a different length in every row."""
+    generator = torch.Generator().manual_seed(seed + 1000)
+    batches = []
+    for _ in range(num):
+        ids = torch.randint(3, VOCAB_SIZE, (rows, tokens), generator=generator)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        if padded:
+            mask = torch.ones_like(ids)
+            for row in range(rows):
+                stop = tokens - 3 - 2 * row
+                mask[row, stop:] = 0
+                batch["input_ids"][row, stop:] = 0
+                batch["labels"][row, stop:] = -100
+            batch["attention_mask"] = mask
+        batches.append(batch)
+    return batches
+
+
+class Resident:
+    """A resident model with fp32 AdamW, each parameter zero-padded to a multiple of 64 elements.
+
+    The padding is the oracle's: torch's fused CPU kernel rounds the last few elements of a parameter otherwise.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        decays: Callable[[str, nn.Parameter], bool] = lambda name, p: (
+            p.ndim >= 2 and not name.endswith("bias")
+        ),
+        **hyper: Any,
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.masters = {
+            name: _padded(parameter.detach().float()) for name, parameter in self.parameters.items()
+        }
+        decay = hyper.pop("weight_decay", 0.01)
+        groups = [
+            {"params": [self.masters[name]], "weight_decay": decay if decays(name, parameter) else 0.0}
+            for name, parameter in self.parameters.items()
+        ]
+        self.optimizer = torch.optim.AdamW(groups, fused=True, **hyper)
+        self.sums: dict[str, Tensor] = {}
+
+    def forward_backward(self, batches: Sequence[Batch], seeds: Sequence[int] | None = None) -> Tensor:
+        """Run ordinary gradient accumulation, normalised over the step's tokens; gradients add up in fp32."""
+        total = sum(count_targets(batch) for batch in batches)
+        self.sums = {}
+        losses = []
+        for number, batch in enumerate(batches):
+            if seeds is not None:
+                torch.manual_seed(seeds[number])
+            self.model.zero_grad()
+            extra = {} if len(batches) == 1 else {"num_items_in_batch": torch.tensor(total)}
+            loss = self.model(**batch, **extra).loss
+            loss.backward()
+            losses.append(loss.detach())
+            for name, parameter in self.parameters.items():
+                if parameter.grad is None:
+                    continue
+                if name in self.sums:
+                    self.sums[name] += parameter.grad.float()
+                else:
+                    self.sums[name] = parameter.grad.float().clone()
+        if len(batches) > 1:  # complete gradients are rounded to the working dtype once
+            for name, parameter in self.parameters.items():
+                if name in self.sums:
+                    self.sums[name] = self.sums[name].to(parameter.dtype).float()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def norm(self) -> float:
+        """Return torch's own global norm of the gradients."""
+        return float(torch.nn.utils.get_total_norm(list(self.sums.values())))
+
+    def step(self, grad_norm: float, max_grad_norm: float | None) -> None:
+        """Clip by `grad_norm` as torch does, and apply AdamW."""
+        for name, master in self.masters.items():
+            master.grad = _padded(self.sums[name]).data if name in self.sums else None
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(
+                list(self.masters.values()), max_grad_norm, torch.tensor(grad_norm)
+            )
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                value = self.masters[name][: parameter.numel()].view(parameter.shape)
+                parameter.copy_(value if parameter.dtype == torch.float32 else round_half_up(value))
+
+    def master(self, name: str) -> Tensor:
+        """Return a parameter's fp32 value."""
+        parameter = self.parameters[name]
+        return self.masters[name].detach()[: parameter.numel()].view(parameter.shape)
+
+
+def round_half_up(master: Tensor) -> Tensor:
+    """Round fp32 to bf16 as the split master does: half a bf16 ulp up in magnitude, then truncation."""
+    bits = master.contiguous().view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
+    """Assert that two fp32 or bf16 tensors are equal, NaN to NaN, and say by how much they are not."""
+    assert actual.dtype == expected.dtype, what
+    assert actual.shape == expected.shape, what
+    if not torch.equal(actual, expected):
+        wrong = (actual != expected).sum().item()
+        error = (actual.float() - expected.float()).abs().max().item()
+        raise AssertionError(f"{what}: {wrong} of {actual.numel()} differ, max |diff| {error:.3g}")
+
+
+def _padded(tensor: Tensor) -> nn.Parameter:
+    flat = torch.zeros(-(-tensor.numel() // 64) * 64)
+    flat[: tensor.numel()] = tensor.reshape(-1)
+    return nn.Parameter(flat)
