@@ -1,20 +1,39 @@
-"""The head and the loss: normalised over a whole step."""
+"""The head and the loss: normalised over a whole step, and in chunks of tokens where logits would be large.
+
+Chunks go through the model's own code. Its decoder is run once and its output kept; then the CausalLM's own
+forward is called for each chunk with a stand-in for the decoder that returns a part of the hidden states. Soft
+caps, logit scales, biases and auxiliary losses are therefore the model's. Before the first chunk it is checked
+on a few tokens that the parts add up to the whole; where they do not, the loss is computed whole, and said so.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from megatrain.errors import DataError
 
+_log = logging.getLogger(__name__)
+
 IGNORED = -100
 """The label of a token that is not trained on, as in torch and transformers."""
+
+_LOGITS_BYTES = 1 << 29
+"""The automatic chunk holds this much of fp32 logits."""
+
+_PROBE_TOKENS = 32
+_PROBE_TOLERANCE = 1e-4
 
 
 def count_targets(batch: Mapping[str, Any]) -> int:
@@ -32,18 +51,44 @@ def count_targets(batch: Mapping[str, Any]) -> int:
     return int((batch["labels"][..., 1:] != IGNORED).sum())
 
 
-class Normaliser:
-    """Makes the model's own loss an average over a step's tokens, whatever the number of micro-batches."""
+class _Captured(BaseException):
+    """Carries the decoder's output out of the CausalLM's forward, past everything that follows it."""
 
-    def __init__(self, model: PreTrainedModel, chunk_tokens: int | None) -> None:
-        """Put a wrapper around the model's loss function."""
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+class Head:
+    """Stands between the engine and the model's loss."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        chunk_tokens: int | None,
+        bring_again: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Put a wrapper around the model's loss function.
+
+        Args:
+            model: The CausalLM.
+            chunk_tokens: Tokens per chunk; None: as many as make half a GiB of fp32 logits.
+            bring_again: Context in which the model finds resident weights of its own for one chunk, so that
+                the head's gradients add up in fp32 instead of the working dtype.
+        """
         self._model = model
+        self._bring_again = bring_again
+        vocab_size = int(getattr(model.config.get_text_config(), "vocab_size", 0) or 1)
+        self._chunk_tokens = chunk_tokens or max(1, _LOGITS_BYTES // (4 * vocab_size))
+        self._is_explicit = chunk_tokens is not None
         self._original: Callable[..., Tensor] = model.loss_function
         self._was_set = "_loss_function" in model.__dict__
         self._takes_total = "num_items_in_batch" in inspect.signature(self._original).parameters
         self._total: int | None = None
         self._count = 0
         self._was_used = False
+        self._adds_up: bool | None = None
+        self._signature = inspect.signature(type(model).forward)
         model.loss_function = self._loss
 
     def remove(self) -> None:
@@ -70,8 +115,156 @@ class Normaliser:
         return loss * (self._count / self._total)
 
     def call(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward."""
-        return inner(*args, **kwargs)
+        """Run the CausalLM's own forward, its head in chunks if the batch is larger than one."""
+        named = self._named(args, kwargs)
+        if named is None or not self._wants_chunks(named):
+            return inner(*args, **kwargs)
+        output = self._decode(inner, named)
+        labels = named["labels"]
+        if named.get("shift_labels") is not None:
+            targets = named["shift_labels"]
+        else:
+            targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        if self._adds_up is None:
+            self._adds_up = self._probe(inner, named, output)
+        if not self._adds_up:
+            with self._standing_in(lambda *_, **__: output):
+                return inner(**named)
+        return self._chunked(inner, named, output, targets)
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        try:
+            bound = self._signature.bind(self._model, *args, **kwargs)
+        except TypeError:  # the model's own forward says what is wrong with its arguments
+            return None
+        named = dict(list(bound.arguments.items())[1:])
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                named.update(named.pop(name, {}))
+        return named
+
+    def _wants_chunks(self, named: Mapping[str, Any]) -> bool:
+        labels = named.get("labels")
+        if labels is None or not torch.is_grad_enabled() or not self._takes_total or self._adds_up is False:
+            return False
+        if self._total is None and not self._is_explicit:  # a caller of model(...) may want the logits
+            return False
+        return bool(labels.numel() > self._chunk_tokens) and self._decoder() is not None
+
+    def _decoder(self) -> nn.Module | None:
+        decoder = self._model.get_decoder() if hasattr(self._model, "get_decoder") else self._model.base_model
+        return decoder if isinstance(decoder, nn.Module) and decoder is not self._model else None
+
+    def _decode(self, inner: Callable[..., Any], named: dict[str, Any]) -> Any:
+        """Run the decoder as the CausalLM calls it, and nothing after it."""
+        decoder = self._decoder()
+        assert decoder is not None
+        forward = decoder.forward
+
+        def capture(*args: Any, **kwargs: Any) -> Any:
+            raise _Captured(forward(*args, **kwargs))
+
+        try:
+            with self._standing_in(capture):
+                inner(**named)
+        except _Captured as captured:
+            return captured.output
+        raise AssertionError(f"{type(self._model).__name__} does not call its decoder")
+
+    @contextmanager
+    def _standing_in(self, forward: Callable[..., Any]) -> Iterator[None]:
+        decoder = self._decoder()
+        assert decoder is not None
+        held = decoder.__dict__.get("forward")
+        hooks = decoder._forward_hooks, decoder._forward_pre_hooks
+        decoder.__dict__["forward"] = forward
+        decoder._forward_hooks, decoder._forward_pre_hooks = OrderedDict(), OrderedDict()
+        try:
+            yield
+        finally:
+            decoder._forward_hooks, decoder._forward_pre_hooks = hooks
+            if held is None:
+                del decoder.__dict__["forward"]
+            else:
+                decoder.__dict__["forward"] = held
+
+    def _chunked(
+        self, inner: Callable[..., Any], named: dict[str, Any], output: Any, targets: Tensor
+    ) -> ModelOutput:
+        hidden = output.last_hidden_state.flatten(0, -2)
+        flat = targets.reshape(-1)
+        total = self._total if self._total is not None else int((flat != IGNORED).sum())
+        losses = []
+        for start in range(0, flat.numel(), self._chunk_tokens):
+            stop = start + self._chunk_tokens
+
+            def run(part: Tensor, targets: Tensor, is_first: bool = start == 0) -> Tensor:
+                with self._bring_again():
+                    return self._part(inner, named, output, part, targets, total, is_first=is_first)
+
+            losses.append(checkpoint(run, hidden[start:stop][None], flat[start:stop][None], use_reentrant=False))
+        self._was_used = True
+        return ModelOutput(loss=torch.stack(losses).sum())
+
+    def _part(
+        self,
+        inner: Callable[..., Any],
+        named: dict[str, Any],
+        output: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        total: int,
+        *,
+        is_first: bool,
+    ) -> Tensor:
+        """Compute the loss of one chunk; auxiliary losses belong to the first one."""
+        part = dataclasses.replace(output, last_hidden_state=hidden)
+        named = {**named, "labels": targets, "shift_labels": targets, "num_items_in_batch": torch.tensor(total)}
+        if not is_first and "output_router_logits" in self._signature.parameters:
+            named["output_router_logits"] = False
+        with self._standing_in(lambda *_, **__: part):
+            loss: Tensor = inner(**named).loss
+        return loss
+
+    @torch.no_grad()
+    def _probe(self, inner: Callable[..., Any], named: dict[str, Any], output: Any) -> bool:
+        """Check on a few tokens that chunks add up to the model's own loss."""
+        name = type(self._model).__name__
+        has_auxiliary = bool(getattr(self._model.config, "output_router_logits", False))
+        try:
+            if has_auxiliary and "output_router_logits" not in self._signature.parameters:
+                raise ValueError("its auxiliary loss cannot be left out of a chunk")
+            hidden = output.last_hidden_state[:1, :_PROBE_TOKENS]
+            generator = torch.Generator().manual_seed(0)
+            labels = torch.randint(0, 2, hidden.shape[:2], generator=generator).to(hidden.device)
+            targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+            count = int((targets != IGNORED).sum())
+            whole_named = {**named, "labels": labels}
+            for key in ("shift_labels", "num_items_in_batch"):
+                whole_named.pop(key, None)
+            if "output_router_logits" in self._signature.parameters:
+                whole_named["output_router_logits"] = False
+            part = dataclasses.replace(output, last_hidden_state=hidden)
+            held, self._total = self._total, None
+            try:
+                with self._standing_in(lambda *_, **__: part):
+                    whole = float(inner(**whole_named).loss)
+                half = hidden.shape[1] // 2
+                halves = sum(
+                    float(
+                        self._part(inner, named, output, hidden[:, span], targets[:, span], count, is_first=False)
+                    )
+                    for span in (slice(0, half), slice(half, None))
+                )
+            finally:
+                self._total = held
+        except Exception as error:  # any model's forward may refuse what it has not foreseen
+            _log.warning("%s computes its loss whole: %s", name, error)
+            return False
+        if abs(whole - halves) <= _PROBE_TOLERANCE * max(1.0, abs(whole)):
+            return True
+        _log.warning("%s computes its loss whole: in chunks it is %g instead of %g", name, halves, whole)
+        return False
 
     def _loss(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._total is not None and self._takes_total:

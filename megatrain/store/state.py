@@ -155,6 +155,10 @@ class HostState:
         """Return the block and the entry of a parameter by name."""
         return self._owner[name]
 
+    def has(self, name: str) -> bool:
+        """Whether a parameter of this name is here."""
+        return name in self._owner
+
     def names(self) -> Iterator[str]:
         """Yield the names of all parameters, block by block."""
         return iter(self._owner)

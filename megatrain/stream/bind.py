@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import GIB, host_memory
@@ -52,11 +52,11 @@ def bind(model: PreTrainedModel, precision: Precision) -> Binding:
     """
     blocks = find_blocks(model)
     layouts = plan_layouts(model, blocks, precision)
-    host: HostState | None = getattr(model, "_megatrain_host", None)
-    if host is not None and host.precision is precision and list(host.layouts) == layouts:
-        binding = Binding(blocks, host)
+    loaded: HostState | None = model.__dict__.get("_megatrain_host")
+    if loaded is not None and loaded.precision is precision and list(loaded.layouts) == layouts:
+        binding = Binding(blocks, loaded)
         binding.check()
-        require_host_memory(layouts, precision, held=host.host_bytes)
+        require_host_memory(layouts, precision, held=loaded.host_bytes)
         return binding
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
@@ -66,15 +66,25 @@ def bind(model: PreTrainedModel, precision: Precision) -> Binding:
                 f"parameter {name} is {parameter.dtype}; only float weights can be trained or streamed"
             )
     given = sum(parameter.nbytes for parameter in model.parameters())
-    require_host_memory(layouts, precision, held=given)
+    require_host_memory(layouts, precision, held=0 if loaded is not None else given)
     host = HostState(layouts, precision)
     with torch.no_grad():
         for block, state in zip(blocks, host.blocks, strict=True):
             for entry in state.layout.entries:
                 parameter = block.parameters[entry.name]
-                host.put(entry.name, parameter.data)
+                host.put(entry.name, _value(loaded, entry.name, parameter))
                 parameter.data = state.weight(entry)
+    model.__dict__["_megatrain_host"] = host
     return Binding(blocks, host)
+
+
+def _value(loaded: HostState | None, name: str, parameter: nn.Parameter) -> Tensor:
+    """Return a parameter's value: its exact master if earlier host state has one."""
+    if loaded is not None and loaded.has(name):
+        state, entry = loaded.find(name)
+        if parameter.data_ptr() == state.weight(entry).data_ptr():
+            return state.master(entry)
+    return parameter.data
 
 
 def plan_layouts(model: PreTrainedModel, blocks: Sequence[Block], precision: Precision) -> list[BlockLayout]:

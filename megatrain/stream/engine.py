@@ -7,13 +7,14 @@ The model keeps its own forward. Its parameters become views of the host's worki
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ConfigError, DataError, ModelError
-from megatrain.model.head import Normaliser, count_targets
+from megatrain.model.head import Head, count_targets
 from megatrain.plan.program import BlockSize, Visit, round_visits
 from megatrain.store.state import HostState, Precision
 from megatrain.stream.activations import policies
@@ -128,11 +129,12 @@ class Engine:
         self._residents = [block for block in attached if not block.block.is_streamed]
         self._forward_order = [block.index for block in self._streamed]
         self._backward_order = self._guess_backward_order()
+        self._names = [name for name, _ in model.named_parameters()]
         self._pass: Pass | None = None
         self._rounds_foreseen = 0
         self._passes_since_backward = 0
         self._in_backward = False
-        self._normaliser = Normaliser(model, head_chunk_tokens)
+        self._head = Head(model, head_chunk_tokens, self._bring_again)
         self._optimizer: StreamedAdamW | None = None
         self._shadowed: list[nn.Module] = []
         self._shadow()
@@ -171,8 +173,8 @@ class Engine:
             for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
                 if seeds is not None:
                     torch.manual_seed(seeds[number])
-                with self._normaliser.over(sum(counts), count):
-                    loss = self._normaliser.scaled(self.model(**batch).loss)
+                with self._head.over(sum(counts), count):
+                    loss = self._head.scaled(self.model(**batch).loss)
                 loss.backward()
                 losses.append(loss.detach())
             self._executor.take_gradients_home()
@@ -187,11 +189,11 @@ class Engine:
         Names are those of `model.named_parameters()`. A parameter without a gradient in this step is left out.
         """
         self._executor.take_gradients_home()
-        return self.gradients.named()
+        return self.gradients.named(self._names)
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, master) lazily for every parameter, frozen ones too: new fp32 host tensors."""
-        for name in self.host.names():
+        for name in self._names:
             block, entry = self.host.find(name)
             yield name, block.master(entry)
 
@@ -280,7 +282,7 @@ class Engine:
         self._shadowed.clear()
         self.model.__dict__.pop("_apply", None)
         move_buffers(self.model, torch.device("cpu"))
-        self._normaliser.remove()
+        self._head.remove()
         self.lanes.close()
         self.model._megatrain_engine = None  # type: ignore[assignment]
 
@@ -301,8 +303,12 @@ class Engine:
         for module in entries.values():
             inner = module.forward
 
-            def enter(*args: Any, inner: Callable[..., Any] = inner, **kwargs: Any) -> Any:
-                return self._enter(inner, args, kwargs)
+            is_causal_lm = module is self.model
+
+            def enter(
+                *args: Any, inner: Callable[..., Any] = inner, is_causal_lm: bool = is_causal_lm, **kwargs: Any
+            ) -> Any:
+                return self._enter(inner, args, kwargs, is_causal_lm=is_causal_lm)
 
             self._replace_forward(module, enter)
         self.model.__dict__["_apply"] = self._refuse_apply
@@ -323,7 +329,14 @@ class Engine:
             )
         return self.model
 
-    def _enter(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(
+        self,
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_causal_lm: bool,
+    ) -> Any:
         """Run a forward of the model with its resident weights in place."""
         if self._pass is not None:
             return inner(*args, **kwargs)
@@ -337,10 +350,16 @@ class Engine:
         self._pass = Pass(self._residents, self._executor, self._on_backward)
         try:
             with self._pass.swapped():
-                return self._normaliser.call(inner, args, kwargs)
+                if is_causal_lm:
+                    return self._head.call(inner, args, kwargs)
+                return inner(*args, **kwargs)
         finally:
             self._pass = None
             self._executor.end_pass()
+
+    def _bring_again(self) -> AbstractContextManager[None]:
+        """Bring the resident blocks once more, for a part of a pass whose gradients must add up in fp32."""
+        return Pass(self._residents, self._executor, self._on_backward).swapped()
 
     def _begin_round(self) -> None:
         self._passes_since_backward += 1

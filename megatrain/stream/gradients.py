@@ -7,7 +7,7 @@ which autograd gave None in every round has no gradient and gets no update, as i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
 import torch
@@ -172,13 +172,13 @@ class Gradients:
         values = self._sums.tolist()
         return [values[block] for block in self.blocks]
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every gradient as (name, fp32 host tensor); fp32 gradients are views of the plane."""
-        for block in self.blocks:
-            state = self._host.blocks[block]
-            for entry in state.layout.trained:
-                if entry.name in self.present[block]:
-                    yield entry.name, state.gradient_of(entry).to(torch.float32)
+    def named(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield those of `names` that have a gradient, as (name, fp32 host tensor); fp32 ones are views."""
+        present = set().union(*self.present)
+        for name in names:
+            if name in present:
+                state, entry = self._host.find(name)
+                yield name, state.gradient_of(entry).to(torch.float32)
 
     def _stays_wide(self, operation: Operation) -> bool:
         return not operation.completes and self._host.precision is Precision.BF16

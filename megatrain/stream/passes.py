@@ -17,7 +17,6 @@ from megatrain.stream.executor import Executor
 from megatrain.stream.slots import Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
 
@@ -113,7 +112,7 @@ class Pass:
         self._residents = residents
         self.tensors = {block.index: self._bring(block, executor, on_backward) for block in residents}
 
-    def swapped(self) -> AbstractContextManager[None] | Iterator[None]:
+    def swapped(self) -> AbstractContextManager[None]:
         """Let the model find the brought tensors in place of its resident parameters."""
         places: list[Place] = []
         tensors: list[Tensor] = []

@@ -1,0 +1,218 @@
+"""Find the checkpoints of a run, prove one whole, and read its tensors without running any code of it.
+
+What must stay true: nothing is taken from a checkpoint before the digests of all its files have been
+compared, and nothing damaged is passed over without a word. Reading changes no file.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from megatrain.checkpoint import files, format
+from megatrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not what its manifest says; `reason` is the clause that names the file."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            f"checkpoint {path} is damaged: {reason}; restore it from a copy or resume from another"
+        )
+        self.reason = reason
+
+
+def find(root: Path) -> list[Path]:
+    """List the directories in `root` that have the name of a checkpoint, newest first, whole or not.
+
+    Raises:
+        CheckpointError: `root` is there and cannot be read.
+    """
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read the checkpoints in {root}: {error.strerror}; check this path"
+        ) from error
+    found = [(key, root / name) for name in names if (key := format.parse_directory_name(name)) is not None]
+    return [path for _, path in sorted(found, reverse=True) if path.is_dir()]
+
+
+def verify(path: Path, *, digests: bool = True) -> format.Manifest:
+    """Compare every file of a checkpoint with the manifest, and return the manifest.
+
+    Args:
+        path: The checkpoint directory, under its own name or any name of the user's.
+        digests: Whether to read the files; False compares names and sizes only.
+
+    Raises:
+        DamagedError: A file is missing, too many, of another size or of other bytes; the message names it,
+            and the chunk of it.
+        CheckpointError: There is no such directory, or a later version of megatrain wrote it.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint directory {path}; check the path, or resume from another"
+        )
+    try:
+        return _verify(path, digests)
+    except format.NewerFormatError as error:
+        raise CheckpointError(
+            f"cannot read checkpoint {path}: {error}; install the megatrain that wrote it"
+        ) from error
+    except format.FormatError as error:
+        raise DamagedError(path, str(error)) from error
+    except OSError as error:
+        name = Path(error.filename).name if error.filename else "a file"
+        reason = f"{name} cannot be read: {error.strerror}" if error.strerror else str(error)
+        raise DamagedError(path, reason) from error
+
+
+def newest_whole(root: Path, *, warn: Callable[[str], None]) -> tuple[Path, format.Manifest] | None:
+    """Return the newest checkpoint that is whole, with its manifest; None if there is no checkpoint at all.
+
+    Args:
+        root: The directory of the run's checkpoints.
+        warn: Called with one sentence for each damaged checkpoint that is passed over.
+
+    Raises:
+        CheckpointError: There are checkpoints, and none is whole; or the newest whole one is of a later
+            version, and going on from an older one would lose its steps.
+    """
+    paths = find(root)
+    reasons = []
+    for index, path in enumerate(paths):
+        try:
+            return path, verify(path)
+        except DamagedError as error:
+            reasons.append(f"{path.name} ({error.reason})")
+            if index + 1 < len(paths):
+                before = paths[index + 1].name
+                warn(f"checkpoint {path} is damaged: {error.reason}; trying the one before it, {before}")
+    if paths:
+        raise CheckpointError(
+            f"no checkpoint in {root} is whole: {', '.join(reasons)}; restore one from a copy, or move them "
+            "away and start again"
+        )
+    return None
+
+
+class TensorFile(Mapping[str, "Tensor"]):
+    """The tensors of one safetensors file, each read when it is asked for and mapped rather than copied.
+
+    A tensor stays valid after `close`; writing into one does not change the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._path = path
+        try:
+            self._file = safe_open(str(path), framework="pt", device="cpu")
+            self._names = tuple(self._file.keys())
+            self.metadata: dict[str, str] = self._file.metadata() or {}
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return one tensor, on the CPU."""
+        from safetensors import SafetensorError
+
+        if name not in self._names:
+            raise CheckpointError(
+                f"{self._path} has no tensor {name}; resume from a checkpoint of this model"
+            )
+        try:
+            tensor: Tensor = self._file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(self._path, error) from error
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        """Say whether there is a tensor of this name."""
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.__exit__(None, None, None)
+
+
+def read_safetensors(path: Path) -> TensorFile:
+    """Open a safetensors file for reading; nothing but the header is read yet.
+
+    Raises:
+        CheckpointError: The file is missing or is not a whole safetensors file.
+    """
+    return TensorFile(path)
+
+
+def _verify(path: Path, digests: bool) -> format.Manifest:
+    manifest = format.parse_manifest(_read_manifest(path))
+    named = format.parse_directory_name(path.name)
+    if named is not None and named[0] != manifest.step:
+        raise format.FormatError(f"{format.MANIFEST_NAME} is that of step {manifest.step}")
+    present, _ = files.list_tree(path)
+    listed = {entry.name for entry in manifest.files}
+    extra = [name for name in present if name not in listed and name != format.MANIFEST_NAME]
+    for entry in manifest.files:
+        if entry.name not in present:
+            also = f", and {extra[0]} is there without being listed" if extra else ""
+            raise format.FormatError(f"{entry.name} is missing{also}")
+        num_bytes = (path / entry.name).stat().st_size
+        if num_bytes != entry.num_bytes:
+            raise format.FormatError(f"{entry.name} has {num_bytes} bytes in place of {entry.num_bytes}")
+    if extra:
+        raise format.FormatError(f"{extra[0]} is not in {format.MANIFEST_NAME}")
+    for entry in manifest.files if digests else ():
+        _compare(path, entry, manifest.chunk_bytes)
+    return manifest
+
+
+def _compare(path: Path, entry: format.FileEntry, chunk_bytes: int) -> None:
+    chunks = [digest for _, digest in files.read_digests(path / entry.name, chunk_bytes)]
+    for index, digest in enumerate(entry.digests):
+        if index >= len(chunks) or chunks[index] != digest:
+            begin = index * chunk_bytes
+            end = min(begin + chunk_bytes, entry.num_bytes)
+            raise format.FormatError(f"{entry.name} has wrong contents between bytes {begin} and {end}")
+
+
+def _read_manifest(path: Path) -> bytes:
+    name = path / format.MANIFEST_NAME
+    try:
+        status = name.lstat()
+    except FileNotFoundError:
+        raise format.FormatError(f"{format.MANIFEST_NAME} is missing") from None
+    if not stat.S_ISREG(status.st_mode) or status.st_size > format.MANIFEST_BYTES_MAX:
+        raise format.FormatError(f"{format.MANIFEST_NAME} is not a file of a manifest's size")
+    return files.read_bytes(name)
+
+
+def _unreadable(path: Path, error: Any) -> CheckpointError:
+    return CheckpointError(
+        f"cannot read the tensors in {path}: {error}; restore it, or resume from another checkpoint"
+    )

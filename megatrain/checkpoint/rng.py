@@ -1,0 +1,91 @@
+"""Turn the state of every global random generator into plain JSON values and back, bit for bit.
+
+Words and bytes travel as base64; nothing is pickled. CUDA generators are saved once CUDA is in use.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def encode_rng() -> dict[str, Any]:
+    """Return the states of `random`, numpy's global generator, torch on the CPU and on each CUDA device."""
+    import numpy as np
+    import torch
+
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    assert kind == "MT19937", f"numpy's global generator is {kind}"
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return {
+        "python": {
+            "version": version,
+            "words": _encode(np.asarray(words, dtype="<u4").tobytes()),
+            "gauss": gauss,
+        },
+        "numpy": {
+            "words": _encode(np.asarray(keys, dtype="<u4").tobytes()),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(cached),
+        },
+        "torch": _encode(torch.get_rng_state().numpy().tobytes()),
+        "cuda": [_encode(state.numpy().tobytes()) for state in cuda],
+    }
+
+
+def restore_rng(states: Mapping[str, Any]) -> None:
+    """Put every generator into the state that `encode_rng` saw.
+
+    States of CUDA devices that this machine lacks are left out with a warning: such a run goes on, not bit
+    for bit.
+
+    Raises:
+        CheckpointError: The values are not those of `encode_rng`; no generator has changed.
+    """
+    import numpy as np
+    import torch
+
+    before = encode_rng()
+    try:
+        _restore(states, np, torch)
+    except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        _restore(before, np, torch)
+        raise CheckpointError(
+            f"the checkpoint's random generator states are not usable ({error}); resume from another one"
+        ) from error
+
+
+def _restore(states: Mapping[str, Any], np: Any, torch: Any) -> None:
+    python, numpy_state = states["python"], states["numpy"]
+    words = np.frombuffer(_decode(python["words"]), dtype="<u4")
+    random.setstate((python["version"], tuple(words.tolist()), python["gauss"]))
+    keys = np.frombuffer(_decode(numpy_state["words"]), dtype="<u4").astype(np.uint32)
+    gauss = (numpy_state["has_gauss"], numpy_state["gauss"])
+    np.random.set_state(("MT19937", keys, numpy_state["position"], *gauss))
+    torch.set_rng_state(torch.frombuffer(bytearray(_decode(states["torch"])), dtype=torch.uint8))
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if len(states["cuda"]) > num_devices:
+        logger.warning(
+            "the checkpoint has random states of %d CUDA devices, this machine has %d; not bitwise from here",
+            len(states["cuda"]),
+            num_devices,
+        )
+    for device, state in enumerate(states["cuda"][:num_devices]):
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(_decode(state)), dtype=torch.uint8), device)
+
+
+def _encode(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

@@ -1,0 +1,156 @@
+"""Write a checkpoint so that it is whole or absent after a crash at any point, then let go of old ones.
+
+What must stay true: everything in the new directory is on the disk before the manifest is written, the
+manifest is before the one rename that commits, and the rename is before anything old is touched. Until then
+the old checkpoints are as they were; after it the new one is whole. Later the files will be written block by
+block while training goes on: `begin`, `commit` and `retain` are the seams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint import files, format, load
+from megatrain.errors import CheckpointError, OutputError
+
+
+def save(
+    root: Path, *, step: int, write: Callable[[Path], None], meta: Mapping[str, Any], keep_last: int
+) -> Path:
+    """Write the checkpoint of a step, commit it, and remove what is older than the newest `keep_last` steps.
+
+    Saving a step again keeps what is there if it is whole and equal, and otherwise commits beside it before
+    the old one goes. Checkpoints of later steps, left by a run that was taken back to an earlier one, are not
+    touched.
+
+    Args:
+        root: The directory of the run's checkpoints; made if it is not there.
+        step: Optimizer steps that the state has been through.
+        write: Puts the files of the checkpoint into the directory that it is given, in subdirectories if it
+            likes.
+        meta: Plain JSON values with string keys for the manifest.
+        keep_last: How many steps to keep, 1 or more.
+
+    Returns:
+        The directory of the whole checkpoint.
+
+    Raises:
+        OutputError: Something cannot be written. No earlier checkpoint has changed, unless the message says
+            that the new one is whole and an old one cannot be removed.
+    """
+    assert step >= 0, step
+    assert keep_last >= 1, keep_last
+    temporary = begin(root, step)
+    try:
+        with files.output_errors("write the checkpoint", temporary):
+            write(temporary)
+        path = commit(temporary, step=step, meta=meta)
+    except BaseException:
+        # Best effort: the next save removes what is left, and the first error is the one to tell.
+        with contextlib.suppress(OutputError):
+            if temporary.exists():
+                files.remove_tree(temporary, first=format.MANIFEST_NAME)
+        raise
+    try:
+        retain(path, keep_last=keep_last)
+    except OutputError as error:
+        raise OutputError(
+            f"{path} is saved and whole, but an older checkpoint is in the way: {error}"
+        ) from error
+    return path
+
+
+def begin(root: Path, step: int) -> Path:
+    """Remove what earlier crashes left, and make the directory that the files of a checkpoint go into."""
+    files.make_directories(root)
+    with files.output_errors("read the directory", root):
+        leftovers = [root / name for name in sorted(os.listdir(root)) if format.is_leftover(name)]
+    for path in leftovers:
+        if path.is_dir() and not path.is_symlink():
+            files.remove_tree(path, first=format.MANIFEST_NAME)
+    temporary = root / format.temporary_name("tmp", format.directory_name(step), secrets.token_hex(4))
+    files.make_private_directory(temporary)
+    return temporary
+
+
+def commit(temporary: Path, *, step: int, meta: Mapping[str, Any]) -> Path:
+    """Make a written directory durable, describe it in a manifest, and give it its name."""
+    with files.output_errors("write the checkpoint", temporary):
+        names, directories = files.list_tree(temporary)
+        assert all(map(format.is_relative_name, names)), names
+        for name in names:
+            files.fsync_file(temporary / name)
+        for name in reversed(directories):  # inner ones sort after the ones that they are in
+            files.fsync_directory(temporary / name)
+        files.fsync_directory(temporary)
+        entries = tuple(_describe(temporary, name) for name in names)
+    manifest = format.Manifest(step=step, meta=meta, files=entries)
+    encoded = format.encode_manifest(manifest)
+    root = temporary.parent
+    attempt = 1
+    while os.path.lexists(path := root / format.directory_name(step, attempt)):
+        if _is_same(path, encoded):
+            files.remove_tree(temporary, first=format.MANIFEST_NAME)
+            return path
+        attempt += 1
+    files.write_bytes_durably(temporary / format.MANIFEST_NAME, encoded)
+    files.rename(temporary, path)
+    files.fsync_directory(root)
+    return path
+
+
+def retain(newest: Path, *, keep_last: int) -> None:
+    """Remove the checkpoints that `newest`, just committed, makes unnecessary.
+
+    A directory counts, and may be removed, only if its name and its manifest say that it is a checkpoint of
+    ours and all its files are there in their sizes; a damaged one is left for its owner to look at.
+    """
+    root, saved = newest.parent, format.parse_directory_name(newest.name)
+    assert saved is not None, newest
+    kept_steps: list[int] = []
+    unnecessary = []
+    for path in load.find(root):
+        name = format.parse_directory_name(path.name)
+        assert name is not None, path
+        if name[0] > saved[0] or path.is_symlink() or not _is_complete(path):
+            continue
+        if path == newest or (name[0] not in kept_steps and len(kept_steps) < keep_last):
+            kept_steps.append(name[0])
+        else:
+            unnecessary.append(path)
+    trash = []
+    for path in reversed(unnecessary):
+        trash.append(root / format.temporary_name("trash", path.name, secrets.token_hex(4)))
+        files.rename(path, trash[-1])
+    if trash:
+        files.fsync_directory(root)
+    for path in trash:
+        files.remove_tree(path, first=format.MANIFEST_NAME)
+
+
+def _describe(directory: Path, name: str) -> format.FileEntry:
+    """Read a file back and sum it up."""
+    chunks = list(files.read_digests(directory / name, format.CHUNK_BYTES))
+    digests = tuple(digest for _, digest in chunks)
+    return format.FileEntry(name=name, num_bytes=sum(size for size, _ in chunks), digests=digests)
+
+
+def _is_same(path: Path, encoded: bytes) -> bool:
+    """Say whether a checkpoint is whole and has this very manifest."""
+    try:
+        return format.encode_manifest(load.verify(path)) == encoded
+    except CheckpointError:
+        return False
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        load.verify(path, digests=False)
+    except CheckpointError:
+        return False
+    return True

@@ -1,0 +1,194 @@
+"""The command line: parse, call the library, print.
+
+Results go to standard output, progress and errors to standard error. Every library module is imported inside
+the command that needs it, so that help and usage errors come at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+
+from megatrain import __version__
+from megatrain.config import Config, build_config, config_keys, parse_override, read_config, set_keys
+from megatrain.errors import ConfigError, MegatrainError
+
+app = typer.Typer(
+    name="megatrain",
+    help="Train Hugging Face language models exactly, with all state in host memory, streamed to the device.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain text: the same in a terminal, a file and a test
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+_INDENT = " " * 6
+_KEEP_LINES = "\b"  # click's mark: the lines of this paragraph stay as they are
+_debug = False
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with the code that its outcome has.
+
+    typer ends usage errors with 2 and Ctrl-C with 130; an error that nobody foresaw keeps its traceback.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="megatrain")
+    except MegatrainError as error:
+        if _debug or os.environ.get("MEGATRAIN_DEBUG"):
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"megatrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks of errors; also MEGATRAIN_DEBUG=1.")
+    ] = False,
+) -> None:
+    global _debug
+    _debug = debug
+    _log_to_stderr()
+
+
+@app.command()
+def quickstart(
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the run; default: a new one under runs/.")
+    ] = None,
+) -> None:
+    """Train a small model from scratch on this machine and check it against plain PyTorch; no download."""
+    from megatrain.train.quickstart import quickstart as run
+
+    run(out)
+
+
+def _list_keys() -> str:
+    """Return every configuration key as help text."""
+    lines = [_KEEP_LINES, "Keys of CONFIG and of overrides, with their defaults:"]
+    for key in config_keys().values():
+        lines.append(f"  {key.name} = {key.default}")
+        text = f"{key.description} [{key.kind}]"
+        lines += textwrap.wrap(text, width=104, initial_indent=_INDENT, subsequent_indent=_INDENT)
+    return "\n".join(lines)
+
+
+@app.command(epilog=_list_keys())
+def train(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CONFIG | section.key=value", help="A YAML file, then overrides of its keys."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model directory or hub id (model.path).")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Text file; may be repeated (data.path).")] = None,
+    out: Annotated[str | None, typer.Option(help="Run directory (out).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps (train.steps).")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence (data.seq_len).")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate (optim.lr).")] = None,
+    precision: Annotated[str | None, typer.Option(metavar="fp32|bf16", help="(train.precision)")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="auto|cpu|cuda|emulated", help="Where blocks run (train.device).")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="auto|PATH|no", help="Continue a stopped run (checkpoint.resume).")
+    ] = None,
+) -> None:
+    """Train a model from a CONFIG file, from flags, or from both; flags and overrides win.
+
+    An argument with "=" in it is an override. A run that was stopped continues with the same command.
+    """
+    flags = {
+        "model.path": model,
+        "data.path": data or None,
+        "out": out,
+        "train.steps": steps,
+        "data.seq_len": seq_len,
+        "optim.lr": lr,
+        "train.precision": precision,
+        "train.device": device,
+        "checkpoint.resume": resume,
+    }
+    config = read_settings(arguments or [], {key: value for key, value in flags.items() if value is not None})
+    from megatrain.train.loop import train as run
+
+    run(config, resume=config.checkpoint.resume)
+
+
+def read_settings(arguments: Sequence[str], flags: dict[str, Any]) -> Config:
+    """Combine the arguments of `train`: at most one file, overrides, and flags by the key that each sets."""
+    files = [argument for argument in arguments if "=" not in argument]
+    if len(files) > 1:
+        raise ConfigError(
+            f"one CONFIG at a time, not {' and '.join(files)}; overrides have the form section.key=value"
+        )
+    raw = read_config(files[0]) if files else {}
+    overrides = [parse_override(argument) for argument in arguments if "=" in argument]
+    source = files[0] if files else "command line"
+    return build_config(set_keys(raw, [*flags.items(), *overrides]), source=source)
+
+
+@app.command()
+def sample(
+    path: Annotated[
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="Run directory, model directory or hub id.")
+    ],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token.")] = 0.0,
+) -> None:
+    """Continue a text with a trained model."""
+    from megatrain.train.sample import sample as run
+
+    print(run(path, prompt, max_new_tokens=max_new_tokens, temperature=temperature))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty directory for the model.")],
+) -> None:
+    """Write the weights of a run's newest checkpoint as a Hugging Face model directory."""
+    from megatrain.train.export import export_run
+
+    export_run(run, out)
+    print(out)
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to whatever standard error is now: a progress bar replaces it while it is on the screen."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def _log_to_stderr() -> None:
+    logger = logging.getLogger("megatrain")
+    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+        logger.addHandler(_StderrHandler())
+    logger.setLevel(logging.INFO)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,515 @@
+"""Every setting a user has: read from YAML and overrides, checked, written out, and documented.
+
+A `Config` is complete and checked when it exists: nothing downstream checks a type or a range again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
+
+from megatrain.errors import ConfigError
+from megatrain.yaml12 import dump_yaml, parse_yaml
+
+_BYTES_PER_UNIT = {
+    "": 1,
+    "B": 1,
+    **{prefix + "B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{prefix + "iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*")
+
+
+def _bytes(value: object) -> object:
+    """Turn "24GiB" into bytes; leave everything else to the field's own check."""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    return int(float(match[1]) * _BYTES_PER_UNIT[match[2]]) if match else value
+
+
+def _one_or_more(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _list(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _reads_as(kind: str) -> WithJsonSchema:
+    """Give a type the words that help, documentation and errors use for it."""
+    return WithJsonSchema({"kind": kind})
+
+
+Name = Annotated[str, Field(min_length=1)]
+LocalPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser), _reads_as("a path")]
+Paths = Annotated[
+    tuple[LocalPath, ...],
+    BeforeValidator(_one_or_more),
+    Field(min_length=1),
+    _reads_as("a path or a list of paths"),
+]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_list), _reads_as("a list of patterns")]
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1), _reads_as("bytes or a size such as 24GiB")]
+Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0, lt=2**63), _reads_as("a whole number (0 to 2^63 - 1)")]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list), _reads_as("two numbers from 0 to below 1")]
+Schedule = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    """What is trained."""
+
+    path: LocalPath
+    """Hugging Face causal LM: a directory with `config.json` and safetensors, or a hub id."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`pretrained` reads the weights; `random` pre-trains from the directory's `config.json` alone."""
+    attn_implementation: Name | None = None
+    """Attention by its transformers name, such as `sdpa` or `eager`. null = transformers chooses."""
+
+
+class DataConfig(_Section):
+    """The text, and how it becomes batches."""
+
+    path: Paths
+    """Text files, one or a list: `.txt` (one document), `.jsonl`, `.json` or `.parquet` (one per row)."""
+    text_column: Name = "text"
+    """Column of `.jsonl`, `.json` and `.parquet` files that holds the text."""
+    seq_len: Annotated[int, Field(ge=2)] = 512
+    """Tokens per sequence. Documents are joined and cut to this length; not beyond the model's context."""
+    tokenizer: LocalPath | None = None
+    """Tokenizer directory or hub id. null = the model's own, or one trained on the data if `model.init` is
+    `random` and the model has none."""
+    vocab_size: Annotated[int, Field(ge=257)] | None = None
+    """Entries of a tokenizer trained on the data. null = the model's vocabulary size."""
+    shuffle: bool = True
+    """Visit the sequences in a new random order in each pass over the data; false = in file order."""
+    seed: Seed | None = None
+    """Seed of the order of the data. null = `train.seed`."""
+
+
+class TrainConfig(_Section):
+    """The step, and how many of them."""
+
+    steps: Count | None = None
+    """Optimizer steps. null = one pass over the data."""
+    micro_batch_size: Count = 1
+    """Sequences in one forward and backward."""
+    grad_accumulation: Count = 1
+    """Micro-batches per optimizer step."""
+    seed: Seed = 0
+    """Seed of random initialisation, dropout and the order of the data."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """`fp32`, or `bf16` compute with exact fp32 master weights; both take 12 bytes per parameter."""
+    device: Literal["auto", "cpu", "cuda", "emulated"] = "auto"
+    """Where blocks run. `auto` = the GPU if there is one; `emulated` = a simulated GPU, for tests."""
+
+
+class OptimConfig(_Section):
+    """AdamW and its learning rate."""
+
+    lr: Rate = 5e-5
+    """Peak learning rate. About 1e-5 to 5e-5 suits fine-tuning, 3e-4 to 1e-3 pre-training a small model."""
+    betas: Betas = (0.9, 0.95)
+    """Decay of the running averages of the gradient and of its square."""
+    eps: Rate = 1e-8
+    """Added to the denominator of AdamW's update."""
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    """Decoupled weight decay."""
+    no_decay: Patterns | None = None
+    """Shell patterns of the parameter names without weight decay. null = biases and norms; [] = none."""
+    max_grad_norm: Rate | None = 1.0
+    """Clip the gradient's global norm to this. null = off."""
+    schedule: Schedule = "cosine"
+    """Learning-rate schedule by its transformers name."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises from 0."""
+    schedule_args: dict[str, Any] = {}
+    """Further arguments of the schedule, such as `{min_lr_rate: 0.1}` for `cosine_with_min_lr`."""
+    max_skipped_steps: Count = 10
+    """Stop (exit code 5) after this many steps in a row with a non-finite gradient norm; each is skipped."""
+
+
+class MemoryConfig(_Section):
+    """Where memory goes, and how much."""
+
+    num_slots: Count = 2
+    """Device buffers of one block each. 2 overlaps the copy of a block with the compute of another."""
+    activations: Literal["recompute", "keep"] = "recompute"
+    """`recompute` a block's inside in backward (least memory), or `keep` it (fastest)."""
+    head_chunk_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens per chunk of head and loss. 0 = chosen from the vocabulary size; small batches are one chunk."""
+    host_limit: Bytes | None = None
+    """Host memory the run may take. null = what the machine or container has."""
+    device_limit: Bytes | None = None
+    """Device memory the run may take. null = what the device has."""
+
+
+class CheckpointConfig(_Section):
+    """Checkpoints and resuming."""
+
+    every: Count | None = 500
+    """Steps between checkpoints. null = only at the end, or when stopped by a signal."""
+    keep_last: Count | None = 2
+    """Newest checkpoints to keep. null = all."""
+    resume: Name = "auto"
+    """`auto` continues from the newest whole checkpoint in `out`, `no` refuses to, a path names one."""
+
+
+class LogConfig(_Section):
+    """What is shown and recorded."""
+
+    every: Count = 1
+    """Steps between rows of `metrics.jsonl` and progress updates."""
+    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    """A bar, plain lines, or neither. `auto` = a bar on a terminal, lines elsewhere."""
+
+
+class Config(_Section):
+    """One training run."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    memory: MemoryConfig = MemoryConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    out: LocalPath = "runs/train"
+    """Run directory: `config.yaml env.json metrics.jsonl checkpoints/ hf/`."""
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the order of the data."""
+        return self.train.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences in one optimizer step."""
+        return self.train.micro_batch_size * self.train.grad_accumulation
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in one optimizer step."""
+        return self.sequences_per_step * self.data.seq_len
+
+
+# Names that users of the Hugging Face Trainer and TRL know: read at top level only, with their meaning there.
+ALIASES: Mapping[str, str] = {
+    "model_name_or_path": "model.path",
+    "attn_implementation": "model.attn_implementation",
+    "dataset_text_field": "data.text_column",
+    "max_length": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "max_steps": "train.steps",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.grad_accumulation",
+    "seed": "train.seed",
+    "data_seed": "data.seed",
+    "learning_rate": "optim.lr",
+    "adam_epsilon": "optim.eps",
+    "weight_decay": "optim.weight_decay",
+    "max_grad_norm": "optim.max_grad_norm",
+    "lr_scheduler_type": "optim.schedule",
+    "lr_scheduler_kwargs": "optim.schedule_args",
+    "warmup_steps": "optim.warmup_steps",
+    "num_warmup_steps": "optim.warmup_steps",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep_last",
+    "logging_steps": "log.every",
+    "output_dir": "out",
+}
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a YAML configuration file as nested keys, aliases replaced; `build_config` checks them.
+
+    Raises:
+        ConfigError: not readable, not YAML, a key given twice, or not a mapping.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    raw = parse_yaml(text, source=str(path))
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"{path}: expected sections ({', '.join(Config.model_fields)}), found {_given(raw)}"
+        )
+    return _expand_aliases(raw, source=str(path))
+
+
+def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return `raw` with `a.b=value` overrides applied; values are YAML scalars, lists or mappings.
+
+    Raises:
+        ConfigError: an override without `=` or with an unreadable value, or two that set one key.
+    """
+    return set_keys(raw, [parse_override(override) for override in overrides])
+
+
+def set_keys(raw: Mapping[str, Any], settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return `raw` with each dotted key of `settings` (or its alias) set to its value."""
+    result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
+    spelled: dict[str, str] = {}
+    for spelling, value in settings:
+        key, value = _resolve_alias(spelling, value)
+        if key in spelled:
+            both = "" if spelling == spelled[key] else f" (as {spelled[key]} and as {spelling})"
+            raise ConfigError(f"{key} is set twice on the command line{both}; keep one")
+        spelled[key] = spelling
+        *sections, leaf = key.split(".")
+        target = result
+        for section in sections:
+            inner = target.get(section)
+            # An unknown or misplaced section is kept, for `build_config` to name with every other problem.
+            target[section] = inner = dict(inner) if isinstance(inner, Mapping) else {}
+            target = inner
+        target[leaf] = value
+    return result
+
+
+def build_config(raw: Mapping[str, Any], *, source: str = "configuration") -> Config:
+    """Check nested keys and fill in the defaults.
+
+    Args:
+        raw: sections of keys, as `read_config` and `apply_overrides` return them.
+        source: where they came from, named in every problem.
+
+    Raises:
+        ConfigError: every problem at once: unknown keys, wrong types, values out of range, missing keys.
+    """
+    try:
+        # A section that is left empty in YAML reads as null, and means its defaults.
+        return Config.model_validate(
+            {key: {} if value is None and key != "out" else value for key, value in raw.items()}
+        )
+    except ValidationError as error:
+        problems = [_describe(problem) for problem in error.errors()]
+    if len(problems) == 1:
+        raise ConfigError(f"{source}: {problems[0]}")
+    raise ConfigError("\n  - ".join([f"{source} has {len(problems)} problems:", *problems]))
+
+
+def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
+    """Read, override and check a configuration file.
+
+    Raises:
+        ConfigError: see `read_config`, `apply_overrides` and `build_config`.
+    """
+    return build_config(apply_overrides(read_config(path), overrides), source=str(path))
+
+
+def dump_config(config: Config) -> str:
+    """Return `config` as YAML with every default written out; `load_config` reads the same value back."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """Split `a.b=value` into its key and its value, read as YAML.
+
+    Raises:
+        ConfigError: no `=`, no key, or a value that is not YAML.
+    """
+    key, equals, text = override.partition("=")
+    key = key.strip().removeprefix("--")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"the override {override!r} is not of the form section.key=value")
+    try:
+        return key, parse_yaml(text, source=override)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the override {override!r} has no readable value; quote it: {key}='\"...\"'"
+        ) from error
+
+
+def _resolve_alias(spelling: str, value: Any) -> tuple[str, Any]:
+    if spelling == "max_grad_norm" and value in (0, 0.0) and not isinstance(value, bool):
+        value = None  # transformers' way to turn clipping off
+    return ALIASES.get(spelling, spelling), value
+
+
+def _expand_aliases(raw: Mapping[Any, Any], *, source: str) -> dict[str, Any]:
+    """Move top-level aliases to their nested keys; a nested key that is given as well is a conflict."""
+    nested = {key: value for key, value in raw.items() if key not in ALIASES}
+    aliased = [(key, value) for key, value in raw.items() if key in ALIASES]
+    given = {key for key, value in nested.items() if not isinstance(value, dict)}
+    given |= {f"{key}.{inner}" for key, value in nested.items() if isinstance(value, dict) for inner in value}
+    spelled: dict[str, str] = {}
+    for spelling, _ in aliased:
+        key = ALIASES[spelling]
+        other = key if key in given else spelled.get(key)
+        if other:
+            raise ConfigError(f"{source}: {spelling} and {other} both set {key}; keep one")
+        spelled[key] = spelling
+    return set_keys(nested, aliased)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """One setting, as help, documentation and errors show it."""
+
+    name: str
+    kind: str
+    """What a value may be."""
+    default: str
+    """As YAML; "required" if there is none."""
+    description: str
+
+
+@cache
+def config_keys() -> Mapping[str, Key]:
+    """Every setting by its dotted name, in the order of the sections."""
+    return {key.name: key for key in _keys(Config, "")}
+
+
+def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
+    schemas = section.model_json_schema()["properties"]
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+            continue
+        yield Key(
+            name=prefix + name,
+            kind=_kind_of(schemas[name]),
+            default="required" if field.is_required() else dump_yaml(field.default, flow=True),
+            description=" ".join((field.description or "").split()),
+        )
+
+
+def _kind_of(schema: Mapping[str, Any]) -> str:
+    if "kind" in schema:
+        return str(schema["kind"])
+    if "anyOf" in schema:
+        return " or ".join(_kind_of(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return " | ".join(schema["enum"])
+    kinds = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
+    kind = (kinds | {"object": "a mapping", "null": "null"})[schema["type"]]
+    for bound, words in (("minimum", "{} or more"), ("exclusiveMinimum", "above {}")):
+        if bound in schema:
+            kind += f" ({words.format(schema[bound])})"
+    return kind
+
+
+def configuration_page() -> str:
+    """Return the reference of every setting as Markdown: `docs/configuration.md`."""
+    lines = ["# Configuration", "", *_PAGE_INTRODUCTION.split("\n")]
+    table = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    section = None
+    for key in config_keys().values():
+        if key.name.rpartition(".")[0] != section:
+            section = key.name.rpartition(".")[0]
+            title = Config.model_fields[section].annotation.__doc__ if section else "The run directory."
+            lines += ["", f"## {section or 'out'}", "", str(title), "", *table]
+        cells = (f"`{key.name}`", key.kind.replace("|", "\\|"), f"`{key.default}`", key.description)
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## Names from the Hugging Face Trainer and TRL",
+        "",
+        "Read at the top level of a file, or as overrides.",
+    ]
+    lines += [
+        "",
+        "| name | key |",
+        "|---|---|",
+        *(f"| `{alias}` | `{key}` |" for alias, key in ALIASES.items()),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def write_configuration_page(path: str | os.PathLike[str] = "docs/configuration.md") -> None:
+    """Write `configuration_page`; a test keeps the file in the repository fresh."""
+    Path(path).write_text(configuration_page(), encoding="utf-8")
+
+
+_PAGE_INTRODUCTION = """\
+A run is described by a YAML file of sections, by `section.key=value` overrides on the command line, or by
+both; overrides win. `megatrain train --help` lists the same keys. Paths are relative to the directory that
+the command runs in. A value means what it looks like (YAML 1.2): `1e-3` is a number, `no` is text, `null` is
+nothing.
+
+This page is generated from `megatrain/config.py`."""
+
+
+def _given(value: object) -> str:
+    kinds = {bool: "", int: "whole number", float: "number", str: "text", dict: "section", list: "list"}
+    text = dump_yaml(value, flow=True) if isinstance(value, (bool, int, float)) else repr(value)
+    kind = kinds.get(type(value), type(value).__name__)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return "null" if value is None else f"{text} ({kind})" if kind else text
+
+
+def _describe(problem: Any) -> str:
+    """Say in words what pydantic found."""
+    name = str(problem["loc"][0]) + "".join(f".{part}" for part in problem["loc"][1:2])
+    key = config_keys().get(name)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {name}; {_suggestion(name)}"
+    if problem["type"] == "missing":
+        required = [known for known in config_keys().values() if known.default == "required"]
+        return "; ".join(
+            f"{known.name} is required: {known.description}"
+            for known in required
+            if known.name == name or known.name.startswith(name + ".")
+        )
+    if key is None:
+        inner = ", ".join(
+            known.removeprefix(name + ".") for known in config_keys() if known.startswith(name + ".")
+        )
+        return f"{name} is {_given(problem['input'])}; it must be a section with keys from {inner}"
+    kind = key.kind.replace(" | ", " or ")
+    where = "".join(f"[{part}]" for part in problem["loc"][2:] if isinstance(part, int))
+    hint = "; put it in quotes" if problem["type"] == "string_type" and problem["input"] is not None else ""
+    return f"{name}{where} is {_given(problem['input'])}; it must be {kind}{hint}"
+
+
+def _suggestion(name: str) -> str:
+    keys = list(config_keys())
+    section, _, leaf = name.rpartition(".")
+    by_leaf = {key.rpartition(".")[2]: key for key in keys}
+    targets = {**{key: key for key in keys}, **ALIASES}
+    close = [leaf] if leaf in by_leaf else difflib.get_close_matches(name, targets, n=1, cutoff=0.75)
+    close = close or difflib.get_close_matches(leaf, by_leaf, n=1)
+    if close:
+        return f"did you mean {targets.get(close[0]) or by_leaf[close[0]]}?"
+    inside = [key.removeprefix(f"{section}.") for key in keys if section and key.startswith(f"{section}.")]
+    return (
+        f"{section} has {', '.join(inside)}"
+        if inside
+        else f"the sections are {', '.join(Config.model_fields)}"
+    )

@@ -1,0 +1,141 @@
+"""The tokenizer of a run: the model's own, or a byte-level BPE trained on the run's text.
+
+No tokenizer code from a model directory is ever run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.errors import ConfigError, DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+_NUM_BYTES = 256
+# One of these makes it a directory with a tokenizer. Without, transformers may build an empty one in silence.
+_VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+
+
+def has_tokenizer(path: str) -> bool:
+    """Tell whether a local model directory holds a tokenizer's vocabulary; a hub id counts as having one."""
+    return not Path(path).is_dir() or any(Path(path, name).is_file() for name in _VOCABULARY_FILES)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model directory or hub id.
+
+    Raises:
+        ModelError: none there, not readable, or one that needs code from the directory.
+    """
+    from transformers import AutoTokenizer
+
+    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
+        raise ModelError(f"{path} does not exist; check data.tokenizer and model.path")
+    if not has_tokenizer(path):
+        raise ModelError(
+            f"{path} has no tokenizer (none of {', '.join(_VOCABULARY_FILES)}); "
+            "set data.tokenizer to a directory with one"
+        )
+    _refuse_remote_code(path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (
+        Exception
+    ) as error:  # transformers, tokenizers and sentencepiece raise bare Exceptions for damaged files
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelError(
+            f"{path}: the tokenizer cannot be loaded ({reason}); repair it or set data.tokenizer"
+        ) from error
+    return tokenizer
+
+
+def _refuse_remote_code(path: str) -> None:
+    for name in ("tokenizer_config.json", "config.json"):
+        file = Path(path, name)
+        if not file.is_file():
+            continue
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} is not readable as JSON ({error})") from error
+        auto_map = settings.get("auto_map") if isinstance(settings, dict) else None
+        needs_code = "AutoTokenizer" in auto_map if isinstance(auto_map, dict) else auto_map is not None
+        if needs_code:
+            raise ModelError(
+                f"{file} names a tokenizer class in its own code (auto_map), which megatrain does not run; "
+                "set data.tokenizer to a directory with a standard tokenizer"
+            )
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE; equal texts give an equal tokenizer.
+
+    Args:
+        texts: the documents to learn from.
+        vocab_size: entries in all: `<|endoftext|>`, the 256 bytes, and merges. Fewer if the texts give out.
+
+    Raises:
+        ConfigError: `vocab_size` has no room for the bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size <= _NUM_BYTES:
+        raise ConfigError(
+            f"a tokenizer of {vocab_size} entries cannot hold {END_OF_TEXT} and the 256 bytes; "
+            "use data.vocab_size of 257 or more, and a model whose vocab_size holds it"
+        )
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=None, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+
+
+def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of the token that ends a document.
+
+    Raises:
+        ConfigError: the tokenizer has none.
+    """
+    eos_token_id: Any = tokenizer.eos_token_id
+    if eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name_or_path or 'of this run'} has no eos_token, and documents must "
+            "end with one; name it in its tokenizer_config.json"
+        )
+    return int(eos_token_id)
+
+
+def check_vocabulary(max_id: int, vocab_size: int, *, tokenizer_size: int | None = None) -> None:
+    """Check that the model has an embedding for every token of the data.
+
+    Raises:
+        DataError: the data has a token id beyond the model's vocabulary.
+    """
+    if max_id >= vocab_size:
+        entries = "" if tokenizer_size is None else f" of {tokenizer_size} entries"
+        raise DataError(
+            f"the data has token id {max_id}, but the model's vocab_size is {vocab_size}: the "
+            f"tokenizer{entries} belongs to another model; set data.tokenizer to this model's own"
+        )

@@ -1,0 +1,97 @@
+"""Writes safetensors files whose contents are known ahead and whose tensors arrive in any order.
+
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+TEMPORARY_SUFFIX = ".partial"
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(kw_only=True, slots=True)
+class Shard:
+    """A file of the export, by the tensors in it."""
+
+    tensors: Specs = field(default_factory=dict)
+    num_bytes: int = 0
+    name: str = ""
+
+    def add(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Give a tensor a place in the file."""
+        self.tensors[key] = (dtype, shape)
+        self.num_bytes += num_bytes(dtype, shape)
+
+    def layout(self) -> tuple[bytes, dict[str, int]]:
+        """Return the header, with its length ahead, and the position of each tensor in the file."""
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offsets = {}
+        end = 0
+        # Wide elements first, so that each tensor is aligned to its own elements.
+        for key, (dtype, shape) in sorted(
+            self.tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])
+        ):
+            start, end = end, end + num_bytes(dtype, shape)
+            header[key] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            offsets[key] = start
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        ahead = len(text).to_bytes(8, "little") + text
+        return ahead, {key: len(ahead) + start for key, start in offsets.items()}
+
+
+class ShardWriter:
+    """Writes the tensors of one shard in any order; the file gets its name when the last one is written."""
+
+    def __init__(self, file: Path, shard: Shard, written: list[Path]) -> None:
+        self._file = file
+        self._temporary = file.with_name(file.name + TEMPORARY_SUFFIX)
+        self._num_left = len(shard.tensors)
+        header, self._positions = shard.layout()
+        written += [self._temporary, self._file]
+        self._handle = open(self._temporary, "wb")  # noqa: SIM115 - closed by the last write or on exit
+        self._handle.write(header)
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._handle.close()
+
+    def write(self, key: str, value: torch.Tensor) -> None:
+        """Write a tensor in its place; the last one completes the file on the disk."""
+        self._handle.seek(self._positions[key])
+        data = value.detach().cpu().contiguous().reshape(-1)
+        self._handle.write(data.view(torch.uint8).numpy().data)
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._handle.flush()
+            os.fsync(self._handle.fileno())
+            self._handle.close()
+            self._temporary.rename(self._file)
+
+
+def num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a tensor."""
+    return torch.Size(shape).numel() * dtype.itemsize

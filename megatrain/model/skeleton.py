@@ -1,0 +1,275 @@
+"""Reads a model's configuration and builds the model without its weights.
+
+Nothing from a model directory is executed or unpickled: a configuration that asks for its own code is
+refused before transformers sees it. The skeleton has the classes, dtypes, buffers and ties of
+`from_pretrained`, and no weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from megatrain.errors import ModelError
+
+_OTHER_TASK = re.compile(r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w*$")
+_SMALL_ELEMENTS = 1 << 16
+_QUANTISATION_KEYS = ("quantization_config", "compression_config")
+
+
+def read_config(path_or_id: str | Path) -> PretrainedConfig:
+    """Read the configuration of a causal language model.
+
+    Args:
+        path_or_id: A local model directory, or the id of a model on the Hugging Face hub.
+
+    Raises:
+        ModelError: There is no readable config.json, or it describes a model that is not trained here: one
+            that needs remote code, is quantised, is of an unknown type, or is not a causal language model.
+    """
+    directory = Path(path_or_id)
+    if directory.is_dir():
+        values = _read_json(directory / "config.json")
+    elif looks_like_a_path(path_or_id):
+        raise ModelError(
+            f"{path_or_id} is not a directory; give a model directory or a hub id such as org/name"
+        )
+    else:
+        values = _download_config(str(path_or_id))
+    _check_config_values(values, str(path_or_id))
+    try:
+        return AutoConfig.from_pretrained(str(path_or_id), trust_remote_code=False)
+    except Exception as error:  # each configuration class validates in its own way
+        raise ModelError(f"{path_or_id}: config.json is not valid: {first_line(error)}") from error
+
+
+def build_skeleton(
+    config: PretrainedConfig, *, dtype: torch.dtype, attn_implementation: str | None = None
+) -> PreTrainedModel:
+    """Build the causal language model of a configuration with every parameter on the meta device.
+
+    Buffers are real and hold what `from_pretrained` leaves in them; persistent ones hold their initial
+    value until a checkpoint is loaded. Ties are kept, and the model is in evaluation mode. No weight is
+    allocated or drawn, and the caller's random state is untouched.
+
+    Args:
+        config: Of a causal language model; it is copied.
+        dtype: Of the parameters that have no dtype of their own: float32 or bfloat16. What transformers
+            always keeps in float32 is float32.
+        attn_implementation: As in transformers; None takes its default.
+
+    Raises:
+        ModelError: transformers has no causal language model for the configuration, or cannot build it.
+    """
+    _check_config_class(config)
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with torch.random.fork_rng(devices=[]), no_init_weights(), parameters_on_meta():
+        try:
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **options
+            )
+        except Exception as error:  # a constructor fails in its own way on values that do not fit together
+            raise ModelError(f"the {config.model_type} model cannot be built: {first_line(error)}") from error
+    _keep_float32(model, dtype)
+    model.tie_weights(recompute_mapping=False)
+    with torch.random.fork_rng(devices=[]):
+        _initialise_buffers(model)
+    return model.eval()
+
+
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """Map the name of each parameter in `named_parameters()` to all its names, itself first."""
+    first_names: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(first_names.setdefault(id(parameter), name), []).append(name)
+    return names
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are saved with the model, by name."""
+    buffers = {}
+    for prefix, module in model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set:
+                buffers[f"{prefix}.{leaf}" if prefix else leaf] = buffer
+    return buffers
+
+
+def looks_like_a_path(path_or_id: str | Path) -> bool:
+    """Tell what can only be meant as a path from what may be a hub id."""
+    text = str(path_or_id)
+    return isinstance(path_or_id, Path) or Path(text).exists() or text[:1] in "./~\\" or text.count("/") > 1
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{file.parent} has no {file.name}; is it a Hugging Face model directory?"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read as JSON: {first_line(error)}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{file} holds a {type(values).__name__}; it must hold a JSON object")
+    return values
+
+
+def _download_config(model_id: str) -> dict[str, Any]:
+    try:
+        values, _ = PretrainedConfig.get_config_dict(model_id)
+    except Exception as error:  # the hub client and its transport raise many classes
+        raise ModelError(
+            f"{model_id} is no local directory, and its configuration cannot be fetched from the Hugging "
+            f"Face hub; check the spelling and the connection: {first_line(error)}"
+        ) from error
+    if not values:
+        raise ModelError(f"{model_id} has no config.json on the Hugging Face hub")
+    return values
+
+
+def _check_config_values(values: dict[str, Any], where: str) -> None:
+    for level in _levels(values):
+        if level.get("auto_map"):
+            raise ModelError(
+                f"{where}: config.json asks for remote code (auto_map), which is never executed; "
+                f"use a model type that transformers implements"
+            )
+        for key in _QUANTISATION_KEYS:
+            if level.get(key):
+                raise ModelError(f"{where}: config.json has a {key}; give an unquantised checkpoint")
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ModelError(f"{where}: config.json has no model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(f"{where}: config.json has model_type {model_type!r}, unknown to this transformers")
+    if CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{where}: config.json has model_type {model_type!r}, which is not a causal language model"
+        )
+    for architecture in values.get("architectures") or []:
+        if _OTHER_TASK.search(str(architecture)):
+            raise ModelError(
+                f"{where}: config.json names {architecture}, which is not a causal language model"
+            )
+
+
+def _levels(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a configuration and the configurations nested in it."""
+    yield values
+    for value in values.values():
+        if isinstance(value, dict):
+            yield from _levels(value)
+
+
+def _check_config_class(config: PretrainedConfig) -> None:
+    if getattr(config, "auto_map", None):
+        raise ModelError(
+            f"the {config.model_type} configuration asks for remote code, which is never executed"
+        )
+    if getattr(config, "quantization_config", None):
+        raise ModelError(f"the {config.model_type} configuration is quantised; give an unquantised one")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"transformers has no causal language model for {type(config).__name__}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def parameters_on_meta(kept_shapes: Collection[tuple[int, ...]] = ()) -> Iterator[None]:
+    """Make parameters on the meta device, and buffers and other tensors where they belong.
+
+    Modules make their large parameters with `torch.empty` or `torch.zeros`, which go to the meta device at
+    once; what else becomes a parameter is moved there when a module registers it, so that one at a time
+    exists at most.
+
+    Args:
+        kept_shapes: Parameters of these shapes stay on the host; what their constructor does not set is NaN.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta and tuple(parameter.shape) not in kept_shapes:
+            module._parameters[name] = _like(parameter, parameter.dtype)
+
+    with mock.patch.object(nn.Module, "register_parameter", register_on_meta), _LargeOnMeta(kept_shapes):
+        yield
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Sends `torch.empty`, and `torch.zeros` of many floats, to the meta device unless they name a device."""
+
+    def __init__(self, kept_shapes: Collection[tuple[int, ...]]) -> None:
+        super().__init__()
+        self._kept_shapes = kept_shapes
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.empty, torch.zeros) and kwargs.get("device") is None:
+            value = func(*args, **{**kwargs, "device": "meta"})
+            if tuple(value.shape) in self._kept_shapes:
+                value = func(*args, **kwargs)
+                is_unset = func is torch.empty and value.is_floating_point()
+                return value.fill_(float("nan")) if is_unset else value
+            if func is torch.empty or (value.is_floating_point() and value.numel() > _SMALL_ELEMENTS):
+                return value
+        return func(*args, **kwargs)
+
+
+def _like(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """Return a parameter like the given one, its attributes included, on the meta device."""
+    value = torch.empty_like(parameter, dtype=dtype, device="meta")
+    copied = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    copied.__dict__.update(parameter.__dict__)
+    return copied
+
+
+def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give the tensors that transformers keeps in a dtype of their own that dtype, chosen as it chooses."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    patterns = [(re.compile(glob.replace("*", ".*")), kept) for glob, kept in plan.items()]
+    for name in list(model.state_dict(keep_vars=True)):
+        kept = next((kept for pattern, kept in patterns if pattern.search(name)), None)
+        if kept is None:
+            continue
+        prefix, _, leaf = name.rpartition(".")
+        module = model.get_submodule(prefix)
+        if leaf in module._parameters:
+            module._parameters[leaf] = _like(module._parameters[leaf], kept)
+        else:
+            module._buffers[leaf] = module._buffers[leaf].to(kept)
+
+
+def _initialise_buffers(model: PreTrainedModel) -> None:
+    """Run the model's own initialisation on the buffers only, as `from_pretrained` does after loading."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    for module in model.modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:  # was empty or zero; initialisation or a checkpoint gives it its value
+                module._buffers[leaf] = torch.zeros_like(buffer, device="cpu")
+    model.initialize_weights()

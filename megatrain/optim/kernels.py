@@ -1,0 +1,267 @@
+"""AdamW and the sum of squares as Numba kernels: serial, without the GIL, one pass over memory each.
+
+The order of operations is that of torch's fused CPU AdamW. Every operation is rounded to its type and every fused
+multiply-add is written out, so results equal `torch.optim.AdamW(fused=True)` bit for bit, on every machine, vector
+width and cut of the range. No fastmath: it lets the compiler choose other contractions.
+
+The arithmetic is emitted as LLVM vectors of `WIDTH` lanes, which LLVM maps to what the machine has (two AVX2
+registers, one AVX-512, four NEON); left to itself it keeps a loop over five arrays that might overlap scalar.
+Importing this module imports Numba (half a second): import it where it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+WIDTH = 16
+"""Elements per vector: 64 bytes of fp32, a cache line."""
+
+_I16, _I32, _F32, _F64 = ir.IntType(16), ir.IntType(32), ir.FloatType(), ir.DoubleType()
+_BYTES = {_I16: 2, _F32: 4}
+_logger = logging.getLogger(__name__)
+
+
+class Lanes:
+    """A vector in a kernel that is being emitted; arithmetic on it emits instructions, rounded one by one."""
+
+    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
+        self.builder = builder
+        self.value = value
+
+    @classmethod
+    def load(cls, builder: ir.IRBuilder, pointer: ir.Value, width: int) -> Lanes:
+        """Read `width` elements."""
+        element = pointer.type.pointee
+        vector = builder.bitcast(pointer, ir.VectorType(element, width).as_pointer())
+        return cls(builder, builder.load(vector, align=_BYTES[element]))
+
+    def store(self, pointer: ir.Value) -> None:
+        """Write all elements."""
+        vector = self.builder.bitcast(pointer, self.value.type.as_pointer())
+        self.builder.store(self.value, vector, align=_BYTES[pointer.type.pointee])
+
+    @classmethod
+    def fill(cls, builder: ir.IRBuilder, scalar: ir.Value, width: int) -> Lanes:
+        """Repeat a scalar."""
+        undefined = ir.Constant(ir.VectorType(scalar.type, width), ir.Undefined)
+        first = builder.insert_element(undefined, scalar, _I32(0))
+        zeros = ir.Constant(ir.VectorType(_I32, width), [0] * width)
+        return cls(builder, builder.shuffle_vector(first, undefined, zeros))
+
+    def __add__(self, other: Lanes) -> Lanes:
+        return self._emit("fadd", other)
+
+    def __sub__(self, other: Lanes) -> Lanes:
+        return self._emit("fsub", other)
+
+    def __mul__(self, other: Lanes) -> Lanes:
+        return self._emit("fmul", other)
+
+    def __truediv__(self, other: Lanes) -> Lanes:
+        return self._emit("fdiv", other)
+
+    def times_plus(self, factor: Lanes, addend: Lanes) -> Lanes:
+        """Return self * factor + addend, rounded once."""
+        return self._call("fma", factor, addend)
+
+    def sqrt(self) -> Lanes:
+        """Return the square root, correctly rounded."""
+        return self._call("sqrt")
+
+    def where_positive(self, yes: Lanes, no: Lanes) -> Lanes:
+        """Return `yes` where these are above zero, `no` elsewhere."""
+        zeros = ir.Constant(self.value.type, [0.0] * self.value.type.count)
+        positive = self.builder.fcmp_ordered(">", self.value, zeros)
+        return Lanes(self.builder, self.builder.select(positive, yes.value, no.value))
+
+    def widen(self) -> Lanes:
+        """Return fp32 values: these, or those whose bf16 bits these are."""
+        return self if self._element() == _F32 else self._high_bits()._convert("bitcast", _F32)
+
+    def widen_twice(self) -> Lanes:
+        """Return fp64 values."""
+        return self.widen()._convert("fpext", _F64)
+
+    def join(self, remainder: Lanes) -> Lanes:
+        """Return the masters of these working weights, as `store.master.join_master` does."""
+        bits = self._high_bits()._emit("add", remainder._convert("sext", _I32))
+        return bits._convert("bitcast", _F32)
+
+    def split(self) -> tuple[Lanes, Lanes]:
+        """Return working weights and remainders of these masters, as `store.master.split_master` does."""
+        bits = self._convert("bitcast", _I32)
+        high = bits._emit("add", bits._constant(0x8000))._emit("lshr", bits._constant(16))
+        return high._convert("trunc", _I16), bits._convert("trunc", _I16)
+
+    def _high_bits(self) -> Lanes:
+        bits = self._convert("zext", _I32)
+        return bits._emit("shl", bits._constant(16))
+
+    def _element(self) -> ir.Type:
+        return self.value.type.element
+
+    def _constant(self, value: int) -> Lanes:
+        return Lanes.fill(self.builder, self._element()(value), self.value.type.count)
+
+    def _emit(self, operation: str, other: Lanes) -> Lanes:
+        return Lanes(self.builder, getattr(self.builder, operation)(self.value, other.value))
+
+    def _convert(self, operation: str, element: ir.Type) -> Lanes:
+        to = ir.VectorType(element, self.value.type.count)
+        return Lanes(self.builder, getattr(self.builder, operation)(self.value, to))
+
+    def _call(self, function: str, *others: Lanes) -> Lanes:
+        """Call an LLVM intrinsic of one vector type: llvmlite's own methods know scalars only."""
+        values = [self.value, *(other.value for other in others)]
+        vector = self.value.type
+        name = f"llvm.{function}.v{vector.count}{vector.element.intrinsic_name}"
+        declared = ir.FunctionType(vector, [vector] * len(values))
+        callee = cgutils.get_or_insert_function(self.builder.module, declared, name)
+        return Lanes(self.builder, self.builder.call(callee, values))
+
+
+def _adamw(
+    parameter: Lanes, gradient: Lanes, exp_avg: Lanes, exp_avg_sq: Lanes, scalars: list[Lanes]
+) -> tuple[Lanes, Lanes, Lanes]:
+    """Return the new parameter, exp_avg and exp_avg_sq. The scalars are those of `adamw.AdamWStep.scalars`."""
+    grad_scale, decay, weight1, beta2, weight2, correction2_sqrt, eps, step_size = scalars
+    gradient = gradient * grad_scale
+    exp_avg = weight1.times_plus(gradient - exp_avg, weight1.where_positive(exp_avg, gradient))
+    exp_avg_sq = (weight2 * gradient).times_plus(gradient, exp_avg_sq * beta2)
+    update = step_size * exp_avg / (exp_avg_sq.sqrt() / correction2_sqrt + eps)
+    return parameter * decay + update, exp_avg, exp_avg_sq
+
+
+def _pointer(context: Any, builder: ir.IRBuilder, array: Any, value: ir.Value, index: ir.Value) -> ir.Value:
+    return builder.gep(context.make_array(array)(context, builder, value).data, [index])
+
+
+def _update(width: int) -> Callable[..., None]:
+    """Return an intrinsic that updates `width` elements from `index` on."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        index, scalars, *planes = arguments
+        working, remainder, exp_avg, exp_avg_sq, gradient = (
+            None if array == types.none else _pointer(context, builder, array, value, index)
+            for array, value in zip(signature.args[2:], planes, strict=True)
+        )
+
+        def load(pointer: ir.Value) -> Lanes:
+            return Lanes.load(builder, pointer, width)
+
+        constants = [
+            Lanes.fill(builder, builder.extract_value(scalars, position), width)
+            for position in range(len(signature.args[1]))
+        ]
+        parameter = load(working)
+        if remainder is not None:
+            parameter = parameter.join(load(remainder))
+        parameter, m, v = _adamw(
+            parameter, load(gradient).widen(), load(exp_avg), load(exp_avg_sq), constants
+        )
+        if remainder is not None:
+            parameter, low = parameter.split()
+            low.store(remainder)
+        parameter.store(working)
+        m.store(exp_avg)
+        v.store(exp_avg_sq)
+        return context.get_dummy_value()
+
+    def typed(
+        typing: Any, index: Any, scalars: Any, working: Any, remainder: Any, m: Any, v: Any, gradient: Any
+    ) -> Any:
+        return types.none(index, scalars, working, remainder, m, v, gradient), emit
+
+    return intrinsic(typed)
+
+
+def _sum_squares(width: int) -> Callable[..., float]:
+    """Return an intrinsic that sums squares over [start, stop), a multiple of `width`, in `width` fp64 lanes."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        start, stop, values = arguments
+        zeros = ir.Constant(ir.VectorType(_F64, width), [0.0] * width)
+        lanes = cgutils.alloca_once_value(builder, zeros)
+        step = ir.Constant(start.type, width)
+        with cgutils.for_range_slice(builder, start, stop, step, start.type) as (index, _):
+            pointer = _pointer(context, builder, signature.args[2], values, index)
+            numbers = Lanes.load(builder, pointer, width).widen_twice()
+            total = numbers.times_plus(numbers, Lanes(builder, builder.load(lanes)))
+            builder.store(total.value, lanes)
+        total = builder.load(lanes)
+        while total.type.count > 1:  # halves are added, so the order does not depend on the machine's vectors
+            half = total.type.count // 2
+            low, high = (
+                builder.shuffle_vector(
+                    total, total, ir.Constant(ir.VectorType(_I32, half), list(range(first, first + half)))
+                )
+                for first in (0, half)
+            )
+            total = builder.fadd(low, high)
+        return builder.extract_element(total, _I32(0))
+
+    def typed(typing: Any, start: Any, stop: Any, values: Any) -> Any:
+        return types.float64(start, stop, values), emit
+
+    return intrinsic(typed)
+
+
+_update_vector, _update_one = _update(WIDTH), _update(1)
+_sum_squares_vector, _sum_squares_one = _sum_squares(2 * WIDTH), _sum_squares(1)
+
+
+def _compile(kernel: Callable[..., Any]) -> Any:
+    """Compile on the first call for each set of types, and keep the result on disk where that is possible."""
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(kernel)
+    except RuntimeError as error:  # no writable folder: neither __pycache__ nor the user's cache
+        _logger.warning("compiled kernels are not kept, each start takes seconds longer: %s", error)
+        return njit(**options)(kernel)
+
+
+@_compile
+def update(  # type: ignore[no-untyped-def]
+    start, stop, scalars, working, remainder, exp_avg, exp_avg_sq, gradient
+):
+    """Apply AdamW to elements [start, stop) of five planes, in place.
+
+    Args:
+        start: First element.
+        stop: One past the last element.
+        scalars: Eight np.float32, as `adamw.AdamWStep.scalars` makes them.
+        working: float32 masters, or the bits of bf16 working weights as int16.
+        remainder: None, or the int16 remainders that go with bf16 working weights.
+        exp_avg: float32.
+        exp_avg_sq: float32.
+        gradient: float32, or bf16 bits as int16.
+    """
+    tail = stop - (stop - start) % WIDTH
+    for index in range(start, tail, WIDTH):
+        _update_vector(index, scalars, working, remainder, exp_avg, exp_avg_sq, gradient)
+    for index in range(tail, stop):
+        _update_one(index, scalars, working, remainder, exp_avg, exp_avg_sq, gradient)
+
+
+@_compile
+def sum_squares(start, stop, values, chunk, sums):  # type: ignore[no-untyped-def]
+    """Write the sum of squares of each chunk of elements [start, stop) to `sums`.
+
+    Args:
+        start: First element, a multiple of `chunk`.
+        stop: One past the last element.
+        values: float32, or bf16 bits as int16.
+        chunk: Elements per sum; the last one may be shorter.
+        sums: float64, one per chunk of the whole of `values`; overwritten from `start // chunk` on.
+    """
+    for first in range(start, stop, chunk):
+        last = min(first + chunk, stop)
+        tail = last - (last - first) % (2 * WIDTH)
+        sums[first // chunk] = _sum_squares_vector(first, tail, values) + _sum_squares_one(tail, last, values)

@@ -1,0 +1,124 @@
+"""Loads a model straight into host state: no resident copy is ever made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.errors import ConfigError
+from megatrain.model.blocks import find_blocks
+from megatrain.model.files import checkpoint_files, load_weights
+from megatrain.model.initialise import initialise_weights
+from megatrain.model.layout import BlockLayout, Entry
+from megatrain.model.skeleton import build_skeleton, read_config
+from megatrain.store.arena import Arena
+from megatrain.store.state import HostState, Precision
+from megatrain.stream.bind import plan_layouts, require_host_memory
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    config: PretrainedConfig | None = None,
+    seed: int = 0,
+    precision: str = "fp32",
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """Load a Hugging Face causal LM into host state, ready for `megatrain.attach` with the same precision.
+
+    Peak host memory is the state plus one tensor; a random bf16 model needs 4 bytes per parameter more while
+    its fp32 masters are drawn, which is less than its optimizer takes later.
+
+    Args:
+        path: Directory with config.json and safetensors. Nothing is unpickled and no remote code is run.
+        config: Instead of `path`: start from this configuration with random weights.
+        seed: Of the random weights, which the model's own initialisation draws.
+        precision: `fp32`, or `bf16`: bf16 weights that are the upper half of exact fp32 masters.
+        attn_implementation: As in transformers.
+
+    Returns:
+        The model in evaluation mode, as `from_pretrained` does; its parameters are views of host memory.
+
+    Raises:
+        ModelError: The directory or the configuration cannot be used, with the reason.
+        CapacityError: The state does not fit into host memory; nothing was allocated.
+        ConfigError: Neither or both of `path` and `config`, or an unknown precision.
+    """
+    if (path is None) == (config is None):
+        raise ConfigError("load takes a path or a config, one of the two")
+    if precision not in {value.value for value in Precision}:
+        raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
+    kept = Precision(precision)
+    if path is not None:
+        config = read_config(path)
+        checkpoint_files(path)
+    assert config is not None
+    dtype = torch.float32 if kept is Precision.FP32 else torch.bfloat16
+    model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
+    layouts = plan_layouts(model, find_blocks(model), kept)
+    require_host_memory(layouts, kept, held=0)
+    host = HostState(layouts, kept)
+    if path is not None:
+        _bind_parameters(model, lambda name: _working(host, name))
+        load_weights(model, path, host)
+    else:
+        _draw(model, host, seed)
+        _bind_parameters(model, lambda name: _working(host, name))
+    model.__dict__["_megatrain_host"] = host
+    return model
+
+
+def _draw(model: PreTrainedModel, host: HostState, seed: int) -> None:
+    """Draw initial fp32 values: in place where the working plane is fp32, else in a scratch plane."""
+    if host.precision is Precision.FP32:
+        _bind_parameters(model, lambda name: _working(host, name))
+        initialise_weights(model, seed=seed)
+        return
+    scratch = _Scratch(host.layouts)
+    _bind_parameters(model, scratch.view)
+    initialise_weights(model, seed=seed)
+    for name in host.names():
+        host.put(name, scratch.view(name))
+
+
+class _Scratch:
+    """fp32 room for every parameter, for as long as initial values are drawn."""
+
+    def __init__(self, layouts: tuple[BlockLayout, ...]) -> None:
+        self._places: dict[str, tuple[int, Entry]] = {}
+        size = 0
+        for layout in layouts:
+            for entry in layout.entries:
+                self._places[entry.name] = (size, entry)
+                size += 4 * entry.numel
+        self._arena = Arena(size)
+
+    def view(self, name: str) -> Tensor:
+        start, entry = self._places[name]
+        return self._arena.view(torch.float32, start, entry.numel).view(entry.shape)
+
+
+def _working(host: HostState, name: str) -> Tensor:
+    block, entry = host.find(name)
+    return block.weight(entry)
+
+
+def _bind_parameters(model: PreTrainedModel, view: Callable[[str], Tensor]) -> None:
+    """Put a parameter over the view of its name in every place that looks it up; ties stay ties."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            key = id(parameter)
+            if key not in made:
+                made[key] = nn.Parameter(view(names[key]), requires_grad=parameter.requires_grad)
+            module._parameters[leaf] = made[key]

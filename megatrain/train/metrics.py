@@ -1,0 +1,218 @@
+"""What a run records and shows: one row per step, in `metrics.jsonl` and on the screen.
+
+The file holds each step once, whatever the number of interruptions: a resumed run cuts the rows beyond its
+checkpoint, and a last line that a crash tore.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from megatrain.errors import OutputError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+_IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """One step, as a row of `metrics.jsonl`."""
+
+    step: int
+    """Steps done, this one included."""
+    loss: float
+    """Mean over the step's real tokens, before the update."""
+    grad_norm: float | None
+    """Global norm before clipping. None = not computed."""
+    lr: float
+    tokens: int
+    """Real tokens trained on since the run began."""
+    tokens_per_s: float
+    seconds: float
+    """Duration of the step."""
+    skipped: bool = False
+    """The gradient was not finite, and nothing was updated."""
+    host_bytes: int = 0
+    device_bytes: int = 0
+    """Peak of the run so far."""
+
+
+def count_real_tokens(batch: Mapping[str, Tensor]) -> int:
+    """Count the tokens that the loss of a micro-batch is a mean over.
+
+    Args:
+        batch: with `labels` (B, T); position 0 predicts nothing and has no loss, nor has the label -100.
+    """
+    return int((batch["labels"][:, 1:] != _IGNORED).sum())
+
+
+class MetricsLog:
+    """Appends rows to a JSONL file; each is handed to the system at once, so a killed run keeps them."""
+
+    def __init__(self, path: str | os.PathLike[str], *, resume_step: int = 0) -> None:
+        """Open the file, and cut what lies beyond the step that the run continues from.
+
+        Args:
+            path: of the file; made if missing.
+            resume_step: the last step to keep; 0 begins a new file.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        try:
+            _cut_after(Path(path), resume_step)
+            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        except OSError as error:
+            raise OutputError(f"{path} cannot be written ({error.strerror})") from error
+
+    def write(self, row: StepMetrics) -> None:
+        """Append one row. Numbers that JSON has no form for (nan, inf) become null."""
+        values = {name: _finite(value) for name, value in asdict(row).items()}
+        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cut_after(path: Path, last_step: int) -> None:
+    if not path.exists():
+        return
+    keep = 0
+    with open(path, "r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n") or not _is_row_until(line, last_step):
+                break
+            keep += len(line)
+        file.truncate(keep)
+
+
+def _is_row_until(line: bytes, last_step: int) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= last_step)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+class Progress:
+    """Shows a run: a bar on a terminal, log lines elsewhere. Use as a context manager.
+
+    The time left counts the steps of this process only: those before a resume took none of its time.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        first_step: int = 0,
+        mode: Literal["auto", "bar", "lines", "none"] = "auto",
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the clock.
+
+        Args:
+            num_steps: steps of the whole run.
+            first_step: steps done before this process.
+            mode: `auto` takes a bar if `stream` is a terminal.
+            stream: where the bar is drawn; standard error if None.
+            clock: seconds, for tests.
+        """
+        self._num_steps = num_steps
+        self._first_step = first_step
+        self._stream = stream or sys.stderr
+        self._mode = mode if mode != "auto" else "bar" if self._stream.isatty() else "lines"
+        self._clock = clock
+        self._started_s = clock()
+        self._bar: RichProgress | None = None
+
+    def __enter__(self) -> Progress:
+        self._started_s = self._clock()
+        if self._mode == "bar":
+            self._bar = _make_bar(self._stream)
+            self._bar.add_task("", total=self._num_steps, completed=self._first_step, text="")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def update(self, row: StepMetrics) -> None:
+        """Show a step."""
+        if self._mode == "none":
+            return
+        text = describe_step(row, eta_s=self.eta_s(row.step))
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=row.step, text=text, refresh=True)
+        else:
+            logger.info("step %d/%d %s", row.step, self._num_steps, text)
+
+    def eta_s(self, step: int) -> float | None:
+        """Return the seconds left after `step`, at the pace of this process; None before its first step."""
+        done = step - self._first_step
+        if done <= 0:
+            return None
+        return (self._clock() - self._started_s) / done * (self._num_steps - step)
+
+
+def _make_bar(stream: TextIO) -> RichProgress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as RichProgress
+    from rich.table import Column
+
+    numbers = TextColumn(
+        "{task.fields[text]}", markup=False, table_column=Column()
+    )  # wraps: nothing is cut off
+    return RichProgress(MofNCompleteColumn(), BarColumn(bar_width=20), numbers, console=Console(file=stream))
+
+
+def describe_step(row: StepMetrics, *, eta_s: float | None) -> str:
+    """Return a step as one line, without its number."""
+    norm = "-" if row.grad_norm is None else f"{row.grad_norm:.3g}"
+    parts = [f"loss {row.loss:.4f}", f"norm {norm}", f"lr {row.lr:.3g}", f"{row.tokens_per_s:,.0f} tok/s"]
+    parts.append(f"host {row.host_bytes / _GIB:.2f} GiB")
+    parts.append(f"device {row.device_bytes / _GIB:.2f} GiB")
+    parts.append(f"eta {format_duration(eta_s)}")
+    return "  ".join([*parts, "SKIPPED: gradient not finite"] if row.skipped else parts)
+
+
+def format_duration(seconds: float | None) -> str:
+    """Return a duration with its two largest units, such as `4d 09h`, `2h 05m` or `0m 07s`."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    whole = max(0, round(seconds))
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days}d {hours:02d}h"
+    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {whole % 60:02d}s"

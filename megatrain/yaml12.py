@@ -1,0 +1,103 @@
+"""The YAML that settings are written in: a value means what it looks like.
+
+PyYAML follows YAML 1.1, where `no` is false, `1e-3` is text, 010 is 8 and 1:30 is 90. Here scalars are those
+of YAML 1.2's core schema, a key given twice is an error, and what `dump_yaml` writes reads the same in both.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from megatrain.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the scalars of YAML 1.2 and without duplicate keys; as safe as `yaml.safe_load`."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (yaml's own name)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.tag != "tag:yaml.org,2002:str":
+                problem = f"the key {_written(key)} is not text; put it in quotes"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            if key.value in seen:
+                problem = f"the key {key.value} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _written(node: yaml.Node) -> str:
+    return str(node.value) if isinstance(node, yaml.ScalarNode) else "at this place"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes a string that either YAML 1.1 or 1.2 would read as something else."""
+
+
+for _kind, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?\d[\d_]*|0x[0-9a-fA-F]+", [*"-+0123456789"]),
+    (
+        "float",
+        r"[-+]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\.(?:inf|Inf)|\.(?:nan|NaN)",
+        [*"-+.0123456789"],
+    ),
+    ("merge", r"<<", ["<"]),
+):
+    for _side in (_Loader, _Dumper):
+        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(rf"(?:{_pattern})\Z"), _first)
+
+
+def _represent_str(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Escape what YAML counts as the end of a line and PyYAML writes as it is."""
+    style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_str)
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """Read decimal and hexadecimal only: YAML 1.1 reads 010 as 8."""
+    text = str(loader.construct_scalar(node)).replace("_", "")
+    return int(text, 16 if "x" in text else 10)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+def parse_yaml(text: str, *, source: str) -> Any:
+    """Read YAML as plain values.
+
+    Raises:
+        ConfigError: not YAML, or a key given twice; names `source` and the line.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{source}{line}: {error.problem}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{source}: {' '.join(str(error).split())}") from error
+
+
+def dump_yaml(value: object, *, flow: bool = False) -> str:
+    """Write plain values as YAML: `flow` on one line, else as sections."""
+    text: str = yaml.dump(
+        value,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=flow,
+        width=10**6 if flow else 100,
+    )
+    return text.removesuffix("...\n").strip() if flow else text

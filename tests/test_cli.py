@@ -1,0 +1,211 @@
+"""The command line: what each command asks of the library, its exit codes, and how little it loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.cli import main, read_settings
+from megatrain.config import config_keys
+from megatrain.errors import CapacityError, ConfigError, DataError, DivergedError, MegatrainError, OutputError
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Stand-ins for the modules that the commands call; returns what they were called with."""
+    seen: list[tuple[Any, ...]] = []
+
+    def stand_in(module: str, name: str, result: object = None) -> None:
+        def function(*arguments: Any, **options: Any) -> object:
+            seen.append((name, *arguments, options))
+            return result
+
+        fake = types.ModuleType(module)
+        setattr(fake, name, function)
+        monkeypatch.setitem(sys.modules, module, fake)
+
+    stand_in("megatrain.train.loop", "train")
+    stand_in("megatrain.train.quickstart", "quickstart")
+    stand_in("megatrain.train.sample", "sample", "Once upon a time")
+    stand_in("megatrain.train.export", "export_run")
+    return seen
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    fake = types.ModuleType("megatrain.train.loop")
+    fake.train = fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatrain.train.loop", fake)
+
+
+@pytest.mark.parametrize("arguments", [None, ["--help"], ["train", "--help"], ["train", "--model", "m"]])
+def test_import_help_and_usage_errors_load_nothing_heavy(arguments: list[str] | None) -> None:
+    call = "import megatrain" if arguments is None else f"from megatrain.cli import main; main({arguments!r})"
+    code = (
+        "import sys\n"
+        "try:\n"
+        f"    {call}\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'torch', 'transformers', 'numba', 'datasets', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    for command in ("quickstart", "train", "sample", "export"):
+        assert command in text
+    assert run("--version") == 0
+    assert capsys.readouterr().out == "megatrain 0.1.0\n"
+
+
+def test_train_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "--help") == 0
+    lines = capsys.readouterr().out.split("\n")
+    for key in config_keys().values():
+        assert f"    {key.name} = {key.default}" in lines
+    assert max(map(len, lines)) <= 110
+
+
+def test_train_from_flags(calls: list[tuple[Any, ...]]) -> None:
+    files = ["--model", "m", "--data", "a.txt", "--data", "b.txt", "--out", "o"]
+    numbers = ["--steps", "3", "--seq-len", "64", "--lr", "1e-3", "--precision", "bf16", "--device", "cpu"]
+    assert run("train", *files, *numbers, "--resume", "no", "optim.weight_decay=0", "log.every=2") == 0
+    ((name, config, options),) = calls
+    assert (name, options) == ("train", {"resume": "no"})
+    assert (config.model.path, config.data.path, config.out) == ("m", ("a.txt", "b.txt"), "o")
+    assert (config.train.steps, config.data.seq_len, config.optim.lr) == (3, 64, 1e-3)
+    assert (config.train.precision, config.train.device, config.checkpoint.resume) == ("bf16", "cpu", "no")
+    assert (config.optim.weight_decay, config.log.every) == (0.0, 2)
+
+
+def test_train_from_a_file_with_overrides_and_flags(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ndata: {path: d}\noptim: {lr: 1.0, eps: 1e-6}\n")
+    assert run("train", str(path), "optim.lr=2.0", "--steps", "7") == 0
+    ((_, config, options),) = calls
+    assert (config.optim.lr, config.optim.eps, config.train.steps, options) == (
+        2.0,
+        1e-6,
+        7,
+        {"resume": "auto"},
+    )
+
+
+def test_argument_with_an_equals_sign_is_an_override() -> None:
+    config = read_settings(["model.path=m", "data.path=d"], {})
+    assert (config.model.path, config.data.path) == ("m", ("d",))
+    with pytest.raises(ConfigError, match=r"one CONFIG at a time, not a\.yaml and b\.yaml"):
+        read_settings(["a.yaml", "b.yaml"], {})
+    with pytest.raises(ConfigError, match=r"optim\.lr is set twice on the command line; keep one"):
+        read_settings(["optim.lr=1"], {"optim.lr": 2.0})
+
+
+def test_sample_prints_the_text(calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("sample", "runs/a", "--prompt", "Once", "--max-new-tokens", "5", "--temperature", "0.5") == 0
+    assert calls == [("sample", "runs/a", "Once", {"max_new_tokens": 5, "temperature": 0.5})]
+    assert capsys.readouterr().out == "Once upon a time\n"
+
+
+def test_export_and_quickstart_are_called(calls: list[tuple[Any, ...]]) -> None:
+    assert run("export", "runs/a", "out") == 0
+    assert run("quickstart", "--out", "q") == 0
+    assert run("quickstart") == 0
+    assert calls == [
+        ("export_run", Path("runs/a"), Path("out"), {}),
+        ("quickstart", Path("q"), {}),
+        ("quickstart", None, {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["train", "--lr", "fast"], "--lr"),
+        (["train", "--nonsense"], "--nonsense"),
+        (["sample", "m"], "--prompt"),
+        (["sample", "m", "--prompt", "x", "--temperature", "-1"], "--temperature"),
+        (["export", "a"], "OUT"),
+        (["train", "nothing.yaml"], "error: nothing.yaml: cannot read the configuration"),
+        (["train", "--model", "m"], "error: command line: data.path is required"),
+        (["train", "--model", "m", "--data", "d", "--steps", "0"], "error: command line: train.steps is 0"),
+        (["train", "--model", "m", "--data", "d", "train.stepz=3"], "did you mean train.steps?"),
+        (["train", "--model", "m", "--data", "d", "--precision", "fp16"], "train.precision is 'fp16'"),
+    ],
+)
+def test_bad_usage_exits_2_with_one_message(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    assert run(*arguments) == 2
+    shown = capsys.readouterr()
+    assert part in shown.err
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (MegatrainError("what"), 2),
+        (ConfigError("what"), 2),
+        (OutputError("what"), 2),
+        (CapacityError("what"), 3),
+        (DataError("what"), 4),
+        (DivergedError("what"), 5),
+    ],
+)
+def test_error_is_one_line_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: MegatrainError, code: int
+) -> None:
+    fail_with(monkeypatch, error)
+    assert run("train", "--model", "m", "--data", "d") == code
+    assert capsys.readouterr().err == "error: what\n"
+    assert run("--debug", "train", "--model", "m", "--data", "d") == code
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback")
+    assert shown.endswith("error: what\n")
+
+
+def test_interrupt_exits_130_and_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_with(monkeypatch, KeyboardInterrupt())
+    assert run("train", "--model", "m", "--data", "d") == 130
+    fail_with(monkeypatch, ZeroDivisionError("ours"))
+    with pytest.raises(ZeroDivisionError):
+        main(["train", "--model", "m", "--data", "d"])
+    fail_with(monkeypatch, SystemExit(75))
+    assert run("train", "--model", "m", "--data", "d") == 75
+
+
+def test_log_lines_go_to_whatever_standard_error_is_now(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import logging
+
+    def train(*_: Any, **__: Any) -> None:
+        logging.getLogger("megatrain.train.loop").info("step 1")
+
+    fake = types.ModuleType("megatrain.train.loop")
+    fake.train = train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatrain.train.loop", fake)
+    for _ in range(2):
+        assert run("train", "--model", "m", "--data", "d") == 0
+        shown = capsys.readouterr()
+        assert (shown.err, shown.out) == ("step 1\n", "")

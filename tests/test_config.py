@@ -1,0 +1,266 @@
+"""Settings: what a file or an override may say, and the sentence for what it may not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.config import (
+    ALIASES,
+    Config,
+    apply_overrides,
+    build_config,
+    config_keys,
+    configuration_page,
+    dump_config,
+    load_config,
+    read_config,
+)
+from megatrain.errors import ConfigError
+
+NEEDED = ["model.path=m", "data.path=a.txt"]
+
+
+def config_of(*overrides: str) -> Config:
+    return build_config(apply_overrides({}, [*NEEDED, *overrides]))
+
+
+def problem_of(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config_of(*overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_are_complete() -> None:
+    config = config_of()
+    assert (config.data.path, config.data.seq_len, config.optim.lr) == (("a.txt",), 512, 5e-5)
+    assert (config.optim.betas, config.optim.max_grad_norm, config.optim.max_skipped_steps) == (
+        (0.9, 0.95),
+        1.0,
+        10,
+    )
+    assert (config.memory.num_slots, config.train.precision, config.checkpoint.resume) == (2, "fp32", "auto")
+
+
+def test_derived_values() -> None:
+    config = config_of(
+        "train.micro_batch_size=3", "train.grad_accumulation=4", "data.seq_len=128", "train.seed=7"
+    )
+    assert (config.sequences_per_step, config.tokens_per_step, config.data_seed) == (12, 1536, 7)
+    assert config_of("data.seed=0", "train.seed=7").data_seed == 0
+
+
+def test_file_then_overrides_then_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {path: m}\ndata:\n  path: [a.txt, b.txt]\noptim:\n  lr: 1e-3\ntrain:\n")
+    config = load_config(path, ["optim.lr=2e-3", "data.seq_len=64"])
+    assert (config.optim.lr, config.data.seq_len, config.data.path) == (2e-3, 64, ("a.txt", "b.txt"))
+    assert load_config(path).optim.lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optim.lr=1e-3", 1e-3),
+        ("optim.lr=1E-3", 1e-3),
+        ("optim.lr=.5", 0.5),
+        ("optim.lr=1", 1.0),
+        ("optim.betas=[0.9, 0.999]", (0.9, 0.999)),
+        ("optim.max_grad_norm=null", None),
+        ("optim.no_decay=['*bias', '*.A_log']", ("*bias", "*.A_log")),
+        ("optim.no_decay=[]", ()),
+        ("optim.no_decay=null", None),
+        ("optim.schedule_args={min_lr_rate: 0.1}", {"min_lr_rate": 0.1}),
+        ("data.seq_len=1_024", 1024),
+        ("data.shuffle=false", False),
+        ("data.path=[a.txt, b.jsonl]", ("a.txt", "b.jsonl")),
+        ("data.path=a=b.txt", ("a=b.txt",)),
+        ("checkpoint.resume=no", "no"),
+        ("memory.host_limit=24GiB", 24 * 2**30),
+        ("memory.host_limit=1.5MiB", 3 * 2**19),
+        ("memory.device_limit=500 MB", 500_000_000),
+        ("memory.device_limit=4096", 4096),
+        ("train.steps=010", 10),
+        ("--train.steps=5", 5),
+    ],
+)
+def test_override_means_what_it_looks_like(override: str, value: object) -> None:
+    overrides = [override] if override.startswith("data.path") else [*NEEDED[1:], override]
+    config: Any = build_config(apply_overrides({"model": {"path": "m"}}, overrides))
+    for name in override.removeprefix("--").partition("=")[0].split("."):
+        config = getattr(config, name)
+    assert config == value
+    assert type(config) is type(value)
+
+
+@settings(deadline=None)
+@given(st.floats(min_value=1e-300, max_value=1e300))
+def test_every_float_survives_an_override_and_a_file(lr: float) -> None:
+    config = config_of(f"optim.lr={lr!r}")
+    assert config.optim.lr == lr
+    assert yaml.safe_load(dump_config(config))["optim"]["lr"] == lr
+
+
+@settings(deadline=None)
+@given(st.text(min_size=1).filter(lambda text: not text.startswith("~")))
+def test_dumped_config_reads_back_the_same(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    """Whatever the text looks like (a number, a date, yes, a comment), it comes back as that text."""
+    config = build_config({"model": {"path": text}, "data": {"path": [text, "b"]}, "out": text})
+    path = write(tmp_path_factory.getbasetemp(), dump_config(config))
+    assert load_config(path) == config
+
+
+@settings(deadline=None)
+@given(st.from_regex(r"\A[-+.:0-9eE_a-fxnoyf~]{1,8}\Z"))
+def test_dumped_text_is_text_to_other_yaml_readers(text: str) -> None:
+    config = build_config({"model": {"path": "m", "attn_implementation": text}, "data": {"path": "d"}})
+    assert yaml.safe_load(dump_config(config))["model"]["attn_implementation"] == text
+
+
+@settings(deadline=None)
+@given(st.integers(min_value=1, max_value=10**12), st.sampled_from(["KiB", "MiB", "GiB", "TiB"]))
+def test_sizes_are_exact(count: int, unit: str) -> None:
+    power = ["KiB", "MiB", "GiB", "TiB"].index(unit) + 1
+    assert config_of(f"memory.host_limit={count}{unit}").memory.host_limit == count * 1024**power
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("optim.learnrate=1", ["unknown key optim.learnrate", "optim has lr, betas"]),
+        ("optim.schedul=linear", ["unknown key optim.schedul", "did you mean optim.schedule?"]),
+        ("train.lr=1", ["unknown key train.lr", "did you mean optim.lr?"]),
+        ("learning_rat=1", ["unknown key learning_rat", "did you mean optim.lr?"]),
+        ("memory.zzz=1", ["unknown key memory.zzz", "num_slots", "host_limit"]),
+        ("zzz=1", ["unknown key zzz", "the sections are model, data"]),
+        ("train.steps=1.5", ["train.steps is 1.5 (number)", "whole number (1 or more) or null"]),
+        ("train.steps=true", ["train.steps is true;", "whole number"]),
+        ("train.steps='3'", ["train.steps is '3' (text)", "whole number"]),
+        ("train.steps=0", ["train.steps is 0 (whole number)", "1 or more"]),
+        ("train.precision=fp16", ["train.precision is 'fp16' (text)", "fp32 or bf16"]),
+        ("optim.lr=fast", ["optim.lr is 'fast' (text)", "a number (above 0)"]),
+        ("optim.lr=.nan", ["optim.lr is .nan (number)", "a number (above 0)"]),
+        ("optim.betas=[0.9, 1.5]", ["optim.betas[1] is 1.5", "from 0 to below 1"]),
+        ("optim.betas=0.9", ["optim.betas is 0.9", "two numbers"]),
+        ("optim.max_grad_norm=0", ["optim.max_grad_norm is 0", "or null"]),
+        ("optim.schedule=reduce_lr_on_plateau", ["optim.schedule", "warmup_stable_decay"]),
+        ("data.shuffle=yes", ["data.shuffle is 'yes' (text)", "true or false"]),
+        ("data.text_column=5", ["data.text_column is 5", "text; put it in quotes"]),
+        ("out=5", ["out is 5", "a path; put it in quotes"]),
+        ("out=null", ["out is null", "a path"]),
+        ("memory.host_limit=5GX", ["memory.host_limit is '5GX'", "24GiB"]),
+        ("memory.host_limit=0.1B", ["memory.host_limit is '0.1B'", "24GiB"]),
+        ("train=3", ["train is 3 (whole number)", "section with keys", "micro_batch_size"]),
+        ("train.steps", ["'train.steps'", "section.key=value"]),
+        ("=3", ["'=3'", "section.key=value"]),
+        ("a..b=3", ["'a..b=3'", "section.key=value"]),
+        ("out=[", ["'out=['", "quote it"]),
+        ("out=@x", ["'out=@x'", "quote it"]),
+    ],
+)
+def test_bad_override_is_one_clear_sentence(override: str, parts: list[str]) -> None:
+    message = problem_of(override)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config({"train": {"stps": 1}, "optim": {"lr": "x"}, "data": {"path": []}}, source="run.yaml")
+    lines = str(caught.value).split("\n")
+    assert lines[0] == "run.yaml has 4 problems:"
+    assert [re.split(" is | key |;", line)[-2 if "key" in line else 0] for line in lines[1:]] == [
+        "  - model.path",
+        "  - data.path",
+        "train.stps",
+        "  - optim.lr",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("model: {path: m}\nmodel: {path: n}\n", ["line 2", "the key model is given twice"]),
+        ("optim:\n  lr: 1\n  eps: 1\n  lr: 2\n", ["line 4", "the key lr is given twice"]),
+        ("model: [\n", ["line 2"]),
+        ("1: x\n", ["line 1", "the key 1 is not text"]),
+        ("{[1]: x}\n", ["line 1", "not text"]),
+        ("- a\n", ["expected sections", "(list)"]),
+        ("", ["expected sections", "null"]),
+        ("model: !!python/object/apply:os.system ['true']\n", ["line 1", "python/object"]),
+        (
+            "model: {path: m}\nlearning_rate: 1\noptim: {lr: 2}\n",
+            ["learning_rate and optim.lr both set optim.lr"],
+        ),
+        ("max_length: 5\nmax_seq_length: 6\n", ["max_length", "max_seq_length", "data.seq_len"]),
+        ("model: \ud7ff\x07", ["special characters"]),
+    ],
+)
+def test_bad_file_is_named_with_its_line(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read_config(path)
+    assert "\n" not in str(caught.value)
+    for part in [str(path), *parts]:
+        assert part in str(caught.value)
+
+
+def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot read the configuration \(No such file"):
+        read_config(tmp_path / "nothing.yaml")
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        read_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"out: caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"latin\.yaml: not UTF-8 text \(byte 8\)"):
+        read_config(tmp_path / "latin.yaml")
+
+
+def test_names_of_the_hugging_face_trainer_are_read(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "model_name_or_path: m\ndata: {path: d}\nlearning_rate: 1e-4\nper_device_train_batch_size: 4\n"
+        "gradient_accumulation_steps: 8\nmax_steps: 20\nsave_steps: 5\nsave_total_limit: 3\nwarmup_steps: 2\n"
+        "max_length: 256\nmax_grad_norm: 0\nlr_scheduler_type: linear\nweight_decay: 0.0\noutput_dir: here\n",
+    )
+    config = load_config(path)
+    assert (config.optim.lr, config.train.micro_batch_size, config.train.grad_accumulation) == (1e-4, 4, 8)
+    assert (config.train.steps, config.checkpoint.every, config.checkpoint.keep_last) == (20, 5, 3)
+    assert (config.optim.warmup_steps, config.data.seq_len, config.optim.max_grad_norm) == (2, 256, None)
+    assert (config.optim.schedule, config.optim.weight_decay, config.out) == ("linear", 0.0, "here")
+
+
+def test_every_alias_names_a_key() -> None:
+    assert set(ALIASES.values()) <= set(config_keys())
+
+
+def test_override_by_alias_wins_over_the_file_and_conflicts_with_its_key() -> None:
+    raw = {"model": {"path": "m"}, "data": {"path": "d"}, "optim": {"lr": 1.0}}
+    assert build_config(apply_overrides(raw, ["learning_rate=0.5"])).optim.lr == 0.5
+    assert raw["optim"] == {"lr": 1.0}
+    with pytest.raises(ConfigError, match=r"optim\.lr is set twice .*learning_rate and as optim\.lr"):
+        apply_overrides(raw, ["learning_rate=0.5", "optim.lr=0.5"])
+    assert "did you mean optim.lr?" in problem_of("optim.learning_rate=1")
+
+
+def test_every_key_is_described_and_the_page_is_fresh() -> None:
+    keys = config_keys()
+    assert len(keys) == 37
+    assert all(key.description.endswith(".") for key in keys.values())
+    assert [name for name, key in keys.items() if key.default == "required"] == ["model.path", "data.path"]
+    page = Path(__file__).parents[1] / "docs" / "configuration.md"
+    assert page.read_text(encoding="utf-8") == configuration_page(), (
+        "run: python -c 'from megatrain.config import write_configuration_page as write; write()'"
+    )

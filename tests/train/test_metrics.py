@@ -1,0 +1,198 @@
+"""What a run records and shows: each step once, and the numbers that the words promise."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain.errors import OutputError
+from megatrain.train.metrics import (
+    MetricsLog,
+    Progress,
+    StepMetrics,
+    count_real_tokens,
+    describe_step,
+    format_duration,
+)
+
+ROW = StepMetrics(
+    step=1,
+    loss=1.83424,
+    grad_norm=0.714,
+    lr=9.9e-6,
+    tokens=4096,
+    tokens_per_s=1652.4,
+    seconds=2.5,
+    host_bytes=3 * 2**29,
+    device_bytes=2**28,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def rows_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_steps(path: Path, steps: range, resume_step: int = 0) -> None:
+    with MetricsLog(path, resume_step=resume_step) as log:
+        for step in steps:
+            log.write(replace(ROW, step=step))
+
+
+def test_row_has_every_number_and_is_on_disk_at_once(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write(ROW)
+    assert rows_of(tmp_path / "metrics.jsonl") == [
+        {
+            "step": 1,
+            "loss": 1.83424,
+            "grad_norm": 0.714,
+            "lr": 9.9e-6,
+            "tokens": 4096,
+            "tokens_per_s": 1652.4,
+            "seconds": 2.5,
+            "skipped": False,
+            "host_bytes": 1610612736,
+            "device_bytes": 268435456,
+        }
+    ]
+    log.close()
+
+
+def test_loss_survives_bit_for_bit(tmp_path: Path) -> None:
+    loss = float(torch.tensor(1 / 3))
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write(replace(ROW, loss=loss))
+    assert rows_of(tmp_path / "metrics.jsonl")[0]["loss"] == loss
+
+
+def test_number_that_json_lacks_is_null(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write(replace(ROW, loss=float("nan"), grad_norm=float("inf"), skipped=True))
+    (row,) = rows_of(tmp_path / "metrics.jsonl")
+    assert (row["loss"], row["grad_norm"], row["skipped"]) == (None, None, True)
+
+
+def test_resume_cuts_the_rows_beyond_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 8))
+    before = path.read_bytes()
+    write_steps(path, range(5, 8), resume_step=4)
+    assert path.read_bytes() == before
+    write_steps(path, range(8, 9), resume_step=7)
+    assert [row["step"] for row in rows_of(path)] == list(range(1, 9))
+
+
+def test_new_run_begins_a_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 4))
+    write_steps(path, range(1, 3))
+    assert [row["step"] for row in rows_of(path)] == [1, 2]
+
+
+def test_torn_last_line_is_cut_wherever_it_tore(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 4))
+    whole = path.read_bytes()
+    second = whole.index(b"\n") + 1
+    third = whole.index(b"\n", second) + 1
+    for size in range(third, len(whole)):
+        path.write_bytes(whole[:size])
+        write_steps(path, range(3, 4), resume_step=3)
+        assert path.read_bytes() == whole
+    path.write_bytes(whole[:third] + b"\0" * 50 + b"\n")
+    write_steps(path, range(3, 4), resume_step=3)
+    assert path.read_bytes() == whole
+
+
+def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"nothing/metrics\.jsonl cannot be written \(No such file"):
+        MetricsLog(tmp_path / "nothing" / "metrics.jsonl")
+
+
+def test_real_tokens_are_those_with_a_loss() -> None:
+    labels = torch.tensor([[5, 6, 7, 8], [-100, 6, -100, 8], [5, -100, -100, -100]])
+    # The first position of a row is never predicted: 3 + 2 + 0.
+    assert count_real_tokens({"input_ids": labels, "labels": labels}) == 5
+
+
+def test_eta_counts_the_steps_of_this_process_only() -> None:
+    clock = Clock()
+    clock.now_s = 1000.0
+    with Progress(num_steps=100, first_step=90, mode="none", clock=clock) as progress:
+        assert progress.eta_s(90) is None
+        clock.now_s += 4
+        assert progress.eta_s(92) == 16.0
+        clock.now_s += 16
+        assert progress.eta_s(100) == 0.0
+
+
+def test_lines_show_every_number(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    with (
+        caplog.at_level(logging.INFO, logger="megatrain"),
+        Progress(num_steps=3, stream=io.StringIO(), clock=clock) as progress,
+    ):
+        clock.now_s = 60.0
+        progress.update(ROW)
+    assert caplog.messages == [
+        "step 1/3 loss 1.8342  norm 0.714  lr 9.9e-06  1,652 tok/s  "
+        "host 1.50 GiB  device 0.25 GiB  eta 2m 00s"
+    ]
+
+
+def test_skipped_step_and_unknown_norm_are_said() -> None:
+    text = describe_step(replace(ROW, grad_norm=None, skipped=True), eta_s=None)
+    assert "norm -" in text
+    assert text.endswith("eta -  SKIPPED: gradient not finite")
+
+
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_bar_shows_every_number_at_any_width(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with Progress(num_steps=3, stream=terminal, clock=Clock()) as progress:
+        progress.update(ROW)
+    shown = terminal.getvalue()
+    for number in ("1/3", "1.8342", "0.714", "9.9e-06", "1,652", "1.50", "0.25", "0s"):
+        assert number in shown
+
+
+def test_none_shows_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    terminal = Terminal()
+    with caplog.at_level(logging.INFO), Progress(num_steps=3, stream=terminal, mode="none") as progress:
+        progress.update(ROW)
+    assert (terminal.getvalue(), caplog.messages) == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0m 00s"),
+        (61.5, "1m 02s"),
+        (7500, "2h 05m"),
+        (4 * 86400 + 9 * 3600, "4d 09h"),
+        (None, "-"),
+        (1e400, "-"),
+    ],
+)
+def test_durations_have_two_units(seconds: float | None, text: str) -> None:
+    assert format_duration(seconds) == text
