@@ -78,7 +78,7 @@ def quickstart(
     """Train a small model from scratch on this machine and check it against plain PyTorch; no download."""
     from megatrain.train.quickstart import quickstart as run
 
-    run(out)
+    run(out, print)
 
 
 def _list_keys() -> str:

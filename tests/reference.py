@@ -19,7 +19,7 @@ Batch = Mapping[str, Any]
 def make_model(
     config: PretrainedConfig, seed: int = 0, *, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Build a randomly initialised resident model in training mode, norms and biases moved off their defaults."""
+    """Build a random resident model in training mode, its norms and biases moved off their defaults."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
@@ -34,7 +34,7 @@ def make_batches(
 ) -> list[Batch]:
     """Make random micro-batches; padded ones have a padded tail of a different length in every row."""
     generator = torch.Generator().manual_seed(seed + 1000)
-    batches = []
+    batches: list[Batch] = []
     for _ in range(num):
         ids = torch.randint(3, VOCAB_SIZE, (rows, tokens), generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone()}
@@ -53,13 +53,15 @@ def make_batches(
 class Resident:
     """A resident model with fp32 AdamW, each parameter zero-padded to a multiple of 64 elements.
 
-    The padding is the oracle's: torch's fused CPU kernel rounds the last few elements of a parameter otherwise.
+    The padding is the oracle's: torch's fused CPU kernel rounds a parameter's last few elements otherwise.
+    With `precision="bf16"` the model computes with bf16 weights, rounded from the fp32 masters.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         *,
+        precision: str = "fp32",
         decays: Callable[[str, nn.Parameter], bool] = lambda name, p: (
             p.ndim >= 2 and not name.endswith("bias")
         ),
@@ -70,6 +72,11 @@ class Resident:
         self.masters = {
             name: _padded(parameter.detach().float()) for name, parameter in self.parameters.items()
         }
+        if precision == "bf16":
+            is_mixed = len({parameter.dtype for parameter in self.model.parameters()}) > 1
+            for parameter in self.model.parameters():
+                if parameter.dtype == torch.float32 and not is_mixed:
+                    parameter.data = round_half_up(parameter.data)
         decay = hyper.pop("weight_decay", 0.01)
         groups = [
             {"params": [self.masters[name]], "weight_decay": decay if decays(name, parameter) else 0.0}

@@ -65,7 +65,7 @@ class Manifest:
     """Plain JSON values of the caller: RNG states, data position, schedule, configuration."""
     files: tuple[FileEntry, ...]
     """Every file but the manifest, by name."""
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int
     """Bytes under one digest; the last chunk of a file may be shorter."""
 
 

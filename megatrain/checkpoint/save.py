@@ -89,15 +89,18 @@ def commit(temporary: Path, *, step: int, meta: Mapping[str, Any]) -> Path:
             files.fsync_directory(temporary / name)
         files.fsync_directory(temporary)
         entries = tuple(_describe(temporary, name) for name in names)
-    manifest = format.Manifest(step=step, meta=meta, files=entries)
+    manifest = format.Manifest(step=step, meta=meta, files=entries, chunk_bytes=format.CHUNK_BYTES)
     encoded = format.encode_manifest(manifest)
     root = temporary.parent
-    attempt = 1
-    while os.path.lexists(path := root / format.directory_name(step, attempt)):
-        if _is_same(path, encoded):
-            files.remove_tree(temporary, first=format.MANIFEST_NAME)
-            return path
-        attempt += 1
+    with files.output_errors("read the directory", root):
+        there = sorted(filter(None, map(format.parse_directory_name, os.listdir(root))))
+    attempts = [0, *(attempt for other, attempt in there if other == step)]
+    path = root / format.directory_name(step, max(1, attempts[-1]))
+    if _is_same(path, encoded):
+        files.remove_tree(temporary, first=format.MANIFEST_NAME)
+        return path
+    # Above every attempt that is there, so that `find` puts it first, and no two renames are needed.
+    path = root / format.directory_name(step, attempts[-1] + 1)
     files.write_bytes_durably(temporary / format.MANIFEST_NAME, encoded)
     files.rename(temporary, path)
     files.fsync_directory(root)

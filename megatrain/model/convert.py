@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from megatrain.errors import ModelError
+from megatrain.model.skeleton import first_line
 
 Region = tuple[int | slice, ...]
 
@@ -130,7 +131,7 @@ def _resolve(conversion: Conversion, model: PreTrainedModel, shape: torch.Size) 
         targets = conversion.run(model, empty)
     except Exception as error:  # the operations check little: what a wrong shape raises is up to torch
         raise ModelError(
-            f"{conversion.where}: cannot be converted to {conversion.target}: {error}"
+            f"{conversion.where}: cannot be converted to {conversion.target}: {first_line(error)}"
         ) from error
     conversion.shapes = {name: tuple(value.shape) for name, value in targets.items()}
 

@@ -68,7 +68,8 @@ def model_directory(path_or_id: str | Path) -> Path:
         return Path(snapshot_download(str(path_or_id), allow_patterns=_FETCHED_PATTERNS))
     except Exception as error:  # the hub client and its transport raise many classes
         raise ModelError(
-            f"{path_or_id} is no local directory and cannot be fetched from the Hugging Face hub: {first_line(error)}"
+            f"{path_or_id} is no local directory and cannot be fetched from the Hugging Face hub: "
+            f"{first_line(error)}"
         ) from error
 
 
@@ -162,7 +163,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
     try:
         values = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{index} cannot be read as JSON: {error}") from error
+        raise ModelError(f"{index} cannot be read as JSON: {first_line(error)}") from error
     weight_map = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has no weight_map of tensor names to files")
@@ -197,7 +198,9 @@ def _open(file: Path) -> Iterator[Any]:
     try:
         handle = safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:
-        raise ModelError(f"{file} is truncated or no safetensors file; fetch it again: {error}") from error
+        raise ModelError(
+            f"{file} is truncated or no safetensors file; fetch it again: {first_line(error)}"
+        ) from error
     with handle:
         yield handle
 
@@ -324,7 +327,7 @@ def _read(handles: Mapping[Path, Any], source: Source) -> torch.Tensor:
     try:
         return handles[source.file].get_tensor(source.key)
     except (SafetensorError, RuntimeError) as error:
-        raise ModelError(f"{source.file}: {source.key} cannot be read: {error}") from error
+        raise ModelError(f"{source.file}: {source.key} cannot be read: {first_line(error)}") from error
 
 
 def _read_generation_config(directory: Path) -> GenerationConfig | None:
@@ -335,7 +338,7 @@ def _read_generation_config(directory: Path) -> GenerationConfig | None:
         values = json.loads(file.read_text(encoding="utf-8"))
         return GenerationConfig.from_dict(values)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ModelError(f"{file} is not valid; correct or remove it: {error}") from error
+        raise ModelError(f"{file} is not valid; correct or remove it: {first_line(error)}") from error
 
 
 def _report_unexpected(model: PreTrainedModel, unexpected: list[str], directory: Path) -> list[str]:

@@ -1,8 +1,9 @@
 """AdamW on flat planes in host memory, and the sum of squares that clipping needs.
 
-One fused pass over a range: 26 bytes per parameter are moved for a split master with bf16 gradients. Results equal
-`torch.optim.AdamW(fused=True)` on fp32 masters bit for bit (the oracle pads each parameter with zeros to a multiple of
-64 elements: torch's own scalar tail rounds differently), whatever the number of threads and the cut into tasks.
+One fused pass over a range: 26 bytes per parameter are moved for a split master with bf16 gradients. Results
+equal `torch.optim.AdamW(fused=True)` on fp32 masters bit for bit (the oracle pads each parameter with zeros
+to a multiple of 64 elements: torch's own scalar tail rounds differently), whatever the number of threads and
+the cut into tasks.
 
 Source: Decoupled Weight Decay Regularization (Loshchilov and Hutter, 2019).
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 from megatrain.optim.pool import TASKS_PER_THREAD, WorkerPool
 
 TASK_NUMEL = 1 << 20
-"""Elements per task at most: about 1 ms of work, so that the queue costs nothing and no thread is left alone."""
+"""Elements per task at most: about 1 ms of work, so that the queue costs nothing and no thread waits long."""
 MIN_TASK_NUMEL = 1 << 14
 """Elements per task at least: below it, handing a task over costs more than it saves."""
 ALIGN_NUMEL = 64
@@ -50,21 +51,24 @@ class AdamWStep:
     """Factor on the gradient, rounded to fp32, as is the product: `clip.clip_coefficient`. 1: none."""
 
     def scalars(self) -> tuple[Any, ...]:
-        """Return what the kernel multiplies by: computed in fp64, rounded once to np.float32, as torch does."""
+        """Return the kernel's factors: computed in fp64, rounded once to np.float32, as torch does."""
         import numpy as np
 
         assert self.step >= 1, f"step is {self.step}"
         correction1 = 1 - self.beta1**self.step
         correction2 = 1 - self.beta2**self.step
         weight1 = np.float32(1 - self.beta1)
+        correction2_sqrt = np.float32(math.sqrt(correction2))
         exact = (
             self.grad_scale,
             1 - self.lr * self.weight_decay,
-            # torch's lerp: from the old mean toward the gradient, or, where that is nearer, from the gradient back.
+            # torch's lerp: from the old mean toward the gradient, or, where that is nearer, from the gradient
+            # back.
             weight1 if weight1 < 0.5 else weight1 - np.float32(1),
             self.beta2,
             1 - self.beta2,
-            math.sqrt(correction2),
+            correction2_sqrt,
+            np.float32(1) / correction2_sqrt,
             self.eps,
             -(self.lr / correction1),
         )
@@ -136,7 +140,11 @@ def update_many(pool: WorkerPool, ranges: Iterable[tuple[AdamWStep, Planes]]) ->
         arrays = [
             _bits(plane)
             for plane in (
-                planes.working, planes.remainder, planes.exp_avg, planes.exp_avg_sq, planes.gradient
+                planes.working,
+                planes.remainder,
+                planes.exp_avg,
+                planes.exp_avg_sq,
+                planes.gradient,
             )
         ]
         scalars = hyper.scalars()

@@ -1,6 +1,7 @@
 """Clip gradients by their global norm, with the arithmetic of `torch.nn.utils.clip_grad_norm_`.
 
-The coefficient is not applied here: AdamW multiplies each gradient by it as it reads it, so clipping costs no pass.
+The coefficient is not applied here: AdamW multiplies each gradient by it as it reads it, so clipping costs no
+pass.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
         max_grad_norm: None: do not clip.
 
     Returns:
-        A float32 value of at most 1: what `torch.nn.utils.clip_grads_with_norm_` multiplies gradients by. nan if
-        the norm is nan.
+        A float32 value of at most 1: what `torch.nn.utils.clip_grads_with_norm_` multiplies gradients by. nan
+        if the norm is nan.
     """
     if max_grad_norm is None:
         return 1.0

@@ -1,8 +1,8 @@
 """Threads that run kernels which release the GIL.
 
-A pool of our own rather than Numba's `prange`: its default threading layer is not safe when two threads call at once,
-and the others bring a library that must be installed or does not survive a fork. Results never depend on which thread
-ran what.
+A pool of our own rather than Numba's `prange`: its default threading layer is not safe when two threads call
+at once, and the others bring a library that must be installed or does not survive a fork. Results never
+depend on which thread ran what.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class WorkerPool:
         """Start the threads.
 
         Args:
-            num_threads: Threads that work on one `run`, the calling thread included. None: `worker_threads()`.
+            num_threads: Threads that work on one `run`, the calling thread included. None:
+                `worker_threads()`.
         """
         self.num_threads = worker_threads() if num_threads is None else num_threads
         assert self.num_threads >= 1, f"num_threads is {num_threads}"
@@ -44,14 +45,15 @@ class WorkerPool:
         """Run all tasks and wait for them; may be called from several threads, and from within a task.
 
         Args:
-            tasks: Calls that do their work without the GIL. Cut a job into about `TASKS_PER_THREAD` per thread.
+            tasks: Calls that do their work without the GIL. Cut a job into about `TASKS_PER_THREAD` per
+                thread.
 
         Returns:
             What each task returned, in the order of `tasks`.
 
         Raises:
-            BaseException: The first one that a task raised, after every running task has ended (so no thread still
-                writes to the caller's buffers); tasks not yet begun are dropped.
+            BaseException: The first one that a task raised, after every running task has ended (so no thread
+                still writes to the caller's buffers); tasks not yet begun are dropped.
         """
         job = _Job(tasks)
         for _ in range(min(len(self._workers), len(tasks) - 1)):
@@ -141,7 +143,7 @@ def worker_threads() -> int:
 
 
 def _physical_cores(cpus: set[int], root: Path) -> int:
-    """Count cores among `cpus`: hyper-threads of one core share the memory pipes that the kernels wait for."""
+    """Count cores among `cpus`: threads of one core share the memory pipes that the kernels wait for."""
     siblings = set()
     for cpu in cpus:
         try:
@@ -152,7 +154,7 @@ def _physical_cores(cpus: set[int], root: Path) -> int:
 
 
 def _cgroup_cpus(membership: Path, root: Path) -> float | None:
-    """Return the tightest CPU quota of this process's control groups (versions 1 and 2), in CPUs; None if free."""
+    """Return the tightest CPU quota of the control groups (versions 1 and 2), in CPUs; None if free."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -167,7 +169,8 @@ def _cgroup_cpus(membership: Path, root: Path) -> float | None:
         else:
             continue
         for folder in folders:
-            # A container may not see its own path under the mount: its parents, the mount itself included, bind too.
+            # A container may not see its own path under the mount: its parents, the mount itself included,
+            # bind too.
             group = folder / path.lstrip("/")
             while True:
                 quotas.append(_quota(group))

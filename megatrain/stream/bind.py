@@ -19,6 +19,8 @@ from megatrain.store.state import HostState, Precision, planned_host_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from megatrain.stream.lanes import Lanes
+
 
 @dataclass(frozen=True, slots=True)
 class Binding:
@@ -43,7 +45,7 @@ class Binding:
                     )
 
 
-def bind(model: PreTrainedModel, precision: Precision) -> Binding:
+def bind(model: PreTrainedModel, precision: Precision, host_limit: int | None = None) -> Binding:
     """Move a model's parameters into host state, one at a time; a model from `load` is there already.
 
     Raises:
@@ -56,7 +58,7 @@ def bind(model: PreTrainedModel, precision: Precision) -> Binding:
     if loaded is not None and loaded.precision is precision and list(loaded.layouts) == layouts:
         binding = Binding(blocks, loaded)
         binding.check()
-        require_host_memory(layouts, precision, held=loaded.host_bytes)
+        require_host_memory(layouts, precision, held=loaded.host_bytes, limit=host_limit)
         return binding
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
@@ -66,7 +68,7 @@ def bind(model: PreTrainedModel, precision: Precision) -> Binding:
                 f"parameter {name} is {parameter.dtype}; only float weights can be trained or streamed"
             )
     given = sum(parameter.nbytes for parameter in model.parameters())
-    require_host_memory(layouts, precision, held=0 if loaded is not None else given)
+    require_host_memory(layouts, precision, held=0 if loaded is not None else given, limit=host_limit)
     host = HostState(layouts, precision)
     with torch.no_grad():
         for block, state in zip(blocks, host.blocks, strict=True):
@@ -123,28 +125,63 @@ class _kept_in_fp32:
         return self._is_mixed and parameter.dtype == torch.float32
 
 
-def require_host_memory(layouts: Sequence[BlockLayout], precision: Precision, *, held: int) -> None:
-    """Check the predicted bytes of a run against what the machine and its cgroups still give.
+def require_host_memory(
+    layouts: Sequence[BlockLayout], precision: Precision, *, held: int, limit: int | None = None
+) -> None:
+    """Check the predicted bytes of a run against the given limit, the machine and its cgroups.
 
     Args:
         layouts: All blocks.
         precision: How weights are kept.
         held: Bytes that are taken already and will be part of the state, or given back.
+        limit: Bytes that the whole state may take.
 
     Raises:
         CapacityError: It does not fit.
     """
     planes = planned_host_bytes(layouts, precision, keeps_gradients=True)
-    limit = host_memory()
-    need = sum(planes.values()) - held
-    if need > limit.available_bytes:
-        parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items())
-        advice = (
-            "use precision=bf16 (14 instead of 16 bytes per parameter), or "
-            if precision is Precision.FP32
-            else ""
-        )
+    total = sum(planes.values())
+    parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items())
+    advice = "train.precision=bf16 (14 instead of 16 bytes per parameter), " if precision is Precision.FP32 else ""
+    remedy = f"use {advice}a smaller model, or freeze parameters"
+    if limit is not None and total > limit:
         raise CapacityError(
-            f"host memory: training needs {need / GIB:.2f} GiB more ({parts} GiB), but {limit.source} leaves "
-            f"{limit.available_bytes / GIB:.2f} GiB; {advice}train a smaller model, or freeze parameters"
+            f"host memory: the state takes {total / GIB:.2f} GiB ({parts}), but memory.host_limit is "
+            f"{limit / GIB:.2f} GiB; {remedy}"
+        )
+    machine = host_memory()
+    if total - held > machine.available_bytes:
+        raise CapacityError(
+            f"host memory: training needs {(total - held) / GIB:.2f} GiB more (state in GiB: {parts}), but "
+            f"{machine.source} leaves {machine.available_bytes / GIB:.2f} GiB; {remedy}"
+        )
+
+
+def require_device_memory(
+    model: PreTrainedModel, precision: Precision, lanes: Lanes, num_slots: int, num_gradient_buffers: int
+) -> None:
+    """Check the predicted bytes of slots, resident blocks and gradient buffers against the device's limit.
+
+    Raises:
+        CapacityError: They do not fit; nothing was allocated.
+    """
+    limit = lanes.available_bytes()
+    if limit is None:
+        return
+    blocks = find_blocks(model)
+    layouts = plan_layouts(model, blocks, precision)
+    streamed = [layout for block, layout in zip(blocks, layouts, strict=True) if block.is_streamed]
+    resident = [layout for block, layout in zip(blocks, layouts, strict=True) if not block.is_streamed]
+    pools = {
+        f"{num_slots} slots": num_slots * max(layout.working_bytes for layout in streamed),
+        "resident weights": sum(layout.working_bytes for layout in resident),
+        "resident gradients": sum(4 * layout.num_state for layout in resident),
+        "gradient buffers": num_gradient_buffers * max(layout.gradient_bytes for layout in streamed),
+    }
+    need = sum(pools.values())
+    if need > limit:
+        parts = ", ".join(f"{pool} {size / GIB:.3f}" for pool, size in pools.items())
+        raise CapacityError(
+            f"device memory: {need / GIB:.3f} GiB are needed before activations ({parts}), but the limit is "
+            f"{limit / GIB:.3f} GiB; use fewer slots (memory.num_slots=1), train.precision=bf16, or a larger device"
         )

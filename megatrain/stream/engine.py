@@ -18,7 +18,7 @@ from megatrain.model.head import Head, count_targets
 from megatrain.plan.program import BlockSize, Visit, round_visits
 from megatrain.store.state import HostState, Precision
 from megatrain.stream.activations import policies
-from megatrain.stream.bind import Binding, bind
+from megatrain.stream.bind import Binding, bind, require_device_memory
 from megatrain.stream.executor import Executor
 from megatrain.stream.gradients import Gradients
 from megatrain.stream.lanes import Lanes, make_lanes
@@ -40,6 +40,8 @@ def attach(
     activations: str | Sequence[str] = "recompute",
     num_gradient_buffers: int = 1,
     head_chunk_tokens: int | None = None,
+    host_limit: int | None = None,
+    device_limit: int | None = None,
 ) -> Engine:
     """Make a model train by streaming, in place; `engine.detach()` undoes it.
 
@@ -52,6 +54,8 @@ def attach(
         num_gradient_buffers: Device buffers in which gradients of streamed blocks are gathered.
         head_chunk_tokens: Tokens that pass the head and the loss at a time; None: chosen so that small batches
             take one chunk, which is bitwise equal to the model's own loss.
+        host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
+        device_limit: Bytes of device memory for slots, resident blocks and gradients; None: what there is.
 
     Raises:
         ModelError: The model cannot be streamed exactly.
@@ -68,8 +72,9 @@ def attach(
         raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
     if getattr(model, "_megatrain_engine", None) is not None:
         raise ModelError("the model is attached to an engine already; call engine.detach() first")
-    lanes = make_lanes(device)
-    binding = bind(model, Precision(precision))
+    lanes = make_lanes(device, device_limit)
+    require_device_memory(model, Precision(precision), lanes, num_slots, num_gradient_buffers)
+    binding = bind(model, Precision(precision), host_limit)
     return Engine(
         model,
         binding,

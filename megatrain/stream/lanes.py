@@ -117,6 +117,10 @@ class Lanes(ABC):
         pool = default_pool()
         out.fill_(sum(sum_of_squares(pool, flat) for flat in flats))
 
+    def available_bytes(self) -> int | None:
+        """Bytes that may still be allocated on the device; None: unlimited."""
+        return None if self.device_limit is None else self.device_limit - self.device_bytes
+
     @property
     def peak_bytes(self) -> int:
         """Most bytes in use on the device so far: ours, and on CUDA everything that torch allocated."""
@@ -332,6 +336,11 @@ class CudaLanes(Lanes):
                 total += torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
         out.copy_(total, non_blocking=True)
 
+    def available_bytes(self) -> int:
+        """Bytes free on the device, or left of the limit."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free if self.device_limit is None else min(free, self.device_limit - self.device_bytes)
+
     @property
     def peak_bytes(self) -> int:
         """Most bytes that torch had allocated on the device."""
@@ -369,7 +378,7 @@ class CudaLanes(Lanes):
             self._stream(lane).wait_event(event.native)
 
 
-def make_lanes(device: str | torch.device | Lanes) -> Lanes:
+def make_lanes(device: str | torch.device | Lanes, device_limit: int | None = None) -> Lanes:
     """Choose a backend: `cpu`, `cuda`, `cuda:1`, `checked`, `emulated`, `auto`, or lanes made by the caller.
 
     Raises:
@@ -381,13 +390,13 @@ def make_lanes(device: str | torch.device | Lanes) -> Lanes:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
-        return InlineLanes()
+        return InlineLanes(device_limit)
     if name == "checked":
-        return CheckedLanes()
+        return CheckedLanes(device_limit)
     if name == "emulated":
-        return EmulatedLanes()
+        return EmulatedLanes(EmulatedMachine(device_bytes=device_limit))
     if name == "cuda" or name.startswith("cuda:"):
         if not torch.cuda.is_available():
             raise ConfigError(f"device is {name!r}, but torch sees no CUDA device; use device=cpu, or auto")
-        return CudaLanes(torch.device(name if ":" in name else f"cuda:{torch.cuda.current_device()}"))
+        return CudaLanes(torch.device(name if ":" in name else f"cuda:{torch.cuda.current_device()}"), device_limit)
     raise ConfigError(f"device is {name!r}; use auto, cpu, cuda, cuda:N, emulated or checked")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import find_blocks
-from megatrain.model.files import checkpoint_files, load_weights
+from megatrain.model.files import checkpoint_files, load_weights, model_directory
 from megatrain.model.initialise import initialise_weights
 from megatrain.model.layout import BlockLayout, Entry
 from megatrain.model.skeleton import build_skeleton, read_config
@@ -30,6 +30,7 @@ def load(
     seed: int = 0,
     precision: str = "fp32",
     attn_implementation: str | None = None,
+    host_limit: int | None = None,
 ) -> PreTrainedModel:
     """Load a Hugging Face causal LM into host state, ready for `megatrain.attach` with the same precision.
 
@@ -37,11 +38,12 @@ def load(
     its fp32 masters are drawn, which is less than its optimizer takes later.
 
     Args:
-        path: Directory with config.json and safetensors. Nothing is unpickled and no remote code is run.
+        path: Directory with config.json and safetensors, or a hub id. Nothing is unpickled and no remote code is run.
         config: Instead of `path`: start from this configuration with random weights.
         seed: Of the random weights, which the model's own initialisation draws.
         precision: `fp32`, or `bf16`: bf16 weights that are the upper half of exact fp32 masters.
         attn_implementation: As in transformers.
+        host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
 
     Returns:
         The model in evaluation mode, as `from_pretrained` does; its parameters are views of host memory.
@@ -58,12 +60,13 @@ def load(
     kept = Precision(precision)
     if path is not None:
         config = read_config(path)
+        path = model_directory(path)
         checkpoint_files(path)
     assert config is not None
     dtype = torch.float32 if kept is Precision.FP32 else torch.bfloat16
     model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
     layouts = plan_layouts(model, find_blocks(model), kept)
-    require_host_memory(layouts, kept, held=0)
+    require_host_memory(layouts, kept, held=0, limit=host_limit)
     host = HostState(layouts, kept)
     if path is not None:
         _bind_parameters(model, lambda name: _working(host, name))

@@ -1,0 +1,197 @@
+"""The training loop: the whole step in one screen, and what surrounds it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from megatrain.checkpoint.files import fsync_directory, remove_tree, rename
+from megatrain.checkpoint.load import newest_whole, verify
+from megatrain.checkpoint.save import save
+from megatrain.config import Config
+from megatrain.errors import CheckpointError, DivergedError, OutputError
+from megatrain.train.directory import RunDirectory
+from megatrain.train.metrics import MetricsLog, Progress, StepMetrics, count_real_tokens
+from megatrain.train.run import Run, prepare
+from megatrain.train.state import write_model
+
+_log = logging.getLogger(__name__)
+
+EXIT_STOPPED = 75
+"""EX_TEMPFAIL: stopped by a signal after saving; the same command goes on."""
+
+
+def train_step(run: Run) -> StepMetrics:
+    """Do one optimizer step."""
+    started = time.monotonic()
+    micro_batches = next(run.loader)
+    seeds = run.micro_batch_seeds()
+    lr = float(run.scheduler.get_last_lr()[0])
+
+    loss = run.engine.forward_backward(micro_batches, seeds=seeds)
+    stats = run.optimizer.step()
+    run.scheduler.step()
+
+    num_tokens = sum(map(count_real_tokens, micro_batches))
+    run.step += 1
+    run.tokens += num_tokens
+    run.skipped_in_a_row = run.skipped_in_a_row + 1 if stats.skipped else 0
+    seconds = time.monotonic() - started
+    return StepMetrics(
+        step=run.step,
+        loss=float(loss),
+        grad_norm=stats.grad_norm,
+        lr=lr,
+        tokens=run.tokens,
+        tokens_per_s=num_tokens / seconds,
+        seconds=seconds,
+        skipped=stats.skipped,
+        host_bytes=run.engine.host_bytes,
+        device_bytes=run.engine.device_bytes_peak,
+    )
+
+
+def train(config: Config, *, resume: str = "auto") -> Path:
+    """Train, or go on training, and leave the model in `hf/` of the run directory.
+
+    Args:
+        config: Complete and checked.
+        resume: `auto`, `no`, or the path of a checkpoint.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        MegatrainError: Its subclasses carry the exit code.
+        SystemExit: 75, after a signal stopped the run and its state was saved.
+    """
+    directory = RunDirectory(Path(config.out))
+    directory.check()
+    with directory.lock():
+        found = _find_checkpoint(directory, resume)
+        if found is not None and _is_finished(directory, config, found[1]):
+            _log.info("%s is finished (%d steps); nothing to do", directory.path, found[1]["step"])
+            return directory.path
+        run = prepare(config, *(found or (None, None)))
+        directory.begin(config)
+        try:
+            with _stop_flag() as stop:
+                _train_until_done(run, directory, stop, first_step=run.step)
+            _export(run, directory)
+        finally:
+            run.engine.lanes.close()
+    _log.info("done: %d steps, %s tokens; the model is in %s", run.step, f"{run.tokens:,}", directory.model)
+    return directory.path
+
+
+def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, *, first_step: int) -> None:
+    settings = run.config
+    every = settings.checkpoint.every
+    saved_step = first_step if first_step else -1
+    progress = Progress(num_steps=run.num_steps, first_step=first_step, mode=settings.log.progress)
+    with MetricsLog(directory.metrics, resume_step=first_step) as metrics, progress:
+        while run.step < run.num_steps and not stop.is_set():
+            row = train_step(run)
+            if row.step % settings.log.every == 0 or row.step == run.num_steps or row.skipped:
+                metrics.write(row)
+                progress.update(row)
+            if run.skipped_in_a_row >= settings.optim.max_skipped_steps:
+                raise DivergedError(
+                    f"the gradient norm was not finite for {run.skipped_in_a_row} steps in a row, the last one step "
+                    f"{run.step}; nothing was updated in them. Lower optim.lr, or resume from an earlier checkpoint"
+                )
+            if every is not None and row.step % every == 0:
+                _save(run, directory)
+                saved_step = row.step
+    if run.step != saved_step:
+        _save(run, directory)
+    if stop.is_set() and run.step < run.num_steps:
+        _log.warning(
+            "stopped by a signal after step %d, which is saved; the same command goes on from there", run.step
+        )
+        sys.exit(EXIT_STOPPED)
+
+
+def _save(run: Run, directory: RunDirectory) -> None:
+    save(
+        directory.checkpoints,
+        step=run.step,
+        write=run.write,
+        meta=run.meta(),
+        keep_last=run.config.checkpoint.keep_last or sys.maxsize,
+    )
+
+
+def _export(run: Run, directory: RunDirectory) -> None:
+    """Write the final model beside its place and rename it there, so that `hf/` is whole or absent."""
+    partial = directory.path / ".hf-partial"
+    if partial.exists():
+        remove_tree(partial, first="config.json")
+    partial.mkdir()
+    write_model(run.engine, run.tokenizer, partial)
+    if directory.model.exists():
+        remove_tree(directory.model, first="config.json")
+    rename(partial, directory.model)
+    fsync_directory(directory.path)
+
+
+def _find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, dict[str, object]] | None:
+    """Find where to go on from: the path and the manifest's meta, or None to begin.
+
+    Raises:
+        CheckpointError: The named checkpoint is damaged, or none of the run's is whole.
+        OutputError: `no`, and the directory holds a run.
+    """
+    if resume == "no":
+        if directory.is_run:
+            raise OutputError(
+                f"{directory.path} holds a run already; give a new directory with --out, or resume it (--resume auto)"
+            )
+        return None
+    if resume == "auto":
+        found = newest_whole(directory.checkpoints, warn=_log.warning)
+        return None if found is None else (found[0], dict(found[1].meta))
+    path = Path(resume)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a checkpoint directory; give one of checkpoints/step-*")
+    return path, dict(verify(path).meta)
+
+
+def _is_finished(directory: RunDirectory, config: Config, meta: dict[str, object]) -> bool:
+    if not (directory.model / "config.json").is_file():
+        return False
+    num_steps = config.train.steps
+    if num_steps is None:
+        return bool(meta.get("is_last"))
+    return int(str(meta["step"])) >= num_steps
+
+
+@contextmanager
+def _stop_flag() -> Iterator[threading.Event]:
+    """Let the first SIGINT or SIGTERM finish the step; a second one ends the process as it always does."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.getsignal(number) for number in numbers}
+
+    def handle(number: int, _: FrameType | None) -> None:
+        stop.set()
+        signal.signal(number, previous[number])
+        _log.warning("%s: finishing the step, then saving", signal.Signals(number).name)
+
+    for number in numbers:
+        signal.signal(number, handle)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            signal.signal(number, previous[number])

@@ -1,0 +1,259 @@
+"""Everything of a run that is made before its first step: data, model, engine, optimizer, schedule, state."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain.checkpoint.rng import encode_rng, restore_rng
+from megatrain.config import Config
+from megatrain.data.loader import PackedLoader
+from megatrain.data.packing import check_seq_len, pack, tokenize
+from megatrain.data.text import read_texts
+from megatrain.data.tokenizer import (
+    check_vocabulary,
+    end_of_document,
+    has_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+from megatrain.errors import CheckpointError, ConfigError
+from megatrain.model.skeleton import read_config
+from megatrain.stream.engine import Engine, attach
+from megatrain.stream.load import load
+from megatrain.stream.optimizer import StreamedAdamW
+from megatrain.train.state import compact_counts, expand_counts, read_state, write_model, write_state
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Run:
+    """A run between two steps: what exists, and how far it is."""
+
+    config: Config
+    engine: Engine
+    optimizer: StreamedAdamW
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    loader: PackedLoader
+    tokenizer: PreTrainedTokenizerBase
+    num_steps: int
+    step: int = 0
+    """Steps done."""
+    tokens: int = 0
+    """Real tokens trained on so far."""
+    skipped_in_a_row: int = 0
+
+    def meta(self) -> dict[str, Any]:
+        """Return what a manifest keeps beside the tensors; plain values."""
+        return {
+            "step": self.step,
+            "is_last": self.step >= self.num_steps,
+            "tokens": self.tokens,
+            "skipped": self.optimizer.num_skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "updates": compact_counts(self.optimizer.steps),
+            "schedule": {"last_epoch": self.scheduler.last_epoch},
+            "data": self.loader.state(),
+            "rng": encode_rng(),
+            "config": self.config.model_dump(mode="json"),
+        }
+
+    def write(self, directory: Path) -> None:
+        """Write the tensors and the model files of a checkpoint."""
+        write_model(self.engine, self.tokenizer, directory)
+        write_state(self.engine, directory)
+
+    def restore(self, source: Path, meta: Mapping[str, Any]) -> None:
+        """Continue where a checkpoint was taken; the engine has its working weights already.
+
+        Raises:
+            CheckpointError: It does not belong to this model.
+            DataError: It does not belong to this data.
+        """
+        read_state(self.engine.host, source)
+        self.engine.executor.invalidate()
+        self.step, self.tokens = int(meta["step"]), int(meta["tokens"])
+        self.skipped_in_a_row = int(meta["skipped_in_a_row"])
+        self.optimizer.num_skipped = int(meta["skipped"])
+        self.optimizer.steps = expand_counts(meta["updates"], self.optimizer.steps)
+        self.loader.restore(meta["data"])
+        restore_rng(meta["rng"])
+        for _ in range(int(meta["schedule"]["last_epoch"])):
+            self.scheduler.step()
+
+    def micro_batch_seeds(self) -> list[int]:
+        """Return one seed of dropout per micro-batch of the next step, from the run's seed and the step alone."""
+        return [
+            int.from_bytes(
+                hashlib.blake2b(
+                    f"{self.config.train.seed}/{self.step}/{number}".encode(), digest_size=7
+                ).digest(),
+                "big",
+            )
+            for number in range(self.config.train.grad_accumulation)
+        ]
+
+
+def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | None) -> Run:
+    """Make everything that a run needs; from a checkpoint, if there is one.
+
+    Checks come first, then the data, then memory is taken.
+
+    Raises:
+        MegatrainError: Its subclasses say what is wrong with the model, the data, the configuration or the fit.
+    """
+    source = str(checkpoint) if checkpoint is not None else config.model.path
+    model_config = read_config(source)
+    tokenizer = _tokenizer(config, checkpoint, model_config)
+    loader = make_loader(config, tokenizer, model_config)
+    num_steps = config.train.steps or loader.steps_per_epoch
+    is_random = checkpoint is None and config.model.init == "random"
+    model = load(
+        None if is_random else source,
+        config=model_config if is_random else None,
+        seed=config.train.seed,
+        precision=config.train.precision,
+        attn_implementation=config.model.attn_implementation,
+        host_limit=config.memory.host_limit,
+    )
+    engine = attach(
+        model.train(),
+        device=config.train.device,
+        precision=config.train.precision,
+        num_slots=config.memory.num_slots,
+        activations=config.memory.activations,
+        head_chunk_tokens=config.memory.head_chunk_tokens or None,
+        host_limit=config.memory.host_limit,
+        device_limit=config.memory.device_limit,
+    )
+    optimizer = engine.adamw(
+        lr=config.optim.lr,
+        betas=config.optim.betas,
+        eps=config.optim.eps,
+        weight_decay=config.optim.weight_decay,
+        max_grad_norm=config.optim.max_grad_norm,
+        no_decay=config.optim.no_decay,
+    )
+    run = Run(
+        config=config,
+        engine=engine,
+        optimizer=optimizer,
+        scheduler=_scheduler(config, optimizer, num_steps),
+        loader=loader,
+        tokenizer=tokenizer,
+        num_steps=num_steps,
+    )
+    if checkpoint is not None:
+        assert meta is not None
+        _report_changes(config, meta)
+        run.restore(checkpoint, meta)
+    return run
+
+
+def make_loader(
+    config: Config, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> PackedLoader:
+    """Tokenise and pack the data, and check it against the model.
+
+    Raises:
+        DataError: The data cannot be read, or has a token that the model does not know.
+        ConfigError: Sequences longer than the model's context.
+    """
+    check_seq_len(config.data.seq_len, model_config)
+    packed = pack(
+        tokenize(_texts(config), tokenizer, end_id=end_of_document(tokenizer)), config.data.seq_len
+    )
+    check_vocabulary(
+        packed.max_id, model_config.get_text_config().vocab_size, tokenizer_size=len(tokenizer)
+    )
+    _log.info("data: %s", packed.describe())
+    return PackedLoader(
+        packed.windows,
+        micro_batch_size=config.train.micro_batch_size,
+        num_micro_batches=config.train.grad_accumulation,
+        seed=config.data_seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def _texts(config: Config) -> Iterator[str]:
+    return (document.text for document in read_texts(config.data.path, text_column=config.data.text_column))
+
+
+def _tokenizer(
+    config: Config, checkpoint: Path | None, model_config: PretrainedConfig
+) -> PreTrainedTokenizerBase:
+    if checkpoint is not None:
+        return load_tokenizer(str(checkpoint))
+    if config.data.tokenizer is not None:
+        return load_tokenizer(config.data.tokenizer)
+    if config.model.init == "random" and not has_tokenizer(config.model.path):
+        vocab_size = config.data.vocab_size or model_config.get_text_config().vocab_size
+        return train_tokenizer(_texts(config), vocab_size)
+    return load_tokenizer(config.model.path)
+
+
+def _scheduler(
+    config: Config, optimizer: StreamedAdamW, num_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    from transformers import get_scheduler
+
+    optim = config.optim
+    if optim.warmup_steps > num_steps:
+        raise ConfigError(
+            f"optim.warmup_steps is {optim.warmup_steps}, but the run has {num_steps} steps; warm up for fewer"
+        )
+    try:
+        scheduler: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
+            optim.schedule,
+            optimizer,
+            num_warmup_steps=optim.warmup_steps,
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=dict(optim.schedule_args) or None,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optim.schedule {optim.schedule} does not take optim.schedule_args {optim.schedule_args}: {error}"
+        ) from error
+    return scheduler
+
+
+def _report_changes(config: Config, meta: Mapping[str, Any]) -> None:
+    """Name every setting that differs from the checkpoint's and changes numbers.
+
+    Raises:
+        CheckpointError: The precision differs: the state is of another kind.
+    """
+    then, now = _flatten(meta["config"]), _flatten(config.model_dump(mode="json"))
+    if then["train.precision"] != now["train.precision"]:
+        raise CheckpointError(
+            f"the checkpoint was trained with train.precision={then['train.precision']}, not "
+            f"{now['train.precision']}; use the same, or start a new run from its model directory"
+        )
+    numeric = ("train.", "optim.", "data.seq_len", "memory.head_chunk_tokens")
+    changed = [
+        f"{key} {then.get(key)} -> {value}"
+        for key, value in now.items()
+        if key.startswith(numeric) and key != "train.device" and then.get(key) != value
+    ]
+    if changed:
+        _log.warning("resuming with changed settings: %s", "; ".join(changed))
+
+
+def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{section}.{key}": value
+        for section, values in tree.items()
+        if isinstance(values, Mapping)
+        for key, value in values.items()
+    }

@@ -1,0 +1,210 @@
+"""Whatever kills a save, and wherever, a whole checkpoint is there afterwards."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatrain.checkpoint import files, load
+from megatrain.errors import OutputError
+from tests.checkpoint.faults import SCENARIOS, Failing, Watched, newest, put
+from tests.checkpoint.powercut import ForgetfulSystem
+
+Event = tuple[str, Path]
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """Thousands of small files: in memory where that can be, and gone after the test."""
+    memory = Path("/dev/shm")
+    parent = memory if os.access(memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=parent) as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(autouse=True)
+def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "system", Watched())
+
+
+class Recorded(Watched):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+
+    def before(self, call: str, path: Path) -> None:
+        self.events.append((call, path))
+
+
+def check_order(root: Path, events: list[Event]) -> None:
+    """Assert that everything is on the disk before what relies on it is done."""
+    manifest = next(i for i, (_, path) in enumerate(events) if "MANIFEST.json.tmp" in path.name)
+    commit = next(i for i, event in enumerate(events) if event[0] == "rename" and event[1].parent == root)
+    temporary = events[commit][1]
+    names = {path for call, path in events[:manifest] if call == "read" and temporary in path.parents}
+    assert len(names) == 3
+    inner = {parent for name in names for parent in name.parents if temporary in (parent, *parent.parents)}
+    written = max(i for i, (call, _) in enumerate(events[:manifest]) if call in ("write", "create"))
+    for path in names | inner:
+        assert ("fsync", path) in events[written:manifest], f"{path} before the manifest"
+    sealed = events[manifest:commit]
+    calls = [call for call, path in sealed if "MANIFEST" in path.name]
+    assert calls == ["create", "write", "fsync", "close", "rename"]
+    assert ("fsync", temporary) in sealed[sealed.index(("rename", sealed[0][1])) :]
+    trash = next(i for i, event in enumerate(events) if event[0] == "rename" and i > commit)
+    assert ("fsync", root) in events[commit:trash], "the commit before the first removal"
+    assert not any(call in ("unlink", "rmdir") for call, _ in events[commit:trash])
+    removed = next(i for i, (call, path) in enumerate(events) if call == "unlink" and i > trash)
+    assert events[removed][1].name == "MANIFEST.json"
+    assert ("fsync", root) in events[trash:removed], "the removal of a name before that of its files"
+    later = next(i for i, (call, _) in enumerate(events) if call == "unlink" and i > removed)
+    assert ("fsync", events[removed][1].parent) in events[removed:later], (
+        "the manifest before the other files"
+    )
+
+
+def record_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    put(root, 10, "a")
+    system = Recorded()
+    monkeypatch.setattr(files, "system", system)
+    put(root, 20, "b", keep_last=1)
+    return system.events
+
+
+def test_all_is_on_the_disk_before_what_relies_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_order(tmp_path, record_save(tmp_path, monkeypatch))
+
+
+def test_every_fsync_is_needed_by_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaving out any one turns the check red, but for the two that `write` did for its durable file."""
+    events = record_save(tmp_path, monkeypatch)
+    fsyncs = [i for i, (call, _) in enumerate(events) if call == "fsync"]
+    in_write = fsyncs[:2]
+    assert events[in_write[0]][1].name.startswith(".weights")
+    for index in fsyncs[2:]:
+        with pytest.raises(AssertionError):
+            check_order(tmp_path, events[:index] + events[index + 1 :])
+    assert len(fsyncs) - 2 == 10
+
+
+def test_kill_at_every_call_leaves_old_or_new(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.checkpoint.killing", str(tmp_path)]
+    run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    kills = [json.loads(line) for line in run.stdout.splitlines()]
+    states = set()
+    for kill in kills:
+        scenario, root = SCENARIOS[kill["scenario"]], Path(kill["root"])
+        states.add((kill["scenario"], newest(root)))
+        scenario.check_afterwards(root)
+    assert len(kills) > 400
+    # Both outcomes were seen: kills came on both sides of the commit.
+    assert states == {(name, state) for name, item in SCENARIOS.items() for state in (item.old, item.new)}
+
+
+@pytest.mark.parametrize("name", ["only", "retention", "again, other"])
+def test_power_cut_at_every_call_leaves_old_or_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    states, bad = power_cuts(tmp_path, monkeypatch, name, num_states=8)
+    assert bad == 0
+    assert states > 200
+
+
+def test_power_cut_test_sees_a_missing_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is strict enough: without the fsync of a file, the manifest or the commit there is a loss."""
+    for index, kind in ((2, "deep/moments"), (7, "MANIFEST"), (8, "directory"), (9, "commit")):
+        with monkeypatch.context() as patch:
+            run = tmp_path / str(index)
+            run.mkdir()
+            _, bad = power_cuts(run, patch, "only", num_states=40, dropped_fsync=index)
+        assert bad > 0, kind
+
+
+def power_cuts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *, num_states: int, dropped_fsync: int = -1
+) -> tuple[int, int]:
+    """Cut the power `num_states` times after every call; count the states, and those without old or new."""
+    scenario, chance = SCENARIOS[name], random.Random(0)
+    root, copy = tmp_path / "checkpoints", tmp_path / "copy"
+    scenario.prepare(root)
+    real = files.system
+    system = ForgetfulSystem(root, dropped_fsync=dropped_fsync)
+    states = bad = 0
+
+    def look() -> None:
+        nonlocal states, bad
+        if len(system.fsyncs) <= dropped_fsync:
+            return
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "system", real)
+            for _ in range(num_states):
+                system.after_power_cut(chance, copy)
+                states += 1
+                try:
+                    bad += newest(copy) not in (scenario.old, scenario.new)
+                except (AssertionError, load.CheckpointError):
+                    bad += 1
+                shutil.rmtree(copy)
+
+    system.after_call = look
+    monkeypatch.setattr(files, "system", system)
+    scenario.run(root)
+    return states, bad
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("for_ever", [False, True], ids=["once", "for ever"])
+def test_error_at_every_call_is_one_sentence_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, for_ever: bool
+) -> None:
+    scenario, template = SCENARIOS[name], tmp_path / "template"
+    template.mkdir()
+    scenario.prepare(template / "checkpoints")
+    for at in itertools.count():
+        root = shutil.copytree(template, tmp_path / str(at)) / "checkpoints"
+        number = (errno.ENOSPC, errno.EIO, errno.EACCES)[at % 3]
+        system = Failing(at, number, for_ever=for_ever)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "system", system)
+            try:
+                scenario.run(root)
+                message = ""
+            except OutputError as error:
+                message = str(error)
+        if message:
+            assert "\n" not in message
+            assert os.strerror(number) in message
+            assert str(root.parent) in message
+            assert "Errno" not in message
+        else:
+            # Only looking at an old checkpoint may fail without an end: it is then left where it is.
+            looked_at = [inner for call, inner in system.failed if call in ("open", "read", "close")]
+            assert len(looked_at) == len(system.failed)
+            assert all(inner.relative_to(root).parts[0].startswith("step-") for inner in looked_at)
+        scenario.check_afterwards(root)
+        if not system.failed:
+            break
+    assert at > 40
+
+
+def test_error_leaves_no_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, 10, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "system", Failing(6, errno.ENOSPC))
+        with pytest.raises(
+            OutputError, match=r"cannot write .*: No space left on device; free some space there"
+        ):
+            put(tmp_path, 20, "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]

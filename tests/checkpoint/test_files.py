@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatrain.checkpoint import files, load
+from megatrain.errors import OutputError
+from tests.checkpoint.faults import Failing
+
+DTYPES = [getattr(torch, name) for name in files._DTYPES]
+
+
+def source(name: str, tensor: Tensor) -> files.TensorSource:
+    return files.TensorSource(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), get=lambda: tensor)
+
+
+def write(path: Path, tensors: dict[str, Tensor]) -> None:
+    files.write_safetensors(path, [source(*item) for item in tensors.items()], {"format": "pt"})
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_safetensors_own_reader_gets_every_bit_of_every_dtype(tmp_path: Path) -> None:
+    noise = torch.randint(0, 2, (3, 7), dtype=torch.uint8)
+    tensors = {str(dtype): noise.to(dtype) for dtype in DTYPES}
+    tensors |= {
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 3),
+        "transposed": torch.randn(4, 6).t(),
+        "odd bytes": torch.arange(5, dtype=torch.int8),
+        '\u00fc "quoted"': torch.tensor([float("nan"), -0.0, 1e-45]),
+        "needs grad": torch.randn(3, requires_grad=True),
+    }
+    path = tmp_path / "model.safetensors"
+    write(path, tensors)
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    with load.read_safetensors(path) as own:
+        assert own.metadata == {"format": "pt"}
+        for name, tensor in tensors.items():
+            for other in (found[name], own[name]):
+                assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
+                assert bits(other) == bits(tensor.detach())
+
+
+def test_data_are_aligned(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write(path, {"a": torch.arange(3, dtype=torch.int8), "b": torch.randn(2), "c": torch.randn(1).bfloat16()})
+    data = path.read_bytes()
+    header_bytes = int.from_bytes(data[:8], "little")
+    assert (8 + header_bytes) % files.HEADER_ALIGNMENT == 0
+    offsets = {
+        name: entry["data_offsets"][0]
+        for name, entry in json.loads(data[8 : 8 + header_bytes]).items()
+        if name != "__metadata__"
+    }
+    assert offsets == {"b": 0, "c": 8, "a": 10}
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    def get() -> Tensor:
+        assert not any(ref() is not None for ref in alive)
+        tensor = torch.ones(1000)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    sources = [
+        files.TensorSource(name=str(index), dtype=torch.float32, shape=(1000,), get=get) for index in range(5)
+    ]
+    files.write_safetensors(tmp_path / "model.safetensors", sources, {})
+    assert len(alive) == 5
+
+
+def test_tensor_other_than_announced_is_our_mistake(tmp_path: Path) -> None:
+    wrong = files.TensorSource(name="a", dtype=torch.float32, shape=(3,), get=lambda: torch.ones(4))
+    with pytest.raises(AssertionError, match="announced"):
+        files.write_safetensors(tmp_path / "model.safetensors", [wrong], {})
+    with pytest.raises(AssertionError, match="twice"):
+        files.write_safetensors(tmp_path / "model.safetensors", [source("a", torch.ones(1))] * 2, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_error_while_reading_the_source_is_not_blamed_on_the_output(tmp_path: Path) -> None:
+    def get() -> Tensor:
+        raise FileNotFoundError(errno.ENOENT, "no such shard")
+
+    missing = files.TensorSource(name="a", dtype=torch.float32, shape=(3,), get=get)
+    with pytest.raises(FileNotFoundError, match="no such shard"):
+        files.write_safetensors(tmp_path / "model.safetensors", [missing], {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    files.write_bytes_durably(path, b"old")
+    for at in range(9):
+        system, message = Failing(at, errno.ENOSPC), ""
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "system", system)
+            try:
+                files.write_bytes_durably(path, b"new")
+            except OutputError as error:
+                message = str(error)
+        assert ("No space left on device" in message) == (at < 8)
+        assert path.read_bytes() == (b"old" if at < 5 else b"new")  # call 4 is the rename
+        assert [inner.name for inner in tmp_path.iterdir()] == ["config.yaml"]
+        files.write_bytes_durably(path, b"old")
+    assert system.failed == []
+
+
+def test_short_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short(files.System):
+        def write(self, descriptor: int, data: memoryview) -> int:
+            return os.write(descriptor, data[:7])
+
+    monkeypatch.setattr(files, "system", Short())
+    files.write_bytes_durably(tmp_path / "data", bytes(range(256)))
+    assert (tmp_path / "data").read_bytes() == bytes(range(256))
+
+
+def test_filesystem_without_directory_fsync_is_said_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class NoDirectoryFsync(files.System):
+        def fsync(self, descriptor: int) -> None:
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(files, "system", NoDirectoryFsync())
+    files.write_bytes_durably(tmp_path / "data", b"new")
+    assert (tmp_path / "data").read_bytes() == b"new"
+    assert "cannot make names durable" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["with space", "\u00fcber", "x" * 200])
+def test_directories_of_any_name_are_made(tmp_path: Path, name: str) -> None:
+    files.make_directories(tmp_path / name / "checkpoints")
+    files.make_directories(tmp_path / name / "checkpoints")
+    assert (tmp_path / name / "checkpoints").is_dir()
+
+
+def test_directory_in_the_way_of_a_file_or_under_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"cannot make the directory .*: Not a directory"):
+        files.make_directories(tmp_path / "file")
+    with pytest.raises(OutputError, match=r"cannot make the directory .*: Not a directory"):
+        files.make_directories(tmp_path / "file" / "checkpoints")
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(OutputError, match=r"directory: Is a directory"):
+        files.write_bytes_durably(tmp_path / "directory", b"")
+    with pytest.raises(OutputError, match="File name too long"):
+        files.write_bytes_durably(tmp_path / ("x" * 300), b"")

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain.checkpoint import files, format, load, save
+from megatrain.errors import CheckpointError
+from tests.checkpoint.faults import Watched, put
+from tests.checkpoint.test_format import seal
+
+NAMES = ["weights.safetensors", "deep/moments", "plain", "MANIFEST.json"]
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two whole checkpoints."""
+    monkeypatch.setattr(files, "system", Watched())
+    monkeypatch.setattr(format, "CHUNK_BYTES", 100)
+    for step in (10, 20):
+        put(tmp_path, step, str(step))
+    return tmp_path
+
+
+def one_before_is_used(root: Path) -> str:
+    """Assert that the first checkpoint is used; return what was said of the second."""
+    said: list[str] = []
+    found = load.newest_whole(root, warn=said.append)
+    assert found is not None
+    assert found[0] == root / "step-00000010"
+    assert len(said) == 1
+    assert "\n" not in said[0]
+    assert said[0].startswith(f"checkpoint {root / 'step-00000020'} is damaged: ")
+    assert said[0].endswith("; trying the one before it, step-00000010")
+    return said[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flipped_bit_is_named_and_the_one_before_used(root: Path, name: str) -> None:
+    path, chance = root / "step-00000020" / name, random.Random(0)
+    data = path.read_bytes()
+    for _ in range(60):
+        index, bit = chance.randrange(len(data)), chance.randrange(8)
+        path.write_bytes(data[:index] + bytes([data[index] ^ 1 << bit]) + data[index + 1 :])
+        said = one_before_is_used(root)
+        assert name in said
+        if name != "MANIFEST.json":
+            begin = index // 100 * 100
+            assert f"between bytes {begin} and {min(begin + 100, len(data))}" in said
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_truncated_or_longer_file_is_named_and_the_one_before_used(root: Path, name: str) -> None:
+    path, chance = root / "step-00000020" / name, random.Random(0)
+    data = path.read_bytes()
+    for size in [0, 1, len(data) - 1, *(chance.randrange(len(data)) for _ in range(20))]:
+        path.write_bytes(data[:size])
+        assert name in one_before_is_used(root)
+    path.write_bytes(data + b"\n")
+    assert name in one_before_is_used(root)
+
+
+def link(path: Path) -> None:
+    (path / "plain").unlink()
+    (path / "plain").symlink_to("/etc/passwd")
+
+
+def empty(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def swap(path: Path) -> None:
+    data = (path / "weights.safetensors").read_bytes()
+    (path / "weights.safetensors").write_bytes(data[100:200] + data[:100] + data[200:])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: (path / "plain").unlink(), "plain is missing"),
+        (lambda path: (path / "MANIFEST.json").unlink(), "MANIFEST.json is missing"),
+        (lambda path: (path / "notes").touch(), "notes is not in MANIFEST.json"),
+        (
+            lambda path: (path / "plain").rename(path / "other"),
+            "plain is missing, and other is there without",
+        ),
+        (lambda path: shutil.rmtree(path / "deep"), "deep/moments is missing"),
+        (lambda path: shutil.copy(path.parent / "step-00000010" / "plain", path), "plain has wrong contents"),
+        (
+            lambda path: shutil.copy(path.parent / "step-00000010" / "MANIFEST.json", path),
+            "MANIFEST.json is that of step 10",
+        ),
+        (swap, "weights.safetensors has wrong contents between bytes 0 and 100"),
+        (link, "plain is not a regular file"),
+        (empty, "MANIFEST.json is missing"),
+    ],
+)
+def test_other_damage_is_named_and_the_one_before_used(
+    root: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    damage(root / "step-00000020")
+    assert words in one_before_is_used(root)
+
+
+def test_checkpoint_under_the_name_of_another_step_is_not_used(root: Path) -> None:
+    (root / "step-00000020").rename(root / "step-00000030")
+    with pytest.raises(CheckpointError, match=r"MANIFEST\.json is that of step 20"):
+        load.verify(root / "step-00000030")
+
+
+def test_copied_and_renamed_checkpoint_is_whole(root: Path) -> None:
+    shutil.copytree(root / "step-00000020", root / "my best")
+    assert load.verify(root / "my best").step == 20
+    assert [path.name for path in load.find(root)] == ["step-00000020", "step-00000010"]
+
+
+def test_no_checkpoint_is_none_and_no_whole_one_an_error(root: Path) -> None:
+    assert load.newest_whole(root / "nowhere", warn=pytest.fail) is None
+    (root / "new").mkdir()
+    assert load.newest_whole(root / "new", warn=pytest.fail) is None
+    for step in (10, 20):
+        (root / format.directory_name(step) / "plain").unlink()
+    words = r"no checkpoint in .* is whole: step-00000020 \(plain is missing\), step-00000010 \(plain is miss"
+    with pytest.raises(CheckpointError, match=words):
+        load.newest_whole(root, warn=lambda said: None)
+
+
+def test_checkpoint_of_a_later_version_is_refused_rather_than_passed_over(root: Path) -> None:
+    path = root / "step-00000020" / "MANIFEST.json"
+    path.write_bytes(seal({**json.loads(path.read_bytes()), "format": 2}))
+    with pytest.raises(
+        CheckpointError, match=f"cannot read checkpoint {re.escape(str(path.parent))}: .* version 2"
+    ):
+        load.newest_whole(root, warn=pytest.fail)
+
+
+def test_path_without_a_checkpoint_is_refused(root: Path) -> None:
+    for name in ("nowhere", "step-00000020/plain"):
+        with pytest.raises(CheckpointError, match="there is no checkpoint directory"):
+            load.verify(root / name)
+    with pytest.raises(CheckpointError, match="cannot read the checkpoints in"):
+        load.find(root / "step-00000020" / "plain")
+
+
+def test_tensors_are_read_one_by_one(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3), "b": torch.randn(2, 2).bfloat16()}
+    sources = [
+        files.TensorSource(
+            name=name, dtype=value.dtype, shape=tuple(value.shape), get=partial(tensors.__getitem__, name)
+        )
+        for name, value in tensors.items()
+    ]
+    path = save.save(
+        tmp_path,
+        step=1,
+        write=lambda directory: files.write_safetensors(
+            directory / "state.safetensors", sources, {"kind": "x"}
+        ),
+        meta={},
+        keep_last=1,
+    )
+    with load.read_safetensors(path / "state.safetensors") as found:
+        assert set(found) == {"a", "b"}
+        assert "a" in found
+        assert found.metadata == {"kind": "x"}
+        for name, value in tensors.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+        with pytest.raises(CheckpointError, match="has no tensor c"):
+            found["c"]
+        kept = found["a"]
+    kept += 1  # a private copy: the file stays as it was
+    load.verify(path)
+
+
+@pytest.mark.parametrize("data", [None, b"", b"\0" * 8, b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}\0"])
+def test_file_that_is_not_safetensors_is_refused(tmp_path: Path, data: bytes | None) -> None:
+    path = tmp_path / "state.safetensors"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="cannot read the tensors in") as error:
+        load.read_safetensors(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
