@@ -1,6 +1,6 @@
 """Train 100B+ parameter language models in full precision on one GPU, exactly.
 
-The public names resolve on first use (PEP 562), so that `import megatrain` loads neither torch nor transformers.
+The public names resolve on first use (PEP 562): `import megatrain` loads neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import secrets
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,13 +253,19 @@ def list_tree(path: Path) -> tuple[list[str], list[str]]:
     """
     files: list[str] = []
     directories: list[str] = []
-    for parent, inner_directories, names in os.walk(path, onerror=_raise):
-        for name in (*inner_directories, *names):
-            inner = Path(parent, name)
-            relative, mode = inner.relative_to(path).as_posix(), inner.lstat().st_mode
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                raise OSError(f"{relative} is not a regular file")
-            (directories if stat.S_ISDIR(mode) else files).append(relative)
+    pending = [""]
+    while pending:
+        parent = pending.pop()
+        with os.scandir(path / parent) as entries:
+            for entry in entries:
+                name = parent + entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    directories.append(name)
+                    pending.append(f"{name}/")
+                elif entry.is_file(follow_symlinks=False):
+                    files.append(name)
+                else:
+                    raise OSError(f"{name} is not a regular file")
     return sorted(files), sorted(directories)
 
 

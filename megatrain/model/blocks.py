@@ -1,10 +1,10 @@
 """Which modules of a Hugging Face model stream, what stays resident, and what is refused.
 
-A streamed block is an element of a ModuleList whose elements are all decoder layers in transformers' own sense
-(`GradientCheckpointingLayer`, or a class named in `_no_split_modules`); classes may be mixed. All other
-parameters belong to resident blocks, one for each largest module that holds no streamed block. A parameter that
-several blocks use (tied weights) has one owner: the resident block if one of the users is resident, and a
-resident block of its own if all users are streamed.
+A streamed block is an element of a ModuleList whose elements are all decoder layers in transformers' own
+sense (`GradientCheckpointingLayer`, or a class named in `_no_split_modules`); classes may be mixed. All other
+parameters belong to resident blocks, one for each largest module that holds no streamed block. A parameter
+that several blocks use (tied weights) has one owner: the resident block if one of the users is resident, and
+a resident block of its own if all users are streamed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def find_blocks(model: PreTrainedModel) -> list[Block]:
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no list of decoder layers to stream (a ModuleList of "
-            "GradientCheckpointingLayer, or of classes in _no_split_modules); it cannot be trained by streaming"
+            "GradientCheckpointingLayer, or of classes in _no_split_modules); it cannot be streamed"
         )
     blocks = {id(module): Block(name=name, module=module) for name, module in layers}
     users: dict[int, list[Block]] = {}

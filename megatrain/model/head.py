@@ -1,9 +1,10 @@
 """The head and the loss: normalised over a whole step, and in chunks of tokens where logits would be large.
 
 Chunks go through the model's own code. Its decoder is run once and its output kept; then the CausalLM's own
-forward is called for each chunk with a stand-in for the decoder that returns a part of the hidden states. Soft
-caps, logit scales, biases and auxiliary losses are therefore the model's. Before the first chunk it is checked
-on a few tokens that the parts add up to the whole; where they do not, the loss is computed whole, and said so.
+forward is called for each chunk with a stand-in for the decoder that returns a part of the hidden states.
+Soft caps, logit scales, biases and auxiliary losses are therefore the model's. Before the first chunk it is
+checked on a few tokens that the parts add up to the whole; where they do not, the loss is computed whole,
+and said so.
 """
 
 from __future__ import annotations
@@ -202,7 +203,9 @@ class Head:
                 with self._bring_again():
                     return self._part(inner, named, output, part, targets, total, is_first=is_first)
 
-            losses.append(checkpoint(run, hidden[start:stop][None], flat[start:stop][None], use_reentrant=False))
+            losses.append(
+                checkpoint(run, hidden[start:stop][None], flat[start:stop][None], use_reentrant=False)
+            )
         self._was_used = True
         return ModelOutput(loss=torch.stack(losses).sum())
 
@@ -219,7 +222,12 @@ class Head:
     ) -> Tensor:
         """Compute the loss of one chunk; auxiliary losses belong to the first one."""
         part = dataclasses.replace(output, last_hidden_state=hidden)
-        named = {**named, "labels": targets, "shift_labels": targets, "num_items_in_batch": torch.tensor(total)}
+        named = {
+            **named,
+            "labels": targets,
+            "shift_labels": targets,
+            "num_items_in_batch": torch.tensor(total),
+        }
         if not is_first and "output_router_logits" in self._signature.parameters:
             named["output_router_logits"] = False
         with self._standing_in(lambda *_, **__: part):
@@ -252,7 +260,9 @@ class Head:
                 half = hidden.shape[1] // 2
                 halves = sum(
                     float(
-                        self._part(inner, named, output, hidden[:, span], targets[:, span], count, is_first=False)
+                        self._part(
+                            inner, named, output, hidden[:, span], targets[:, span], count, is_first=False
+                        )
                     )
                     for span in (slice(0, half), slice(half, None))
                 )

@@ -1,9 +1,9 @@
 """Where each parameter of a block lies in the block's flat buffers.
 
-A block has one byte buffer of working weights, with one segment per working dtype, and one index space for its
-trained elements, which the planes `remainder`, `exp_avg`, `exp_avg_sq` and `gradient` share. Every parameter
-starts at a multiple of `ALIGNMENT` elements, and what lies between two parameters is zero for ever: a zero
-weight with a zero gradient stays zero under AdamW and adds nothing to a norm.
+A block has one byte buffer of working weights, with one segment per working dtype, and one index space for
+its trained elements, which the planes `remainder`, `exp_avg`, `exp_avg_sq` and `gradient` share. Every
+parameter starts at a multiple of `ALIGNMENT` elements, and what lies between two parameters is zero for
+ever: a zero weight with a zero gradient stays zero under AdamW and adds nothing to a norm.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Entry:
 class BlockLayout:
     """The flat layout of one block.
 
-    Trained bf16 parameters come first in the state space, so the remainder plane, which only they have, covers
-    `[0, num_split)` and the rest of the planes `[0, num_state)`.
+    Trained bf16 parameters come first in the state space, so the remainder plane, which only they have,
+    covers `[0, num_split)` and the rest of the planes `[0, num_state)`.
     """
 
     entries: tuple[Entry, ...]
@@ -100,7 +100,7 @@ class BlockLayout:
 
 
 def lay_out(parameters: Iterable[ParameterSpec]) -> BlockLayout:
-    """Place the parameters of one block: trained bf16, frozen bf16, trained fp32, frozen fp32, each in given order.
+    """Place a block's parameters: trained bf16, frozen bf16, trained fp32, frozen fp32, each in given order.
 
     Raises:
         AssertionError: A working dtype that is neither bf16 nor fp32.

@@ -137,18 +137,9 @@ def update_many(pool: WorkerPool, ranges: Iterable[tuple[AdamWStep, Planes]]) ->
     numels = []
     for hyper, planes in ranges:
         planes.check()
-        arrays = [
-            _bits(plane)
-            for plane in (
-                planes.working,
-                planes.remainder,
-                planes.exp_avg,
-                planes.exp_avg_sq,
-                planes.gradient,
-            )
-        ]
-        scalars = hyper.scalars()
-        pieces.append(functools.partial(_call_update, kernels.update, scalars, arrays))
+        state = planes.working, planes.remainder, planes.exp_avg, planes.exp_avg_sq
+        arrays = map(_bits, (*state, planes.gradient))
+        pieces.append(functools.partial(kernels.update, hyper.scalars(), *arrays))
         numels.append(planes.working.numel())
     _run(pool, pieces, numels, ALIGN_NUMEL)
 
@@ -171,16 +162,9 @@ def sum_of_squares(pool: WorkerPool, flat: Tensor) -> float:
     _check_flat("gradient", flat)
     values = _bits(flat)
     sums = np.zeros(-(-flat.numel() // SUM_CHUNK_NUMEL))
-
-    def piece(start: int, stop: int) -> None:
-        kernels.sum_squares(start, stop, values, SUM_CHUNK_NUMEL, sums)
-
+    piece = functools.partial(kernels.sum_squares, values, SUM_CHUNK_NUMEL, sums)
     _run(pool, [piece], [flat.numel()], SUM_CHUNK_NUMEL)
-    return sum(sums.tolist())
-
-
-def _call_update(kernel: Callable[..., None], scalars: Any, arrays: list[Any], start: int, stop: int) -> None:
-    kernel(start, stop, scalars, *arrays)
+    return math.fsum(sums)
 
 
 def _run(

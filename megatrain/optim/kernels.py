@@ -290,19 +290,19 @@ def _compile(kernel: Callable[..., Any]) -> Any:
 
 @_compile
 def update(  # type: ignore[no-untyped-def]
-    start, stop, scalars, working, remainder, exp_avg, exp_avg_sq, gradient
+    scalars, working, remainder, exp_avg, exp_avg_sq, gradient, start, stop
 ):
     """Apply AdamW to elements [start, stop) of five planes, in place.
 
     Args:
-        start: First element.
-        stop: One past the last element.
         scalars: Nine np.float32, as `adamw.AdamWStep.scalars` makes them.
         working: float32 masters, or the bits of bf16 working weights as int16.
         remainder: None, or the int16 remainders that go with bf16 working weights.
         exp_avg: float32.
         exp_avg_sq: float32.
         gradient: float32, or bf16 bits as int16.
+        start: First element.
+        stop: One past the last element.
     """
     tile = np.empty(TILE, np.float32)
     for first in range(start, stop, TILE):
@@ -319,15 +319,15 @@ def update(  # type: ignore[no-untyped-def]
 
 
 @_compile
-def sum_squares(start, stop, values, chunk, sums):  # type: ignore[no-untyped-def]
+def sum_squares(values, chunk, sums, start, stop):  # type: ignore[no-untyped-def]
     """Write the sum of squares of each chunk of elements [start, stop) to `sums`.
 
     Args:
-        start: First element, a multiple of `chunk`.
-        stop: One past the last element.
         values: float32, or bf16 bits as int16.
         chunk: Elements per sum; the last one may be shorter.
         sums: float64, one per chunk of the whole of `values`; overwritten from `start // chunk` on.
+        start: First element, a multiple of `chunk`.
+        stop: One past the last element.
     """
     for first in range(start, stop, chunk):
         last = min(first + chunk, stop)

@@ -1,12 +1,12 @@
 """A training step as data: which bytes move when, between which buffers, and which slot each block is in.
 
 `schedule` turns a sequence of block visits into a list of operations. Everything else consumes that list: the
-engine executes it and asserts that the model's visits match it, the ordering checker proves it, a planner times
-it. Waits are not in the list: they follow from the buffers that the operations read and write.
+engine executes it and asserts that the model's visits match it, the ordering checker proves it, a planner
+times it. Waits are not in the list: they follow from the buffers that the operations read and write.
 
 Fetches follow the four rules for one-disk prefetching with a known future: fetch the missing block that is
-needed next; into the slot whose content is needed last; never evict what is needed sooner than what comes; and
-as early as these allow.
+needed next; into the slot whose content is needed last; never evict what is needed sooner than what comes;
+and as early as these allow.
 
 Source: Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching strategies", SIGMETRICS 1995;
 eviction by furthest next use: Belady, IBM Systems Journal 5(2), 1966.
@@ -141,7 +141,7 @@ def weights_buffer(block: int, slot: int) -> Buffer:
 
 
 def gradients_buffer(block: int, gradient_buffer: int) -> Buffer:
-    """Name the device buffer with a block's gradients: one of the ring, or its own if the block is resident."""
+    """Name the device buffer with a block's gradients: one of the ring, or its own if it is resident."""
     return ("gradient_buffer", gradient_buffer) if gradient_buffer >= 0 else ("resident_gradient", block)
 
 
@@ -292,6 +292,6 @@ def offload_residents(sizes: Sequence[BlockSize], blocks: Sequence[int]) -> list
 
 
 def optimizer_program(blocks: Sequence[int], *, applies: bool = True) -> list[Operation]:
-    """List the end of a step: the norm, then the updates of `blocks` in forward order unless it is skipped."""
+    """List the end of a step: the norm, then the updates of `blocks` in forward order if it applies."""
     updates = [Operation(kind=Kind.UPDATE, block=block) for block in blocks]
     return [Operation(kind=Kind.NORM), *(updates if applies else [])]

@@ -40,7 +40,7 @@ class Segment:
 
 
 class BlockState:
-    """One block's views into the planes. Flat, 1-D, indexed by the block's state space unless said otherwise."""
+    """One block's views into the planes: flat, indexed by its state space if not said otherwise."""
 
     def __init__(self, layout: BlockLayout, working: Tensor) -> None:
         """Wrap the block's working bytes, (layout.working_bytes,) uint8; other planes come later."""
@@ -164,7 +164,7 @@ class HostState:
         return iter(self._owner)
 
     def put(self, name: str, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
-        """Write `value` into `region` of a parameter (the whole when empty), splitting an fp32 master exactly."""
+        """Write `value` into `region` of a parameter (empty: all of it), splitting an fp32 master exactly."""
         block, entry = self._owner[name]
         weight, remainder = block.weight(entry), block.remainder_of(entry)
         if region:

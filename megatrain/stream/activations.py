@@ -105,7 +105,7 @@ class BlockVisit:
         return self._block.fill(weights, self._pass.tensors)
 
     def _open_backward(self) -> None:
-        """Begin the backward visit if it has not begun: a recomputation, a saved weight, or the bring itself."""
+        """Begin the backward visit if nothing has: a recomputation, a saved weight, or the bring itself."""
         if not self._is_backward:
             self._is_backward = True
             self._pass.begin_backward()
@@ -122,7 +122,7 @@ class BlockVisit:
         if place is None or tensor.untyped_storage().data_ptr() != place.untyped_storage().data_ptr():
             return tensor
         start = place.storage_offset() // tensor.dtype.itemsize
-        return _SavedWeight(tensor.storage_offset() - start, tensor.dtype, tensor.shape, tensor.stride())
+        return _SavedWeight(int(tensor.storage_offset()) - start, tensor.dtype, tensor.shape, tensor.stride())
 
     def _unpack(self, saved: Tensor | _SavedWeight) -> Tensor:
         if isinstance(saved, Tensor):

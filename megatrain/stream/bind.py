@@ -142,7 +142,9 @@ def require_host_memory(
     planes = planned_host_bytes(layouts, precision, keeps_gradients=True)
     total = sum(planes.values())
     parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items())
-    advice = "train.precision=bf16 (14 instead of 16 bytes per parameter), " if precision is Precision.FP32 else ""
+    advice = (
+        "train.precision=bf16 (14 instead of 16 bytes per parameter), " if precision is Precision.FP32 else ""
+    )
     remedy = f"use {advice}a smaller model, or freeze parameters"
     if limit is not None and total > limit:
         raise CapacityError(
@@ -183,5 +185,5 @@ def require_device_memory(
         parts = ", ".join(f"{pool} {size / GIB:.3f}" for pool, size in pools.items())
         raise CapacityError(
             f"device memory: {need / GIB:.3f} GiB are needed before activations ({parts}), but the limit is "
-            f"{limit / GIB:.3f} GiB; use fewer slots (memory.num_slots=1), train.precision=bf16, or a larger device"
+            f"{limit / GIB:.3f} GiB; use memory.num_slots=1, train.precision=bf16, or a larger device"
         )

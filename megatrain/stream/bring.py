@@ -1,9 +1,9 @@
 """Bring: the one autograd function. Views of weights go out of it, gradients come into it.
 
-Forward hands out tensors that share a place's memory; the model computes with them in place of its parameters.
-Backward receives their gradients. A bring is made first in its block, so it has the block's lowest sequence
-number and autograd runs it last of all the block's nodes: its backward is where the block's gradient is
-complete and its slot is free.
+Forward hands out tensors that share a place's memory; the model computes with them in place of its
+parameters. Backward receives their gradients. A bring is made first in its block, so it has the block's
+lowest sequence number and autograd runs it last of all the block's nodes: its backward is where the block's
+gradient is complete and its slot is free.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def bring(aliases: Sequence[Tensor], trained: Sequence[bool], collect: Collect) 
     if not torch.is_grad_enabled() or not any(trained):
         return [tensor.detach() for tensor in aliases]
     anchor = torch.zeros((), requires_grad=True)
-    brought = iter(_Bring.apply(anchor, collect, [a for a, t in zip(aliases, trained, strict=True) if t]))  # type: ignore[no-untyped-call]
+    brought = iter(_Bring.apply(anchor, collect, [a for a, t in zip(aliases, trained, strict=True) if t]))
     return [next(brought) if t else a.detach() for a, t in zip(aliases, trained, strict=True)]
 
 

@@ -1,7 +1,8 @@
 """The engine: attach to a Hugging Face model, run steps, detach.
 
 The model keeps its own forward. Its parameters become views of the host's working plane; each decoder layer's
-`forward` is shadowed on the instance by one that fetches the layer's weights and runs the same forward on them.
+`forward` is shadowed on the instance by one that fetches the layer's weights and runs the same forward on
+them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def attach(
         num_slots: Device buffers for streamed blocks; 2 overlap a copy with compute, 1 saves memory.
         activations: `recompute` or `keep`; one for all blocks, or a sequence with one per streamed block.
         num_gradient_buffers: Device buffers in which gradients of streamed blocks are gathered.
-        head_chunk_tokens: Tokens that pass the head and the loss at a time; None: chosen so that small batches
+        head_chunk_tokens: Tokens that pass the head and the loss at a time; None: chosen so that small
+        batches
             take one chunk, which is bitwise equal to the model's own loss.
         host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
         device_limit: Bytes of device memory for slots, resident blocks and gradients; None: what there is.
@@ -191,7 +193,8 @@ class Engine:
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, gradient) lazily: fp32 host tensors, valid until `opt.step()`.
 
-        Names are those of `model.named_parameters()`. A parameter without a gradient in this step is left out.
+        Names are those of `model.named_parameters()`. A parameter without a gradient in this step is left
+        out.
         """
         self._executor.take_gradients_home()
         return self.gradients.named(self._names)
@@ -258,8 +261,9 @@ class Engine:
 
     @property
     def device_bytes_peak(self) -> int:
-        """Most bytes on the device so far: on CUDA all that torch allocated; elsewhere slots, resident blocks
-        and gradient buffers, without activations.
+        """Most bytes on the device so far.
+
+        On CUDA all that torch allocated; elsewhere slots, resident blocks and gradient buffers.
         """
         return self.lanes.peak_bytes
 
@@ -289,7 +293,7 @@ class Engine:
         move_buffers(self.model, torch.device("cpu"))
         self._head.remove()
         self.lanes.close()
-        self.model._megatrain_engine = None  # type: ignore[assignment]
+        self.model._megatrain_engine = None
 
     def _shadow(self) -> None:
         move_buffers(self.model, self.lanes.device)
@@ -311,7 +315,10 @@ class Engine:
             is_causal_lm = module is self.model
 
             def enter(
-                *args: Any, inner: Callable[..., Any] = inner, is_causal_lm: bool = is_causal_lm, **kwargs: Any
+                *args: Any,
+                inner: Callable[..., Any] = inner,
+                is_causal_lm: bool = is_causal_lm,
+                **kwargs: Any,
             ) -> Any:
                 return self._enter(inner, args, kwargs, is_causal_lm=is_causal_lm)
 
@@ -397,7 +404,7 @@ class Engine:
     def _on_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._in_backward = False

@@ -1,8 +1,8 @@
 """Executes programs: issues their copies, and holds the model's visits against them.
 
 The model decides what is visited; the program has foreseen it. A visit that the program did not foresee (a
-skipped layer, two forwards before one backward) is still exact: the rest of the program is dropped, that visit
-gets a program of its own, and the order seen in one round is what is foreseen for the next.
+skipped layer, two forwards before one backward) is still exact: the rest of the program is dropped, that
+visit gets a program of its own, and the order seen in one round is what is foreseen for the next.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VISITS = (Kind.FORWARD, Kind.BACKWARD)
 
 
 class Executor:
-    """Runs operations in program order as the model goes along. At most one streamed block is open at a time."""
+    """Runs operations in program order as the model goes along; one streamed block is open at a time."""
 
     def __init__(
         self, lanes: Lanes, host: HostState, sizes: Sequence[BlockSize], slots: Slots, gradients: Gradients
@@ -98,7 +98,7 @@ class Executor:
     def open(self, block: int, *, is_backward: bool) -> Tensor:
         """Begin a visit: returns the block's working bytes on the device once compute may read them."""
         if self.open_visit is not None and self.open_visit.kind is Kind.BACKWARD:
-            self.close()  # autograd passed a block and needed none of its gradients: nothing else ends its visit
+            self.close()  # autograd passed a block without trained parameters: nothing else ends its visit
         assert self.open_visit is None, f"block {block} entered while {self.open_visit} is open"
         self._advance()
         operation = self._pending[0] if self._pending else None

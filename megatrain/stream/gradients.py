@@ -1,8 +1,8 @@
 """Where a step's gradients are: from autograd into device buffers, home to the host, and their norm.
 
-Gradients add up in fp32 and are rounded to the working dtype once, when they are complete. A gradient that one
-backward of a streamed block makes alone is in the working dtype already and travels as it is. A parameter for
-which autograd gave None in every round has no gradient and gets no update, as in torch.
+Gradients add up in fp32 and are rounded to the working dtype once, when they are complete. A gradient that
+one backward of a streamed block makes alone is in the working dtype already and travels as it is. A
+parameter for which autograd gave None in every round has no gradient and gets no update, as in torch.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Gradients:
         return [block for block, at in enumerate(self.homes) if at is home]
 
     def collect(self, operation: Operation, grads: Sequence[Tensor | None]) -> None:
-        """Write or add one backward's gradients of a streamed block into its gradient buffer (compute lane)."""
+        """Put one backward's gradients of a streamed block into its gradient buffer (compute lane)."""
         state = self._host.blocks[operation.block]
         layout = state.layout
         buffer = self._ring[operation.gradient_buffer]
@@ -102,7 +102,7 @@ class Gradients:
         self._mark(operation.block, grads)
 
     def collect_resident(self, block: int, grads: Sequence[Tensor | None]) -> None:
-        """Write or add one backward's gradients of a resident block into its own fp32 buffer (compute lane)."""
+        """Put one backward's gradients of a resident block into its own fp32 buffer (compute lane)."""
         state = self._host.blocks[block]
         flat = self._resident[block].view(torch.float32)
         views = [state.plane_of(flat, entry) for entry in state.layout.trained]
@@ -206,8 +206,8 @@ def _put(views: Sequence[Tensor], grads: Sequence[Tensor | None], *, adds: bool)
         return
     if pairs:
         torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
-    for view, grad in zip(views, grads, strict=True):
-        if grad is None:
+    for view, missing in zip(views, grads, strict=True):
+        if missing is None:
             view.zero_()
 
 

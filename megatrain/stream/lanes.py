@@ -1,12 +1,12 @@
 """All ordering of the project: lanes, events, waits, and the backends that carry them out.
 
 An operation names the buffers that it reads and writes. From these names alone `Lanes` derives who waits for
-whom: a reader waits for the last writer, a writer for the last writer and all readers since, unless they are in
-its own lane, where order is given. Nothing else in the project records or waits.
+whom: a reader waits for the last writer, a writer for the last writer and all readers since, unless they are
+in its own lane, where order is given. Nothing else in the project records or waits.
 
-Backends: `InlineLanes` (CPU: every operation runs at once), `CheckedLanes` (inline, plus vector clocks that find
-a missing wait whatever the timing, and NaN in freed buffers), `EmulatedLanes` (copy lanes are threads with
-bandwidths, delays and a memory budget), `CudaLanes` (streams and events).
+Backends: `InlineLanes` (CPU: every operation runs at once), `CheckedLanes` (inline, plus vector clocks that
+find a missing wait whatever the timing, and NaN in freed buffers), `EmulatedLanes` (copy lanes are threads
+with bandwidths, delays and a memory budget), `CudaLanes` (streams and events).
 
 Source of the checker: vector clocks (Fidge 1988; Mattern 1989), as in happens-before race detectors.
 """
@@ -32,7 +32,7 @@ from megatrain.plan.program import Buffer, Lane
 
 
 class OrderingError(AssertionError):
-    """A buffer was used without a wait that makes it safe, or an event was waited for before it was recorded."""
+    """A buffer was used without a wait that makes it safe, or an event waited for before it was recorded."""
 
 
 class Cause(NamedTuple):
@@ -101,8 +101,8 @@ class Lanes(ABC):
         """
         if self.device_limit is not None and self.device_bytes + nbytes > self.device_limit:
             raise CapacityError(
-                f"the device budget of {self.device_limit:,} bytes cannot hold {nbytes:,} bytes more than the "
-                f"{self.device_bytes:,} in use; use fewer slots (memory.num_slots), or a larger budget"
+                f"the device budget of {self.device_limit:,} bytes cannot hold {nbytes:,} bytes more than "
+                f"the {self.device_bytes:,} in use; use fewer slots (memory.num_slots), or a larger budget"
             )
         self.device_bytes += nbytes
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
@@ -126,10 +126,10 @@ class Lanes(ABC):
         """Most bytes in use on the device so far: ours, and on CUDA everything that torch allocated."""
         return self.peak_device_bytes
 
-    def freed(self, flat: Tensor) -> None:
+    def freed(self, flat: Tensor) -> None:  # noqa: B027 (most backends have nothing to do)
         """Take note that nobody may read a device buffer any more."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most backends have nothing to do)
         """Finish all work and end the lanes."""
 
     def _wait_for(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> None:
@@ -150,8 +150,10 @@ class Lanes(ABC):
         for buffer in reads:
             self._readers.setdefault(buffer, {})[lane] = event
 
-    def _access(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> None:
-        """Check an access; only `CheckedLanes` does."""
+    def _access(  # noqa: B027 (only `CheckedLanes` checks)
+        self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]
+    ) -> None:
+        """Check an access."""
 
     @abstractmethod
     def _submit(self, lane: Lane, function: Callable[[], object], nbytes: int) -> None: ...
@@ -215,7 +217,8 @@ class CheckedLanes(InlineLanes):
     def _require(self, lane: Lane, buffer: Buffer, owner: Lane, tick: int, verb: str) -> None:
         if self._clocks[lane][owner] < tick:
             raise OrderingError(
-                f"lane {lane.value} uses {buffer[0]} {buffer[1]} without waiting until lane {owner.value} has {verb} it"
+                f"lane {lane.value} uses {buffer[0]} {buffer[1]} without waiting until lane {owner.value} "
+                f"has {verb} it"
             )
 
     def _record(self, lane: Lane) -> Event:
@@ -398,5 +401,7 @@ def make_lanes(device: str | torch.device | Lanes, device_limit: int | None = No
     if name == "cuda" or name.startswith("cuda:"):
         if not torch.cuda.is_available():
             raise ConfigError(f"device is {name!r}, but torch sees no CUDA device; use device=cpu, or auto")
-        return CudaLanes(torch.device(name if ":" in name else f"cuda:{torch.cuda.current_device()}"), device_limit)
+        return CudaLanes(
+            torch.device(name if ":" in name else f"cuda:{torch.cuda.current_device()}"), device_limit
+        )
     raise ConfigError(f"device is {name!r}; use auto, cpu, cuda, cuda:N, emulated or checked")

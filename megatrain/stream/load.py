@@ -38,7 +38,8 @@ def load(
     its fp32 masters are drawn, which is less than its optimizer takes later.
 
     Args:
-        path: Directory with config.json and safetensors, or a hub id. Nothing is unpickled and no remote code is run.
+        path: Directory with config.json and safetensors, or a hub id. Nothing is unpickled and no remote
+        code is run.
         config: Instead of `path`: start from this configuration with random weights.
         seed: Of the random weights, which the model's own initialisation draws.
         precision: `fp32`, or `bf16`: bf16 weights that are the upper half of exact fp32 masters.

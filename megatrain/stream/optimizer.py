@@ -63,8 +63,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         ]
         if foreign:
             raise ModelError(
-                f"parameter {foreign[0]} ({len(foreign)} in all) requires a gradient but was not there, or was frozen, "
-                "when the engine was attached; attach after adapters are added and requires_grad is set"
+                f"parameter {foreign[0]} ({len(foreign)} in all) requires a gradient but was not "
+                "there, or was frozen, when the engine was attached; attach after adapters are added and requires_grad is set"
             )
         if not managed:
             raise ModelError("no parameter requires a gradient; nothing would be trained")
@@ -164,8 +164,8 @@ class StreamedAdamW(torch.optim.Optimizer):
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 if parameter.grad is not None:
                     raise ModelError(
-                        f"parameter {name} got a gradient outside the engine (parameter.grad is set): a part of the "
-                        "model was called on its own; compute the loss through model(...)"
+                        f"parameter {name} got a gradient outside the engine (parameter.grad is set): a part "
+                        "of the model was called on its own; compute the loss through model(...)"
                     )
 
 

@@ -33,7 +33,7 @@ class AttachedBlock:
         slots: Slots,
         owners: Mapping[str, tuple[int, int]],
     ) -> None:
-        """Tie block number `index` to its layout; `owners` maps a name to (block, entry) for borrowed weights."""
+        """Tie block `index` to its layout; `owners` maps a name to (block, entry) for borrowed weights."""
         self.index = index
         self.block = block
         self.layout = layout
@@ -59,8 +59,8 @@ class AttachedBlock:
         for entry, wants, has_state in zip(self.layout.entries, wanted, self._has_state, strict=True):
             if wants and not has_state:
                 raise ModelError(
-                    f"parameter {entry.name} was frozen when the engine was attached and requires a gradient now; "
-                    "set requires_grad before megatrain.attach"
+                    f"parameter {entry.name} was frozen when the engine was attached and requires a gradient "
+                    "now; set requires_grad before megatrain.attach"
                 )
         return wanted
 
@@ -73,7 +73,7 @@ class AttachedBlock:
     def fill(
         self, weights: Sequence[Tensor], resident: Mapping[int, Sequence[Tensor]]
     ) -> tuple[list[Place], list[Tensor]]:
-        """Pair every place of the block with its tensor: own weights, and borrowed ones of resident blocks."""
+        """Pair every place of the block with its tensor: its own weights, and borrowed ones."""
         own = [weights[position] for position in self._positions]
         borrowed = [resident[block][entry] for block, entry in self._borrowed]
         return self.places + self._borrowed_places, own + borrowed
@@ -83,7 +83,7 @@ class AttachedBlock:
     ) -> Any:
         """Run the streamed block in place of its own forward."""
         if getattr(self.module, "gradient_checkpointing", False):
-            self.module.gradient_checkpointing = False  # type: ignore[union-attr, assignment]  # ours replaces it
+            self.module.gradient_checkpointing = False  # type: ignore[union-attr]  # ours replaces it
         if torch.is_grad_enabled():
             return BlockVisit(self, current).call(args, kwargs, policy)
         self.executor.open(self.index, is_backward=False)

@@ -1,7 +1,8 @@
 """Device memory of the engine: a ring of slots for streamed blocks, one place for each resident block.
 
-A place is a byte buffer with a block's working bytes. Weights are seen through *aliases*: tensors that share the
-buffer's storage without being views of it, so that a new fetch does not disturb autograd's version counters.
+A place is a byte buffer with a block's working bytes. Weights are seen through *aliases*: tensors that share
+the buffer's storage without being views of it, so that a new fetch does not disturb autograd's version
+counters.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Slots:
 
 
 def alias(place: Tensor, entry: Entry) -> Tensor:
-    """Make a tensor of the entry's shape that shares `place`'s storage and has a version counter of its own."""
+    """Make a tensor of the entry's shape in `place`'s storage, with a version counter of its own."""
     start = place.storage_offset() + entry.byte_offset
     stride = torch.empty(entry.shape, device="meta").stride()
     return torch.empty(0, dtype=entry.dtype, device=place.device).set_(

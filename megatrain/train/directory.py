@@ -48,7 +48,9 @@ class RunDirectory:
             raise OutputError(f"{self.path} is a file; give a directory for the run with out=DIR (--out DIR)")
         existing = next(level for level in (self.path, *self.path.absolute().parents) if level.exists())
         if not os.access(existing, os.W_OK | os.X_OK):
-            raise OutputError(f"{existing} cannot be written; give another directory with out=DIR (--out DIR)")
+            raise OutputError(
+                f"{existing} cannot be written; give another directory with out=DIR (--out DIR)"
+            )
         if not self.path.is_dir() or self.is_run:
             return
         names = sorted(entry.name for entry in self.path.iterdir())
@@ -91,7 +93,16 @@ def environment() -> dict[str, Any]:
     """Describe this machine and the versions in use; no names of users or hosts."""
     import torch
 
-    packages = ("megatrain", "torch", "transformers", "datasets", "safetensors", "tokenizers", "numba", "numpy")
+    packages = (
+        "megatrain",
+        "torch",
+        "transformers",
+        "datasets",
+        "safetensors",
+        "tokenizers",
+        "numba",
+        "numpy",
+    )
     memory = host_memory()
     return {
         "versions": {name: metadata.version(name) for name in packages},

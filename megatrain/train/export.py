@@ -23,10 +23,14 @@ def newest_model(run: Path) -> Path:
         CheckpointError: There is no run, or it has no whole checkpoint.
     """
     if not (run / "checkpoints").is_dir():
-        raise CheckpointError(f"{run} is not a run directory with checkpoints; give the directory that train wrote")
+        raise CheckpointError(
+            f"{run} is not a run directory with checkpoints; give the directory that train wrote"
+        )
     found = newest_whole(run / "checkpoints", warn=_log.warning)
     if found is None:
-        raise CheckpointError(f"{run} has no checkpoint yet; let the run reach its first one (checkpoint.every)")
+        raise CheckpointError(
+            f"{run} has no checkpoint yet; let the run reach its first one (checkpoint.every)"
+        )
     return found[0]
 
 

@@ -104,8 +104,9 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
                 progress.update(row)
             if run.skipped_in_a_row >= settings.optim.max_skipped_steps:
                 raise DivergedError(
-                    f"the gradient norm was not finite for {run.skipped_in_a_row} steps in a row, the last one step "
-                    f"{run.step}; nothing was updated in them. Lower optim.lr, or resume from an earlier checkpoint"
+                    f"the gradient norm was not finite for {run.skipped_in_a_row} steps in a row, up to "
+                    f"step {run.step}; nothing was updated in them. Lower optim.lr, or resume from an "
+                    "earlier checkpoint"
                 )
             if every is not None and row.step % every == 0:
                 _save(run, directory)
@@ -152,7 +153,7 @@ def _find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, dict[s
     if resume == "no":
         if directory.is_run:
             raise OutputError(
-                f"{directory.path} holds a run already; give a new directory with --out, or resume it (--resume auto)"
+                f"{directory.path} holds a run already; give a new directory with --out, or use --resume auto"
             )
         return None
     if resume == "auto":
@@ -185,7 +186,7 @@ def _stop_flag() -> Iterator[threading.Event]:
 
     def handle(number: int, _: FrameType | None) -> None:
         stop.set()
-        signal.signal(number, previous[number])
+        signal.signal(number, previous[signal.Signals(number)])
         _log.warning("%s: finishing the step, then saving", signal.Signals(number).name)
 
     for number in numbers:

@@ -1,12 +1,13 @@
 """`megatrain quickstart`: a whole run on real text that every machine has, checked against plain PyTorch.
 
-Nothing is staged: the model is trained by the same `train` that a user calls, streamed block by block, from the
-source text of Python's own standard library. Then the run is repeated with resident PyTorch and AdamW, resumed
-from its half-way checkpoint, and its export is opened with transformers.
+Nothing is staged: the model is trained by the same `train` that a user calls, streamed block by block, from
+the source text of Python's own standard library. Then the run is repeated with resident PyTorch and AdamW,
+resumed from its half-way checkpoint, and its export is opened with transformers.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sysconfig
@@ -53,8 +54,8 @@ def quickstart(out: Path | None, say: Say = lambda _: None) -> Path:
     num_files, num_bytes, num_skipped = _write_corpus(directory / "input" / "stdlib.jsonl")
     num_parameters = _write_model_config(directory / "input")
     say(
-        f"model   Llama, {num_parameters / 1e6:.1f} M parameters, random weights; data: {num_files} files of Python's "
-        f"standard library, {num_bytes / 1e6:.1f} MB ({num_skipped} undecodable files skipped)"
+        f"model   Llama, {num_parameters / 1e6:.1f} M parameters, random weights; data: {num_files} files of "
+        f"Python's standard library, {num_bytes / 1e6:.1f} MB ({num_skipped} undecodable files skipped)"
     )
     config = _config(directory, "run")
     say(f"1 train   {_STEPS} steps of {config.tokens_per_step} tokens, streamed through 2 slots ...")
@@ -72,7 +73,7 @@ def quickstart(out: Path | None, say: Say = lambda _: None) -> Path:
     half = directory / "run/checkpoints" / f"step-{_STEPS // 2:08d}"
     train(_config(directory, "resumed"), resume=str(half))
     difference = _largest_difference(model, _open(directory / "resumed/hf"))
-    say(f"3 resume  from step {_STEPS // 2} to the end, against the uninterrupted run: max |diff| {difference:g}")
+    say(f"3 resume  from step {_STEPS // 2}, against the uninterrupted run: max |diff| {difference:g}")
     assert difference == 0, "the resumed run differs from the uninterrupted one"
 
     say(f"4 export  {directory / 'run/hf'} opens with transformers; a sample:")
@@ -86,15 +87,16 @@ def quickstart(out: Path | None, say: Say = lambda _: None) -> Path:
 
 def _new_directory(out: Path | None) -> Path:
     if out is None:
-        number = 1
-        while (out := Path("runs") / f"quickstart-{number}").exists():
-            number += 1
+        numbered = (Path("runs") / f"quickstart-{number}" for number in itertools.count(1))
+        out = next(path for path in numbered if not path.exists())
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputError(f"{out} is not an empty directory; give a new one with --out")
     try:
         (out / "input").mkdir(parents=True)
     except OSError as error:
-        raise OutputError(f"{out} cannot be written: {error.strerror}; give another one with --out") from error
+        raise OutputError(
+            f"{out} cannot be written: {error.strerror}; give another one with --out"
+        ) from error
     return out
 
 

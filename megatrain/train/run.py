@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,11 +89,14 @@ class Run:
         self.optimizer.steps = expand_counts(meta["updates"], self.optimizer.steps)
         self.loader.restore(meta["data"])
         restore_rng(meta["rng"])
-        for _ in range(int(meta["schedule"]["last_epoch"])):
-            self.scheduler.step()
+        with warnings.catch_warnings():
+            # torch wants an optimizer step before each schedule step; those were done before the checkpoint
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            for _ in range(int(meta["schedule"]["last_epoch"])):
+                self.scheduler.step()
 
     def micro_batch_seeds(self) -> list[int]:
-        """Return one seed of dropout per micro-batch of the next step, from the run's seed and the step alone."""
+        """Return one seed of dropout per micro-batch of the next step, from the run's seed and the step."""
         return [
             int.from_bytes(
                 hashlib.blake2b(
@@ -110,7 +114,8 @@ def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | N
     Checks come first, then the data, then memory is taken.
 
     Raises:
-        MegatrainError: Its subclasses say what is wrong with the model, the data, the configuration or the fit.
+        MegatrainError: Its subclasses say what is wrong with the model, the data, the configuration or the
+        fit.
     """
     source = str(checkpoint) if checkpoint is not None else config.model.path
     model_config = read_config(source)
@@ -170,12 +175,8 @@ def make_loader(
         ConfigError: Sequences longer than the model's context.
     """
     check_seq_len(config.data.seq_len, model_config)
-    packed = pack(
-        tokenize(_texts(config), tokenizer, end_id=end_of_document(tokenizer)), config.data.seq_len
-    )
-    check_vocabulary(
-        packed.max_id, model_config.get_text_config().vocab_size, tokenizer_size=len(tokenizer)
-    )
+    packed = pack(tokenize(_texts(config), tokenizer, end_id=end_of_document(tokenizer)), config.data.seq_len)
+    check_vocabulary(packed.max_id, model_config.get_text_config().vocab_size, tokenizer_size=len(tokenizer))
     _log.info("data: %s", packed.describe())
     return PackedLoader(
         packed.windows,
@@ -211,7 +212,7 @@ def _scheduler(
     optim = config.optim
     if optim.warmup_steps > num_steps:
         raise ConfigError(
-            f"optim.warmup_steps is {optim.warmup_steps}, but the run has {num_steps} steps; warm up for fewer"
+            f"optim.warmup_steps is {optim.warmup_steps}, but the run has {num_steps} steps; use fewer"
         )
     try:
         scheduler: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
@@ -223,7 +224,7 @@ def _scheduler(
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"optim.schedule {optim.schedule} does not take optim.schedule_args {optim.schedule_args}: {error}"
+            f"optim.schedule {optim.schedule} does not take {optim.schedule_args} (schedule_args): {error}"
         ) from error
     return scheduler
 

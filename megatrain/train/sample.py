@@ -34,7 +34,9 @@ def sample(path: str, prompt: str, *, max_new_tokens: int = 100, temperature: fl
     options = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with torch.no_grad():
-        ids = model.generate(**inputs, max_new_tokens=max_new_tokens, max_length=None, pad_token_id=pad, **options)
+        ids = model.generate(
+            **inputs, max_new_tokens=max_new_tokens, max_length=None, pad_token_id=pad, **options
+        )
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 

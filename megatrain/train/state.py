@@ -1,8 +1,8 @@
 """What a checkpoint of a run holds, written and read back bit for bit.
 
-The directory is a Hugging Face model (working weights, config, tokenizer) with the rest of the state beside it:
-`state/block-NNNNN.safetensors` holds remainders and moments under `plane/parameter`, and the manifest's meta
-holds the counters, the schedule, the data position and the random generators.
+The directory is a Hugging Face model (working weights, config, tokenizer) with the rest of the state beside
+it: `state/block-NNNNN.safetensors` holds remainders and moments under `plane/parameter`, and the manifest's
+meta holds the counters, the schedule, the data position and the random generators.
 """
 
 from __future__ import annotations

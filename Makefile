@@ -1,0 +1,34 @@
+# Every target is enough on a fresh clone: it makes .venv in the checkout first, and does nothing when current.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test check lint parity clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/megatrain quickstart
+
+test: setup
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test
+
+# The full products behind the pairwise tests of `make test`; about half an hour on 2 cores.
+parity: setup
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m parity
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
