@@ -103,6 +103,7 @@ def commit(temporary: Path, *, step: int, meta: Mapping[str, Any]) -> Path:
     path = root / format.directory_name(step, attempts[-1] + 1)
     files.write_bytes_durably(temporary / format.MANIFEST_NAME, encoded)
     files.rename(temporary, path)
+    files.fsync_directory(root)
     return path
 
 

@@ -64,7 +64,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         if foreign:
             raise ModelError(
                 f"parameter {foreign[0]} ({len(foreign)} in all) requires a gradient but was not "
-                "there, or was frozen, when the engine was attached; attach after adapters are added and requires_grad is set"
+                "there, or was frozen, when the engine was attached; attach after adapters are added and "
+                "requires_grad is set"
             )
         if not managed:
             raise ModelError("no parameter requires a gradient; nothing would be trained")

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatrain.checkpoint.files import fsync_directory, remove_tree, rename
-from megatrain.checkpoint.load import newest_whole, verify
+from megatrain.checkpoint.load import find, newest_whole, verify
 from megatrain.checkpoint.save import save
 from megatrain.config import Config
 from megatrain.errors import CheckpointError, DivergedError, OutputError
@@ -162,6 +162,12 @@ def _find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, dict[s
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint directory; give one of checkpoints/step-*")
+    later = [other for other in find(directory.checkpoints) if other.name > path.name]
+    if later and path.absolute().parent == directory.checkpoints.absolute():
+        raise CheckpointError(
+            f"{directory.path} has gone on to {later[0].name}, so it cannot go back to {path.name}; "
+            "give another directory with --out, or remove the later checkpoints"
+        )
     return path, dict(verify(path).meta)
 
 

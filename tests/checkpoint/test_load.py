@@ -77,9 +77,9 @@ def empty(path: Path) -> None:
     path.mkdir()
 
 
-def swap(path: Path) -> None:
+def shift(path: Path) -> None:
     data = (path / "weights.safetensors").read_bytes()
-    (path / "weights.safetensors").write_bytes(data[100:200] + data[:100] + data[200:])
+    (path / "weights.safetensors").write_bytes(data[3:] + data[:3])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def swap(path: Path) -> None:
             lambda path: shutil.copy(path.parent / "step-00000010" / "MANIFEST.json", path),
             "MANIFEST.json is that of step 10",
         ),
-        (swap, "weights.safetensors has wrong contents between bytes 0 and 100"),
+        (shift, "weights.safetensors has wrong contents between bytes 0 and 100"),
         (link, "plain is not a regular file"),
         (empty, "MANIFEST.json is missing"),
     ],

@@ -45,9 +45,10 @@ def make_planes(numel: int, *, split: bool, gradient: torch.dtype, seed: int = 0
 
 
 def clone(planes: Planes) -> Planes:
-    return Planes(
-        **{name: None if plane is None else plane.clone() for name, plane in tensors(planes).items()}
-    )
+    copies: dict[str, Any] = {
+        name: plane.clone() for name, plane in tensors(planes).items() if plane is not None
+    }
+    return Planes(**{"remainder": None, **copies})
 
 
 def tensors(planes: Planes) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def assert_equal(actual: Planes, expected: Planes) -> None:
 
 
 class Oracle:
-    """torch.optim.AdamW(fused=True), the parameter padded: torch's loop over the last elements rounds differently."""
+    """torch.optim.AdamW(fused=True) on a padded parameter: its last few elements would round differently."""
 
     def __init__(self, master: Tensor, hyper: AdamWStep) -> None:
         self.numel = master.numel()
@@ -140,7 +141,7 @@ def test_equals_torch_fused_for_other_hyper_parameters(pool: WorkerPool, changes
 
 @pytest.mark.parametrize("beta2", [0.9, 0.95, 0.98, 0.99, 0.999, 0.9999])
 def test_late_and_early_bias_corrections_equal_torch_fused(pool: WorkerPool, beta2: float) -> None:
-    """The kernel corrects a product in place of dividing: the quotient must be the rounded one for each divisor."""
+    """The kernel corrects a product in place of dividing: for every divisor it must be the quotient."""
     hyper = dataclasses.replace(HYPER, beta2=beta2)
     for step in (1, 2, 3, 7, 10, 50, 111, 1000, 12_345, 100_000):
         planes = make_planes(30_000, split=False, gradient=torch.float32, seed=step)
@@ -240,7 +241,7 @@ def test_kernel_is_vectorised() -> None:
 
     compiled = numba.njit(nogil=True, error_model="numpy")(kernels.update.py_func)
     halves, floats = np.zeros(64, np.int16), np.zeros(64, np.float32)
-    compiled(0, 64, HYPER.scalars(), halves, halves, floats, floats, halves)
+    compiled(HYPER.scalars(), halves, halves, floats, floats, halves, 0, 64)
     (assembly,) = compiled.inspect_asm().values()
     machine = platform.machine().lower()
     if machine in ("x86_64", "amd64"):

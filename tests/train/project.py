@@ -1,0 +1,58 @@
+"""A small model directory and corpus for tests of whole runs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig
+
+from megatrain.config import Config, build_config
+
+WORDS = ("one", "small", "step", "for", "a", "block", "giant", "leap", "through", "the", "slots", "again")
+
+
+def write_corpus(file: Path, num_words: int = 6000) -> Path:
+    """Write words in a fixed random order, 20 to a line."""
+    chance = random.Random(0)
+    lines = [" ".join(chance.choice(WORDS) for _ in range(20)) for _ in range(num_words // 20)]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def write_model_config(directory: Path, **changes: Any) -> Path:
+    """Write the config.json of a tiny Llama."""
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "attention_dropout": 0.1,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    LlamaConfig(**{**settings, **changes}).save_pretrained(directory)
+    return directory
+
+
+def make_config(root: Path, out: str = "run", **sections: dict[str, Any]) -> Config:
+    """Describe a run of a random tiny model on the corpus, in `root`; files are made if missing."""
+    (root / "model").mkdir(exist_ok=True)
+    if not (root / "model/config.json").exists():
+        write_model_config(root / "model")
+        write_corpus(root / "corpus.txt")
+    raw: dict[str, dict[str, Any]] = {
+        "model": {"path": str(root / "model"), "init": "random"},
+        "data": {"path": str(root / "corpus.txt"), "seq_len": 32},
+        "train": {"steps": 12, "micro_batch_size": 2, "grad_accumulation": 2, "device": "cpu"},
+        "optim": {"lr": 1e-2, "warmup_steps": 3},
+        "checkpoint": {"every": 4},
+        "log": {"progress": "none"},
+    }
+    for section, values in sections.items():
+        raw.setdefault(section, {}).update(values)
+    return build_config({**raw, "out": str(root / out)})

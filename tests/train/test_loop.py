@@ -1,0 +1,226 @@
+"""Whole runs: resume, signals, damage, and what is left in the run directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megatrain.errors import CheckpointError, DivergedError, OutputError
+from megatrain.train import loop
+from megatrain.train.export import export_run
+from megatrain.train.loop import train
+from megatrain.train.sample import sample
+from tests.train.project import make_config
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def state_of(run: Path) -> dict[str, torch.Tensor]:
+    """Read every tensor of the newest checkpoint, and of the final model."""
+    newest = max((run / "checkpoints").glob("step-*"))
+    return {
+        f"{label} {file.relative_to(root)}: {name}": tensor
+        for label, root in (("checkpoint", newest), ("hf", run / "hf"))
+        for file in root.rglob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def assert_same_runs(actual: Path, expected: Path) -> None:
+    """Assert equal losses at every step, and equal weights, moments and remainders, bit for bit."""
+    for name in ("step", "loss", "grad_norm", "lr", "tokens"):
+        assert [row[name] for row in rows_of(actual)] == [row[name] for row in rows_of(expected)], name
+    left, right = state_of(actual), state_of(expected)
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of 12 steps, dropout on."""
+    root = tmp_path_factory.mktemp("whole")
+    train(make_config(root))
+    return root
+
+
+def test_run_directory_holds_what_is_documented(whole: Path) -> None:
+    run = whole / "run"
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "env.json",
+        "hf",
+        "metrics.jsonl",
+    ]
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s"} <= rows[0].keys()
+    assert rows[-1]["tokens"] == 12 * 4 * 31
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[0]["lr"] == 0.0
+    assert rows[3]["lr"] == 1e-2
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [
+        "step-00000008",
+        "step-00000012",
+    ]
+    checkpoint = AutoModelForCausalLM.from_pretrained(run / "checkpoints/step-00000012")
+    final = AutoModelForCausalLM.from_pretrained(run / "hf")
+    for (name, left), (_, right) in zip(checkpoint.named_parameters(), final.named_parameters(), strict=True):
+        assert torch.equal(left, right), name
+
+
+def test_finished_run_is_left_alone(whole: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (whole / "run").rglob("*")}
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        train(make_config(whole))
+    assert "finished" in caplog.text
+    assert {path: path.stat().st_mtime_ns for path in (whole / "run").rglob("*")} == before
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resume_equals_uninterrupted_run(tmp_path: Path, precision: str) -> None:
+    settings = {"precision": precision}
+    train(make_config(tmp_path, "whole", train=settings))
+    for stop in (1, 3, 7, 11):
+        train(
+            make_config(
+                tmp_path,
+                "parts",
+                train={**settings, "steps": 12},
+                checkpoint={"every": stop, "keep_last": None},
+            )
+        )
+        part = tmp_path / "parts/checkpoints" / f"step-{stop:08d}"
+        train(make_config(tmp_path, "resumed", train=settings), resume=str(part))
+        final = max((tmp_path / "resumed/checkpoints").iterdir())
+        assert final.name == "step-00000012"
+        left, right = state_of(tmp_path / "resumed"), state_of(tmp_path / "whole")
+        for name, tensor in right.items():
+            assert torch.equal(left[name], tensor), (stop, name)
+        for name in ("parts", "resumed"):
+            os.rename(tmp_path / name, tmp_path / f"{name}-{stop}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_finishes_the_step_saves_and_exits_75(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    steps = loop.train_step
+
+    def signalled(run: Any) -> Any:
+        if run.step == 5:
+            threading.Thread(target=lambda: os.kill(os.getpid(), number)).start()
+            time.sleep(0.2)
+        return steps(run)
+
+    monkeypatch.setattr(loop, "train_step", signalled)
+    with pytest.raises(SystemExit) as stopped:
+        train(make_config(tmp_path))
+    assert stopped.value.code == 75
+    assert (tmp_path / "run/checkpoints/step-00000006").is_dir()
+    assert not (tmp_path / "run/hf").exists()
+    monkeypatch.undo()
+    train(make_config(tmp_path))
+    assert_same_runs(tmp_path / "run", whole / "run")
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "missing"])
+def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(
+    tmp_path: Path, whole: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    train(make_config(tmp_path))
+    for path in (tmp_path / "run/hf").iterdir():
+        path.unlink()
+    file = tmp_path / "run/checkpoints/step-00000012/state/block-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+    elif damage == "truncate":
+        file.write_bytes(content[:-1])
+    else:
+        file.unlink()
+    with caplog.at_level(logging.WARNING, logger="megatrain"):
+        train(make_config(tmp_path))
+    assert "step-00000012" in caplog.text
+    assert "block-00001.safetensors" in caplog.text
+    assert_same_runs(tmp_path / "run", whole / "run")
+
+
+def test_no_resume_refuses_a_directory_with_a_run(whole: Path) -> None:
+    with pytest.raises(OutputError, match="holds a run already"):
+        train(make_config(whole), resume="no")
+
+
+def test_foreign_files_and_unwritable_places_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/thesis.docx").write_text("mine")
+    with pytest.raises(OutputError, match=r"thesis\.docx"):
+        train(make_config(tmp_path))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.docx"]
+    with pytest.raises(OutputError, match="is a file"):
+        train(make_config(tmp_path, "corpus.txt"))
+
+
+def test_resume_refuses_other_precision_and_unknown_path(whole: Path, tmp_path: Path) -> None:
+    newest = max((whole / "run/checkpoints").iterdir())
+    with pytest.raises(CheckpointError, match="precision"):
+        train(make_config(tmp_path, train={"precision": "bf16"}), resume=str(newest))
+    with pytest.raises(CheckpointError, match="not a checkpoint directory"):
+        train(make_config(tmp_path), resume=str(tmp_path / "nowhere"))
+
+
+def test_going_back_within_a_run_is_refused(whole: Path) -> None:
+    earlier = min((whole / "run/checkpoints").iterdir())
+    with pytest.raises(CheckpointError, match="step-00000012"):
+        train(make_config(whole), resume=str(earlier))
+
+
+def test_second_run_in_one_directory_is_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with loop.RunDirectory(Path(config.out)).lock(), pytest.raises(OutputError, match="in use"):
+        train(config)
+
+
+def test_steps_that_stay_non_finite_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = loop.prepare
+
+    def poisoned(*args: Any) -> Any:
+        run = prepare(*args)
+        weight = next(parameter for parameter in run.engine.model.parameters() if parameter.ndim == 2)
+        weight.data[3] = float("nan")
+        return run
+
+    monkeypatch.setattr(loop, "prepare", poisoned)
+    with pytest.raises(DivergedError, match="3 steps in a row"):
+        train(make_config(tmp_path, optim={"max_skipped_steps": 3}))
+    rows = rows_of(tmp_path / "run")
+    assert [row["skipped"] for row in rows] == [True, True, True]
+
+
+def test_export_and_sample(whole: Path, tmp_path: Path) -> None:
+    export_run(whole / "run", tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    final = AutoModelForCausalLM.from_pretrained(whole / "run/hf")
+    for (name, left), (_, right) in zip(exported.named_parameters(), final.named_parameters(), strict=True):
+        assert torch.equal(left, right), name
+    assert not (tmp_path / "out/state").exists()
+    with pytest.raises(OutputError, match="not an empty directory"):
+        export_run(whole / "run", tmp_path / "out")
+    text = sample(str(whole / "run"), "one small", max_new_tokens=5)
+    assert text.startswith("one small")
+    assert text == sample(str(tmp_path / "out"), "one small", max_new_tokens=5)
