@@ -2,18 +2,22 @@
 
     python benchmarks/streaming.py [--quick] [--pairs N] [--out FILE]
 
-A step is forward, backward, clipping and AdamW on a Llama of about 100M parameters. Both sides start from equal
-weights, see the same batches, use the same number of threads, and take turns; a ratio is the median over the pairs
-of the ratio within a pair, so that a busy machine disturbs both. The resident side is torch at its best: sdpa,
-fused AdamW, clip_grad_norm_, gradients set to None. Losses must be equal bit for bit at every step, and fall.
+A step is forward, backward, clipping and AdamW on a Llama of about 100M parameters. Both sides start from
+equal weights, see the same batches, use the same number of threads, and take turns; a ratio is the median
+over the pairs of the ratio within a pair, so that a busy machine disturbs both. The resident side is torch
+at its best: sdpa, fused AdamW, clip_grad_norm_, gradients set to None. Losses must be equal bit for bit in
+every pair, and fall.
 
-- `streamed_over_resident_recompute`: tokens/s, 4096 tokens per step; the rival checkpoints every layer (transformers'
-  gradient checkpointing, non-reentrant).
+- `streamed_over_resident_recompute`: tokens/s, 4096 tokens per step; the rival checkpoints every layer
+  (transformers' gradient checkpointing, non-reentrant).
 - `streamed_over_resident_keep`: likewise, activations kept on both sides.
-- `streamed_over_roofline_128`: 128 tokens per step, where copies weigh. The roofline is a step that takes as long as
-  the resident one plus the time in which the bytes that the engine moves could be copied (torch's copy_ between two
-  large host buffers, measured in every round; a byte counts once). Activations are kept: of both policies that has
-  the least compute to hide a copy behind.
+- `streamed_over_roofline_128`: 128 tokens per step, where copies weigh. The roofline is a step that takes
+  as long as the resident one plus the time in which the bytes that the engine moves could be copied
+  (torch's copy_ between two large host buffers, measured in every pair; a byte counts once). Activations
+  are kept: of both policies that has the least compute to hide a copy behind.
+
+Large steps take their turns until `--pairs` are measured, or, on a slow or busy machine, until the time is
+up with at least three; the number of pairs is in the result.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,8 +44,10 @@ Step = Callable[[], Tensor]
 
 HYPER: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_GRAD_NORM = 100.0
-"""Above every norm of the run: both sides do all of clipping's work and multiply by exactly 1. The two norms differ in
-their last bits (order of additions), which a factor below 1 would carry into the weights and end bitwise equality."""
+"""Above every norm of the run: both sides do all of clipping's work and multiply by exactly 1. The two norms
+differ in their last bits (order of additions), which a factor below 1 would carry into the weights."""
+MIN_PAIRS = 3
+"""Fewer than these make no median."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +56,9 @@ class Shape:
 
     hidden_size: int = 768
     intermediate_size: int = 2048
-    num_layers: int = 8
+    num_layers: int = 6
     num_heads: int = 12
-    vocab_size: int = 20480
+    vocab_size: int = 32000
     rows: int = 8
     """Sequences of the large step."""
     seq_len: int = 512
@@ -70,12 +76,12 @@ QUICK = Shape(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--pairs", type=int, default=5, help="measured pairs of large steps (default: 5)")
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of large steps (default: 5)")
+    parser.add_argument("--small-pairs", type=int, default=12, help="pairs of small steps (default: 12)")
     parser.add_argument(
-        "--small-pairs", type=int, default=15, help="measured pairs of small steps (default: 15)"
+        "--seconds", type=float, default=190.0, help="time for each comparison of large steps"
     )
     parser.add_argument("--only", choices=["recompute", "keep", "roofline"], help="run one comparison only")
     parser.add_argument(
@@ -83,36 +89,50 @@ def main() -> None:
     )
     parser.add_argument("--out", help="file to save the JSON line to")
     arguments = parser.parse_args()
-    shape = QUICK if arguments.quick else Shape()
+    shape = Shape()
+    if arguments.quick:
+        shape, arguments.pairs, arguments.small_pairs = QUICK, MIN_PAIRS, MIN_PAIRS
     torch.set_num_threads(worker_threads())
     started = time.perf_counter()
-    result: dict[str, Any] = {"benchmark": "streaming"}
+    large = make_batch(shape, shape.rows, shape.seq_len)
+    small = make_batch(shape, 1, shape.small_tokens)
+    run = functools.partial(compare, shape, warm_up=small)
+    ratios: dict[str, float] = {}
     details: dict[str, Any] = {}
-    large = functools.partial(make_batch, shape, shape.rows, shape.seq_len)
-    small = functools.partial(make_batch, shape, 1, shape.small_tokens)
     if arguments.only in (None, "roofline"):
-        for policy in ("keep", "recompute"):
+        for policy, pairs in (("keep", arguments.small_pairs), ("recompute", arguments.small_pairs // 2)):
             key = "streamed_over_roofline_128" + ("" if policy == "keep" else "_recompute")
-            details[key] = compare(shape, policy, small(), small(), arguments.small_pairs, counts_copies=True)
-            result[key] = report(key, details[key], "of_roofline")
+            details[key] = run(policy=policy, batch=small, pairs=pairs, seconds=45.0, counts_copies=True)
+            ratios[key] = report(key, details[key], "of_roofline")
     for policy in ("recompute", "keep"):
         if arguments.only in (None, policy):
             key = f"streamed_over_resident_{policy}"
-            details[key] = compare(shape, policy, large(), small(), arguments.pairs)
-            result[key] = report(key, details[key], "of_resident")
+            details[key] = run(policy=policy, batch=large, pairs=arguments.pairs, seconds=arguments.seconds)
+            ratios[key] = report(key, details[key], "of_resident")
     config = {**asdict(shape), "threads": torch.get_num_threads(), "quick": arguments.quick, **HYPER}
     config["num_parameters"] = sum(p.numel() for p in build(shape, on_meta=True).parameters())
-    seconds = time.perf_counter() - started
-    emit(
-        {**result, "details": details, "config": config, "hardware": hardware(), "seconds": seconds},
-        arguments.out,
-    )
+    result = {
+        "benchmark": "streaming",
+        **ratios,
+        "details": details,
+        "config": config,
+        "hardware": hardware(),
+        "seconds": time.perf_counter() - started,
+    }
+    emit(result, arguments.out)
 
 
 def compare(
-    shape: Shape, policy: str, batch: Batch, warm_up: Batch, pairs: int, *, counts_copies: bool = False
+    shape: Shape,
+    *,
+    policy: str,
+    batch: Batch,
+    warm_up: Batch,
+    pairs: int,
+    seconds: float,
+    counts_copies: bool = False,
 ) -> dict[str, Any]:
-    """Run one pair after the other, and return seconds, ratios and rates of each.
+    """Run one pair after the other, and return seconds, ratios and rates.
 
     Args:
         shape: The model.
@@ -120,6 +140,7 @@ def compare(
         batch: What both sides train on, in every step.
         warm_up: Batch of two steps before: they touch all state, and compile the kernels.
         pairs: Measured pairs; the side that begins changes from pair to pair.
+        seconds: Begin no further pair after this time, once there are `MIN_PAIRS`.
         counts_copies: Also measure the copy rate in every pair, and compare with the roofline.
     """
     model = build(shape)
@@ -129,48 +150,42 @@ def compare(
         assert torch.equal(resident(warm_up)(), streamed(warm_up)()), "streamed and resident differ"
     steps = {"resident": resident(batch), "streamed": streamed(batch)}
     copy = make_copy(shape.copy_bytes) if counts_copies else None
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[float]] = {name: [] for name in steps}
     losses: list[float] = []
     copy_rates: list[float] = []
-    moved: list[int] = []
-    for number in range(-1, pairs):  # the first pair fills allocators and caches, and does not count
+    moved: set[int] = set()
+    stop = time.perf_counter() + seconds
+    while len(losses) < pairs and (len(losses) < MIN_PAIRS or time.perf_counter() < stop):
         before = engine.bytes_fetched + engine.bytes_offloaded
         results = {}
-        for name in sorted(steps, reverse=number % 2 == 0):
+        for name in sorted(steps, reverse=len(losses) % 2 == 0):
             began = time.perf_counter()
             results[name] = steps[name]()
-            elapsed = time.perf_counter() - began
-            if number >= 0:
-                seconds[name].append(elapsed)
-        assert torch.equal(results["resident"], results["streamed"]), (
-            f"losses differ in pair {number}: {results['resident']} and {results['streamed']}"
-        )
+            times[name].append(time.perf_counter() - began)
+        assert torch.equal(results["resident"], results["streamed"]), f"losses differ: {results}"
         losses.append(results["streamed"].item())
-        if number >= 0:
-            moved.append(engine.bytes_fetched + engine.bytes_offloaded - before)
-            if copy is not None:
-                copy_rates.append(copy())
+        moved.add(engine.bytes_fetched + engine.bytes_offloaded - before)
+        if copy is not None:
+            copy_rates.append(copy())
     engine.detach()
     assert losses[-1] < losses[0], f"the loss does not fall: {losses}"
-    assert len(set(moved)) == 1, f"the bytes moved per step change: {moved}"
+    assert len(moved) == 1, f"the bytes moved per step change: {moved}"
+    bytes_moved = moved.pop()
     tokens = batch["input_ids"].numel()
-    pairs_of_seconds = list(zip(seconds["resident"], seconds["streamed"], strict=True))
+    both = list(zip(times["resident"], times["streamed"], strict=True))
     found: dict[str, Any] = {
         "tokens_per_step": tokens,
-        "of_resident": spread([theirs / mine for theirs, mine in pairs_of_seconds]),
-        "seconds": {name: spread(values) for name, values in seconds.items()},
-        "tokens_per_s": {name: tokens / statistics.median(values) for name, values in seconds.items()},
-        "bytes_moved_per_step": moved[0],
+        "pairs": len(losses),
+        "of_resident": spread([theirs / mine for theirs, mine in both]),
+        "seconds": {name: spread(values) for name, values in times.items()},
+        "tokens_per_s": {name: tokens / statistics.median(values) for name, values in times.items()},
+        "bytes_moved_per_step": bytes_moved,
         "losses": losses,
     }
     if copy is not None:
         found["copy_bytes_per_s"] = spread(copy_rates)
-        found["of_roofline"] = spread(
-            [
-                (theirs + moved[0] / rate) / mine
-                for (theirs, mine), rate in zip(pairs_of_seconds, copy_rates, strict=True)
-            ]
-        )
+        rooflines = [theirs + bytes_moved / rate for (theirs, _), rate in zip(both, copy_rates, strict=True)]
+        found["of_roofline"] = spread([best / mine for best, (_, mine) in zip(rooflines, both, strict=True)])
     del model, resident, streamed, steps, engine
     gc.collect()
     return found
@@ -255,7 +270,7 @@ def make_streamed(model: LlamaForCausalLM, policy: str) -> tuple[megatrain.Engin
 
 
 def make_copy(nbytes: int) -> Callable[[], float]:
-    """Return a function that measures bytes per second of a copy between two host buffers: the best of three."""
+    """Return a function that measures bytes per second of a copy between two buffers: the best of three."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
 
     def once() -> float:

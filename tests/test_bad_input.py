@@ -1,4 +1,4 @@
-"""Every mistake that a user can make with `train` ends in one sentence, the right exit code, and no leftovers."""
+"""Every mistake of a user of `train` ends in one sentence, the right exit code, and no leftovers."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import megatrain
 from megatrain.errors import ConfigError, DataError, ModelError
@@ -23,7 +23,6 @@ from tests.stream.runs import (
     assert_same_masters,
     assert_same_round,
     assert_same_steps,
-    family_config,
 )
 
 
@@ -49,7 +48,7 @@ def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
     return {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
 
 
-# -- bf16 -----------------------------------------------------------------------------------------------------
+# -- bf16 ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
@@ -90,7 +89,7 @@ def test_parameters_kept_in_fp32_stay_fp32_in_a_bf16_model() -> None:
     assert len(moved) == 4
 
 
-# -- loss.backward --------------------------------------------------------------------------------------------
+# -- loss.backward -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -127,9 +126,6 @@ def test_backward_equals_forward_backward(precision: str) -> None:
     total = engine.forward_backward(batches)
     expected = {name: gradient.clone() for name, gradient in engine.named_gradients()}
     engine.zero_grad()
-    losses = [model(**batch).loss * 0.5 for batch in batches]
-    del losses
-    engine.zero_grad()
     parts = []
     for batch in batches:
         loss = model(**batch, num_items_in_batch=torch.tensor(60)).loss
@@ -153,7 +149,7 @@ def test_two_forwards_and_one_backward_equal_resident(activations: str) -> None:
 
 
 def test_tied_weights_after_two_forwards_and_one_backward_agree_to_rounding() -> None:
-    """A parameter used twice in each of two forwards: torch adds its four parts one by one, we two and two."""
+    """A parameter used twice in each of two forwards: torch adds the four parts one by one."""
     model, reference, engine, _ = start("llama_tied")
     first, second = make_batches(2)
     (model(**first).loss + model(**second).loss).backward()
@@ -221,7 +217,7 @@ def test_second_backward_through_the_same_graph_is_refused() -> None:
         assert_same_round(engine, reference, make_batches(1))
 
 
-# -- generate, hooks ------------------------------------------------------------------------------------------
+# -- generate, hooks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -262,7 +258,7 @@ def test_hooks_of_model_and_blocks_fire_once(activations: str) -> None:
     assert calls == ["model in", *blocks, "model out"]
 
 
-# -- frozen, adapters, unused ---------------------------------------------------------------------------------
+# -- frozen, adapters, unused --------------------------------------------------------------------------------
 
 
 def freeze_but(model: PreTrainedModel, is_trained: Callable[[str], bool]) -> None:
@@ -312,7 +308,7 @@ def test_freezing_after_attach_equals_resident() -> None:
     assert_same_steps(engine, optimizer, reference, first=1)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks the old way
 def test_lora_before_attach_equals_resident() -> None:
     peft = pytest.importorskip("peft")
     model = make_model(FAMILIES["llama"]())
@@ -347,7 +343,7 @@ def test_a_parameter_without_gradient_gets_no_update() -> None:
     assert optimizer.steps["lm_head.weight"] == 3
 
 
-# -- skipping, clipping ---------------------------------------------------------------------------------------
+# -- skipping, clipping --------------------------------------------------------------------------------------
 
 
 def all_state(engine: Engine) -> list[Tensor]:
@@ -402,12 +398,12 @@ def test_groups_and_schedules_are_torch_s() -> None:
 def test_patterns_choose_what_does_not_decay(patterns: Iterable[str], decayed: float) -> None:
     engine = megatrain.attach(make_model(FAMILIES["llama"]()), device="checked")
     optimizer = engine.adamw(weight_decay=0.1, no_decay=patterns)
-    names = [n for g in optimizer.param_groups if g["weight_decay"] for n in g["names"]]  # type: ignore[attr-defined]
+    names = [n for g in optimizer.param_groups if g["weight_decay"] for n in g["names"]]
     assert (len(names) == 39, not names) == (decayed == 1.0, decayed == 0.0)
     assert decayed != 0.5 or not any("norm" in name or "embed" in name for name in names)
 
 
-# -- refusals -------------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -538,7 +534,7 @@ def test_nothing_to_train_is_refused() -> None:
         megatrain.attach(model).adamw()
 
 
-# -- exceptions -----------------------------------------------------------------------------------------------
+# -- exceptions ----------------------------------------------------------------------------------------------
 
 
 class Stop(Exception):
@@ -558,8 +554,8 @@ def raise_on_call(number: int) -> Callable[..., None]:
 
 PLACES: dict[str, Callable[[nn.Module], Any]] = {
     "forward": lambda mlp: mlp.register_forward_hook(raise_on_call(1)),
-    "recompute": lambda mlp: mlp.register_forward_hook(raise_on_call(2)),
-    "second micro-batch": lambda mlp: mlp.register_forward_hook(raise_on_call(3)),
+    "recompute": lambda mlp: mlp.register_forward_pre_hook(raise_on_call(2)),
+    "second micro-batch": lambda mlp: mlp.register_forward_pre_hook(raise_on_call(3)),
     "backward": lambda mlp: mlp.register_full_backward_hook(raise_on_call(1)),
 }
 
@@ -582,16 +578,16 @@ def test_an_exception_in_the_model_leaves_the_engine_whole(place: str, by_hand: 
     for parameter in model.parameters():
         assert isinstance(parameter, nn.Parameter)
     assert_same_steps(engine, optimizer, reference, first=1, num_micro_batches=2)
-    batch: Batch = make_batches(1, seed=9)[0]
-    model(**batch).loss.backward()
-    reference.forward_backward([batch])
+    last: Batch = make_batches(1, seed=9)[0]
+    model(**last).loss.backward()
+    reference.forward_backward([last])
     assert_same_gradients(engine, reference.sums)
     assert engine.executor.open_visit is None
     assert not engine._in_backward
     engine.detach()
 
 
-# -- detach ---------------------------------------------------------------------------------------------------
+# -- detach --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", ["checked", "emulated"])
@@ -629,7 +625,7 @@ def test_detaching_twice_is_harmless_and_training_a_detached_engine_is_refused()
             optimizer.step()
 
 
-# -- bytes ----------------------------------------------------------------------------------------------------
+# -- bytes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
@@ -655,9 +651,3 @@ def test_bytes_moved_are_the_program_s(num_slots: int, num_micro_batches: int, p
         assert engine.bytes_fetched == step * fetched
         assert engine.bytes_offloaded == step * offloaded
     assert program.count(Kind.FETCH) <= 2 * len(order) * num_micro_batches
-
-
-def test_config_of_the_issue_s_families_is_small() -> None:
-    """What these tests call a model stays a toy: a forward of a few milliseconds."""
-    assert sum(p.numel() for p in make_model(family_config("llama")).parameters()) < 100_000
-    assert isinstance(family_config("llama"), LlamaConfig)

@@ -202,7 +202,7 @@ def test_steps_that_stay_non_finite_end_the_run(tmp_path: Path, monkeypatch: pyt
     def poisoned(*args: Any) -> Any:
         run = prepare(*args)
         weight = next(parameter for parameter in run.engine.model.parameters() if parameter.ndim == 2)
-        weight.data[3] = float("nan")
+        weight.data.fill_(float("nan"))
         return run
 
     monkeypatch.setattr(loop, "prepare", poisoned)
