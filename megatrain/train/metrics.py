@@ -201,10 +201,17 @@ def describe_step(row: StepMetrics, *, eta_s: float | None) -> str:
     """Return a step as one line, without its number."""
     norm = "-" if row.grad_norm is None else f"{row.grad_norm:.3g}"
     parts = [f"loss {row.loss:.4f}", f"norm {norm}", f"lr {row.lr:.3g}", f"{row.tokens_per_s:,.0f} tok/s"]
-    parts.append(f"host {row.host_bytes / _GIB:.2f} GiB")
-    parts.append(f"device {row.device_bytes / _GIB:.2f} GiB")
+    parts.append(f"host {format_bytes(row.host_bytes)}")
+    parts.append(f"device {format_bytes(row.device_bytes)}")
     parts.append(f"eta {format_duration(eta_s)}")
     return "  ".join([*parts, "SKIPPED: gradient not finite"] if row.skipped else parts)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a size in GiB, or in MiB where that would read 0."""
+    if num_bytes < _GIB:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / _GIB:.2f} GiB"
 
 
 def format_duration(seconds: float | None) -> str:

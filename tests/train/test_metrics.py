@@ -154,7 +154,7 @@ def test_lines_show_every_number(caplog: pytest.LogCaptureFixture) -> None:
         progress.update(ROW)
     assert caplog.messages == [
         "step 1/3 loss 1.8342  norm 0.714  lr 9.9e-06  1,652 tok/s  "
-        "host 1.50 GiB  device 0.25 GiB  eta 2m 00s"
+        "host 1.50 GiB  device 256.0 MiB  eta 2m 00s"
     ]
 
 
@@ -172,7 +172,7 @@ def test_bar_shows_every_number_at_any_width(monkeypatch: pytest.MonkeyPatch, co
     with Progress(num_steps=3, stream=terminal, clock=Clock()) as progress:
         progress.update(ROW)
     shown = terminal.getvalue()
-    for number in ("1/3", "1.8342", "0.714", "9.9e-06", "1,652", "1.50", "0.25", "0s"):
+    for number in ("1/3", "1.8342", "0.714", "9.9e-06", "1,652", "1.50", "256.0", "0s"):
         assert number in shown
 
 
