@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, ModelError
 from megatrain.stream.bring import Place, bring, swapped
 
 if TYPE_CHECKING:
@@ -106,7 +106,13 @@ class BlockVisit:
 
     def _open_backward(self) -> None:
         """Begin the backward visit if nothing has: a recomputation, a saved weight, or the bring itself."""
-        if not self._is_backward:
+        if self._is_backward:
+            if self._place is None:
+                raise ModelError(
+                    f"a second backward through the same forward of block {self._block.block.name}; its "
+                    "graph is streamed once: run the forward again"
+                )
+        else:
             self._is_backward = True
             self._pass.begin_backward()
             self._place = self._executor.open(self._block.index, is_backward=True)

@@ -63,9 +63,9 @@ def bind(model: PreTrainedModel, precision: Precision, host_limit: int | None = 
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ModelError(f"parameter {name} has no data (it is on the meta device); use megatrain.load")
-        if not parameter.is_floating_point():
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(
-                f"parameter {name} is {parameter.dtype}; only float weights can be trained or streamed"
+                f"parameter {name} is {parameter.dtype}; weights must be float32, bfloat16 or float16"
             )
     given = sum(parameter.nbytes for parameter in model.parameters())
     require_host_memory(layouts, precision, held=0 if loaded is not None else given, limit=host_limit)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.model.head import Head, count_targets
@@ -164,6 +165,7 @@ class Engine:
             DataError: No labels, or not one token to train on.
             ConfigError: No micro-batch, or not one seed per micro-batch.
         """
+        self.require_attached()
         batches = list(micro_batches)
         if not batches:
             raise ConfigError("forward_backward got no micro-batch; pass a list of at least one")
@@ -180,11 +182,17 @@ class Engine:
             for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
                 if seeds is not None:
                     torch.manual_seed(seeds[number])
-                with self._head.over(sum(counts), count):
-                    loss = self._head.scaled(self.model(**batch).loss)
+                with torch.enable_grad(), self._head.over(sum(counts), count):
+                    loss = self._head.scaled(self.model(**{**batch, "return_dict": True}).loss)
                 loss.backward()
                 losses.append(loss.detach())
             self._executor.take_gradients_home()
+        except CheckpointError as error:
+            self._recover()
+            raise ModelError(
+                f"{type(self.model).__name__} has a block that does not compute the same twice (it keeps "
+                "state between calls), so its activations cannot be recomputed; use activations='keep'"
+            ) from error
         except BaseException:
             self._recover()
             raise
@@ -245,6 +253,11 @@ class Engine:
         )
         return self._optimizer
 
+    def require_attached(self) -> None:
+        """Raise ModelError after detach."""
+        if self.model.__dict__.get("_megatrain_engine") is not self:
+            raise ModelError("the engine was detached from its model; call megatrain.attach again")
+
     def zero_grad(self) -> None:
         """Drop the gradients gathered since the last step."""
         self.gradients.clear()
@@ -286,10 +299,13 @@ class Engine:
 
     def detach(self) -> None:
         """Give the model back: its parameters keep their values, in the working dtype, in host memory."""
+        if self.model.__dict__.get("_megatrain_engine") is not self:
+            return
         for module in self._shadowed:
             del module.__dict__["forward"]
         self._shadowed.clear()
         self.model.__dict__.pop("_apply", None)
+        self.model.__dict__.pop("__deepcopy__", None)
         move_buffers(self.model, torch.device("cpu"))
         self._head.remove()
         self.lanes.close()
@@ -324,6 +340,7 @@ class Engine:
 
             self._replace_forward(module, enter)
         self.model.__dict__["_apply"] = self._refuse_apply
+        self.model.__dict__["__deepcopy__"] = self._refuse_copy
         self.model.__dict__["_megatrain_engine"] = self
 
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -341,6 +358,11 @@ class Engine:
             )
         return self.model
 
+    def _refuse_copy(self, _: dict[int, Any]) -> PreTrainedModel:
+        raise ModelError(
+            "the model is attached to an engine; copy it before megatrain.attach, or load it twice"
+        )
+
     def _enter(
         self,
         inner: Callable[..., Any],
@@ -353,6 +375,8 @@ class Engine:
         if self._pass is not None:
             return inner(*args, **kwargs)
         args, kwargs = to_device(args, self.lanes.device), to_device(kwargs, self.lanes.device)
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            self._drop_round()  # a backward of the caller's ended in an exception
         if torch.is_grad_enabled():
             self._binding.check()
             self._begin_round()
@@ -427,8 +451,11 @@ class Engine:
 
     def _recover(self) -> None:
         """After an exception inside a step: drop the step."""
+        self._drop_round()
+        self.zero_grad()
+
+    def _drop_round(self) -> None:
         self._in_backward = False
         self._rounds_foreseen = 0
         self._passes_since_backward = 0
         self._executor.abandon()
-        self.zero_grad()

@@ -135,9 +135,9 @@ class Executor:
 
     def take_gradients_home(self) -> None:
         """Complete every gradient of the step in the gradient plane, and wait until all are there."""
-        for operation in offload_residents(self.sizes, self._gradients.at(Home.DEVICE)):
+        for operation in offload_residents(self.sizes, self._gradients.still_at(Home.DEVICE)):
             self._issue(operation)
-        for block in self._gradients.at(Home.ACCUMULATOR):
+        for block in self._gradients.still_at(Home.ACCUMULATOR):
             buffer = [("gradient", block)]
             self.lanes.begin(Lane.HOST, reads=buffer, writes=buffer)
             self._gradients.complete_on_host(block)
@@ -180,6 +180,8 @@ class Executor:
             self.lanes.end(Lane.COMPUTE, reads=self.open_visit.reads)
         self.open_visit = None
         self._pending.clear()
+        self.contents = [None] * len(self._slots)  # a copy may be what failed
+        self._stale_residents = True
 
     def _matches(self, operation: Operation, block: int, is_backward: bool) -> bool:
         if operation.block != block or (operation.kind is Kind.BACKWARD) != is_backward:

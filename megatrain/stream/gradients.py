@@ -22,11 +22,11 @@ from megatrain.stream.lanes import Lanes
 
 
 class Home(Enum):
-    """Where a block's gradient of this step is."""
+    """Where the sum of a block's gradients of this step is: what another backward adds to."""
 
     NONE = 0
     GRADIENT = 1
-    """In the gradient plane, complete unless another backward adds to it."""
+    """In the gradient plane."""
     ACCUMULATOR = 2
     """In the fp32 accumulator plane."""
     DEVICE = 3
@@ -50,6 +50,7 @@ class Gradients:
         }
         self._sums = torch.zeros(len(host.blocks), dtype=torch.float64, device=lanes.device)
         self.homes = [Home.NONE] * len(host.blocks)
+        self._is_home = [False] * len(host.blocks)
         self.present: list[set[str]] = [set() for _ in host.blocks]
 
     def prepare(self, *, accumulates: bool) -> None:
@@ -68,6 +69,7 @@ class Gradients:
     def clear(self) -> None:
         """Forget the step's gradients."""
         self.homes = [Home.NONE] * len(self.homes)
+        self._is_home = [False] * len(self.homes)
         for names in self.present:
             names.clear()
 
@@ -80,9 +82,9 @@ class Gradients:
         """Whether an earlier backward of this step left a gradient of the block."""
         return self.homes[block] is not Home.NONE
 
-    def at(self, home: Home) -> list[int]:
-        """List the blocks whose gradient is at `home`."""
-        return [block for block, at in enumerate(self.homes) if at is home]
+    def still_at(self, home: Home) -> list[int]:
+        """List the blocks whose sum is at `home` and has not been rounded into the gradient plane."""
+        return [block for block, at in enumerate(self.homes) if at is home and not self._is_home[block]]
 
     def collect(self, operation: Operation, grads: Sequence[Tensor | None]) -> None:
         """Put one backward's gradients of a streamed block into its gradient buffer (compute lane)."""
@@ -110,6 +112,7 @@ class Gradients:
         if not self.has(block):
             _zero_padding((flat[: state.layout.num_split], flat[state.layout.num_split :]), state.layout)
         self.homes[block] = Home.DEVICE
+        self._is_home[block] = False
         self._mark(block, grads)
 
     def load(self, operation: Operation) -> None:
@@ -149,11 +152,15 @@ class Gradients:
             for plane, part in zip(split_gradient(state.gradient, layout), rounded, strict=True):
                 plane.copy_(part, non_blocking=True)
             self._lanes.sum_of_squares(rounded, self._sums[operation.block])
-        self._lanes.freed(buffer)
+        if operation.gradient_buffer >= 0:  # a resident block's sum stays, for a backward that may follow
+            self._lanes.freed(buffer)
 
     def settle(self, operation: Operation) -> None:
         """Note where an offload puts a block's gradient."""
-        self.homes[operation.block] = Home.ACCUMULATOR if self._stays_wide(operation) else Home.GRADIENT
+        wide = self._stays_wide(operation)
+        if operation.gradient_buffer >= 0:
+            self.homes[operation.block] = Home.ACCUMULATOR if wide else Home.GRADIENT
+        self._is_home[operation.block] = not wide
 
     def complete_on_host(self, block: int) -> None:
         """Round a gradient from the accumulator into the gradient plane (host lane)."""
@@ -165,7 +172,7 @@ class Gradients:
         full.copy_(state.accumulator[state.layout.num_split :])
         pool = default_pool()
         self._sums[block] = sum(sum_of_squares(pool, part) for part in (low, full))
-        self.homes[block] = Home.GRADIENT
+        self._is_home[block] = True
 
     def sums(self) -> list[float]:
         """Return the sum of squares of every gradient of the step, in block order; all must be home."""

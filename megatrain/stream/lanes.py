@@ -29,6 +29,7 @@ from megatrain.errors import CapacityError, ConfigError
 from megatrain.optim.adamw import sum_of_squares
 from megatrain.optim.pool import default_pool
 from megatrain.plan.program import Buffer, Lane
+from megatrain.store.arena import Arena
 
 
 class OrderingError(AssertionError):
@@ -106,6 +107,8 @@ class Lanes(ABC):
             )
         self.device_bytes += nbytes
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+        if self.device.type == "cpu":  # zeroed by the kernel, when a page is first touched
+            return Arena(nbytes).view(torch.uint8, 0, nbytes)
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     def free(self, buffers: Iterable[Tensor]) -> None:

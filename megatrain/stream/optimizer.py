@@ -102,6 +102,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ConfigError("AdamW.step takes no closure; call engine.forward_backward before it")
+        self._engine.require_attached()
         gradients, executor = self._engine.gradients, self._engine.executor
         if not gradients.blocks:
             raise ConfigError(
@@ -128,6 +129,17 @@ class StreamedAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients gathered since the last step."""
         self._engine.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refuse: the moments are in the host planes, and a dictionary without them would lose them.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "the optimizer's state lives in the engine's host memory; `megatrain train` saves it in its "
+            "checkpoints"
+        )
 
     def _update(self, block: int, scale: float) -> None:
         state = self._engine.host.blocks[block]

@@ -62,6 +62,7 @@ def alias(place: Tensor, entry: Entry) -> Tensor:
     """Make a tensor of the entry's shape in `place`'s storage, with a version counter of its own."""
     start = place.storage_offset() + entry.byte_offset
     stride = torch.empty(entry.shape, device="meta").stride()
-    return torch.empty(0, dtype=entry.dtype, device=place.device).set_(
-        place.untyped_storage(), start // entry.dtype.itemsize, entry.shape, stride
-    )
+    with torch.inference_mode(False):  # aliases are kept, and an inference tensor never enters a graph
+        return torch.empty(0, dtype=entry.dtype, device=place.device).set_(
+            place.untyped_storage(), start // entry.dtype.itemsize, entry.shape, stride
+        )

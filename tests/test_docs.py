@@ -1,0 +1,255 @@
+"""The documentation holds: commands parse, settings, links and names exist, output is what the code prints."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import io
+import re
+import shlex
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatrain
+from megatrain.cli import main
+from megatrain.config import Config, config_keys, load_config
+from megatrain.errors import MegatrainError
+from megatrain.train.loop import EXIT_STOPPED
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    ROOT.glob("docs/*.md")
+)
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """Return the fenced blocks of a page in some languages."""
+    return [
+        text for language, text in FENCE.findall(page.read_text(encoding="utf-8")) if language in languages
+    ]
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def code_spans(page: Path) -> set[str]:
+    """Return what stands between single backticks."""
+    return {" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(page))}
+
+
+def commands(page: Path, program: str) -> list[list[str]]:
+    """Return the arguments of every line of a shell block that runs `program`."""
+    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [line[1:] for line in words if line and Path(line[0]).name == program]
+
+
+def page_name(value: object) -> str:
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else ""
+
+
+COMMANDS = [(page, words) for page in PAGES for words in commands(page, "megatrain")]
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Stand-ins for what the commands call; returns the arguments."""
+    seen: list[tuple[Any, ...]] = []
+    for module, name in (
+        ("loop", "train"),
+        ("quickstart", "quickstart"),
+        ("sample", "sample"),
+        ("export", "export_run"),
+    ):
+        fake = types.ModuleType(f"megatrain.train.{module}")
+        setattr(fake, name, lambda *arguments, name=name, **_: seen.append((name, *arguments)))
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    return seen
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=page_name)
+def test_config_loads_and_has_only_relative_paths(path: Path) -> None:
+    config = load_config(path)
+    for place in (config.model.path, config.out, *config.data.path):
+        assert not Path(place).is_absolute(), place
+
+
+def test_there_is_a_config_for_fine_tuning_and_one_for_pre_training() -> None:
+    assert {load_config(path).model.init for path in CONFIGS} == {"pretrained", "random"}
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: page_name(value) or " ".join(value))
+def test_command_parses(
+    page: Path, words: list[str], called: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real command line, with its library calls replaced; a run gets its checked settings."""
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert not ended.value.code
+    if words[0] == "train":
+        assert isinstance(called[0][1], Config)
+
+
+def test_every_command_is_shown_in_the_readme() -> None:
+    assert {words[0] for page, words in COMMANDS if page.name == "README.md"} >= {"train", "sample", "export"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shown = {words[0] for words in commands(page, "make")}
+    shown |= {span.split()[1] for span in code_spans(page) if re.fullmatch(r"make [a-z]+", span)}
+    assert shown <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_setting_exists(page: Path) -> None:
+    """A code span that looks like `section.key` or `section.key=value` is a setting."""
+    keys = set(config_keys())
+    sections = "|".join(key.partition(".")[0] for key in keys if "." in key)
+    for span in code_spans(page):
+        match = re.fullmatch(rf"((?:{sections})\.[a-z_]+)(?:=.*)?", span)
+        if match and not match[1].endswith((".yaml", ".json", ".jsonl", ".py")):
+            assert match[1] in keys, span
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_relative_link_resolves(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        assert there.is_relative_to(ROOT), target
+        if anchor:
+            assert anchor in anchors(there), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_python_block_compiles(page: Path) -> None:
+    for number, block in enumerate(blocks(page, "python"), start=1):
+        compile(block, f"{page.name} block {number}", "exec")
+
+
+def test_calls_in_the_readme_fit_the_api() -> None:
+    """Names are exported, and arguments are those of the functions."""
+    unbound = object()
+    functions: dict[str, tuple[Any, tuple[object, ...]]] = {
+        "megatrain.load": (megatrain.load, ()),
+        "megatrain.attach": (megatrain.attach, ()),
+        "engine.adamw": (megatrain.Engine.adamw, (unbound,)),
+        "engine.forward_backward": (megatrain.Engine.forward_backward, (unbound,)),
+    }
+    seen = set()
+    for block in blocks(ROOT / "README.md", "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "megatrain":
+                assert node.attr in megatrain.__all__
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "engine":
+                assert node.attr in members()["Engine"], node.attr
+            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in functions:
+                given = {str(keyword.arg): None for keyword in node.keywords}
+                function, own = functions[name]
+                inspect.signature(function).bind(*own, *[None] * len(node.args), **given)
+                seen.add(name)
+    assert seen == set(functions)
+
+
+def test_exit_codes_in_the_readme_are_all_of_them() -> None:
+    def codes(kind: type[MegatrainError]) -> Iterator[int]:
+        yield kind.exit_code
+        for inner in kind.__subclasses__():
+            yield from codes(inner)
+
+    shown = re.findall(
+        r"^\| (\d+) \| ", prose(ROOT / "README.md").partition("## Exit codes")[2], re.MULTILINE
+    )
+    assert {int(code) for code in shown} == {0, 1, EXIT_STOPPED, *codes(MegatrainError)}
+
+
+def test_memory_table_in_the_readme_is_right() -> None:
+    rows = re.findall(r"^\| (\d+) B \| (.*) \|$", prose(ROOT / "README.md"), re.MULTILINE)
+    assert len(rows) == 4
+    for billions, cells in rows:
+        assert cells == " | ".join(f"{int(billions) * nbytes:,} GB" for nbytes in (12, 14, 16))
+
+
+def test_worked_program_is_what_the_code_prints() -> None:
+    page = ROOT / "docs/design.md"
+    (example,) = (block for block in blocks(page, "python") if "schedule(" in block)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(example, {})
+    assert printed.getvalue() in blocks(page, "text")
+
+
+def test_loop_in_the_design_is_the_loop_s() -> None:
+    loop = (ROOT / "megatrain/train/loop.py").read_text(encoding="utf-8")
+    (shown,) = (block for block in blocks(ROOT / "docs/design.md", "python") if "run.loader" in block)
+    code = " ".join(loop.split())
+    for part in shown.split("\n\n"):
+        assert " ".join(part.split()) in code
+
+
+def members() -> dict[str, set[str]]:
+    """Collect the classes of the package, each with the names that it defines or sets on itself."""
+    found: dict[str, set[str]] = {}
+    for file in (ROOT / "megatrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            names = found.setdefault(node.name, set())
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.FunctionDef):
+                    names.add(inner.name)
+                elif isinstance(inner, ast.Attribute) and ast.unparse(inner.value) == "self":
+                    names.add(inner.attr)
+                elif isinstance(inner, (ast.Assign, ast.AnnAssign)):
+                    targets = inner.targets if isinstance(inner, ast.Assign) else [inner.target]
+                    names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_names_and_files_of_the_code_exist(page: Path) -> None:
+    """`Class.member`, `Class.member(...)`, `test_name` and paths of the repository."""
+    classes = members()
+    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    for span in code_spans(page):
+        if match := re.match(r"(_?[A-Z][A-Za-z]+)\.(\w+)\b", span):
+            if match[1] in classes:
+                assert match[2] in classes[match[1]], span
+        elif re.fullmatch(r"test_\w+", span):
+            assert f"def {span}(" in tests, span
+        elif re.fullmatch(r"(megatrain|tests|benchmarks|configs|docs)/[\w/]+\.\w+", span):
+            is_example = page.name == "CONTRIBUTING.md" and span.startswith("tests/store/")
+            assert is_example or (ROOT / span).exists(), span
+
+
+def test_functions_that_the_design_names_exist() -> None:
+    """A bare name with an underscore or a capital inside is one of the code's or the tests'."""
+    sources = [file for folder in ("megatrain", "tests") for file in (ROOT / folder).rglob("*.py")]
+    words = set(re.findall(r"\w+", "".join(file.read_text(encoding="utf-8") for file in sources)))
+    named = {
+        match[1]
+        for span in code_spans(ROOT / "docs/design.md")
+        if (match := re.fullmatch(r"(\w+)(\(.*)?", span)) and re.search(r"_|.[A-Z]", match[1])
+    }
+    assert {"find_blocks", "train_step"} <= named
+    assert named <= words
