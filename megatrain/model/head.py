@@ -226,7 +226,7 @@ class Head:
             **named,
             "labels": targets,
             "shift_labels": targets,
-            "num_items_in_batch": torch.tensor(total),
+            "num_items_in_batch": _scalar(total, hidden),
         }
         if not is_first and "output_router_logits" in self._signature.parameters:
             named["output_router_logits"] = False
@@ -278,6 +278,12 @@ class Head:
 
     def _loss(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._total is not None and self._takes_total:
-            kwargs.setdefault("num_items_in_batch", torch.tensor(self._total))
+            logits = kwargs["logits"] if "logits" in kwargs else args[0]
+            kwargs.setdefault("num_items_in_batch", _scalar(self._total, logits))
             self._was_used = True
         return self._original(*args, **kwargs)
+
+
+def _scalar(value: int, like: Tensor) -> Tensor:
+    """Make a 0-dim int64 tensor beside `like` by a fill: a copy from the host would wait for the device."""
+    return torch.full((), value, dtype=torch.int64, device=like.device)

@@ -32,7 +32,12 @@ class Arena:
         return self._bytes[byte_offset : byte_offset + numel * dtype.itemsize].view(dtype)
 
     def drop(self) -> None:
-        """Give the pages back to the system; the memory reads as zero and can be used again."""
+        """Give the pages back to the system, if none is locked; the memory's content is lost.
+
+        A device would go on writing into the old pages of locked memory while the CPU reads new ones.
+        """
+        if self._locked:
+            return
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
         else:  # no such call on this system: the bytes stay ours, and their content does not matter

@@ -78,7 +78,13 @@ class BlockVisit:
         if policy is Activations.KEEP:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 return self._run(*args, **kwargs)
-        return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
+        # checkpoint keeps the random state of its positional tensors' devices, and no other's: a layer that
+        # gets its hidden states by name would draw another dropout mask in its recomputation.
+        token = torch.empty(0, device=self._executor.lanes.device)
+        return checkpoint(self._run_on, token, *args, use_reentrant=False, **kwargs)
+
+    def _run_on(self, token: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the class's own forward on slot views: the forward first, the recomputation after it."""

@@ -121,6 +121,7 @@ class Engine:
             )
             for flag, layout in zip(streamed, self.host.layouts, strict=True)
         ]
+        lanes.lock(self.host.arena("working"))
         self._slots = Slots(lanes, self.host.layouts, streamed, num_slots)
         self.gradients = Gradients(lanes, self.host, streamed, num_gradient_buffers)
         self._executor = Executor(lanes, self.host, sizes, self._slots, self.gradients)

@@ -59,6 +59,8 @@ class Gradients:
         wide = accumulates and self._host.precision is Precision.BF16
         if wide:
             self._host.allocate_accumulators()
+        for plane in ("gradient", "accumulator"):
+            self._lanes.lock(self._host.arena(plane))
         need = ring_bytes(self._host.layouts, self._streamed, wide=wide)
         if self._ring and self._ring[0].numel() >= need:
             return

@@ -13,6 +13,8 @@ Source of the checker: vector clocks (Fidge 1988; Mattern 1989), as in happens-b
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import queue
 import random
 import threading
@@ -30,6 +32,8 @@ from megatrain.optim.adamw import sum_of_squares
 from megatrain.optim.pool import default_pool
 from megatrain.plan.program import Buffer, Lane
 from megatrain.store.arena import Arena
+
+_log = logging.getLogger(__name__)
 
 
 class OrderingError(AssertionError):
@@ -110,6 +114,9 @@ class Lanes(ABC):
         if self.device.type == "cpu":  # zeroed by the kernel, when a page is first touched
             return Arena(nbytes).view(torch.uint8, 0, nbytes)
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def lock(self, arena: Arena | None) -> None:  # noqa: B027 (nothing to do where the CPU is the device)
+        """Make host memory ready for copies that do not hold up the launching thread; `close` undoes it."""
 
     def free(self, buffers: Iterable[Tensor]) -> None:
         """Take buffers from `allocate` out of the account; the caller drops them."""
@@ -332,7 +339,30 @@ class CudaLanes(Lanes):
         """Create one stream for each copy lane; compute runs in the stream that is current."""
         super().__init__(device, device_limit)
         self._streams = {Lane.FETCH: torch.cuda.Stream(device), Lane.OFFLOAD: torch.cuda.Stream(device)}
+        self._locked: list[Arena] = []
         torch.cuda.reset_peak_memory_stats(device)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return (nbytes,) uint8 zeros on the device, which every stream may use at once."""
+        buffer = super().allocate(nbytes)
+        # The zeros are written in the current stream, which no operation declares: a first fetch would race.
+        torch.cuda.current_stream(self.device).synchronize()
+        return buffer
+
+    def lock(self, arena: Arena | None) -> None:
+        """Page-lock host memory. Copies from other memory are slower, and hold up the launching thread."""
+        if arena is None or any(held is arena for held in self._locked):
+            return
+        self._locked.append(arena)  # a refused one too: it is asked for once, and has nothing to unlock
+        if arena.lock():
+            return
+        with contextlib.suppress(RuntimeError):
+            # The refused call stays the driver's last error, which the next kernel would raise as its own.
+            torch.zeros(1, device=self.device)
+        _log.warning(
+            "%.1f GiB of host memory could not be page-locked: its copies will not overlap with compute",
+            arena.nbytes / (1 << 30),
+        )
 
     def sum_of_squares(self, flats: Iterable[Tensor], out: Tensor) -> None:
         """Sum on the device, in the current stream, without a wait of the host."""
@@ -353,8 +383,11 @@ class CudaLanes(Lanes):
         return int(torch.cuda.max_memory_allocated(self.device))
 
     def close(self) -> None:
-        """Finish all work of the device."""
+        """Finish all work of the device, and unlock host memory."""
         torch.cuda.synchronize(self.device)
+        for arena in self._locked:
+            arena.unlock()
+        self._locked.clear()
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         return self._streams.get(lane) or torch.cuda.current_stream(self.device)
