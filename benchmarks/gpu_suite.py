@@ -205,11 +205,12 @@ def rates(record: Record, is_dry: bool) -> None:
     if not is_dry:
         record.add(both_ways=both_ways(on_device, locked, kinds["torch_pinned"]))
         arena.unlock()
-        record.add(copy_across_locked_pieces=copy_across_pieces())
     size = 256 if is_dry else 8192
     dtype = torch.float32 if is_dry else torch.bfloat16
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     record.add(matmul_flops=2 * size**3 / best_s(device, lambda: left @ right, repeats=20))
+    if not is_dry:  # last: a refusal may leave the device unusable for this process
+        record.add(copy_across_locked_pieces=copy_across_pieces())
 
 
 def both_ways(on_device: Any, source: Any, target: Any) -> dict[str, float]:
@@ -233,26 +234,26 @@ def copy_across_pieces() -> str:
     """Say whether one copy may cross the border of two ranges that were locked one after the other."""
     import torch
 
-    from megatrain.store import arena as module
     from megatrain.store.arena import Arena
 
-    held, module._LOCK_PIECE_BYTES = module._LOCK_PIECE_BYTES, 64 << 20
+    piece, cudart = 64 << 20, torch.cuda.cudart()
+    arena = Arena(2 * piece)
+    flat = arena.view(torch.uint8, 0, arena.nbytes)
+    flat.copy_(torch.arange(arena.nbytes, dtype=torch.int64).to(torch.uint8))
+    addresses = [flat.data_ptr(), flat.data_ptr() + piece]
+    codes = [int(cudart.cudaHostRegister(address, piece, 0)) for address in addresses]
+    if any(codes):
+        return f"the driver refuses to lock: {codes}"
+    part = flat[piece - 4096 : piece + 4096]
     try:
-        arena = Arena(192 << 20)
-        flat = arena.view(torch.uint8, 0, arena.nbytes)
-        flat.copy_(torch.arange(arena.nbytes, dtype=torch.int64).to(torch.uint8))
-        if not arena.lock():
-            return "the driver refuses to lock"
-        part = flat[(64 << 20) - 4096 : (128 << 20) + 4096]
         back = part.to("cuda", non_blocking=True)
         torch.cuda.synchronize()
-        is_equal = torch.equal(back.cpu(), part)
-        arena.unlock()
-        return "equal" if is_equal else "WRONG BYTES"
+        return "equal" if torch.equal(back.cpu(), part) else "WRONG BYTES"
     except RuntimeError as error:
         return f"refused: {error}"[:300]
     finally:
-        module._LOCK_PIECE_BYTES = held
+        for address in addresses:
+            cudart.cudaHostUnregister(address)
 
 
 def best_s(device: Any, run: Callable[[], object], repeats: int = 5) -> float:

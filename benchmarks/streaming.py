@@ -100,7 +100,8 @@ def main() -> None:
     ratios: dict[str, float] = {}
     details: dict[str, Any] = {}
     if arguments.only in (None, "roofline"):
-        for policy, pairs in (("keep", arguments.small_pairs), ("recompute", arguments.small_pairs // 2)):
+        for policy, share in (("keep", 1), ("recompute", 2)):
+            pairs = max(MIN_PAIRS, arguments.small_pairs // share)
             key = "streamed_over_roofline_128" + ("" if policy == "keep" else "_recompute")
             details[key] = run(policy=policy, batch=small, pairs=pairs, seconds=45.0, counts_copies=True)
             ratios[key] = report(key, details[key], "of_roofline")

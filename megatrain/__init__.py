@@ -1,4 +1,4 @@
-"""Train 100B+ parameter language models in full precision on one GPU, exactly.
+"""Train language models whose state is larger than the GPU, in full precision, exactly.
 
 The public names resolve on first use (PEP 562): `import megatrain` loads neither torch nor transformers.
 """

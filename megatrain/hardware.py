@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +32,8 @@ def _machine(root: Path) -> MemoryLimit:
         fields = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
         return MemoryLimit(fields["MemAvailable"] * 1024, "MemAvailable of the machine")
     except (OSError, KeyError, ValueError):
-        import psutil  # systems without /proc
-
-        return MemoryLimit(int(psutil.virtual_memory().available), "available memory of the machine")
+        # no /proc on this system, so what is free is not known: the whole memory is the only bound
+        return MemoryLimit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "memory of the machine")
 
 
 def _cgroup_v2(root: Path) -> list[MemoryLimit]:

@@ -1,4 +1,4 @@
-"""The documentation holds: commands parse, settings, links and names exist, output is what the code prints."""
+"""The documentation holds: commands parse, settings, links and names exist, output is the code's own."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _kind(value: object) -> str:
 
 def _read_parquet(path: str, text_column: str) -> _Rows:
     import datasets
-    from pyarrow import parquet  # type: ignore[import-untyped]
+    from pyarrow import parquet
 
     with _quiet_datasets(datasets):
         try:

@@ -13,7 +13,6 @@ import copy
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -27,18 +26,6 @@ from megatrain.model.files import INDEX_NAME, WEIGHTS_NAME
 from megatrain.model.shards import TEMPORARY_SUFFIX, Shard, ShardWriter, Specs, num_bytes
 from megatrain.model.skeleton import persistent_buffers, tied_names
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 _MODEL_PATTERNS = ("config.json", "generation_config.json", "*.safetensors", INDEX_NAME)
 
 
@@ -81,28 +68,6 @@ def export_weights(
             _write_text(out / "generation_config.json", model.generation_config.to_json_string(), written)
         _write_text(out / "config.json", _config_text(model, specs), written)
         _sync_directory(out)
-
-
-def copy_tokenizer(source: str | Path, out: str | Path) -> list[str]:
-    """Copy the tokenizer files of a model directory, and nothing else.
-
-    Returns:
-        Names of the files copied; none where the directory has no tokenizer.
-
-    Raises:
-        OutputError: A file cannot be copied.
-    """
-    names = sorted(
-        {file.name for pattern in _TOKENIZER_FILES for file in Path(source).glob(pattern) if file.is_file()}
-    )
-    try:
-        for name in names:
-            shutil.copyfile(Path(source) / name, Path(out) / name)
-            _sync_file(Path(out) / name)
-        _sync_directory(Path(out))
-    except OSError as error:
-        raise OutputError(f"the tokenizer cannot be copied from {source} to {out}: {error}") from error
-    return names
 
 
 def _state_specs(model: PreTrainedModel, dtype: Callable[[str], torch.dtype] | None) -> Specs:

@@ -33,7 +33,7 @@ _BYTES = {_I16: 2, _F32: 4}
 _logger = logging.getLogger(__name__)
 
 
-class Lanes:
+class VectorLanes:
     """A vector in a kernel that is being emitted; arithmetic on it emits instructions, rounded one by one."""
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
@@ -41,7 +41,7 @@ class Lanes:
         self.value = value
 
     @classmethod
-    def load(cls, builder: ir.IRBuilder, pointer: ir.Value, width: int) -> Lanes:
+    def load(cls, builder: ir.IRBuilder, pointer: ir.Value, width: int) -> VectorLanes:
         """Read `width` elements."""
         element = pointer.type.pointee
         vector = builder.bitcast(pointer, ir.VectorType(element, width).as_pointer())
@@ -53,30 +53,30 @@ class Lanes:
         self.builder.store(self.value, vector, align=_BYTES[pointer.type.pointee])
 
     @classmethod
-    def fill(cls, builder: ir.IRBuilder, scalar: ir.Value, width: int) -> Lanes:
+    def fill(cls, builder: ir.IRBuilder, scalar: ir.Value, width: int) -> VectorLanes:
         """Repeat a scalar."""
         undefined = ir.Constant(ir.VectorType(scalar.type, width), ir.Undefined)
         first = builder.insert_element(undefined, scalar, _I32(0))
         zeros = ir.Constant(ir.VectorType(_I32, width), [0] * width)
         return cls(builder, builder.shuffle_vector(first, undefined, zeros))
 
-    def __add__(self, other: Lanes) -> Lanes:
+    def __add__(self, other: VectorLanes) -> VectorLanes:
         return self._emit("fadd", other)
 
-    def __sub__(self, other: Lanes) -> Lanes:
+    def __sub__(self, other: VectorLanes) -> VectorLanes:
         return self._emit("fsub", other)
 
-    def __mul__(self, other: Lanes) -> Lanes:
+    def __mul__(self, other: VectorLanes) -> VectorLanes:
         return self._emit("fmul", other)
 
-    def __truediv__(self, other: Lanes) -> Lanes:
+    def __truediv__(self, other: VectorLanes) -> VectorLanes:
         return self._emit("fdiv", other)
 
-    def times_plus(self, factor: Lanes, addend: Lanes) -> Lanes:
+    def times_plus(self, factor: VectorLanes, addend: VectorLanes) -> VectorLanes:
         """Return self * factor + addend, rounded once."""
         return self._call("fma", factor, addend)
 
-    def divide_by(self, divisor: Lanes, reciprocal: Lanes) -> Lanes:
+    def divide_by(self, divisor: VectorLanes, reciprocal: VectorLanes) -> VectorLanes:
         """Return the correctly rounded quotient without dividing; for a divisor that many share.
 
         The remainder of a first quotient is exact, and corrects it. That of an infinite one is nan: it is
@@ -90,69 +90,71 @@ class Lanes:
         (Brisebarre, Muller, Raina, 2004), algorithm 1 (Markstein, 1990).
         """
         quotient = self * reciprocal
-        remainder = Lanes(self.builder, self.builder.fneg(quotient.value)).times_plus(divisor, self)
-        lowest = Lanes.fill(self.builder, _F32(-1e30), self.value.type.count)
+        remainder = VectorLanes(self.builder, self.builder.fneg(quotient.value)).times_plus(divisor, self)
+        lowest = VectorLanes.fill(self.builder, _F32(-1e30), self.value.type.count)
         above = self.builder.fcmp_ordered(">", remainder.value, lowest.value)
-        finite = Lanes(self.builder, self.builder.select(above, remainder.value, lowest.value))
+        finite = VectorLanes(self.builder, self.builder.select(above, remainder.value, lowest.value))
         return finite.times_plus(reciprocal, quotient)
 
-    def sqrt(self) -> Lanes:
+    def sqrt(self) -> VectorLanes:
         """Return the square root, correctly rounded."""
         return self._call("sqrt")
 
-    def where_positive(self, yes: Lanes, no: Lanes) -> Lanes:
+    def where_positive(self, yes: VectorLanes, no: VectorLanes) -> VectorLanes:
         """Return `yes` where these are above zero, `no` elsewhere."""
         zeros = ir.Constant(self.value.type, [0.0] * self.value.type.count)
         positive = self.builder.fcmp_ordered(">", self.value, zeros)
-        return Lanes(self.builder, self.builder.select(positive, yes.value, no.value))
+        return VectorLanes(self.builder, self.builder.select(positive, yes.value, no.value))
 
-    def widen(self) -> Lanes:
+    def widen(self) -> VectorLanes:
         """Return fp32 values: these, or those whose bf16 bits these are."""
         return self if self._element() == _F32 else self._high_bits()._convert("bitcast", _F32)
 
-    def widen_twice(self) -> Lanes:
+    def widen_twice(self) -> VectorLanes:
         """Return fp64 values."""
         return self.widen()._convert("fpext", _F64)
 
-    def join(self, remainder: Lanes) -> Lanes:
+    def join(self, remainder: VectorLanes) -> VectorLanes:
         """Return the masters of these working weights, as `store.master.join_master` does."""
         bits = self._high_bits()._emit("add", remainder._convert("sext", _I32))
         return bits._convert("bitcast", _F32)
 
-    def split(self) -> tuple[Lanes, Lanes]:
+    def split(self) -> tuple[VectorLanes, VectorLanes]:
         """Return working weights and remainders of these masters, as `store.master.split_master` does."""
         bits = self._convert("bitcast", _I32)
         high = bits._emit("add", bits._constant(0x8000))._emit("lshr", bits._constant(16))
         return high._convert("trunc", _I16), bits._convert("trunc", _I16)
 
-    def _high_bits(self) -> Lanes:
+    def _high_bits(self) -> VectorLanes:
         bits = self._convert("zext", _I32)
         return bits._emit("shl", bits._constant(16))
 
     def _element(self) -> ir.Type:
         return self.value.type.element
 
-    def _constant(self, value: int) -> Lanes:
-        return Lanes.fill(self.builder, self._element()(value), self.value.type.count)
+    def _constant(self, value: int) -> VectorLanes:
+        return VectorLanes.fill(self.builder, self._element()(value), self.value.type.count)
 
-    def _emit(self, operation: str, other: Lanes) -> Lanes:
-        return Lanes(self.builder, getattr(self.builder, operation)(self.value, other.value))
+    def _emit(self, operation: str, other: VectorLanes) -> VectorLanes:
+        return VectorLanes(self.builder, getattr(self.builder, operation)(self.value, other.value))
 
-    def _convert(self, operation: str, element: ir.Type) -> Lanes:
+    def _convert(self, operation: str, element: ir.Type) -> VectorLanes:
         to = ir.VectorType(element, self.value.type.count)
-        return Lanes(self.builder, getattr(self.builder, operation)(self.value, to))
+        return VectorLanes(self.builder, getattr(self.builder, operation)(self.value, to))
 
-    def _call(self, function: str, *others: Lanes) -> Lanes:
+    def _call(self, function: str, *others: VectorLanes) -> VectorLanes:
         """Call an LLVM intrinsic of one vector type: llvmlite's own methods know scalars only."""
         values = [self.value, *(other.value for other in others)]
         vector = self.value.type
         name = f"llvm.{function}.v{vector.count}{vector.element.intrinsic_name}"
         declared = ir.FunctionType(vector, [vector] * len(values))
         callee = cgutils.get_or_insert_function(self.builder.module, declared, name)
-        return Lanes(self.builder, self.builder.call(callee, values))
+        return VectorLanes(self.builder, self.builder.call(callee, values))
 
 
-def _moments(gradient: Lanes, exp_avg: Lanes, exp_avg_sq: Lanes, scalars: list[Lanes]) -> tuple[Lanes, ...]:
+def _moments(
+    gradient: VectorLanes, exp_avg: VectorLanes, exp_avg_sq: VectorLanes, scalars: list[VectorLanes]
+) -> tuple[VectorLanes, ...]:
     """Return the new exp_avg and exp_avg_sq, and the denominator of the update."""
     grad_scale, _, weight1, beta2, weight2, correction2_sqrt, reciprocal, eps, _ = scalars
     gradient = gradient * grad_scale
@@ -161,7 +163,9 @@ def _moments(gradient: Lanes, exp_avg: Lanes, exp_avg_sq: Lanes, scalars: list[L
     return exp_avg, exp_avg_sq, exp_avg_sq.sqrt().divide_by(correction2_sqrt, reciprocal) + eps
 
 
-def _parameter(parameter: Lanes, exp_avg: Lanes, denominator: Lanes, scalars: list[Lanes]) -> Lanes:
+def _parameter(
+    parameter: VectorLanes, exp_avg: VectorLanes, denominator: VectorLanes, scalars: list[VectorLanes]
+) -> VectorLanes:
     """Return the new parameter."""
     decay, step_size = scalars[1], scalars[-1]
     return parameter * decay + step_size * exp_avg / denominator
@@ -171,9 +175,9 @@ def _pointer(context: Any, builder: ir.IRBuilder, array: Any, value: ir.Value, i
     return builder.gep(context.make_array(array)(context, builder, value).data, [index])
 
 
-def _fill_all(builder: ir.IRBuilder, scalars: ir.Value, width: int) -> list[Lanes]:
+def _fill_all(builder: ir.IRBuilder, scalars: ir.Value, width: int) -> list[VectorLanes]:
     return [
-        Lanes.fill(builder, builder.extract_value(scalars, position), width)
+        VectorLanes.fill(builder, builder.extract_value(scalars, position), width)
         for position in range(scalars.type.count)
     ]
 
@@ -190,9 +194,9 @@ def _update_moments(width: int) -> Callable[..., None]:
             )
         )
         m, v, denominator = _moments(
-            Lanes.load(builder, gradient, width).widen(),
-            Lanes.load(builder, exp_avg, width),
-            Lanes.load(builder, exp_avg_sq, width),
+            VectorLanes.load(builder, gradient, width).widen(),
+            VectorLanes.load(builder, exp_avg, width),
+            VectorLanes.load(builder, exp_avg_sq, width),
             _fill_all(builder, scalars, width),
         )
         m.store(exp_avg)
@@ -219,13 +223,13 @@ def _update_parameter(width: int) -> Callable[..., None]:
                 signature.args[3:], arrays, (offset, index, index, index), strict=True
             )
         )
-        parameter = Lanes.load(builder, working, width)
+        parameter = VectorLanes.load(builder, working, width)
         if remainder is not None:
-            parameter = parameter.join(Lanes.load(builder, remainder, width))
+            parameter = parameter.join(VectorLanes.load(builder, remainder, width))
         parameter = _parameter(
             parameter,
-            Lanes.load(builder, exp_avg, width),
-            Lanes.load(builder, tile, width),
+            VectorLanes.load(builder, exp_avg, width),
+            VectorLanes.load(builder, tile, width),
             _fill_all(builder, scalars, width),
         )
         if remainder is not None:
@@ -252,8 +256,8 @@ def _sum_squares(width: int) -> Callable[..., float]:
         step = ir.Constant(start.type, width)
         with cgutils.for_range_slice(builder, start, stop, step, start.type) as (index, _):
             pointer = _pointer(context, builder, signature.args[2], values, index)
-            numbers = Lanes.load(builder, pointer, width).widen_twice()
-            total = numbers.times_plus(numbers, Lanes(builder, builder.load(lanes)))
+            numbers = VectorLanes.load(builder, pointer, width).widen_twice()
+            total = numbers.times_plus(numbers, VectorLanes(builder, builder.load(lanes)))
             builder.store(total.value, lanes)
         total = builder.load(lanes)
         while total.type.count > 1:  # halves are added, so the order does not depend on the machine's vectors

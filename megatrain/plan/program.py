@@ -77,6 +77,8 @@ class Operation:
     """The gradient is complete after this operation; otherwise it stays in fp32 for a later round."""
     nbytes: int = 0
     """Bytes that cross the link."""
+    blocks: tuple[int, ...] = ()
+    """NORM only: the blocks whose gradients it is of."""
 
     @property
     def is_single(self) -> bool:
@@ -103,7 +105,7 @@ class Operation:
             case Kind.UPDATE:
                 return (("gradient", self.block), ("norm", 0))
             case Kind.NORM:
-                return ()
+                return tuple(("gradient", block) for block in self.blocks)
 
     @property
     def writes(self) -> tuple[Buffer, ...]:
@@ -291,7 +293,7 @@ def offload_residents(sizes: Sequence[BlockSize], blocks: Sequence[int]) -> list
     ]
 
 
-def optimizer_program(blocks: Sequence[int], *, applies: bool = True) -> list[Operation]:
-    """List the end of a step: the norm, then the updates of `blocks` in forward order if it applies."""
+def optimizer_program(blocks: Sequence[int]) -> list[Operation]:
+    """List the end of a step: the norm, then the updates of `blocks` in forward order."""
     updates = [Operation(kind=Kind.UPDATE, block=block) for block in blocks]
-    return [Operation(kind=Kind.NORM), *(updates if applies else [])]
+    return [Operation(kind=Kind.NORM, blocks=tuple(blocks)), *updates]

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -28,15 +27,6 @@ class Precision(str, Enum):
 
     FP32 = "fp32"
     BF16 = "bf16"
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A range of a block's state space with one working dtype, as views of the planes that exist."""
-
-    start: int
-    stop: int
-    dtype: torch.dtype
 
 
 class BlockState:

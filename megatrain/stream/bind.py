@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,7 +46,13 @@ class Binding:
                     )
 
 
-def bind(model: PreTrainedModel, precision: Precision, host_limit: int | None = None) -> Binding:
+def bind(
+    model: PreTrainedModel,
+    precision: Precision,
+    *,
+    accumulates: bool = False,
+    host_limit: int | None = None,
+) -> Binding:
     """Move a model's parameters into host state, one at a time; a model from `load` is there already.
 
     Raises:
@@ -54,11 +61,12 @@ def bind(model: PreTrainedModel, precision: Precision, host_limit: int | None = 
     """
     blocks = find_blocks(model)
     layouts = plan_layouts(model, blocks, precision)
+    fits = partial(require_host_memory, layouts, precision, accumulates=accumulates, limit=host_limit)
     loaded: HostState | None = model.__dict__.get("_megatrain_host")
     if loaded is not None and loaded.precision is precision and list(loaded.layouts) == layouts:
         binding = Binding(blocks, loaded)
         binding.check()
-        require_host_memory(layouts, precision, held=loaded.host_bytes, limit=host_limit)
+        fits(held=loaded.host_bytes)
         return binding
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
@@ -68,7 +76,7 @@ def bind(model: PreTrainedModel, precision: Precision, host_limit: int | None = 
                 f"parameter {name} is {parameter.dtype}; weights must be float32, bfloat16 or float16"
             )
     given = sum(parameter.nbytes for parameter in model.parameters())
-    require_host_memory(layouts, precision, held=0 if loaded is not None else given, limit=host_limit)
+    fits(held=0 if loaded is not None else given)
     host = HostState(layouts, precision)
     with torch.no_grad():
         for block, state in zip(blocks, host.blocks, strict=True):
@@ -91,7 +99,7 @@ def _value(loaded: HostState | None, name: str, parameter: nn.Parameter) -> Tens
 
 def plan_layouts(model: PreTrainedModel, blocks: Sequence[Block], precision: Precision) -> list[BlockLayout]:
     """Lay out every block; bf16 leaves parameters in fp32 that the model keeps so."""
-    keeps = _kept_in_fp32(model) if precision is Precision.BF16 else None
+    keeps = _KeptInFp32(model) if precision is Precision.BF16 else None
 
     def dtype(name: str, parameter: nn.Parameter) -> torch.dtype:
         return torch.float32 if keeps is None or keeps(name, parameter) else torch.bfloat16
@@ -110,7 +118,7 @@ def plan_layouts(model: PreTrainedModel, blocks: Sequence[Block], precision: Pre
     ]
 
 
-class _kept_in_fp32:
+class _KeptInFp32:
     """Which parameters keep fp32 in a bf16 model: those that transformers keeps, and fp32 ones among bf16."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -126,7 +134,12 @@ class _kept_in_fp32:
 
 
 def require_host_memory(
-    layouts: Sequence[BlockLayout], precision: Precision, *, held: int, limit: int | None = None
+    layouts: Sequence[BlockLayout],
+    precision: Precision,
+    *,
+    held: int,
+    accumulates: bool = False,
+    limit: int | None = None,
 ) -> None:
     """Check the predicted bytes of a run against the given limit, the machine and its cgroups.
 
@@ -134,12 +147,13 @@ def require_host_memory(
         layouts: All blocks.
         precision: How weights are kept.
         held: Bytes that are taken already and will be part of the state, or given back.
+        accumulates: Steps have several micro-batches, whose sum bf16 keeps in fp32.
         limit: Bytes that the whole state may take.
 
     Raises:
         CapacityError: It does not fit.
     """
-    planes = planned_host_bytes(layouts, precision, keeps_gradients=True)
+    planes = planned_host_bytes(layouts, precision, keeps_gradients=True, accumulates=accumulates)
     total = sum(planes.values())
     parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items())
     advice = (
@@ -156,6 +170,24 @@ def require_host_memory(
         raise CapacityError(
             f"host memory: training needs {(total - held) / GIB:.2f} GiB more (state in GiB: {parts}), but "
             f"{machine.source} leaves {machine.available_bytes / GIB:.2f} GiB; {remedy}"
+        )
+
+
+def require_accumulators(host: HostState, *, accumulates: bool, limit: int | None) -> None:
+    """Check that the fp32 sums of several micro-batches fit, before they are first allocated.
+
+    Raises:
+        CapacityError: They do not.
+    """
+    if not accumulates or host.precision is Precision.FP32 or host.arena("accumulator") is not None:
+        return
+    need = 4 * sum(layout.num_state for layout in host.layouts)
+    left = host_memory().available_bytes
+    left = left if limit is None else min(left, limit - host.host_bytes)
+    if need > left:
+        raise CapacityError(
+            f"host memory: adding up several micro-batches in bf16 takes {need / GIB:.2f} GiB more for fp32 "
+            f"sums, but {left / GIB:.2f} GiB are left; use one larger micro-batch (train.grad_accumulation=1)"
         )
 
 

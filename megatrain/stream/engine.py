@@ -20,7 +20,7 @@ from megatrain.model.head import Head, count_targets
 from megatrain.plan.program import BlockSize, Visit, round_visits
 from megatrain.store.state import HostState, Precision
 from megatrain.stream.activations import policies
-from megatrain.stream.bind import Binding, bind, require_device_memory
+from megatrain.stream.bind import Binding, bind, require_accumulators, require_device_memory
 from megatrain.stream.executor import Executor
 from megatrain.stream.gradients import Gradients
 from megatrain.stream.lanes import Lanes, make_lanes
@@ -42,6 +42,7 @@ def attach(
     activations: str | Sequence[str] = "recompute",
     num_gradient_buffers: int = 1,
     head_chunk_tokens: int | None = None,
+    accumulates: bool = False,
     host_limit: int | None = None,
     device_limit: int | None = None,
 ) -> Engine:
@@ -57,6 +58,8 @@ def attach(
         head_chunk_tokens: Tokens that pass the head and the loss at a time; None: chosen so that small
         batches
             take one chunk, which is bitwise equal to the model's own loss.
+        accumulates: Steps will have several micro-batches. bf16 sums them in fp32, which takes 4 bytes per
+            parameter more; they are counted in the check before allocation, and taken when first needed.
         host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
         device_limit: Bytes of device memory for slots, resident blocks and gradients; None: what there is.
 
@@ -77,7 +80,7 @@ def attach(
         raise ModelError("the model is attached to an engine already; call engine.detach() first")
     lanes = make_lanes(device, device_limit)
     require_device_memory(model, Precision(precision), lanes, num_slots, num_gradient_buffers)
-    binding = bind(model, Precision(precision), host_limit)
+    binding = bind(model, Precision(precision), accumulates=accumulates, host_limit=host_limit)
     return Engine(
         model,
         binding,
@@ -86,6 +89,7 @@ def attach(
         activations=activations,
         num_gradient_buffers=num_gradient_buffers,
         head_chunk_tokens=head_chunk_tokens,
+        host_limit=host_limit,
     )
 
 
@@ -102,12 +106,14 @@ class Engine:
         activations: str | Sequence[str],
         num_gradient_buffers: int,
         head_chunk_tokens: int | None,
+        host_limit: int | None,
     ) -> None:
         """Allocate device memory and shadow the forwards; the host state is in `binding`."""
         self.model = model
         self.host: HostState = binding.host
         self.lanes = lanes
         self._binding = binding
+        self._host_limit = host_limit
         blocks = binding.blocks
         streamed = [block.is_streamed for block in blocks]
         self._policies = policies(activations, sum(streamed))
@@ -177,7 +183,7 @@ class Engine:
             raise DataError("the step has no token to train on: every label is -100; check the data's labels")
         self.zero_grad()
         try:
-            self._executor.prepare_gradients(accumulates=len(batches) > 1)
+            self._prepare_gradients(accumulates=len(batches) > 1)
             self._foresee_rounds(len(batches))
             losses = []
             for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
@@ -218,9 +224,9 @@ class Engine:
         self,
         lr: float = 1e-3,
         *,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        weight_decay: float = 0.1,
         max_grad_norm: float | None = 1.0,
         no_decay: Iterable[str] | None = None,
     ) -> StreamedAdamW:
@@ -404,7 +410,7 @@ class Engine:
             self._rounds_foreseen -= 1
             return
         has_gradients = bool(self.gradients.blocks)
-        self._executor.prepare_gradients(accumulates=has_gradients)
+        self._prepare_gradients(accumulates=has_gradients)
         self._executor.foresee(
             round_visits(
                 self._forward_order,
@@ -413,6 +419,10 @@ class Engine:
                 completes=not has_gradients or self.host.precision is Precision.FP32,
             )
         )
+
+    def _prepare_gradients(self, *, accumulates: bool) -> None:
+        require_accumulators(self.host, accumulates=accumulates, limit=self._host_limit)
+        self._executor.prepare_gradients(accumulates=accumulates)
 
     def _foresee_rounds(self, num_rounds: int) -> None:
         visits: list[Visit] = []

@@ -146,9 +146,9 @@ class Executor:
         self.lanes.begin(Lane.HOST, reads=home)
         self.lanes.end(Lane.HOST, reads=home)
 
-    def update(self, operation: Operation, apply: Callable[[int], None]) -> None:
-        """Update one block's state on the host, once its gradient is home."""
-        self._enqueue(operation, lambda: apply(operation.block))
+    def run_on_host(self, operation: Operation, function: Callable[[], object]) -> None:
+        """Run the norm, or one block's update, in the host lane."""
+        self._enqueue(operation, function)
 
     def end_backward(self) -> None:
         """Close what a backward left open: a block none of whose parameters wanted a gradient."""

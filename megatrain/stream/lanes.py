@@ -425,19 +425,33 @@ def make_lanes(device: str | torch.device | Lanes, device_limit: int | None = No
     """
     if isinstance(device, Lanes):
         return device
-    name = str(device)
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    name = check_device(str(device))
     if name == "cpu":
         return InlineLanes(device_limit)
     if name == "checked":
         return CheckedLanes(device_limit)
     if name == "emulated":
         return EmulatedLanes(EmulatedMachine(device_bytes=device_limit))
-    if name == "cuda" or name.startswith("cuda:"):
-        if not torch.cuda.is_available():
-            raise ConfigError(f"device is {name!r}, but torch sees no CUDA device; use device=cpu, or auto")
-        return CudaLanes(
-            torch.device(name if ":" in name else f"cuda:{torch.cuda.current_device()}"), device_limit
+    index = name.partition(":")[2] or torch.cuda.current_device()
+    return CudaLanes(torch.device(f"cuda:{index}"), device_limit)
+
+
+def check_device(name: str) -> str:
+    """Return the device that `name` stands for: `auto` is CUDA where there is one, else the CPU.
+
+    Raises:
+        ConfigError: An unknown device, or CUDA where there is none.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name in ("cpu", "checked", "emulated"):
+        return name
+    if name.partition(":")[0] != "cuda":
+        raise ConfigError(f"device is {name!r}; use auto, cpu, cuda, cuda:N, emulated or checked")
+    index = name.partition(":")[2] or "0"
+    if not torch.cuda.is_available() or not index.isdigit() or int(index) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices (no CUDA device of "
+            "that number); use cpu, or auto"
         )
-    raise ConfigError(f"device is {name!r}; use auto, cpu, cuda, cuda:N, emulated or checked")
+    return name

@@ -30,6 +30,7 @@ def load(
     seed: int = 0,
     precision: str = "fp32",
     attn_implementation: str | None = None,
+    accumulates: bool = False,
     host_limit: int | None = None,
 ) -> PreTrainedModel:
     """Load a Hugging Face causal LM into host state, ready for `megatrain.attach` with the same precision.
@@ -44,6 +45,7 @@ def load(
         seed: Of the random weights, which the model's own initialisation draws.
         precision: `fp32`, or `bf16`: bf16 weights that are the upper half of exact fp32 masters.
         attn_implementation: As in transformers.
+        accumulates: As in `attach`; only the check before allocation uses it.
         host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
 
     Returns:
@@ -67,7 +69,7 @@ def load(
     dtype = torch.float32 if kept is Precision.FP32 else torch.bfloat16
     model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
     layouts = plan_layouts(model, find_blocks(model), kept)
-    require_host_memory(layouts, kept, held=0, limit=host_limit)
+    require_host_memory(layouts, kept, held=0, accumulates=accumulates, limit=host_limit)
     host = HostState(layouts, kept)
     if path is not None:
         _bind_parameters(model, lambda name: _working(host, name))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from megatrain.model.layout import Entry, aligned
 from megatrain.optim.adamw import AdamWStep, Planes, update_many
 from megatrain.optim.clip import clip_coefficient, global_norm
 from megatrain.optim.pool import default_pool
-from megatrain.plan.program import Kind, optimizer_program
+from megatrain.plan.program import optimizer_program
 from megatrain.store.state import BlockState, split_gradient
 
 if TYPE_CHECKING:
@@ -110,15 +111,17 @@ class StreamedAdamW(torch.optim.Optimizer):
             )
         self._refuse_foreign_gradients()
         executor.take_gradients_home()
-        norm = global_norm(gradients.sums())
+        norm_operation, *updates = optimizer_program(gradients.blocks)
+        norms: list[float] = []
+        executor.run_on_host(norm_operation, lambda: norms.append(global_norm(gradients.sums())))
+        norm = norms[0]
         skipped = not math.isfinite(norm)
         if skipped:
             self.num_skipped += 1
         else:
             scale = clip_coefficient(norm, self._max_grad_norm)
-            for operation in optimizer_program(gradients.blocks):
-                if operation.kind is Kind.UPDATE:
-                    executor.update(operation, lambda block: self._update(block, scale))
+            for operation in updates:
+                executor.run_on_host(operation, partial(self._update, operation.block, scale))
         gradients.clear()
         if self._max_grad_norm is None:
             self._engine.host.drop_gradients()

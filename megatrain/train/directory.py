@@ -68,6 +68,7 @@ class RunDirectory:
         Raises:
             OutputError: Another process trains here.
         """
+        was_there = self.path.exists()
         make_directories(self.path)
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
@@ -82,6 +83,8 @@ class RunDirectory:
             yield
         finally:
             os.close(descriptor)
+            if not was_there and not any(self.path.iterdir()):
+                self.path.rmdir()  # nothing came of the run
 
     def begin(self, config: Config) -> None:
         """Write what was asked for and where it runs."""

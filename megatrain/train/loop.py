@@ -17,8 +17,9 @@ from megatrain.checkpoint.load import find, newest_whole, verify
 from megatrain.checkpoint.save import save
 from megatrain.config import Config
 from megatrain.errors import CheckpointError, DivergedError, OutputError
+from megatrain.model.head import count_targets
 from megatrain.train.directory import RunDirectory
-from megatrain.train.metrics import MetricsLog, Progress, StepMetrics, count_real_tokens
+from megatrain.train.metrics import MetricsLog, Progress, StepMetrics
 from megatrain.train.run import Run, prepare
 from megatrain.train.state import write_model
 
@@ -39,7 +40,7 @@ def train_step(run: Run) -> StepMetrics:
     stats = run.optimizer.step()
     run.scheduler.step()
 
-    num_tokens = sum(map(count_real_tokens, micro_batches))
+    num_tokens = sum(map(count_targets, micro_batches))
     run.step += 1
     run.tokens += num_tokens
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if stats.skipped else 0

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +22,10 @@ from megatrain.errors import OutputError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
-    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-_IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,15 +49,6 @@ class StepMetrics:
     host_bytes: int = 0
     device_bytes: int = 0
     """Peak of the run so far."""
-
-
-def count_real_tokens(batch: Mapping[str, Tensor]) -> int:
-    """Count the tokens that the loss of a micro-batch is a mean over.
-
-    Args:
-        batch: with `labels` (B, T); position 0 predicts nothing and has no loss, nor has the label -100.
-    """
-    return int((batch["labels"][:, 1:] != _IGNORED).sum())
 
 
 class MetricsLog:

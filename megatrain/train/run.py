@@ -26,7 +26,9 @@ from megatrain.data.tokenizer import (
 )
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.model.skeleton import read_config
+from megatrain.optim.pool import worker_threads
 from megatrain.stream.engine import Engine, attach
+from megatrain.stream.lanes import check_device
 from megatrain.stream.load import load
 from megatrain.stream.optimizer import StreamedAdamW
 from megatrain.train.state import compact_counts, expand_counts, read_state, write_model, write_state
@@ -117,6 +119,8 @@ def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | N
         MegatrainError: Its subclasses say what is wrong with the model, the data, the configuration or the
         fit.
     """
+    check_device(config.train.device)
+    _choose_threads()
     source = str(checkpoint) if checkpoint is not None else config.model.path
     model_config = read_config(source)
     tokenizer = _tokenizer(config, checkpoint, model_config)
@@ -129,6 +133,7 @@ def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | N
         seed=config.train.seed,
         precision=config.train.precision,
         attn_implementation=config.model.attn_implementation,
+        accumulates=config.train.grad_accumulation > 1,
         host_limit=config.memory.host_limit,
     )
     engine = attach(
@@ -138,6 +143,7 @@ def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | N
         num_slots=config.memory.num_slots,
         activations=config.memory.activations,
         head_chunk_tokens=config.memory.head_chunk_tokens or None,
+        accumulates=config.train.grad_accumulation > 1,
         host_limit=config.memory.host_limit,
         device_limit=config.memory.device_limit,
     )
@@ -163,6 +169,14 @@ def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | N
         _report_changes(config, meta)
         run.restore(checkpoint, meta)
     return run
+
+
+def _choose_threads() -> None:
+    """Keep torch to the cores that this process may use: more would wait for each other's turn."""
+    allowed = worker_threads()
+    if torch.get_num_threads() > allowed:
+        torch.set_num_threads(allowed)
+    _log.info("threads: torch %d, optimizer %d", torch.get_num_threads(), allowed)
 
 
 def make_loader(

@@ -15,7 +15,7 @@ from megatrain.errors import DataError
 
 
 def write_parquet(path: Path, columns: dict[str, Any]) -> None:
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
     from pyarrow import parquet
 
     parquet.write_table(pa.table(columns), path)

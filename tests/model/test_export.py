@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.errors import OutputError
-from megatrain.model.export import copy_tokenizer, export_weights
+from megatrain.model.export import export_weights
 from megatrain.model.skeleton import read_config
 from tests.families import FAMILIES
 from tests.model.resident import assert_same_state, load_bound, random_model
@@ -168,22 +168,3 @@ def test_a_failed_export_leaves_nothing_behind(tmp_path: Path) -> None:
             export_weights(model, out, groups=_groups(model), read=read, max_shard_bytes=40_000)
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["notes.txt"]
     assert not (tmp_path / "new").exists()
-
-
-def test_only_tokenizer_files_are_copied(tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
-    source.mkdir()
-    out.mkdir()
-    wanted = [
-        "chat_template.jinja",
-        "merges.txt",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-    ]
-    for name in [*wanted, "model.safetensors", "config.json", "tokenization_remote.py", "pytorch_model.bin"]:
-        (source / name).write_text(name)
-    assert copy_tokenizer(source, out) == wanted
-    assert sorted(file.name for file in out.iterdir()) == wanted
-    with pytest.raises(OutputError, match="cannot be copied"):
-        copy_tokenizer(source, tmp_path / "absent")

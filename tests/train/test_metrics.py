@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatrain.errors import OutputError
+from megatrain.model.head import count_targets
 from megatrain.train.metrics import (
     MetricsLog,
     Progress,
     StepMetrics,
-    count_real_tokens,
     describe_step,
     format_duration,
 )
@@ -130,7 +130,7 @@ def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_real_tokens_are_those_with_a_loss() -> None:
     labels = torch.tensor([[5, 6, 7, 8], [-100, 6, -100, 8], [5, -100, -100, -100]])
     # The first position of a row is never predicted: 3 + 2 + 0.
-    assert count_real_tokens({"input_ids": labels, "labels": labels}) == 5
+    assert count_targets({"input_ids": labels, "labels": labels}) == 5
 
 
 def test_eta_counts_the_steps_of_this_process_only() -> None:
