@@ -130,8 +130,8 @@ def test_export_and_quickstart_are_called(calls: list[tuple[Any, ...]]) -> None:
     assert run("quickstart") == 0
     assert calls == [
         ("export_run", Path("runs/a"), Path("out"), {}),
-        ("quickstart", Path("q"), {}),
-        ("quickstart", None, {}),
+        ("quickstart", Path("q"), print, {}),
+        ("quickstart", None, print, {}),
     ]
 
 

@@ -1,7 +1,7 @@
 """Exact-size host memory for one plane of model state.
 
 One private anonymous mapping per plane, with huge pages where the kernel gives them. Never torch's pinned
-allocator: it rounds to powers of two. Only planes that a device reads or writes are page-locked, in pieces.
+allocator: it rounds to powers of two. Only planes that a device reads or writes are page-locked.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ import mmap
 
 import torch
 from torch import Tensor
-
-_LOCK_PIECE_BYTES = 1 << 30
-"""Page-locking goes in pieces: some drivers refuse one range of many GB."""
 
 
 class Arena:
@@ -25,7 +22,7 @@ class Arena:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
-        self._locked: list[int] = []
+        self._is_locked = False
 
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> Tensor:
         """View `numel` elements of `dtype` from `byte_offset` as a (numel,) tensor."""
@@ -36,7 +33,7 @@ class Arena:
 
         A device would go on writing into the old pages of locked memory while the CPU reads new ones.
         """
-        if self._locked:
+        if self._is_locked:
             return
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -44,19 +41,19 @@ class Arena:
             self._bytes.zero_()
 
     def lock(self) -> bool:
-        """Page-lock the memory for DMA by the CUDA device; False where the driver refuses."""
-        cudart = torch.cuda.cudart()
-        for start in range(0, self.nbytes, _LOCK_PIECE_BYTES):
-            address = self._bytes.data_ptr() + start
-            size = min(_LOCK_PIECE_BYTES, self.nbytes - start)
-            if int(cudart.cudaHostRegister(address, size, 0)) != 0:
-                self.unlock()
-                return False
-            self._locked.append(address)
-        return True
+        """Page-lock the memory for DMA by the CUDA device; False where the driver refuses.
+
+        In one range: CUDA does not promise copies that cross from one locked range into another, and blocks
+        lie anywhere.
+        """
+        if self.nbytes == 0 or self._is_locked:
+            return True
+        code = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 0)
+        self._is_locked = int(code) == 0
+        return self._is_locked
 
     def unlock(self) -> None:
-        """Undo `lock`."""
-        for address in self._locked:
-            torch.cuda.cudart().cudaHostUnregister(address)
-        self._locked.clear()
+        """Undo `lock`; the device must be done with the memory."""
+        if self._is_locked:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            self._is_locked = False

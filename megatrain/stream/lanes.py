@@ -448,10 +448,9 @@ def check_device(name: str) -> str:
         return name
     if name.partition(":")[0] != "cuda":
         raise ConfigError(f"device is {name!r}; use auto, cpu, cuda, cuda:N, emulated or checked")
-    index = name.partition(":")[2] or "0"
-    if not torch.cuda.is_available() or not index.isdigit() or int(index) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices (no CUDA device of "
-            "that number); use cpu, or auto"
-        )
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, but torch sees no CUDA device; use device=cpu, or auto")
+    index, count = name.partition(":")[2] or "0", torch.cuda.device_count()
+    if not index.isdigit() or int(index) >= count:
+        raise ConfigError(f"device is {name!r}, but CUDA devices are cuda:0 to cuda:{count - 1}")
     return name
