@@ -19,14 +19,15 @@ if TYPE_CHECKING:
         ModelError,
         OutputError,
     )
-    from megatrain.stream.engine import Engine, attach
+    from megatrain.stream.attach import attach
+    from megatrain.stream.engine import Engine
     from megatrain.stream.load import load
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "megatrain.stream.engine",
-    "attach": "megatrain.stream.engine",
+    "attach": "megatrain.stream.attach",
     "load": "megatrain.stream.load",
     "MegatrainError": "megatrain.errors",
     "CapacityError": "megatrain.errors",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,73 +14,26 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
-    WithJsonSchema,
 )
 
+from megatrain.config_types import (
+    Betas,
+    Bytes,
+    Count,
+    LocalPath,
+    Name,
+    Paths,
+    Patterns,
+    Rate,
+    Schedule,
+    Seed,
+)
 from megatrain.errors import ConfigError
 from megatrain.yaml12 import dump_yaml, parse_yaml
-
-_BYTES_PER_UNIT = {
-    "": 1,
-    "B": 1,
-    **{prefix + "B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
-    **{prefix + "iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*")
-
-
-def _bytes(value: object) -> object:
-    """Turn "24GiB" into bytes; leave everything else to the field's own check."""
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    return int(float(match[1]) * _BYTES_PER_UNIT[match[2]]) if match else value
-
-
-def _one_or_more(value: object) -> object:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
-def _list(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _reads_as(kind: str) -> WithJsonSchema:
-    """Give a type the words that help, documentation and errors use for it."""
-    return WithJsonSchema({"kind": kind})
-
-
-Name = Annotated[str, Field(min_length=1)]
-LocalPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser), _reads_as("a path")]
-Paths = Annotated[
-    tuple[LocalPath, ...],
-    BeforeValidator(_one_or_more),
-    Field(min_length=1),
-    _reads_as("a path or a list of paths"),
-]
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_list), _reads_as("a list of patterns")]
-Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1), _reads_as("bytes or a size such as 24GiB")]
-Count = Annotated[int, Field(ge=1)]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=0, lt=2**63), _reads_as("a whole number (0 to 2^63 - 1)")]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list), _reads_as("two numbers from 0 to below 1")]
-Schedule = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-]
 
 
 class _Section(BaseModel):
@@ -423,47 +375,6 @@ def _kind_of(schema: Mapping[str, Any]) -> str:
         if bound in schema:
             kind += f" ({words.format(schema[bound])})"
     return kind
-
-
-def configuration_page() -> str:
-    """Return the reference of every setting as Markdown: `docs/configuration.md`."""
-    lines = ["# Configuration", "", *_PAGE_INTRODUCTION.split("\n")]
-    table = ["| key | value | default | meaning |", "|---|---|---|---|"]
-    section = None
-    for key in config_keys().values():
-        if key.name.rpartition(".")[0] != section:
-            section = key.name.rpartition(".")[0]
-            title = Config.model_fields[section].annotation.__doc__ if section else "The run directory."
-            lines += ["", f"## {section or 'out'}", "", str(title), "", *table]
-        cells = (f"`{key.name}`", key.kind.replace("|", "\\|"), f"`{key.default}`", key.description)
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "## Names from the Hugging Face Trainer and TRL",
-        "",
-        "Read at the top level of a file, or as overrides.",
-    ]
-    lines += [
-        "",
-        "| name | key |",
-        "|---|---|",
-        *(f"| `{alias}` | `{key}` |" for alias, key in ALIASES.items()),
-    ]
-    return "\n".join([*lines, ""])
-
-
-def write_configuration_page(path: str | os.PathLike[str] = "docs/configuration.md") -> None:
-    """Write `configuration_page`; a test keeps the file in the repository fresh."""
-    Path(path).write_text(configuration_page(), encoding="utf-8")
-
-
-_PAGE_INTRODUCTION = """\
-A run is described by a YAML file of sections, by `section.key=value` overrides on the command line, or by
-both; overrides win. `megatrain train --help` lists the same keys. Paths are relative to the directory that
-the command runs in. A value means what it looks like (YAML 1.2): `1e-3` is a number, `no` is text, `null` is
-nothing.
-
-This page is generated from `megatrain/config.py`."""
 
 
 def _given(value: object) -> str:

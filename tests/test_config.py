@@ -17,11 +17,11 @@ from megatrain.config import (
     apply_overrides,
     build_config,
     config_keys,
-    configuration_page,
     dump_config,
     load_config,
     read_config,
 )
+from megatrain.config_page import configuration_page
 from megatrain.errors import ConfigError
 
 NEEDED = ["model.path=m", "data.path=a.txt"]
@@ -262,5 +262,5 @@ def test_every_key_is_described_and_the_page_is_fresh() -> None:
     assert [name for name, key in keys.items() if key.default == "required"] == ["model.path", "data.path"]
     page = Path(__file__).parents[1] / "docs" / "configuration.md"
     assert page.read_text(encoding="utf-8") == configuration_page(), (
-        "run: python -c 'from megatrain.config import write_configuration_page as write; write()'"
+        "run: python -c 'from megatrain.config_page import write_configuration_page as write; write()'"
     )

@@ -31,7 +31,7 @@ EQUALS_THAT_MAY = {
 }
 """The pairs of one row that import all the same, each with its reason. A pair that stops doing so must go."""
 
-FILES_OF_A_PART = {"yaml12": "config"}
+FILES_OF_A_PART = {"yaml12": "config", "config_types": "config", "config_page": "config"}
 """Modules beside the parts that belong to one of them."""
 
 PICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

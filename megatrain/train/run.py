@@ -27,8 +27,9 @@ from megatrain.data.tokenizer import (
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.model.skeleton import read_config
 from megatrain.optim.pool import worker_threads
-from megatrain.stream.engine import Engine, attach
-from megatrain.stream.lanes import check_device
+from megatrain.stream.attach import attach
+from megatrain.stream.devices import check_device
+from megatrain.stream.engine import Engine
 from megatrain.stream.load import load
 from megatrain.stream.optimizer import StreamedAdamW
 from megatrain.train.state import compact_counts, expand_counts, read_state, write_model, write_state

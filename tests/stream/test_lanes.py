@@ -12,6 +12,7 @@ from torch import Tensor
 import megatrain
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.plan.program import Lane
+from megatrain.stream.devices import make_lanes
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import (
     Cause,
@@ -22,7 +23,6 @@ from megatrain.stream.lanes import (
     InlineLanes,
     Lanes,
     OrderingError,
-    make_lanes,
 )
 from tests.families import FAMILIES
 from tests.reference import assert_same_bits, make_batches, make_model

@@ -1,0 +1,65 @@
+"""Types of settings: how a value that a user writes is read, what it may be, and the words for it."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+
+_BYTES_PER_UNIT = {
+    "": 1,
+    "B": 1,
+    **{prefix + "B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{prefix + "iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*")
+
+
+def _bytes(value: object) -> object:
+    """Turn "24GiB" into bytes; leave everything else to the field's own check."""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    return int(float(match[1]) * _BYTES_PER_UNIT[match[2]]) if match else value
+
+
+def _one_or_more(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _list(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _reads_as(kind: str) -> WithJsonSchema:
+    """Give a type the words that help, documentation and errors use for it."""
+    return WithJsonSchema({"kind": kind})
+
+
+Name = Annotated[str, Field(min_length=1)]
+LocalPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser), _reads_as("a path")]
+Paths = Annotated[
+    tuple[LocalPath, ...],
+    BeforeValidator(_one_or_more),
+    Field(min_length=1),
+    _reads_as("a path or a list of paths"),
+]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_list), _reads_as("a list of patterns")]
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1), _reads_as("bytes or a size such as 24GiB")]
+Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0, lt=2**63), _reads_as("a whole number (0 to 2^63 - 1)")]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list), _reads_as("two numbers from 0 to below 1")]
+Schedule = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+]
