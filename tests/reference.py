@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -109,7 +110,7 @@ class Resident:
             for name, parameter in self.parameters.items():
                 if name in self.sums:
                     self.sums[name] = self.sums[name].to(parameter.dtype).float()
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return functools.reduce(torch.add, losses)
 
     def norm(self) -> float:
         """Return torch's own global norm of the gradients."""

@@ -125,14 +125,14 @@ class Engine:
         try:
             self._prepare_gradients(accumulates=len(batches) > 1)
             self._foresee_rounds(len(batches))
-            losses = []
+            total = torch.zeros((), device=self.lanes.device)
             for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
                 if seeds is not None:
                     torch.manual_seed(seeds[number])
                 with torch.enable_grad(), self._head.over(sum(counts), count):
                     loss = self._head.scaled(self.model(**{**batch, "return_dict": True}).loss)
                 loss.backward()
-                losses.append(loss.detach())
+                total = loss.detach() if number == 0 else total + loss.detach()
             self._executor.take_gradients_home()
         except CheckpointError as error:
             self._recover()
@@ -143,7 +143,7 @@ class Engine:
         except BaseException:
             self._recover()
             raise
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return total
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, gradient) lazily: fp32 host tensors, valid until `opt.step()`.
@@ -210,7 +210,11 @@ class Engine:
         self.gradients.clear()
 
     def sync(self) -> None:
-        """Wait until the host state is whole. Call before reading weights while training goes on."""
+        """Make the host state whole, for a reader of weights.
+
+        With the `serial` schedule it is whole whenever `opt.step()` has returned, so there is no wait; callers
+        of weights call it all the same, for schedules that update in the background.
+        """
 
     # -- numbers --------------------------------------------------------------------------------------------
 
