@@ -212,8 +212,8 @@ class Engine:
     def sync(self) -> None:
         """Make the host state whole, for a reader of weights.
 
-        With the `serial` schedule it is whole whenever `opt.step()` has returned, so there is no wait; callers
-        of weights call it all the same, for schedules that update in the background.
+        With the `serial` schedule it is whole when `opt.step()` has returned, so there is no wait. Callers
+        call it all the same, for schedules that update in the background.
         """
 
     # -- numbers --------------------------------------------------------------------------------------------
