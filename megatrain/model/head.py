@@ -82,22 +82,24 @@ class Head:
         vocab_size = int(getattr(model.config.get_text_config(), "vocab_size", 0) or 1)
         self._chunk_tokens = chunk_tokens or max(1, _LOGITS_BYTES // (4 * vocab_size))
         self._is_explicit = chunk_tokens is not None
-        self._original: Callable[..., Tensor] = model.loss_function
-        self._was_set = "_loss_function" in model.__dict__
+        # An adapter's wrapper passes reads of loss_function on to the model inside, but keeps what is set.
+        self._owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._original: Callable[..., Tensor] = self._owner.loss_function
+        self._was_set = "_loss_function" in self._owner.__dict__
         self._takes_total = "num_items_in_batch" in inspect.signature(self._original).parameters
         self._total: int | None = None
         self._count = 0
         self._was_used = False
         self._adds_up: bool | None = None
         self._signature = inspect.signature(type(model).forward)
-        model.loss_function = self._loss
+        self._owner.loss_function = self._loss
 
     def remove(self) -> None:
         """Give the model its loss function back."""
         if self._was_set:
-            self._model.loss_function = self._original
+            self._owner.loss_function = self._original
         else:
-            del self._model._loss_function
+            self._owner.__dict__.pop("_loss_function", None)
 
     @contextmanager
     def over(self, total: int, count: int) -> Iterator[None]:

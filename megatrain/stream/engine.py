@@ -113,6 +113,8 @@ class Engine:
             ConfigError: No micro-batch, or not one seed per micro-batch.
         """
         self.require_attached()
+        if isinstance(micro_batches, Mapping):
+            raise ConfigError("forward_backward takes a list of micro-batches; put the one batch into a list")
         batches = list(micro_batches)
         if not batches:
             raise ConfigError("forward_backward got no micro-batch; pass a list of at least one")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from megatrain.checkpoint.files import fsync_directory, remove_tree, rename
 from megatrain.checkpoint.load import find, newest_whole, verify
@@ -20,7 +21,7 @@ from megatrain.errors import CheckpointError, DivergedError, OutputError
 from megatrain.model.head import count_targets
 from megatrain.train.directory import RunDirectory
 from megatrain.train.metrics import MetricsLog, Progress, StepMetrics
-from megatrain.train.run import Run, prepare
+from megatrain.train.run import Run, changed_settings, prepare
 from megatrain.train.state import write_model
 
 _log = logging.getLogger(__name__)
@@ -79,6 +80,12 @@ def train(config: Config, *, resume: str = "auto") -> Path:
         found = _find_checkpoint(directory, resume)
         if found is not None and _is_finished(directory, config, found[1]):
             _log.info("%s is finished (%d steps); nothing to do", directory.path, found[1]["step"])
+            changed = changed_settings(found[1]["config"], config)
+            if changed:
+                _log.warning(
+                    "its settings differ (%s); give a new directory with --out to train with these",
+                    "; ".join(changed),
+                )
             return directory.path
         run = prepare(config, *(found or (None, None)))
         directory.begin(config)
@@ -144,7 +151,7 @@ def _export(run: Run, directory: RunDirectory) -> None:
     fsync_directory(directory.path)
 
 
-def _find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, dict[str, object]] | None:
+def _find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, dict[str, Any]] | None:
     """Find where to go on from: the path and the manifest's meta, or None to begin.
 
     Raises:
@@ -172,13 +179,13 @@ def _find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, dict[s
     return path, dict(verify(path).meta)
 
 
-def _is_finished(directory: RunDirectory, config: Config, meta: dict[str, object]) -> bool:
+def _is_finished(directory: RunDirectory, config: Config, meta: dict[str, Any]) -> bool:
     if not (directory.model / "config.json").is_file():
         return False
     num_steps = config.train.steps
     if num_steps is None:
         return bool(meta.get("is_last"))
-    return int(str(meta["step"])) >= num_steps
+    return int(meta["step"]) >= num_steps
 
 
 @contextmanager

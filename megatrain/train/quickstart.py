@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import sys
 import sysconfig
 import time
@@ -49,10 +50,16 @@ def quickstart(out: Path | None, say: Say = lambda _: None) -> Path:
         OutputError: `out` is not empty, or cannot be written.
         AssertionError: A check failed: streaming was not exact.
     """
+    import torch
+
+    from megatrain.optim.pool import worker_threads
     from megatrain.train.loop import train
 
     started = time.monotonic()
     directory = _new_directory(out)
+    if os.getloadavg()[0] > worker_threads() / 2:
+        torch.set_num_threads(1)
+        say("this machine is busy: one thread, since threads that wait for a core slow small steps down")
     num_files, num_bytes, num_skipped = _write_corpus(directory / "input" / "stdlib.jsonl")
     num_parameters = _write_model_config(directory / "input")
     say(

@@ -121,12 +121,12 @@ def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | N
         fit.
     """
     check_device(config.train.device)
-    _choose_threads()
     source = str(checkpoint) if checkpoint is not None else config.model.path
     model_config = read_config(source)
     tokenizer = _tokenizer(config, checkpoint, model_config)
     loader = make_loader(config, tokenizer, model_config)
     num_steps = config.train.steps or loader.steps_per_epoch
+    _choose_threads()
     is_random = checkpoint is None and config.model.init == "random"
     model = load(
         None if is_random else source,
@@ -244,26 +244,32 @@ def _scheduler(
     return scheduler
 
 
-def _report_changes(config: Config, meta: Mapping[str, Any]) -> None:
-    """Name every setting that differs from the checkpoint's and changes numbers.
-
-    Raises:
-        CheckpointError: The precision differs: the state is of another kind.
-    """
-    then, now = _flatten(meta["config"]), _flatten(config.model_dump(mode="json"))
-    if then["train.precision"] != now["train.precision"]:
-        raise CheckpointError(
-            f"the checkpoint was trained with train.precision={then['train.precision']}, not "
-            f"{now['train.precision']}; use the same, or start a new run from its model directory"
-        )
-    numeric = ("train.", "optim.", "data.seq_len", "memory.head_chunk_tokens")
-    changed = [
+def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """Name every setting that differs from a checkpoint's and bears on the numbers, as `key old -> new`."""
+    then, now = _flatten(saved), _flatten(config.model_dump(mode="json"))
+    numeric = ("model.", "data.", "train.", "optim.", "memory.head_chunk_tokens")
+    return [
         f"{key} {then.get(key)} -> {value}"
         for key, value in now.items()
         if key.startswith(numeric) and key != "train.device" and then.get(key) != value
     ]
+
+
+def _report_changes(config: Config, meta: Mapping[str, Any]) -> None:
+    """Say which settings differ from the checkpoint's.
+
+    Raises:
+        CheckpointError: The precision differs: the state is of another kind.
+    """
+    precision = meta["config"]["train"]["precision"]
+    if precision != config.train.precision:
+        raise CheckpointError(
+            f"the checkpoint was trained with train.precision={precision}, not {config.train.precision}; use "
+            "the same, or start a new run from its model directory"
+        )
+    changed = changed_settings(meta["config"], config)
     if changed:
-        _log.warning("resuming with changed settings: %s", "; ".join(changed))
+        _log.warning("resuming the checkpoint's weights with changed settings: %s", "; ".join(changed))
 
 
 def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:

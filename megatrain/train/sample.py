@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain.data.tokenizer import load_tokenizer
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, ModelError
 from megatrain.train.export import newest_model
 
 
@@ -25,6 +25,8 @@ def sample(path: str, prompt: str, *, max_new_tokens: int = 100, temperature: fl
 
     from megatrain.stream.load import load
 
+    if not Path(path).exists() and "/" not in path:
+        raise ModelError(f"{path} is no run directory, no model directory, and no hub id such as org/name")
     source = str(_model_of(Path(path)) or path)
     model = load(source)
     tokenizer = load_tokenizer(source)

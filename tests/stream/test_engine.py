@@ -329,6 +329,25 @@ def test_lora_before_attach_equals_resident() -> None:
     assert len(dict(engine.named_gradients())) == 4 * 3 * 2
 
 
+def test_peft_model_attaches_trains_and_detaches() -> None:
+    """The wrapper itself is attached: its loss is the step's, and detach leaves nothing behind."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(make_model(FAMILIES["llama"]()), config)
+    inner = adapted.get_base_model()
+    reference = Resident(adapted, **HYPER)
+    for _ in range(2):
+        engine = megatrain.attach(adapted, device="checked")
+        batches = make_batches(2, padded=True)
+        assert_same_bits(engine.forward_backward(batches), reference.forward_backward(batches), "loss")
+        for name, gradient in engine.named_gradients():
+            assert_same_bits(gradient, reference.sums[name], name)
+        engine.detach()
+        assert "_loss_function" not in inner.__dict__
+        assert "forward" not in inner.__dict__
+
+
 def test_a_parameter_without_gradient_gets_no_update() -> None:
     """As in torch: no gradient, no moment, no decay, and no tick of its bias correction."""
 

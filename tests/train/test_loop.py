@@ -88,6 +88,10 @@ def test_finished_run_is_left_alone(whole: Path, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, logger="megatrain"):
         train(make_config(whole))
     assert "finished" in caplog.text
+    assert "differ" not in caplog.text
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        train(make_config(whole, optim={"lr": 0.5}))
+    assert "optim.lr 0.01 -> 0.5" in caplog.text
     assert {path: path.stat().st_mtime_ns for path in (whole / "run").rglob("*")} == before
 
 
