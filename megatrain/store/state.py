@@ -17,6 +17,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from megatrain.errors import ConfigError
 from megatrain.model.layout import BlockLayout, Entry
 from megatrain.store.arena import Arena
 from megatrain.store.master import join_master, split_master_into
@@ -27,6 +28,17 @@ class Precision(str, Enum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+
+
+def read_precision(name: str) -> Precision:
+    """Return the precision of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in {value.value for value in Precision}:
+        raise ConfigError(f"precision is {name!r}; use fp32 or bf16")
+    return Precision(name)
 
 
 class BlockState:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.errors import ConfigError, ModelError
-from megatrain.store.state import Precision
+from megatrain.store.state import read_precision
 from megatrain.stream.bind import bind, require_device_memory
 from megatrain.stream.devices import make_lanes
 from megatrain.stream.engine import Engine
@@ -41,8 +41,7 @@ def attach(
         activations: `recompute` or `keep`; one for all blocks, or a sequence with one per streamed block.
         num_gradient_buffers: Device buffers in which gradients of streamed blocks are gathered.
         head_chunk_tokens: Tokens that pass the head and the loss at a time; None: chosen so that small
-        batches
-            take one chunk, which is bitwise equal to the model's own loss.
+            batches take one chunk, which is bitwise equal to the model's own loss.
         accumulates: Steps will have several micro-batches. bf16 sums them in fp32, which takes 4 bytes per
             parameter more; they are counted in the check before allocation, and taken when first needed.
         host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
@@ -59,13 +58,12 @@ def attach(
         raise ConfigError(f"num_gradient_buffers is {num_gradient_buffers}; use 1 or more")
     if head_chunk_tokens is not None and head_chunk_tokens < 1:
         raise ConfigError(f"head_chunk_tokens is {head_chunk_tokens}; use 1 or more, or None")
-    if precision not in {value.value for value in Precision}:
-        raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
+    kept = read_precision(precision)
     if getattr(model, "_megatrain_engine", None) is not None:
         raise ModelError("the model is attached to an engine already; call engine.detach() first")
     lanes = make_lanes(device, device_limit)
-    require_device_memory(model, Precision(precision), lanes, num_slots, num_gradient_buffers)
-    binding = bind(model, Precision(precision), accumulates=accumulates, host_limit=host_limit)
+    require_device_memory(model, kept, lanes, num_slots, num_gradient_buffers)
+    binding = bind(model, kept, accumulates=accumulates, host_limit=host_limit)
     return Engine(
         model,
         binding,

@@ -16,6 +16,7 @@ from megatrain.hardware import GIB, host_memory
 from megatrain.model.blocks import Block, find_blocks
 from megatrain.model.layout import BlockLayout, ParameterSpec, lay_out
 from megatrain.store.state import HostState, Precision, planned_host_bytes
+from megatrain.stream.gradients import ring_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -210,7 +211,8 @@ def require_device_memory(
         f"{num_slots} slots": num_slots * max(layout.working_bytes for layout in streamed),
         "resident weights": sum(layout.working_bytes for layout in resident),
         "resident gradients": sum(4 * layout.num_state for layout in resident),
-        "gradient buffers": num_gradient_buffers * max(layout.gradient_bytes for layout in streamed),
+        "gradient buffers": num_gradient_buffers
+        * ring_bytes(layouts, [block.is_streamed for block in blocks], wide=False),
     }
     need = sum(pools.values())
     if need > limit:

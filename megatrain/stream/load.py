@@ -16,7 +16,7 @@ from megatrain.model.initialise import initialise_weights
 from megatrain.model.layout import BlockLayout, Entry
 from megatrain.model.skeleton import build_skeleton, read_config
 from megatrain.store.arena import Arena
-from megatrain.store.state import HostState, Precision
+from megatrain.store.state import HostState, Precision, read_precision
 from megatrain.stream.bind import plan_layouts, require_host_memory
 
 if TYPE_CHECKING:
@@ -58,9 +58,7 @@ def load(
     """
     if (path is None) == (config is None):
         raise ConfigError("load takes a path or a config, one of the two")
-    if precision not in {value.value for value in Precision}:
-        raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
-    kept = Precision(precision)
+    kept = read_precision(precision)
     if path is not None:
         config = read_config(path)
         path = model_directory(path)
