@@ -1,23 +1,16 @@
 """A training step as data: which bytes move when, between which buffers, and which slot each block is in.
 
-`schedule` turns a sequence of block visits into a list of operations. Everything else consumes that list: the
-engine executes it and asserts that the model's visits match it, the ordering checker proves it, a planner
-times it. Waits are not in the list: they follow from the buffers that the operations read and write.
-
-Fetches follow the four rules for one-disk prefetching with a known future: fetch the missing block that is
-needed next; into the slot whose content is needed last; never evict what is needed sooner than what comes;
-and as early as these allow.
-
-Source: Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching strategies", SIGMETRICS 1995;
-eviction by furthest next use: Belady, IBM Systems Journal 5(2), 1966.
+`plan.schedule` turns a sequence of block visits into a list of operations. Everything else consumes that
+list: the engine executes it and asserts that the model's visits match it, the ordering checker proves it, a
+planner times it, the trace prints it. Waits are not in the list: they follow from the buffers that the
+operations read and write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 Buffer: TypeAlias = tuple[str, int]
 """A kind and an index: ("slot", 0), ("gradient_buffer", 1), ("working", block), ("gradient", block), ..."""
@@ -26,9 +19,15 @@ Buffer: TypeAlias = tuple[str, int]
 class Lane(str, Enum):
     """A queue in which operations run in order. Operations in different lanes run at the same time."""
 
+    CALLER = "caller"
+    """The launching thread itself, where it reads or writes host memory between operations."""
     COMPUTE = "compute"
     FETCH = "fetch"
     OFFLOAD = "offload"
+    SAVE = "save"
+    """Copies of saved activations to the host."""
+    RESTORE = "restore"
+    """Copies of saved activations back to the device."""
     HOST = "host"
 
 
@@ -38,13 +37,17 @@ class Kind(str, Enum):
     FETCH = "fetch"
     """Copy a block's working weights to the device."""
     FORWARD = "forward"
-    """The model passes through a block."""
+    """The model passes through a block; also where a recomputation passes it again."""
     BACKWARD = "backward"
     """Autograd passes through a block, with its recomputation if it has one; gradients add up in a buffer."""
     LOAD = "load"
     """Copy what earlier rounds added up to the device, to go on adding."""
     OFFLOAD = "offload"
     """Copy gradients to the host, and sum their squares on the way if they are complete."""
+    SAVE = "save"
+    """Copy a visit's saved activations to the host."""
+    RESTORE = "restore"
+    """Copy them back, one visit before they are needed."""
     NORM = "norm"
     """Turn the sums of squares into one scale for the step, or decide to skip it."""
     UPDATE = "update"
@@ -57,6 +60,8 @@ _LANES = {
     Kind.FORWARD: Lane.COMPUTE,
     Kind.BACKWARD: Lane.COMPUTE,
     Kind.OFFLOAD: Lane.OFFLOAD,
+    Kind.SAVE: Lane.SAVE,
+    Kind.RESTORE: Lane.RESTORE,
     Kind.NORM: Lane.HOST,
     Kind.UPDATE: Lane.HOST,
 }
@@ -64,26 +69,39 @@ _LANES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """One operation: what, on which block, through which slot and gradient buffer."""
+    """One operation: what, on which block, through which slot and gradient buffer.
+
+    A block is what streams as one: a decoder layer, one of its fragments, or a resident part of the model.
+    """
 
     kind: Kind
     block: int = -1
     slot: int = -1
     """Slot of a streamed block; -1 where none is involved."""
     gradient_buffer: int = -1
+    staging: int = -1
+    """Host buffer of a gradient that is used up at once; -1: the gradient plane."""
+    micro_batch: int = 0
+    """Number within the round."""
+    adds: bool = False
+    """The gradient adds to that of the round's micro-batches before."""
     loads: bool = False
-    """The gradient adds to what earlier backwards of the step left."""
+    """The gradient adds to what earlier rounds of the step left."""
+    is_last: bool = True
+    """No later micro-batch of the round adds to the gradient."""
     completes: bool = True
-    """The gradient is complete after this operation; otherwise it stays in fp32 for a later round."""
+    """The gradient is complete after this round; otherwise it stays in fp32 for a later one."""
+    follows_norm: bool = True
+    """UPDATE only: clipping or skipping needs the norm first."""
     nbytes: int = 0
-    """Bytes that cross the link."""
+    """Bytes that cross the link; of an update, bytes of host memory that it reads and writes."""
     blocks: tuple[int, ...] = ()
     """NORM only: the blocks whose gradients it is of."""
 
     @property
     def is_single(self) -> bool:
         """Whether one backward makes the whole gradient, which is then in the working dtype already."""
-        return self.completes and not self.loads
+        return self.completes and self.is_last and not self.loads and not self.adds
 
     @property
     def lane(self) -> Lane:
@@ -103,9 +121,12 @@ class Operation:
             case Kind.OFFLOAD:
                 return (gradients_buffer(self.block, self.gradient_buffer),)
             case Kind.UPDATE:
-                return (("gradient", self.block), ("norm", 0))
+                norm: tuple[Buffer, ...] = (("norm", 0),) if self.follows_norm else ()
+                return (home_buffer(self.block, self.staging), *norm)
             case Kind.NORM:
-                return tuple(("gradient", block) for block in self.blocks)
+                return tuple(("squares", block) for block in self.blocks)
+            case Kind.SAVE | Kind.RESTORE:
+                return ()
 
     @property
     def writes(self) -> tuple[Buffer, ...]:
@@ -115,14 +136,15 @@ class Operation:
                 return (weights_buffer(self.block, self.slot),)
             case Kind.LOAD:
                 return (gradients_buffer(self.block, self.gradient_buffer),)
-            case Kind.FORWARD:
+            case Kind.FORWARD | Kind.SAVE | Kind.RESTORE:
                 return ()
             case Kind.BACKWARD:
                 return (
                     () if self.gradient_buffer < 0 else (gradients_buffer(self.block, self.gradient_buffer),)
                 )
             case Kind.OFFLOAD:
-                return (("gradient", self.block),)
+                squares: tuple[Buffer, ...] = (("squares", self.block),) if self.completes else ()
+                return (home_buffer(self.block, self.staging), *squares)
             case Kind.UPDATE:
                 return (("working", self.block), ("moments", self.block))
             case Kind.NORM:
@@ -131,9 +153,10 @@ class Operation:
     def __str__(self) -> str:
         """Render the operation as a line of a program."""
         parts = [f"{self.kind.value:<9} b{self.block}" if self.block >= 0 else self.kind.value]
+        parts += [f"m{self.micro_batch}"] if self.micro_batch > 0 else []
         parts += [f"s{self.slot}"] if self.slot >= 0 else []
         parts += [f"g{self.gradient_buffer}"] if self.gradient_buffer >= 0 else []
-        parts += ["adds"] if self.loads else []
+        parts += ["adds"] if self.loads or self.adds else []
         return " ".join(parts)
 
 
@@ -145,6 +168,11 @@ def weights_buffer(block: int, slot: int) -> Buffer:
 def gradients_buffer(block: int, gradient_buffer: int) -> Buffer:
     """Name the device buffer with a block's gradients: one of the ring, or its own if it is resident."""
     return ("gradient_buffer", gradient_buffer) if gradient_buffer >= 0 else ("resident_gradient", block)
+
+
+def home_buffer(block: int, staging: int) -> Buffer:
+    """Name the host buffer with a block's gradient: its part of the gradient plane, or a staging buffer."""
+    return ("staging", staging) if staging >= 0 else ("gradient", block)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,18 +187,47 @@ class BlockSize:
     """Bytes of a complete gradient."""
     accumulator_bytes: int
     """Bytes of a gradient that is still adding up."""
+    update_bytes: int = 0
+    """Bytes of host memory that an update reads and writes."""
+    updates_on_device: bool = False
+    """A resident block with all of its state on the device: nothing of it crosses the link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """The model, or autograd, passes a streamed block."""
+    """The model, or autograd, passes a block with one micro-batch."""
 
     block: int
     is_backward: bool = False
+    micro_batch: int = 0
+    adds: bool = False
+    """Backward only: micro-batches of the round before it left a gradient to add to."""
     loads: bool = False
     """Backward only: earlier rounds left a gradient to add to."""
+    is_last: bool = True
+    """Backward only: no later micro-batch of the round passes the block."""
     completes: bool = True
-    """Backward only: after this visit the gradient is complete."""
+    """Backward only: after this round the gradient is complete."""
+    saves: bool = False
+    """Forward: its activations go to the host. Backward: they come back before it."""
+
+    @property
+    def bare(self) -> Visit:
+        """The same without what it does to gradients and activations: what can be seen from outside."""
+        return Visit(self.block, self.is_backward, self.micro_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """How a decoder layer is passed."""
+
+    blocks: tuple[int, ...]
+    """Its fragments in forward order; a layer that streams as a whole is its own one."""
+    is_recomputed: bool = True
+    saves: bool = False
+    """Activations, or the boundary, wait on the host."""
+    drops: bool = False
+    """The boundary is not kept: the layers before it make it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,109 +248,3 @@ class Program:
     def nbytes(self, kind: Kind) -> int:
         """Add up the bytes that operations of one kind move."""
         return sum(operation.nbytes for operation in self.operations if operation.kind is kind)
-
-
-def schedule(
-    visits: Sequence[Visit],
-    sizes: Sequence[BlockSize],
-    contents: Sequence[int | None],
-    *,
-    num_gradient_buffers: int = 1,
-    first_gradient_buffer: int = 0,
-) -> Program:
-    """Place fetches, loads and offloads around the visits of streamed blocks.
-
-    Args:
-        visits: What the model will do, in order.
-        sizes: One per block, streamed or not.
-        contents: What each slot holds at the start (None: nothing of use).
-        num_gradient_buffers: Device buffers in which gradients add up, used in turn.
-        first_gradient_buffer: The first one to use.
-    """
-    slots = list(contents)
-    uses: dict[int, list[int]] = {}
-    for position in range(len(visits) - 1, -1, -1):
-        uses.setdefault(visits[position].block, []).append(position)
-    never = len(visits)
-
-    def next_use(block: int | None) -> int:
-        return uses[block][-1] if block is not None and uses.get(block) else never
-
-    operations: list[Operation] = []
-    missing = 0
-    ring = first_gradient_buffer
-    for position, visit in enumerate(visits):
-        missing = max(missing, position)
-        while missing < len(visits):
-            block = visits[missing].block
-            if block in slots:
-                missing += 1
-                continue
-            victim = max(range(len(slots)), key=lambda slot: next_use(slots[slot]))
-            if next_use(slots[victim]) < missing:
-                break
-            slots[victim] = block
-            operations.append(
-                Operation(kind=Kind.FETCH, block=block, slot=victim, nbytes=sizes[block].fetch_bytes)
-            )
-        uses[visit.block].pop()
-        slot = slots.index(visit.block)
-        if not visit.is_backward:
-            operations.append(Operation(kind=Kind.FORWARD, block=visit.block, slot=slot))
-            continue
-        size = sizes[visit.block]
-        if not size.is_trained:
-            operations.append(Operation(kind=Kind.BACKWARD, block=visit.block, slot=slot))
-            continue
-        operations += _backward(visit, size, slot, ring)
-        ring = (ring + 1) % num_gradient_buffers
-    return Program(tuple(operations), tuple(slots))
-
-
-def _backward(visit: Visit, size: BlockSize, slot: int, ring: int) -> list[Operation]:
-    common: dict[str, Any] = {
-        "block": visit.block,
-        "gradient_buffer": ring,
-        "loads": visit.loads,
-        "completes": visit.completes,
-    }
-    offload_bytes = size.offload_bytes if visit.completes else size.accumulator_bytes
-    operations = [
-        Operation(kind=Kind.BACKWARD, slot=slot, **common),
-        Operation(kind=Kind.OFFLOAD, nbytes=offload_bytes, **common),
-    ]
-    if visit.loads:
-        operations.insert(0, Operation(kind=Kind.LOAD, nbytes=size.accumulator_bytes, **common))
-    return operations
-
-
-def round_visits(
-    order: Sequence[int], backward_order: Sequence[int], *, loads: bool = False, completes: bool = True
-) -> list[Visit]:
-    """List the visits of one round: forward through `order`, then back through `backward_order`."""
-    forward = [Visit(block) for block in order]
-    backward = [Visit(block, is_backward=True, loads=loads, completes=completes) for block in backward_order]
-    return forward + backward
-
-
-def fetch_residents(sizes: Sequence[BlockSize]) -> list[Operation]:
-    """List the copies that bring every resident block's new weights to the device, once per step."""
-    return [
-        Operation(kind=Kind.FETCH, block=block, nbytes=size.fetch_bytes)
-        for block, size in enumerate(sizes)
-        if not size.is_streamed
-    ]
-
-
-def offload_residents(sizes: Sequence[BlockSize], blocks: Sequence[int]) -> list[Operation]:
-    """List the copies that take the gradients of resident `blocks` home, once per step."""
-    return [
-        Operation(kind=Kind.OFFLOAD, block=block, loads=True, nbytes=sizes[block].offload_bytes)
-        for block in blocks
-    ]
-
-
-def optimizer_program(blocks: Sequence[int]) -> list[Operation]:
-    """List the end of a step: the norm, then the updates of `blocks` in forward order."""
-    updates = [Operation(kind=Kind.UPDATE, block=block) for block in blocks]
-    return [Operation(kind=Kind.NORM, blocks=tuple(blocks)), *updates]

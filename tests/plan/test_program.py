@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.plan.program import (
-    BlockSize,
-    Kind,
-    Operation,
-    Program,
-    Visit,
+from megatrain.plan.program import BlockSize, Kind, LayerPlan, Operation, Program, Visit
+from megatrain.plan.schedule import (
     fetch_residents,
     offload_residents,
     optimizer_program,
@@ -39,11 +36,11 @@ def make_sizes(num_blocks: int, *, is_trained: bool = True) -> list[BlockSize]:
 
 def rounds(num_blocks: int, num_rounds: int) -> list[Visit]:
     """List the visits of a step of ordinary rounds."""
-    order = list(range(num_blocks))
+    layers = [LayerPlan((block,)) for block in range(num_blocks)]
     visits = []
     for number in range(num_rounds):
         last = number == num_rounds - 1
-        visits += round_visits(order, order[::-1], loads=number > 0, completes=last)
+        visits += round_visits(layers, loads=number > 0, completes=last)
     return visits
 
 
@@ -85,6 +82,20 @@ def check_soundness(program: Program, visits: Sequence[Visit], contents: Sequenc
             done += 1
     assert done == len(visits)
     assert tuple(slots) == program.contents
+
+
+def check_gradient_buffers(program: Program, num_buffers: int) -> None:
+    """Assert that a gradient buffer holds one block from its load or first backward until its offload."""
+    held: dict[int, int] = {}
+    for operation in program.operations:
+        if operation.kind is Kind.LOAD:
+            assert operation.gradient_buffer not in held
+        if operation.kind in (Kind.LOAD, Kind.BACKWARD) and operation.gradient_buffer >= 0:
+            assert operation.gradient_buffer < num_buffers
+            assert held.setdefault(operation.gradient_buffer, operation.block) == operation.block
+        if operation.kind is Kind.OFFLOAD:
+            assert held.pop(operation.gradient_buffer) == operation.block
+    assert not held
 
 
 def test_program_of_three_blocks_in_two_slots_is_the_design_s() -> None:
@@ -130,10 +141,8 @@ def test_fetches_are_as_few_as_possible(num_slots: int, num_blocks: int, num_rou
 def test_fetches_of_a_step_that_skips_blocks_are_as_few_as_possible(
     kept: set[int], num_slots: int, num_rounds: int
 ) -> None:
-    order = sorted(kept)
-    visits = [
-        visit for number in range(num_rounds) for visit in round_visits(order, order[::-1], loads=number > 0)
-    ]
+    layers = [LayerPlan((block,)) for block in sorted(kept)]
+    visits = [visit for number in range(num_rounds) for visit in round_visits(layers, loads=number > 0)]
     program = schedule(visits, make_sizes(7), [None] * num_slots)
     assert program.count(Kind.FETCH) == fewest_fetches([visit.block for visit in visits], num_slots)
 
@@ -182,10 +191,7 @@ def test_any_sequence_of_visits_is_served(
     assert program.nbytes(Kind.OFFLOAD) == sum(sizes[visit.block].offload_bytes for visit in backward)
     loads = sum(sizes[visit.block].accumulator_bytes for visit in backward if visit.loads)
     assert program.nbytes(Kind.LOAD) == loads
-    buffers = [
-        operation.gradient_buffer for operation in program.operations if operation.kind is Kind.BACKWARD
-    ]
-    assert buffers == [number % num_buffers for number in range(len(backward))]
+    check_gradient_buffers(program, num_buffers)
     assert program == schedule(visits, sizes, contents, num_gradient_buffers=num_buffers)
 
 
@@ -252,6 +258,178 @@ def test_operations_name_the_buffers_that_order_them() -> None:
     assert (fetch.reads, fetch.writes) == ((("working", 2),), (("slot", 1),))
     assert (backward.reads, backward.writes) == ((("slot", 1),), (("gradient_buffer", 0),))
     assert (load.reads, load.writes) == ((("gradient", 2),), (("gradient_buffer", 0),))
-    assert (offload.reads, offload.writes) == ((("gradient_buffer", 0),), (("gradient", 2),))
+    assert (offload.reads, offload.writes) == ((("gradient_buffer", 0),), (("gradient", 2), ("squares", 2)))
     assert update.reads == (("gradient", 2), ("norm", 0))
     assert update.writes == (("working", 2), ("moments", 2))
+
+
+def layers_of(*blocks: tuple[int, ...], **options: bool) -> list[LayerPlan]:
+    """Make layers of the given fragments, all with the same options."""
+    return [LayerPlan(fragments, **options) for fragments in blocks]
+
+
+def lines(visits: Sequence[Visit], num_blocks: int, num_slots: int, **options: Any) -> list[str]:
+    """Schedule visits, and return the program's lines."""
+    return str(schedule(visits, make_sizes(num_blocks), [None] * num_slots, **options)).split("\n")
+
+
+def test_micro_batches_in_lockstep_share_one_fetch_and_one_offload() -> None:
+    """Backward adds up in the micro-batches' own order: they started in reverse."""
+    visits = round_visits(layers_of((0,), (1,)), num_micro_batches=2)
+    assert lines(visits, 2, 2, num_gradient_buffers=2) == [
+        "fetch     b0 s0",
+        "fetch     b1 s1",
+        "forward   b0 m1 s0",
+        "forward   b0 s0",
+        "forward   b1 m1 s1",
+        "forward   b1 s1",
+        "backward  b1 s1 g0",
+        "backward  b1 m1 s1 g0 adds",
+        "offload   b1 g0 adds",
+        "backward  b0 s0 g1",
+        "backward  b0 m1 s0 g1 adds",
+        "offload   b0 g1 adds",
+    ]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 8])
+@pytest.mark.parametrize("num_blocks", [1, 4, 28, 180])
+def test_a_round_fetches_each_block_at_most_twice(num_blocks: int, num_micro_batches: int) -> None:
+    layers = [LayerPlan((block,)) for block in range(num_blocks)]
+    visits = round_visits(layers, num_micro_batches=num_micro_batches)
+    program = schedule(visits, make_sizes(num_blocks), [None, None])
+    assert program.count(Kind.FETCH) == max(num_blocks, 2 * num_blocks - 2)
+    assert program.count(Kind.OFFLOAD) == num_blocks
+    check_soundness(program, visits, [None, None])
+
+
+def test_fragments_are_recomputed_in_order_and_left_in_reverse() -> None:
+    """Two fragments per layer, three slots of which none holds a whole layer."""
+    visits = round_visits(layers_of((0, 1), (2, 3)))
+    assert lines(visits, 4, 3) == [
+        "fetch     b0 s0",
+        "fetch     b1 s1",
+        "fetch     b2 s2",
+        "forward   b0 s0",
+        "fetch     b3 s0",
+        "forward   b1 s1",
+        "fetch     b0 s1",
+        "forward   b2 s2",
+        "forward   b3 s0",
+        "forward   b2 s2",
+        "backward  b3 s0 g0",
+        "offload   b3 g0",
+        "fetch     b1 s0",
+        "backward  b2 s2 g0",
+        "offload   b2 g0",
+        "forward   b0 s1",
+        "backward  b1 s0 g0",
+        "offload   b1 g0",
+        "backward  b0 s1 g0",
+        "offload   b0 g0",
+    ]
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 4])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_a_fragment_stays_from_its_recomputation_to_its_backward(
+    num_slots: int, num_micro_batches: int
+) -> None:
+    """What autograd saved of it points into its slot."""
+    layers = layers_of(*[(2 * number, 2 * number + 1) for number in range(6)])
+    visits = round_visits(layers, num_micro_batches=num_micro_batches)
+    program = schedule(visits, make_sizes(12), [None] * num_slots, num_gradient_buffers=2)
+    held: dict[int, int] = {}
+    in_backward = False
+    for operation in program.operations:
+        in_backward |= operation.kind is Kind.BACKWARD
+        if operation.kind is Kind.FETCH:
+            assert operation.slot not in held.values()
+        elif operation.kind is Kind.FORWARD and (in_backward or operation.block == 10):
+            held[operation.block] = operation.slot
+        elif operation.kind is Kind.BACKWARD:
+            assert held.pop(operation.block, operation.slot) == operation.slot
+    check_gradient_buffers(program, 2)
+
+
+def test_more_fragments_than_gradient_buffers_are_refused() -> None:
+    visits = round_visits(layers_of((0, 1)), num_micro_batches=2)
+    with pytest.raises(AssertionError, match="more fragments than there are gradient buffers"):
+        schedule(visits, make_sizes(2), [None, None], num_gradient_buffers=1)
+
+
+def test_saved_activations_come_back_one_visit_ahead() -> None:
+    """What is saved last is needed first, and stays."""
+    visits = round_visits(layers_of((0,), (1,), (2,), saves=True, is_recomputed=False))
+    assert lines(visits, 3, 3) == [
+        "fetch     b0 s0",
+        "fetch     b1 s1",
+        "fetch     b2 s2",
+        "forward   b0 s0",
+        "save      b0",
+        "forward   b1 s1",
+        "save      b1",
+        "forward   b2 s2",
+        "restore   b1",
+        "backward  b2 s2 g0",
+        "offload   b2 g0",
+        "restore   b0",
+        "backward  b1 s1 g0",
+        "offload   b1 g0",
+        "backward  b0 s0 g0",
+        "offload   b0 g0",
+    ]
+
+
+def test_dropped_boundaries_are_made_again_once_per_group() -> None:
+    """Layers 1 and 2 have none: the first backward that needs one passes the layers before it again."""
+    layers = [LayerPlan((0,)), LayerPlan((1,), drops=True), LayerPlan((2,), drops=True), LayerPlan((3,))]
+    visits = round_visits(layers, num_micro_batches=2)
+    passed = [(visit.block, visit.micro_batch) for visit in visits if not visit.is_backward]
+    assert passed == [
+        *((block, micro_batch) for block in range(4) for micro_batch in (1, 0)),
+        *((block, micro_batch) for block in range(2) for micro_batch in (1, 0)),
+    ]
+    program = schedule(visits, make_sizes(4), [None, None])
+    assert program.count(Kind.FETCH) == 8  # two more than without: b0 and b1 pass once more
+    assert schedule(rounds(4, 1), make_sizes(4), [None, None]).count(Kind.FETCH) == 6
+
+
+def test_updates_at_once_follow_their_gradient() -> None:
+    program = schedule(
+        rounds(2, 1), make_sizes(2), [None, None], num_staging=2, first_staging=1, updates_at_once=True
+    )
+    ends = [o for o in program.operations if o.kind in (Kind.OFFLOAD, Kind.UPDATE)]
+    assert [(o.kind, o.block, o.staging) for o in ends] == [
+        (Kind.OFFLOAD, 1, 1),
+        (Kind.UPDATE, 1, 1),
+        (Kind.OFFLOAD, 0, 0),
+        (Kind.UPDATE, 0, 0),
+    ]
+    assert ends[0].writes == (("staging", 1), ("squares", 1))
+    assert ends[1].reads == (("staging", 1),)
+
+
+def test_the_next_sum_is_loaded_while_a_backward_runs() -> None:
+    program = schedule(rounds(2, 2), make_sizes(2), [None, None], num_gradient_buffers=2)
+    moves = [o for o in program.operations if o.kind not in (Kind.FETCH, Kind.FORWARD)]
+    assert [str(operation) for operation in moves] == [
+        "backward  b1 s1 g0",
+        "offload   b1 g0",
+        "load      b1 g0 adds",
+        "backward  b0 s0 g1",
+        "offload   b0 g1",
+        "load      b0 g1 adds",
+        "backward  b1 s1 g0 adds",
+        "offload   b1 g0 adds",
+        "backward  b0 s0 g1 adds",
+        "offload   b0 g1 adds",
+    ]
+
+
+def test_resident_layers_are_visited_and_move_nothing() -> None:
+    sizes = [resident(), *make_sizes(3)[1:]]
+    program = schedule(rounds(3, 1), sizes, [None])
+    moved = {o.block for o in program.operations if o.kind in (Kind.FETCH, Kind.OFFLOAD)}
+    assert moved == {1, 2}
+    assert [o.slot for o in visits_of(program) if o.block == 0] == [-1, -1]
