@@ -23,8 +23,19 @@ def make_lanes(device: str | torch.device | Lanes, device_limit: int | None = No
         return CheckedLanes(device_limit)
     if name == "emulated":
         return EmulatedLanes(EmulatedMachine(device_bytes=device_limit))
-    index = name.partition(":")[2] or torch.cuda.current_device()
-    return CudaLanes(torch.device(f"cuda:{index}"), device_limit)
+    return CudaLanes(compute_device(name), device_limit)
+
+
+def compute_device(name: str) -> torch.device:
+    """Return where the tensors of a device of that name are; emulated ones are on the CPU.
+
+    Raises:
+        ConfigError: As `check_device`.
+    """
+    name = check_device(name)
+    if name.partition(":")[0] != "cuda":
+        return torch.device("cpu")
+    return torch.device(f"cuda:{name.partition(':')[2] or torch.cuda.current_device()}")
 
 
 def check_device(name: str) -> str:

@@ -188,11 +188,11 @@ def test_an_exception_in_a_lane_reaches_the_caller(lane: Lane) -> None:
     class Failing(EmulatedLanes):
         countdown = 3
 
-        def _submit(self, submitted: Lane, function: Callable[[], object], nbytes: int) -> None:
+        def _submit(self, submitted: Lane, function: Callable[[], object], work: float, label: str) -> None:
             if submitted is lane:
                 self.countdown -= 1
                 function = fail if self.countdown == 0 else function
-            super()._submit(submitted, function, nbytes)
+            super()._submit(submitted, function, work, label)
 
     lanes = Failing()
     engine = megatrain.attach(make_model(FAMILIES["llama_tied"]()), device=lanes)

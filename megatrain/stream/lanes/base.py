@@ -1,0 +1,275 @@
+"""The interface of all lanes, from buffers to waits, and the lanes of a CPU that is its own accelerator."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import CapacityError
+from megatrain.optim.adamw import sum_of_squares
+from megatrain.optim.pool import default_pool
+from megatrain.plan.program import Buffer, Lane
+from megatrain.store.arena import Arena
+from megatrain.stream.lanes.records import Cause, Record, Recorder
+
+
+class OrderingError(AssertionError):
+    """A buffer was used without a wait that makes it safe, or an event waited for before it was recorded."""
+
+
+@dataclass(slots=True)
+class Event:
+    """A point in a lane's order."""
+
+    lane: Lane
+    is_recorded: bool = False
+    """The lane was told to record it. A wait for an event of which this is not so would be no wait at all."""
+    clock: dict[Lane, int] = field(default_factory=dict)
+    """Vector clock of the lane at this point; checked lanes only."""
+    launched: threading.Event | None = None
+    """Set when the work before this point is done, or, in a stream, launched with `native` behind it. None:
+    the work was done before the event was made."""
+    native: Any = None
+    """The device's own event, valid once `launched` is set; None: `launched` says that the work is done."""
+    done_s: float = 0.0
+    """When the work was done; emulated lanes only."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the work is known to be done, so that nobody need wait for it any more."""
+        return self.launched is None or (self.launched.is_set() and self.native is None)
+
+
+class Lanes(ABC):
+    """Enqueue work with the buffers it touches; waits follow.
+
+    One thread at a time calls the methods: the launching thread, or autograd's while that one waits for it.
+    Lane functions may call `sum_of_squares`, `freed` and `share`, and nothing else.
+    """
+
+    def __init__(self, device: torch.device, device_limit: int | None = None) -> None:
+        """Work on `device`, and allocate at most `device_limit` bytes there."""
+        self.device = device
+        self.device_limit = device_limit
+        self.device_bytes = 0
+        self.peak_device_bytes = 0
+        self._writer: dict[Buffer, Event] = {}
+        self._readers: dict[Buffer, dict[Lane, Event]] = {}
+        self._recorder = Recorder()
+        # Bounded, because what an exception leaves open stays at the bottom.
+        self._open_spans: dict[Lane, deque[tuple[str, Any]]] = {
+            lane: deque(maxlen=64) for lane in (Lane.COMPUTE, Lane.CALLER)
+        }
+
+    def enqueue(
+        self,
+        lane: Lane,
+        function: Callable[[], object],
+        *,
+        reads: Iterable[Buffer] = (),
+        writes: Iterable[Buffer] = (),
+        work: float = 0.0,
+        label: str = "",
+    ) -> None:
+        """Run `function` in `lane`, after everything that the buffers require.
+
+        Args:
+            lane: Where it runs. `function` may run later and in another thread, without grad mode.
+            function: What to do; it keeps alive what it uses.
+            reads: Buffers that it reads.
+            writes: Buffers that it writes.
+            work: Bytes that cross the link (FETCH, OFFLOAD, SAVE, RESTORE), bytes of host memory (HOST), or
+                FLOPs (COMPUTE).
+            label: Name in the record.
+
+        Raises:
+            BaseException: What an earlier function of any lane raised; nothing is enqueued then, and nothing
+                that was enqueued before this call begins any more.
+        """
+        self._raise_failure()
+        reads, writes = tuple(reads), tuple(writes)
+        self._wait_for(lane, reads, writes)
+        self._access(lane, reads, writes)
+        self._submit(lane, function, work, label)
+        self._note(lane, reads, writes)
+
+    def begin(
+        self, lane: Lane, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = (), label: str = ""
+    ) -> None:
+        """Wait for the buffers before work that the calling thread does itself; `end` with the same buffers.
+
+        COMPUTE: the thread launches work on the device. CALLER: it touches host memory, so it blocks until
+        the buffers are there.
+
+        Raises:
+            BaseException: As `enqueue`.
+        """
+        assert lane in self._open_spans, f"begin is for work of the launching thread, not for {lane.value}"
+        self._raise_failure()
+        reads, writes = tuple(reads), tuple(writes)
+        self._wait_for(lane, reads, writes)
+        self._access(lane, reads, writes)
+        self._open_spans[lane].append((label, self._start_span(lane)))
+
+    def end(self, lane: Lane, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> None:
+        """Mark the end of the work that `begin` announced."""
+        reads, writes = tuple(reads), tuple(writes)
+        self._access(lane, reads, writes)
+        event = self._note(lane, reads, writes)
+        if self._open_spans[lane]:
+            label, start = self._open_spans[lane].pop()
+            self._end_span(lane, label, start, event)
+
+    def begin_span(self, lane: Lane, label: str) -> None:
+        """Note in the record what the calling thread does until `end_span`; nothing is waited for."""
+        self._open_spans[lane].append((label, self._start_span(lane)))
+
+    def end_span(self, lane: Lane) -> None:
+        """Mark the end of what `begin_span`, or a `begin` whose buffers `end` comes to later, announced."""
+        if self._open_spans[lane]:
+            label, start = self._open_spans[lane].pop()
+            self._end_span(lane, label, start, None)
+
+    def drain(self) -> None:  # noqa: B027 (nothing is ever left to do where operations run at once)
+        """Block until every lane has done what was enqueued so far.
+
+        Raises:
+            BaseException: What a function raised and nobody was told.
+        """
+
+    def close(self) -> None:
+        """Finish all work and end the lanes; a second call does nothing.
+
+        Raises:
+            BaseException: As `drain`; the lanes have ended all the same.
+        """
+        self.drain()
+
+    def take_record(self) -> Record:
+        """Return the operations and waits that have ended since the last call; never blocks."""
+        return self._recorder.take()
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return (nbytes,) uint8 zeros on the device.
+
+        Raises:
+            CapacityError: The device budget does not hold them.
+        """
+        if self.device_limit is not None and self.device_bytes + nbytes > self.device_limit:
+            raise CapacityError(
+                f"the device budget of {self.device_limit:,} bytes cannot hold {nbytes:,} bytes more than "
+                f"the {self.device_bytes:,} in use; use fewer slots (memory.num_slots), or a larger budget"
+            )
+        self.device_bytes += nbytes
+        self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+        if self.device.type == "cpu":  # zeroed by the kernel, when a page is first touched
+            return Arena(nbytes).view(torch.uint8, 0, nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def lock(self, arena: Arena | None) -> None:  # noqa: B027 (nothing to do where the CPU is the device)
+        """Make host memory ready for copies at the speed of the link; `close` undoes it."""
+
+    def share(self, tensor: Tensor, lane: Lane) -> None:  # noqa: B027 (memory of a CPU has no streams)
+        """Keep a device tensor's memory from reuse until `lane` has done what it has of it by then.
+
+        For a tensor that a lane uses and another one made: call this before the last reference is dropped.
+        """
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Context in which a function of the HOST lane launches device work, in the order of compute."""
+        return nullcontext()
+
+    def free(self, buffers: Iterable[Tensor]) -> None:
+        """Take buffers from `allocate` out of the account; the caller drops them."""
+        self.device_bytes -= sum(buffer.numel() for buffer in buffers)
+
+    def sum_of_squares(self, flats: Iterable[Tensor], out: Tensor) -> None:
+        """Write the sum of squares of device tensors into `out`, a 0-dim float64 host or device tensor."""
+        pool = default_pool()
+        out.fill_(sum(sum_of_squares(pool, flat) for flat in flats))
+
+    def available_bytes(self) -> int | None:
+        """Bytes that may still be allocated on the device; None: unlimited."""
+        return None if self.device_limit is None else self.device_limit - self.device_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes in use on the device so far: ours, and on CUDA everything that torch allocated."""
+        return self.peak_device_bytes
+
+    def freed(self, flat: Tensor) -> None:  # noqa: B027 (most backends have nothing to do)
+        """Take note that nobody may read a device buffer any more."""
+
+    def _wait_for(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> None:
+        for buffer in reads + writes:
+            event = self._writer.get(buffer)
+            if event is not None and event.lane != lane:
+                self._wait(lane, event, Cause(lane, event.lane, buffer[0]))
+        for buffer in writes:
+            for owner, event in self._readers.get(buffer, {}).items():
+                if owner != lane:
+                    self._wait(lane, event, Cause(lane, owner, buffer[0]))
+
+    def _note(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> Event:
+        event = self._record(lane)
+        for buffer in writes:
+            self._writer[buffer] = event
+            self._readers.pop(buffer, None)
+        for buffer in reads:
+            self._readers.setdefault(buffer, {})[lane] = event
+        return event
+
+    def _access(  # noqa: B027 (only `CheckedLanes` checks)
+        self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]
+    ) -> None:
+        """Check an access."""
+
+    def _raise_failure(self) -> None:  # noqa: B027 (a function that runs at once raises at once)
+        """Raise what a function in another thread has raised."""
+
+    def _start_span(self, lane: Lane) -> Any:
+        return time.perf_counter()
+
+    def _end_span(self, lane: Lane, label: str, start: Any, event: Event | None) -> None:
+        self._recorder.span(lane, label, start, time.perf_counter())
+
+    def _run_now(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
+        start_s = time.perf_counter()
+        function()
+        self._recorder.span(lane, label, start_s, time.perf_counter(), work)
+
+    @abstractmethod
+    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None: ...
+
+    @abstractmethod
+    def _record(self, lane: Lane) -> Event: ...
+
+    @abstractmethod
+    def _wait(self, lane: Lane, event: Event, cause: Cause) -> None: ...
+
+
+class InlineLanes(Lanes):
+    """The CPU as its own accelerator: every operation has run when `enqueue` returns."""
+
+    def __init__(self, device_limit: int | None = None) -> None:
+        """Keep device buffers in host memory, at most `device_limit` bytes of them."""
+        super().__init__(torch.device("cpu"), device_limit)
+
+    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
+        self._run_now(lane, function, work, label)
+
+    def _record(self, lane: Lane) -> Event:
+        return Event(lane, is_recorded=True)
+
+    def _wait(self, lane: Lane, event: Event, cause: Cause) -> None:
+        if not event.is_recorded:
+            raise OrderingError(f"{cause} waits for an event that is not recorded")

@@ -1,0 +1,325 @@
+"""Streams and events of one CUDA device, one launcher thread per lane. Never run on a GPU yet.
+
+Who waits for whom, and where. An event is *launched* once its operation was launched and its CUDA event
+recorded behind it, or, in HOST, once its operation is done. CUDA takes a wait for an event that is not yet
+recorded as no wait, so every wait is for `launched` first:
+
+| waiting | for a stream | for HOST |
+|---|---|---|
+| a copy lane | its launcher thread for `launched`, then its stream for the CUDA event | its launcher thread |
+| COMPUTE | the launching thread for `launched`, then its current stream | the launching thread |
+| HOST | its thread for `launched`, then for the CUDA event | (its own order) |
+| CALLER | the launching thread for `launched`, then for the CUDA event | the launching thread |
+
+The device is never synchronised in `enqueue`, `begin`, `end` or `take_record`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.plan.program import Lane
+from megatrain.store.arena import Arena
+from megatrain.stream.lanes.base import Event
+from megatrain.stream.lanes.records import Cause, Record, Recorder
+from megatrain.stream.lanes.threads import Failure, ThreadedLanes, Worker
+
+_log = logging.getLogger(__name__)
+
+_COPY_LANES = (Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE)
+MAX_UNRESOLVED = 512
+"""CUDA events kept per lane before their times are looked up, should nobody take the record."""
+REBASE_S = 8.0
+"""CUDA tells the time between two events in single precision: at 8 s that is still exact to a microsecond."""
+
+
+class DeviceSpans:
+    """Spans between CUDA events, turned into host time as they complete; every thread may call.
+
+    The device's clock drifts from the host's by a few millionths; `anchor` ties them again.
+    """
+
+    def __init__(self, device: torch.device, recorder: Recorder) -> None:
+        """Tie the clocks: waits for the device once."""
+        self._device = device
+        self._recorder = recorder
+        self._lock = threading.Lock()
+        self._pending: dict[Lane, deque[tuple[str, Any, Any, float]]] = {lane: deque() for lane in Lane}
+        self.anchor()
+
+    def anchor(self) -> None:
+        """Tie the device's clock to the host's. Waits for the current stream."""
+        reference = torch.cuda.Event(enable_timing=True)
+        reference.record(torch.cuda.current_stream(self._device))
+        reference.synchronize()
+        with self._lock:
+            self._reference, self._reference_s = reference, time.perf_counter()
+
+    def add(
+        self, lane: Lane, label: str, start: torch.cuda.Event, end: torch.cuda.Event, work: float = 0.0
+    ) -> None:
+        """Note an operation between two recorded events."""
+        with self._lock:
+            pending = self._pending[lane]
+            pending.append((label, start, end, work))
+            if len(pending) > MAX_UNRESOLVED:
+                self._resolve(lane, at_most=2)
+
+    def resolve(self) -> None:
+        """Hand the spans that are complete to the recorder."""
+        with self._lock:
+            for lane, pending in self._pending.items():
+                self._resolve(lane, at_most=len(pending))
+
+    def _resolve(self, lane: Lane, at_most: int) -> None:
+        pending = self._pending[lane]
+        for _ in range(at_most):
+            label, start, end, work = pending[0]
+            if not end.query():  # an operation ends after those before it in its lane
+                return
+            pending.popleft()
+            start_s = self._seconds(start)
+            self._recorder.span(lane, label, start_s, start_s + start.elapsed_time(end) / 1e3, work)
+
+    def _seconds(self, event: torch.cuda.Event) -> float:
+        """Return the host's time of a completed event; before the reference, CUDA gives a negative time."""
+        elapsed_s = self._reference.elapsed_time(event) / 1e3
+        event_s = self._reference_s + elapsed_s
+        if elapsed_s > REBASE_S:
+            self._reference, self._reference_s = event, event_s
+        return event_s
+
+
+class StreamWorker(Worker):
+    """Launches one lane's operations into its stream."""
+
+    def __init__(
+        self, lane: Lane, failure: Failure, recorder: Recorder, stream: torch.cuda.Stream, spans: DeviceSpans
+    ) -> None:
+        """Launch into `stream`."""
+        super().__init__(lane, failure, recorder)
+        self._stream = stream
+        self._spans = spans
+        self._open: tuple[str, torch.cuda.Event, float] | None = None
+
+    def _context(self) -> AbstractContextManager[object]:
+        return _on_stream(self._stream)
+
+    def _wait(self, event: Event, cause: Cause) -> None:
+        self._until_launched(event, cause)
+        if event.native is not None:
+            self._stream.wait_event(event.native)
+
+    def _run(self, function: Callable[[], object], work: float, label: str, enqueued_s: float) -> None:
+        start = torch.cuda.Event(enable_timing=True)
+        start.record(self._stream)  # behind the stream's waits: it passes when the operation begins
+        function()
+        self._open = (label, start, work)
+
+    def _set(self, event: Event) -> None:
+        try:
+            event.native = _record_in(self._stream)
+            if self._open is not None:
+                label, start, work = self._open
+                self._open = None
+                self._spans.add(self.lane, label, start, event.native, work)
+        finally:  # whoever waits must go on even if the device has failed
+            super()._set(event)
+
+
+class HostWorker(Worker):
+    """Runs functions on the host, after what they need has arrived there.
+
+    It has a stream of its own, so that what little a function reads from the device does not queue up behind
+    compute.
+    """
+
+    def __init__(self, failure: Failure, recorder: Recorder, stream: torch.cuda.Stream) -> None:
+        """Use `stream` for what functions read from the device."""
+        super().__init__(Lane.HOST, failure, recorder)
+        self._stream = stream
+        self.launched_into: torch.cuda.Stream | None = None
+        """Where the operation that runs has launched device work, which is not done when it returns."""
+
+    def _set(self, event: Event) -> None:
+        stream, self.launched_into = self.launched_into, None
+        try:
+            if stream is not None:
+                event.native = _record_in(stream)
+        finally:
+            super()._set(event)
+
+    def _context(self) -> AbstractContextManager[object]:
+        return _on_stream(self._stream)
+
+    def _wait(self, event: Event, cause: Cause) -> None:
+        start_s = time.perf_counter()
+        assert event.launched is not None
+        event.launched.wait()
+        if event.native is not None:
+            event.native.synchronize()
+        self._recorder.waited(cause, start_s)
+
+
+class CudaLanes(ThreadedLanes):
+    """Copy lanes are streams with a launcher thread each, HOST is a thread, COMPUTE the current stream."""
+
+    def __init__(self, device: torch.device, device_limit: int | None = None) -> None:
+        """Create one stream for each lane; compute runs in the calling thread's current stream."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        super().__init__(torch.device("cuda", index), device_limit)
+        self._compute_stream = torch.cuda.current_stream(self.device)
+        self._streams = {lane: torch.cuda.Stream(self.device) for lane in (*_COPY_LANES, Lane.HOST)}
+        self._spans = DeviceSpans(self.device, self._recorder)
+        self._locked: list[Arena] = []
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def take_record(self) -> Record:
+        """Return what has ended since the last call; never blocks, and never waits for the device."""
+        self._spans.resolve()
+        return super().take_record()
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return (nbytes,) uint8 zeros on the device, which every stream may use at once."""
+        buffer = super().allocate(nbytes)
+        # The zeros are written in the current stream, which no operation declares: a first fetch would race.
+        torch.cuda.current_stream(self.device).synchronize()
+        return buffer
+
+    def lock(self, arena: Arena | None) -> None:
+        """Page-lock host memory. Copies of other memory are slower, and hold up their lane's thread."""
+        if arena is None or any(held is arena for held in self._locked):
+            return
+        self._locked.append(arena)  # a refused one too: it is asked for once, and has nothing to unlock
+        if arena.lock():
+            return
+        with contextlib.suppress(RuntimeError):
+            # The refused call stays the driver's last error, which the next kernel would raise as its own.
+            torch.zeros(1, device=self.device)
+        _log.warning(
+            "%.1f GiB of host memory could not be page-locked: its copies will be slower than the link",
+            arena.nbytes / (1 << 30),
+        )
+
+    def share(self, tensor: Tensor, lane: Lane) -> None:
+        """Keep a device tensor's memory from reuse until what `lane` was given of it is done.
+
+        The allocator looks at the lane's stream when the last reference goes, and a function that is still to
+        be launched holds one.
+        """
+        if tensor.is_cuda:
+            tensor.record_stream(self._stream(lane))
+
+    def computing(self) -> AbstractContextManager[object]:
+        """The stream that was current when the lanes were made: what compute runs in."""
+        return self._computing()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        worker = self._workers[Lane.HOST]
+        assert isinstance(worker, HostWorker)
+        worker.launched_into = self._compute_stream
+        with _on_stream(self._compute_stream):
+            yield
+
+    def sum_of_squares(self, flats: Iterable[Tensor], out: Tensor) -> None:
+        """Sum on the device, in the current stream, without a wait of the host."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for flat in flats:
+            if flat.numel():
+                total += torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
+        out.copy_(total, non_blocking=True)
+
+    def available_bytes(self) -> int:
+        """Bytes free on the device, or left of the limit."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free if self.device_limit is None else min(free, self.device_limit - self.device_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that torch had allocated on the device."""
+        return int(torch.cuda.max_memory_allocated(self.device))
+
+    def _finish(self) -> None:
+        for stream in (*self._streams.values(), torch.cuda.current_stream(self.device)):
+            stream.synchronize()
+        self._spans.resolve()
+        self._spans.anchor()
+
+    def _release(self) -> None:
+        try:
+            torch.cuda.synchronize(self.device)
+        finally:
+            for arena in self._locked:
+                arena.unlock()
+            self._locked.clear()
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        return self._streams[lane] if lane in self._streams else torch.cuda.current_stream(self.device)
+
+    def _make_worker(self, lane: Lane) -> Worker:
+        if lane is Lane.HOST:
+            return HostWorker(self._failure, self._recorder, self._streams[lane])
+        return StreamWorker(lane, self._failure, self._recorder, self._streams[lane], self._spans)
+
+    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
+        if lane is not Lane.COMPUTE:
+            super()._submit(lane, function, work, label)
+            return
+        start = self._start_span(lane)
+        function()
+        self._spans.add(lane, label, start, _record_in(self._stream(lane)), work)
+
+    def _start_span(self, lane: Lane) -> Any:
+        if lane is not Lane.COMPUTE:
+            return super()._start_span(lane)
+        start = torch.cuda.Event(enable_timing=True)
+        start.record(self._stream(lane))
+        return start
+
+    def _end_span(self, lane: Lane, label: str, start: Any, event: Event | None) -> None:
+        if lane is Lane.COMPUTE:
+            end = _record_in(self._stream(lane)) if event is None else event.native
+            self._spans.add(lane, label, start, end)
+        else:
+            super()._end_span(lane, label, start, event)
+
+    def _set_now(self, event: Event) -> None:
+        if event.lane is Lane.COMPUTE:  # in the calling thread: autograd has its own current stream
+            event.native = _record_in(self._stream(event.lane))
+        super()._set_now(event)
+
+    def _wait_now(self, event: Event, cause: Cause) -> None:
+        start_s = time.perf_counter()
+        assert event.launched is not None
+        event.launched.wait()  # before anything is read of the event: its lane fills it in
+        if event.native is not None and cause.waiting is Lane.CALLER:
+            event.native.synchronize()
+        self._recorder.waited(cause, start_s)
+        if event.native is not None and cause.waiting is Lane.COMPUTE:
+            self._stream(Lane.COMPUTE).wait_event(event.native)
+        self._raise_failure()
+
+
+def _record_in(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    # Blocking: a thread that waits for it sleeps, and leaves its core to the optimizer.
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record(stream)
+    return event
+
+
+@contextmanager
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    torch.cuda.set_device(stream.device)
+    with torch.cuda.stream(stream):
+        yield
