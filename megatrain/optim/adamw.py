@@ -21,8 +21,9 @@ from torch import Tensor
 
 from megatrain.optim.pool import TASKS_PER_THREAD, WorkerPool
 
-TASK_NUMEL = 1 << 20
-"""Elements per task at most: about 1 ms of work, so that the queue costs nothing and no thread waits long."""
+TASK_NUMEL = 1 << 22
+"""Elements per task at most: some milliseconds of work. To begin one takes the interpreter's lock, for which
+a busy Python thread may keep the others waiting."""
 MIN_TASK_NUMEL = 1 << 14
 """Elements per task at least: below it, handing a task over costs more than it saves."""
 ALIGN_NUMEL = 64
@@ -77,7 +78,7 @@ class AdamWStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planes:
-    """What an update reads and writes: 1-D contiguous CPU tensors of N elements each."""
+    """What an update reads and writes: 1-D contiguous tensors of N elements each, all on one device."""
 
     working: Tensor
     """bfloat16; or float32 where `remainder` is None: then it is the master."""
@@ -91,7 +92,7 @@ class Planes:
     """bfloat16 or float32; only read."""
 
     def check(self) -> None:
-        """Assert dtypes, sizes and contiguity: the kernels trust them."""
+        """Assert dtypes, sizes, contiguity and one device: the kernels trust them."""
         expected = {
             "working": (torch.float32 if self.remainder is None else torch.bfloat16,),
             "remainder": (torch.int16,),
@@ -105,6 +106,17 @@ class Planes:
                 assert plane.dtype in dtypes, f"{name} is {plane.dtype}, not one of {dtypes}"
                 _check_flat(name, plane)
                 assert plane.numel() == self.working.numel(), f"{name} has {plane.numel()} elements"
+                assert plane.device == self.working.device, f"{name} is on {plane.device}"
+
+    def slice(self, start: int, stop: int) -> Planes:
+        """Return views of elements [start, stop)."""
+        return Planes(
+            working=self.working[start:stop],
+            remainder=None if self.remainder is None else self.remainder[start:stop],
+            exp_avg=self.exp_avg[start:stop],
+            exp_avg_sq=self.exp_avg_sq[start:stop],
+            gradient=self.gradient[start:stop],
+        )
 
 
 def update(
@@ -137,6 +149,7 @@ def update_many(pool: WorkerPool, ranges: Iterable[tuple[AdamWStep, Planes]]) ->
     numels = []
     for hyper, planes in ranges:
         planes.check()
+        _check_host("planes", planes.working)
         state = planes.working, planes.remainder, planes.exp_avg, planes.exp_avg_sq
         arrays = map(_bits, (*state, planes.gradient))
         pieces.append(functools.partial(kernels.update, hyper.scalars(), *arrays))
@@ -160,6 +173,7 @@ def sum_of_squares(pool: WorkerPool, flat: Tensor) -> float:
 
     assert flat.dtype in (torch.bfloat16, torch.float32), f"gradient is {flat.dtype}"
     _check_flat("gradient", flat)
+    _check_host("gradient", flat)
     values = _bits(flat)
     sums = np.zeros(-(-flat.numel() // SUM_CHUNK_NUMEL))
     piece = functools.partial(kernels.sum_squares, values, SUM_CHUNK_NUMEL, sums)
@@ -203,5 +217,9 @@ def _bits(plane: Tensor | None) -> Any:
 
 
 def _check_flat(name: str, plane: Tensor) -> None:
-    flat = plane.dim() == 1 and plane.is_contiguous() and plane.device.type == "cpu"
-    assert flat, f"{name} is not a flat CPU tensor: {tuple(plane.shape)}, {plane.stride()}, {plane.device}"
+    flat = plane.dim() == 1 and plane.is_contiguous()
+    assert flat, f"{name} is not a flat tensor: {tuple(plane.shape)}, {plane.stride()}"
+
+
+def _check_host(name: str, plane: Tensor) -> None:
+    assert plane.device.type == "cpu", f"{name} is on {plane.device}, not in host memory"

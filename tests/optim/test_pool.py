@@ -1,12 +1,13 @@
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from megatrain.errors import ConfigError
 from megatrain.optim import pool as pool_module
-from megatrain.optim.pool import WorkerPool, default_pool, worker_threads
+from megatrain.optim.pool import WorkerPool, default_pool, set_default_threads
+from megatrain.optim.threads import update_threads
 
 
 def returns(value: int) -> Callable[[], int]:
@@ -110,48 +111,37 @@ def test_idle_workers_keep_nothing_alive() -> None:
     pool.close()
 
 
+@pytest.fixture
+def fresh_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has no default pool yet."""
+    monkeypatch.setattr(pool_module, "_default_pool", None)
+    monkeypatch.setattr(pool_module, "_default_threads", None)
+    yield
+    if pool_module._default_pool is not None:
+        pool_module._default_pool.close()
+
+
+@pytest.mark.usefixtures("fresh_default")
 def test_default_pool_is_one() -> None:
-    assert default_pool() is default_pool()
-    assert default_pool().num_threads == worker_threads() >= 1
+    pools = WorkerPool(4).run([default_pool] * 8)
+    assert set(pools) == {default_pool()}
+    assert default_pool().num_threads == update_threads().num_threads >= 1
 
 
-def test_omp_num_threads_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = worker_threads()
-    monkeypatch.setenv("OMP_NUM_THREADS", "77")
-    assert worker_threads() == before
+@pytest.mark.usefixtures("fresh_default")
+def test_default_pool_has_the_threads_that_were_set() -> None:
+    set_default_threads(2)
+    set_default_threads(3)  # nothing uses it yet
+    assert default_pool().num_threads == 3
+    set_default_threads(3)
+    with pytest.raises(ConfigError, match="is 5, but this process already has 3"):
+        set_default_threads(5)
+    assert default_pool().num_threads == 3
 
 
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("membership", "files", "cpus"),
-    [
-        (
-            "0::/a/b",
-            {"a/b/cpu.max": "max 100000", "a/cpu.max": "250000 100000", "cpu.max": "max 100000"},
-            2.5,
-        ),
-        ("0::/a", {"a/cpu.max": "max 100000"}, None),
-        ("0::/hidden", {"cpu.max": "150000 100000"}, 1.5),
-        ("3:cpu,cpuacct:/x", {"cpu/x/cpu.cfs_quota_us": "300000", "cpu/x/cpu.cfs_period_us": "100000"}, 3.0),
-        ("3:cpu:/x", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, None),
-        ("3:memory:/x", {"memory/x/cpu.cfs_quota_us": "1", "memory/x/cpu.cfs_period_us": "100000"}, None),
-        ("0::/", {}, None),
-    ],
-)
-def test_cpu_quota(tmp_path: Path, membership: str, files: dict[str, str], cpus: float | None) -> None:
-    write(tmp_path / "membership", membership + "\n")
-    for name, text in files.items():
-        write(tmp_path / "root" / name, text + "\n")
-    assert pool_module._cgroup_cpus(tmp_path / "membership", tmp_path / "root") == cpus
-
-
-def test_threads_of_one_core_count_once(tmp_path: Path) -> None:
-    for cpu in range(4):
-        write(tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list", f"{cpu % 2},{cpu % 2 + 2}\n")
-    assert pool_module._physical_cores({0, 1, 2, 3}, tmp_path) == 2
-    assert pool_module._physical_cores({0, 2}, tmp_path) == 1
-    assert pool_module._physical_cores({8, 9}, tmp_path) == 2
+@pytest.mark.usefixtures("fresh_default")
+@pytest.mark.parametrize("num_threads", [0, -2])
+def test_no_threads_are_refused(num_threads: int) -> None:
+    with pytest.raises(ConfigError, match=f"is {num_threads}; use 1 or more"):
+        set_default_threads(num_threads)
+    assert default_pool().num_threads == update_threads().num_threads

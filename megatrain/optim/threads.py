@@ -1,0 +1,159 @@
+"""How many threads may work, and how many of them on updates, counted from what the system allows.
+
+`OMP_NUM_THREADS` is ignored: `torchrun` sets it to 1 for reasons that do not concern these threads.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_SYSTEM = Path("/sys/devices/system")
+_LEFT_OVER = "for the launcher and the loader"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThreadBudget:
+    """Threads for updates, and what they were counted from."""
+
+    num_threads: int
+    """Threads that may update parameters at once."""
+    cores: int
+    """Physical cores that the affinity mask allows."""
+    quota_cpus: float | None
+    """CPUs that the tightest control group allows. None: no limit."""
+    num_nodes: int
+    """NUMA nodes that the allowed CPUs are on."""
+    reason: str
+    """Why `num_threads` is not the number of cores, for `describe`."""
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        cores = "1 physical core" if self.cores == 1 else f"{self.cores} physical cores"
+        nodes = "1 NUMA node" if self.num_nodes == 1 else f"{self.num_nodes} NUMA nodes"
+        quota = "none" if self.quota_cpus is None else f"{self.quota_cpus:g} CPUs"
+        return (
+            f"threads: {self.num_threads} for updates of {cores} ({self.reason}), {nodes}, "
+            f"cgroup quota {quota}"
+        )
+
+
+def update_threads(num_threads: int | None = None) -> ThreadBudget:
+    """Return how many threads may update parameters while the rest of the step goes on.
+
+    All cores that this process may use but 2, or 1 where there are 3 to 7: one for the thread that launches
+    kernels, one for the loader. If every core had a thread that never waits, these would fall behind by a
+    time slice now and then, and the device with them; an update that waits for memory loses little by two
+    cores of many. Of 1 or 2 cores none is left over: that would take half of the update's speed or all of it.
+    DeepSpeed measured a step of 1.22 s in place of 1.38 s with 2 cores left over.
+
+    A process that is bound to one NUMA node has that node's cores by its affinity mask. There is no other
+    limit to a node, since planes lie on all nodes alike.
+
+    Args:
+        num_threads: What the user chose. None: count.
+
+    Source: https://github.com/deepspeedai/DeepSpeed/issues/7478
+    """
+    return _budget(num_threads, _allowed_cpus(), _quota_cpus(), _SYSTEM)
+
+
+def worker_threads() -> int:
+    """Return how many threads can work at once: physical cores, within the affinity mask and CPU quota."""
+    return _usable_cores(_physical_cores(_allowed_cpus(), _SYSTEM / "cpu"), _quota_cpus())
+
+
+def _budget(num_threads: int | None, cpus: set[int], quota_cpus: float | None, system: Path) -> ThreadBudget:
+    cores = _physical_cores(cpus, system / "cpu")
+    usable = _usable_cores(cores, quota_cpus)
+    left_over = 2 if usable >= 8 else 1 if usable >= 3 else 0
+    return ThreadBudget(
+        num_threads=usable - left_over if num_threads is None else num_threads,
+        cores=cores,
+        quota_cpus=quota_cpus,
+        num_nodes=_numa_nodes(cpus, system / "node"),
+        reason=f"{left_over or 'none'} {_LEFT_OVER}" if num_threads is None else "as set",
+    )
+
+
+def _usable_cores(cores: int, quota_cpus: float | None) -> int:
+    return max(1, cores if quota_cpus is None else min(cores, int(quota_cpus)))
+
+
+def _allowed_cpus() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _quota_cpus() -> float | None:
+    return _cgroup_cpus(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+
+
+def _numa_nodes(cpus: set[int], root: Path) -> int:
+    """Count the nodes that have one of `cpus`; a node of memory alone has none."""
+    lists = []
+    for path in root.glob("node[0-9]*/cpulist"):
+        try:
+            lists.append(path.read_text())
+        except OSError:  # hidden by the container
+            continue
+    return max(1, sum(not cpus.isdisjoint(_cpu_list(text)) for text in lists))
+
+
+def _cpu_list(text: str) -> set[int]:
+    """Read a list of CPUs as the kernel writes it: `0-3,8-11`."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _physical_cores(cpus: set[int], root: Path) -> int:
+    """Count cores among `cpus`: threads of one core share the memory pipes that the kernels wait for."""
+    siblings = set()
+    for cpu in cpus:
+        try:
+            siblings.add((root / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip())
+        except OSError:  # not Linux, or hidden by the container: count each CPU
+            siblings.add(str(cpu))
+    return len(siblings)
+
+
+def _cgroup_cpus(membership: Path, root: Path) -> float | None:
+    """Return the tightest CPU quota of the control groups (versions 1 and 2), in CPUs; None if free."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            folders = [root, root / "unified"]
+        elif "cpu" in controllers.split(","):
+            folders = [root / "cpu", root / controllers]
+        else:
+            continue
+        for folder in folders:
+            # A container may not see its own path under the mount: its parents, the mount itself included,
+            # bind too.
+            group = folder / path.lstrip("/")
+            while True:
+                quotas.append(_quota(group))
+                if group == folder:
+                    break
+                group = group.parent
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota(group: Path) -> float | None:
+    try:
+        if (group / "cpu.max").exists():
+            limit, period = (group / "cpu.max").read_text().split()
+        else:
+            limit = (group / "cpu.cfs_quota_us").read_text()
+            period = (group / "cpu.cfs_period_us").read_text()
+        return int(limit) / int(period) if limit != "max" and int(limit) > 0 else None
+    except (OSError, ValueError):
+        return None
