@@ -1,0 +1,73 @@
+"""Which kernel torch takes first for scaled dot product attention.
+
+torch's own order puts cuDNN last. On Hopper cuDNN is the fastest (a backward at 516 TF/s where flash has
+322), and data center Blackwell is taken to be alike; elsewhere it is slower (0.82 of flash on A100, 0.88 on
+RTX PRO 6000), so the order is changed there and nowhere else. A mask, a head size or a dtype that a kernel
+cannot do still makes torch take the next one.
+
+The order is a setting of the process, not of a thread: it holds in the backward too, which CUDA runs on a
+thread of autograd's. So it is set when an engine is attached, and put back when it is detached.
+
+The flash-attn package is not chosen here: torch has its kernel, and a user who wants the package's other
+kernels names them in `model.attn_implementation`.
+
+Sources: FlashAttention-3 (Shah et al., 2024), table of backward passes; transformers issue 48163.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_PREFERS_CUDNN = (9, 10)
+"""Major compute capabilities: Hopper, and data center Blackwell. Workstation Blackwell is 12."""
+
+_CUDNN_FIRST = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+
+
+def choose_attention(
+    device_type: str, capability: tuple[int, int] | None, *, is_rocm: bool = False
+) -> tuple[SDPBackend, ...] | None:
+    """Choose the order in which torch tries attention kernels; None: torch's own order.
+
+    Args:
+        device_type: `cuda`, `cpu` and so on.
+        capability: Compute capability of a CUDA device, such as (9, 0).
+        is_rocm: The CUDA device is an AMD one, whose capabilities count otherwise.
+    """
+    if device_type != "cuda" or is_rocm or capability is None or capability[0] not in _PREFERS_CUDNN:
+        return None
+    return _CUDNN_FIRST
+
+
+def attention_of(device: torch.device) -> tuple[SDPBackend, ...] | None:
+    """Choose the order for a device of this machine."""
+    if device.type != "cuda":
+        return None
+    return choose_attention(
+        device.type, torch.cuda.get_device_capability(device), is_rocm=torch.version.hip is not None
+    )
+
+
+@contextmanager
+def attention_order(order: Sequence[SDPBackend] | None) -> Iterator[None]:
+    """Let torch try attention kernels in this order, in every thread; kernels that are off stay off."""
+    if order is None:
+        yield
+        return
+    is_on = {
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
+    }
+    with sdpa_kernel([backend for backend in order if is_on[backend]], set_priority=True):
+        yield
