@@ -5,6 +5,9 @@ sense (`GradientCheckpointingLayer`, or a class named in `_no_split_modules`); c
 parameters belong to resident blocks, one for each largest module that holds no streamed block. A parameter
 that several blocks use (tied weights) has one owner: the resident block if one of the users is resident, and
 a resident block of its own if all users are streamed.
+
+With fragments, a decoder layer becomes several blocks, each of which streams by itself: one for each large
+part of the layer (attention; mlp or experts), entered when a module of it is called.
 """
 
 from __future__ import annotations
@@ -19,6 +22,13 @@ from megatrain.errors import ModelError
 
 _STREAMED_SHARE = 0.05
 """A list of layers with less than this share of the parameters (a small tower) stays resident."""
+
+_FRAGMENT_SHARE = 0.1
+"""A part of a layer with less than this share of its parameters (a norm) joins a larger part."""
+
+_AFTER_ATTENTION = ("ff", "feed", "mlp")
+"""A small part with one of these in its name runs beside the layer's second large part, any other with the
+first. A wrong guess costs a fetch, and changes no result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,9 @@ class Block:
 
     name: str
     module: nn.Module | None
-    """The streamed module; None for a resident block."""
+    """The decoder layer that the block is, or is a fragment of; None for a part that is always resident."""
+    entries: tuple[nn.Module, ...] = ()
+    """Of a fragment: the parts of the layer that it holds; a call of one of them enters it."""
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     """Where this block's own parameters are looked up."""
@@ -46,12 +58,16 @@ class Block:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the block passes through the slots."""
+        """Whether the block is (a fragment of) a decoder layer, which may pass through the slots."""
         return self.module is not None
 
 
-def find_blocks(model: PreTrainedModel) -> list[Block]:
-    """Split a model into blocks: streamed ones in the order of the module tree, then resident ones.
+def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Block]:
+    """Split a model into blocks: those of decoder layers in the order of the module tree, then the others.
+
+    Args:
+        model: A Hugging Face model.
+        fragments: Split each layer into its large parts, where it has several and no parameter of its own.
 
     Raises:
         ModelError: The model has no list of decoder layers.
@@ -89,7 +105,52 @@ def find_blocks(model: PreTrainedModel) -> list[Block]:
                 user.borrowed.append(site)
             owner.sites.append(site)
     outer = [block for block in [*resident.values(), shared] if block.parameters]
-    return [*blocks.values(), *outer]
+    inner = list(blocks.values())
+    if fragments:
+        inner = [fragment for block in inner for fragment in _split(block)]
+    return [*inner, *outer]
+
+
+def _split(layer: Block) -> list[Block]:
+    """Split a layer into fragments, in the order in which its parts are registered; [layer] if it has one."""
+    module = layer.module
+    assert module is not None
+    inside = {name: set(map(id, child.modules())) for name, child in module.named_children()}
+
+    def part_of(site: Site) -> str | None:
+        return next((name for name, held in inside.items() if id(site.module) in held), None)
+
+    parts: dict[str, dict[str, nn.Parameter]] = {}
+    for site in layer.sites:
+        name = part_of(site)
+        if name is None or type(module.get_submodule(name)).forward is nn.Module.forward:
+            return [layer]  # a parameter of the layer itself, or a container that is never called
+        parts.setdefault(name, {})[site.name] = layer.parameters[site.name]
+    sizes = {name: sum(p.numel() for p in held.values()) for name, held in parts.items()}
+    large = [name for name in parts if sizes[name] >= _FRAGMENT_SHARE * sum(sizes.values())]
+    owned = [name for held in parts.values() for name in held]
+    if len(large) < 2 or len(set(owned)) < len(owned):
+        return [layer]
+    fragments = {
+        name: Block(name=f"{layer.name}.{name}", module=module, entries=(module.get_submodule(name),))
+        for name in large
+    }
+    for name, held in parts.items():
+        second = any(mark in name.lower() for mark in _AFTER_ATTENTION)
+        fragment = fragments.get(name) or fragments[large[1 if second else 0]]
+        if name not in fragments:
+            fragment.entries += (module.get_submodule(name),)
+        fragment.parameters.update(held)
+    for attribute in ("sites", "borrowed"):
+        for site in getattr(layer, attribute):
+            name = part_of(site)
+            owner = next(
+                (f for f in fragments.values() if name and module.get_submodule(name) in f.entries), None
+            )
+            if owner is None:
+                return [layer]
+            getattr(owner, attribute).append(site)
+    return list(fragments.values())
 
 
 def _choose_owner(users: list[Block], shared: Block) -> Block:

@@ -14,7 +14,8 @@ import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 IGNORED = -100
 """The label of a token that is not trained on, as in torch and transformers."""
 
-_LOGITS_BYTES = 1 << 29
+LOGITS_BYTES = 1 << 29
 """The automatic chunk holds this much of fp32 logits."""
 
 _PROBE_TOKENS = 32
@@ -43,13 +44,21 @@ def count_targets(batch: Mapping[str, Any]) -> int:
     Raises:
         DataError: The batch has no labels.
     """
-    if batch.get("shift_labels") is not None:
-        return int((batch["shift_labels"] != IGNORED).sum())
-    if batch.get("labels") is None:
+    count = targets_of(batch)
+    if count is None:
         raise DataError(
             "a micro-batch has no 'labels'; pass labels of the shape of input_ids, -100 where not trained"
         )
-    return int((batch["labels"][..., 1:] != IGNORED).sum())
+    return int(count)
+
+
+def targets_of(batch: Mapping[str, Any]) -> Tensor | None:
+    """Return the same as a 0-dim tensor, for which nobody has to wait; None: the batch has no labels."""
+    if batch.get("shift_labels") is not None:
+        return (batch["shift_labels"] != IGNORED).sum()
+    if batch.get("labels") is None:
+        return None
+    return (batch["labels"][..., 1:] != IGNORED).sum()
 
 
 class _Captured(BaseException):
@@ -58,6 +67,22 @@ class _Captured(BaseException):
     def __init__(self, output: Any) -> None:
         super().__init__()
         self.output = output
+
+
+@dataclass(slots=True)
+class Share:
+    """A micro-batch's part of the tokens over which a step's loss is averaged."""
+
+    total: int
+    count: int
+    was_used: bool = False
+    """The model's own code divided by `total`."""
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the micro-batch's part of the step's loss, scaled here if the model's own code did not."""
+        if self.was_used or self.count == self.total:
+            return loss
+        return loss * (self.count / self.total)
 
 
 class Head:
@@ -80,17 +105,18 @@ class Head:
         self._model = model
         self._bring_again = bring_again
         vocab_size = int(getattr(model.config.get_text_config(), "vocab_size", 0) or 1)
-        self._chunk_tokens = chunk_tokens or max(1, _LOGITS_BYTES // (4 * vocab_size))
+        self._chunk_tokens = chunk_tokens or max(1, LOGITS_BYTES // (4 * vocab_size))
         self._is_explicit = chunk_tokens is not None
         # An adapter's wrapper passes reads of loss_function on to the model inside, but keeps what is set.
         self._owner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._original: Callable[..., Tensor] = self._owner.loss_function
         self._was_set = "_loss_function" in self._owner.__dict__
         self._takes_total = "num_items_in_batch" in inspect.signature(self._original).parameters
-        self._total: int | None = None
-        self._count = 0
-        self._was_used = False
+        self.share: Share | None = None
+        """The running micro-batch's; put away and back where micro-batches run in turns."""
         self._adds_up: bool | None = None
+        self.chunked_tokens = 0
+        """Tokens that passed the head in chunks so far, and pass it again in the backward."""
         self._signature = inspect.signature(type(model).forward)
         self._owner.loss_function = self._loss
 
@@ -102,24 +128,17 @@ class Head:
             self._owner.__dict__.pop("_loss_function", None)
 
     @contextmanager
-    def over(self, total: int, count: int) -> Iterator[None]:
-        """Average over `total` tokens of the step; the coming micro-batch has `count` of them."""
-        self._total, self._count, self._was_used = total, count, False
+    def over(self, share: Share | None) -> Iterator[None]:
+        """Average over the tokens of the step, of which the coming micro-batch has its share."""
+        self.share = share
         try:
             yield
         finally:
-            self._total = None
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the micro-batch's part of the step's loss, scaled here if the model's own code did not."""
-        if self._was_used or self._count == self._total:
-            return loss
-        assert self._total is not None
-        return loss * (self._count / self._total)
+            self.share = None
 
     def call(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the CausalLM's own forward, its head in chunks if the batch is larger than one."""
-        named = self._named(args, kwargs)
+        named = self.named(args, kwargs)
         if named is None or not self._wants_chunks(named):
             return inner(*args, **kwargs)
         output = self._decode(inner, named)
@@ -135,7 +154,8 @@ class Head:
                 return inner(**named)
         return self._chunked(inner, named, output, targets)
 
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments of the CausalLM's forward by name; None if they do not fit it."""
         try:
             bound = self._signature.bind(self._model, *args, **kwargs)
         except TypeError:  # the model's own forward says what is wrong with its arguments
@@ -150,7 +170,7 @@ class Head:
         labels = named.get("labels")
         if labels is None or not torch.is_grad_enabled() or not self._takes_total or self._adds_up is False:
             return False
-        if self._total is None and not self._is_explicit:  # a caller of model(...) may want the logits
+        if self.share is None and not self._is_explicit:  # a caller of model(...) may want the logits
             return False
         return bool(labels.numel() > self._chunk_tokens) and self._decoder() is not None
 
@@ -165,10 +185,12 @@ class Head:
         forward = decoder.forward
 
         def capture(*args: Any, **kwargs: Any) -> Any:
+            stack.close()  # inside, another micro-batch may be let through to the same decoder
             raise _Captured(forward(*args, **kwargs))
 
         try:
-            with self._standing_in(capture):
+            with ExitStack() as stack:
+                stack.enter_context(self._standing_in(capture))
                 inner(**named)
         except _Captured as captured:
             return captured.output
@@ -196,7 +218,10 @@ class Head:
     ) -> ModelOutput:
         hidden = output.last_hidden_state.flatten(0, -2)
         flat = targets.reshape(-1)
-        total = self._total if self._total is not None else int((flat != IGNORED).sum())
+        self.chunked_tokens += flat.numel()
+        total = named.get("num_items_in_batch")  # of a caller who divides by more than this batch's tokens
+        if total is None:
+            total = self.share.total if self.share is not None else int((flat != IGNORED).sum())
         losses = []
         for start in range(0, flat.numel(), self._chunk_tokens):
             stop = start + self._chunk_tokens
@@ -208,7 +233,8 @@ class Head:
             losses.append(
                 checkpoint(run, hidden[start:stop][None], flat[start:stop][None], use_reentrant=False)
             )
-        self._was_used = True
+        if self.share is not None:
+            self.share.was_used = True
         return ModelOutput(loss=torch.stack(losses).sum())
 
     def _part(
@@ -218,7 +244,7 @@ class Head:
         output: Any,
         hidden: Tensor,
         targets: Tensor,
-        total: int,
+        total: int | Tensor,
         *,
         is_first: bool,
     ) -> Tensor:
@@ -255,7 +281,7 @@ class Head:
             if "output_router_logits" in self._signature.parameters:
                 whole_named["output_router_logits"] = False
             part = dataclasses.replace(output, last_hidden_state=hidden)
-            held, self._total = self._total, None
+            held, self.share = self.share, None
             try:
                 with self._standing_in(lambda *_, **__: part):
                     whole = float(inner(**whole_named).loss)
@@ -269,7 +295,7 @@ class Head:
                     for span in (slice(0, half), slice(half, None))
                 )
             finally:
-                self._total = held
+                self.share = held
         except Exception as error:  # any model's forward may refuse what it has not foreseen
             _log.warning("%s computes its loss whole: %s", name, error)
             return False
@@ -279,13 +305,15 @@ class Head:
         return False
 
     def _loss(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self._total is not None and self._takes_total:
+        if self.share is not None and self._takes_total:
             logits = kwargs["logits"] if "logits" in kwargs else args[0]
-            kwargs.setdefault("num_items_in_batch", _scalar(self._total, logits))
-            self._was_used = True
+            kwargs.setdefault("num_items_in_batch", _scalar(self.share.total, logits))
+            self.share.was_used = True
         return self._original(*args, **kwargs)
 
 
-def _scalar(value: int, like: Tensor) -> Tensor:
+def _scalar(value: int | Tensor, like: Tensor) -> Tensor:
     """Make a 0-dim int64 tensor beside `like` by a fill: a copy from the host would wait for the device."""
+    if isinstance(value, Tensor):
+        return value
     return torch.full((), value, dtype=torch.int64, device=like.device)

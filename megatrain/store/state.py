@@ -7,6 +7,7 @@
 | exp_avg, exp_avg_sq | 4 + 4 | trained parameters, once there is an optimizer |
 | gradient | 2 or 4 | trained parameters, from the backward until the update |
 | accumulator | 4 | trained bf16 parameters, only in steps of several rounds |
+| staging | 2 or 4, of a few blocks | in place of the gradient plane, where gradients are used up at once |
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.model.layout import BlockLayout, Entry
+from megatrain.model.layout import BlockLayout, Entry, aligned
 from megatrain.store.arena import Arena
 from megatrain.store.master import join_master, split_master_into
 
@@ -115,12 +116,17 @@ class HostState:
         self.precision = precision
         self.layouts = tuple(layouts)
         self._arenas: dict[str, Arena] = {}
+        self._staging: list[Tensor] = []
         sizes = [layout.working_bytes for layout in layouts]
         views = self._allocate("working", sizes, torch.uint8)
         self.blocks = [BlockState(layout, view) for layout, view in zip(layouts, views, strict=True)]
         self._owner = {entry.name: (block, entry) for block in self.blocks for entry in block.layout.entries}
         if precision is Precision.BF16:
             self._attach("remainder", [layout.num_split for layout in layouts], torch.int16)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copy and pickle as None: a copied model's parameters are its own, no views of this memory."""
+        return type(None), ()
 
     def allocate_moments(self) -> None:
         """Allocate `exp_avg` and `exp_avg_sq`, all zero."""
@@ -137,6 +143,14 @@ class HostState:
         """Allocate the fp32 accumulator plane if it is not there. fp32 blocks add up in `gradient` itself."""
         if "accumulator" not in self._arenas and self.precision is Precision.BF16:
             self._attach("accumulator", [layout.num_state for layout in self.layouts], torch.float32)
+
+    def allocate_staging(self, num_buffers: int) -> list[Tensor]:
+        """Return buffers of the largest block's gradient bytes, (bytes,) uint8; the same ones every time."""
+        size = max(layout.gradient_bytes for layout in self.layouts)
+        if "staging" not in self._arenas:
+            self._staging = self._allocate("staging", [aligned(size)] * num_buffers, torch.uint8)
+        assert len(self._staging) == num_buffers
+        return self._staging
 
     def drop_gradients(self) -> None:
         """Give the gradient plane's pages back until they are written again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from megatrain.stream.lanes import Lanes
+    from megatrain.stream.policies import Policies
+
+_ACTIVATIONS_SHARE = 0.8
+"""Of the host memory that the state leaves; the rest is for data, libraries and the system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ def bind(
     *,
     accumulates: bool = False,
     host_limit: int | None = None,
+    fragments: bool = False,
 ) -> Binding:
     """Move a model's parameters into host state, one at a time; a model from `load` is there already.
 
@@ -60,7 +65,7 @@ def bind(
         ModelError: Weights that were never loaded, or a dtype that is no float.
         CapacityError: The state, optimizer included, does not fit into host memory; nothing was allocated.
     """
-    blocks = find_blocks(model)
+    blocks = find_blocks(model, fragments=fragments)
     layouts = plan_layouts(model, blocks, precision)
     fits = partial(require_host_memory, layouts, precision, accumulates=accumulates, limit=host_limit)
     loaded: HostState | None = model.__dict__.get("_megatrain_host")
@@ -174,6 +179,13 @@ def require_host_memory(
         )
 
 
+def room_for_activations(host: HostState) -> int:
+    """Return the host bytes that saved activations may take: most of what the state will leave."""
+    planes = planned_host_bytes(host.layouts, host.precision, keeps_gradients=True, accumulates=True)
+    to_come = sum(planes.values()) - planes["working"] - planes["remainder"]
+    return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))
+
+
 def require_accumulators(host: HostState, *, accumulates: bool, limit: int | None) -> None:
     """Check that the fp32 sums of several micro-batches fit, before they are first allocated.
 
@@ -193,7 +205,7 @@ def require_accumulators(host: HostState, *, accumulates: bool, limit: int | Non
 
 
 def require_device_memory(
-    model: PreTrainedModel, precision: Precision, lanes: Lanes, num_slots: int, num_gradient_buffers: int
+    blocks: Sequence[Block], layouts: Sequence[BlockLayout], lanes: Lanes, policies: Policies
 ) -> None:
     """Check the predicted bytes of slots, resident blocks and gradient buffers against the device's limit.
 
@@ -203,21 +215,54 @@ def require_device_memory(
     limit = lanes.available_bytes()
     if limit is None:
         return
-    blocks = find_blocks(model)
-    layouts = plan_layouts(model, blocks, precision)
-    streamed = [layout for block, layout in zip(blocks, layouts, strict=True) if block.is_streamed]
-    resident = [layout for block, layout in zip(blocks, layouts, strict=True) if not block.is_streamed]
-    pools = {
-        f"{num_slots} slots": num_slots * max(layout.working_bytes for layout in streamed),
-        "resident weights": sum(layout.working_bytes for layout in resident),
-        "resident gradients": sum(4 * layout.num_state for layout in resident),
-        "gradient buffers": num_gradient_buffers
-        * ring_bytes(layouts, [block.is_streamed for block in blocks], wide=False),
-    }
+    pools = device_pools(
+        blocks,
+        layouts,
+        policies.residents,
+        policies.num_slots,
+        policies.num_gradient_buffers,
+        wide=policies.lockstep > 1,
+    )
     need = sum(pools.values())
     if need > limit:
-        parts = ", ".join(f"{pool} {size / GIB:.3f}" for pool, size in pools.items())
+        parts = ", ".join(f"{pool} {size / GIB:.3f}" for pool, size in pools.items() if size)
         raise CapacityError(
             f"device memory: {need / GIB:.3f} GiB are needed before activations ({parts}), but the limit is "
-            f"{limit / GIB:.3f} GiB; use memory.num_slots=1, train.precision=bf16, or a larger device"
+            f"{limit / GIB:.3f} GiB; use {_smaller(policies, blocks)}, or a larger device"
         )
+
+
+def device_pools(
+    blocks: Sequence[Block],
+    layouts: Sequence[BlockLayout],
+    residents: Collection[int],
+    num_slots: int,
+    num_gradient_buffers: int,
+    *,
+    wide: bool,
+) -> dict[str, int]:
+    """Predict the bytes of each kind of device memory, activations apart."""
+    streamed = [block.is_streamed and n not in residents for n, block in enumerate(blocks)]
+    slot = max((lay.working_bytes for lay, flag in zip(layouts, streamed, strict=True) if flag), default=0)
+    stay = [layout for layout, flag in zip(layouts, streamed, strict=True) if not flag]
+    return {
+        f"{num_slots} slots": num_slots * slot,
+        "resident weights": sum(layout.working_bytes for layout in stay),
+        "resident gradients": sum(4 * layout.num_state for layout in stay),
+        "resident optimizer state": sum(
+            2 * layouts[n].num_split + 8 * layouts[n].num_state for n in residents
+        ),
+        "gradient buffers": num_gradient_buffers * ring_bytes(layouts, streamed, wide=wide),
+    }
+
+
+def _smaller(policies: Policies, blocks: Sequence[Block]) -> str:
+    """Name what would take less device memory."""
+    options = []
+    if policies.residents:
+        options.append("memory.resident_blocks=0")
+    if policies.num_slots > 1 and not any(block.entries for block in blocks):
+        options.append("memory.num_slots=1")
+    if not any(block.entries for block in blocks):
+        options.append("memory.fragments=true")
+    return ", ".join([*options, "train.precision=bf16"])

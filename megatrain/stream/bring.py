@@ -51,17 +51,22 @@ Place = tuple[dict[str, nn.Parameter | None], str]
 """A module's own dictionary of parameters, and a key in it."""
 
 
+def exchange(places: Sequence[Place], tensors: Sequence[Any]) -> list[Any]:
+    """Put `tensors` where modules look their parameters up, and return what was there."""
+    found = [held[leaf] for held, leaf in places]
+    for (held, leaf), tensor in zip(places, tensors, strict=True):
+        held[leaf] = tensor
+    return found
+
+
 @contextmanager
 def swapped(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let modules find `tensors` where their parameters are, for as long as the context lasts.
 
     It is left through an exception in every recomputation (torch's checkpoint stops early that way).
     """
-    parameters = [held[leaf] for held, leaf in places]
-    for (held, leaf), tensor in zip(places, tensors, strict=True):
-        held[leaf] = tensor  # type: ignore[assignment]
+    parameters = exchange(places, tensors)
     try:
         yield
     finally:
-        for (held, leaf), parameter in zip(places, parameters, strict=True):
-            held[leaf] = parameter
+        exchange(places, parameters)

@@ -8,7 +8,8 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,16 +17,28 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from megatrain.errors import ConfigError, DataError, ModelError
-from megatrain.model.head import Head, count_targets
-from megatrain.plan.program import BlockSize, Visit, round_visits
+from megatrain.hardware import measure_matmul_peak
+from megatrain.model.head import Head, Share, count_targets
 from megatrain.store.state import HostState, Precision
-from megatrain.stream.activations import policies
-from megatrain.stream.bind import Binding, require_accumulators
+from megatrain.stream.activations import Activations
+from megatrain.stream.attention import attention_of, attention_order
+from megatrain.stream.bind import Binding, room_for_activations
+from megatrain.stream.boundaries import Boundaries
+from megatrain.stream.compiled import Compiler
 from megatrain.stream.executor import Executor
-from megatrain.stream.gradients import Gradients
+from megatrain.stream.gradients import Gradients, Home
 from megatrain.stream.lanes import Lanes
-from megatrain.stream.passes import AttachedBlock, Pass, move_buffers, to_device
+from megatrain.stream.lockstep import Lockstep
+from megatrain.stream.meter import StepMeter, recomputed_forwards
+from megatrain.stream.passes import AttachedBlock, AttachedLayer, Pass, move_buffers, to_device
+from megatrain.stream.policies import Policies, block_size
+from megatrain.stream.residency import DeviceStates
+from megatrain.stream.rounds import Rounds
+from megatrain.stream.shadows import Shadows
 from megatrain.stream.slots import Slots
+from megatrain.stream.split import join_outputs, split_batch
+from megatrain.stream.stash import Stash
+from megatrain.stream.step_report import StepReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,63 +49,82 @@ if TYPE_CHECKING:
 class Engine:
     """Streams the blocks of one model; made by `attach`."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        binding: Binding,
-        lanes: Lanes,
-        *,
-        num_slots: int,
-        activations: str | Sequence[str],
-        num_gradient_buffers: int,
-        head_chunk_tokens: int | None,
-        host_limit: int | None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, binding: Binding, lanes: Lanes, policies: Policies) -> None:
         """Allocate device memory and shadow the forwards; the host state is in `binding`."""
         self.model = model
         self.host: HostState = binding.host
         self.lanes = lanes
+        self.policies = policies
         self._binding = binding
-        self._host_limit = host_limit
         blocks = binding.blocks
-        streamed = [block.is_streamed for block in blocks]
-        self._policies = policies(activations, sum(streamed))
+        streamed = [b.is_streamed and n not in policies.residents for n, b in enumerate(blocks)]
         sizes = [
-            BlockSize(
-                is_streamed=flag,
-                is_trained=layout.num_state > 0,
-                fetch_bytes=layout.working_bytes,
-                offload_bytes=layout.gradient_bytes,
-                accumulator_bytes=4 * layout.num_state,
-            )
-            for flag, layout in zip(streamed, self.host.layouts, strict=True)
+            block_size(layout, is_streamed=streamed[n], on_device=n in policies.residents)
+            for n, layout in enumerate(self.host.layouts)
         ]
         lanes.lock(self.host.arena("working"))
-        self._slots = Slots(lanes, self.host.layouts, streamed, num_slots)
-        self.gradients = Gradients(lanes, self.host, streamed, num_gradient_buffers)
-        self._executor = Executor(lanes, self.host, sizes, self._slots, self.gradients)
+        self._slots = Slots(lanes, self.host.layouts, streamed, policies.num_slots)
+        self.gradients = Gradients(lanes, self.host, streamed, policies.num_gradient_buffers)
+        outer = [index for index, block in enumerate(blocks) if not block.is_streamed]
+        self._executor = Executor(
+            lanes,
+            self.host,
+            sizes,
+            slots=self._slots,
+            gradients=self.gradients,
+            states=DeviceStates(lanes, self.host, self._slots, policies.residents),
+            stash=Stash(lanes, room_for_activations(self.host)),
+            outer=outer,
+        )
         owners = {
             entry.name: (index, number)
             for index, layout in enumerate(self.host.layouts)
             for number, entry in enumerate(layout.entries)
         }
         attached = [
-            AttachedBlock(index, block, layout, executor=self._executor, slots=self._slots, owners=owners)
+            AttachedBlock(index, block, layout, owners)
             for index, (block, layout) in enumerate(zip(blocks, self.host.layouts, strict=True))
         ]
-        self._streamed = [block for block in attached if block.block.is_streamed]
-        self._residents = [block for block in attached if not block.block.is_streamed]
-        self._forward_order = [block.index for block in self._streamed]
-        self._backward_order = self._guess_backward_order()
+        self._outer = [attached[index] for index in outer]
+        self.compiler = Compiler() if policies.compiles else None
+        self._settings = ExitStack()
+        self._settings.enter_context(attention_order(attention_of(lanes.device)))
+        self._layers = self._group_layers(attached)
+        self.rounds = Rounds(self._executor, self.host, self.gradients, self._layers, self._outer, policies)
         self._names = [name for name, _ in model.named_parameters()]
         self._pass: Pass | None = None
-        self._rounds_foreseen = 0
-        self._passes_since_backward = 0
-        self._in_backward = False
-        self._head = Head(model, head_chunk_tokens, self._bring_again)
+        self._head = Head(model, policies.head_chunk_tokens, self._bring_again)
+        self._lockstep = Lockstep(self, lanes.device)
         self._optimizer: StreamedAdamW | None = None
-        self._shadowed: list[nn.Module] = []
+        self._shadows = Shadows(model)
+        self.meter = StepMeter(self)
+        """Measures every step: what `last_step` reports."""
         self._shadow()
+
+    def _group_layers(self, attached: Sequence[AttachedBlock]) -> list[AttachedLayer]:
+        groups: dict[int, list[AttachedBlock]] = {}
+        for block in attached:
+            if block.block.is_streamed:
+                groups.setdefault(id(block.block.module), []).append(block)
+        drops = [policy is Activations.DROP_BOUNDARY for policy in self.policies.activations]
+        drops[0] = False  # there is no layer before the first
+        return [
+            AttachedLayer(
+                fragments,
+                self._executor,
+                self._slots,
+                policy,
+                Boundaries(
+                    self._executor.stash,
+                    on_host=self.policies.boundaries_on_host and policy.is_recomputed,
+                    drops=drops[number],
+                    is_source=number + 1 < len(drops) and drops[number + 1],
+                ),
+            )
+            for number, (fragments, policy) in enumerate(
+                zip(groups.values(), self.policies.activations, strict=True)
+            )
+        ]
 
     # -- the step -------------------------------------------------------------------------------------------
 
@@ -123,19 +155,33 @@ class Engine:
         counts = [count_targets(batch) for batch in batches]
         if sum(counts) == 0:
             raise DataError("the step has no token to train on: every label is -100; check the data's labels")
+        if seeds is None and self.policies.lockstep > 1 and len(batches) > 1:
+            seeds = torch.randint(2**62, (len(batches),)).tolist()
         self.zero_grad()
+        self.meter.begin(sum(counts))
+        rounds = [
+            range(len(batches))[first : first + self.policies.lockstep]
+            for first in range(0, len(batches), self.policies.lockstep)
+        ]
         try:
-            self._prepare_gradients(accumulates=len(batches) > 1)
-            self._foresee_rounds(len(batches))
+            self.rounds.foresee_step([len(numbers) for numbers in rounds])
             total = torch.zeros((), device=self.lanes.device)
-            for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
-                if seeds is not None:
-                    torch.manual_seed(seeds[number])
-                with torch.enable_grad(), self._head.over(sum(counts), count):
-                    loss = self._head.scaled(self.model(**{**batch, "return_dict": True}).loss)
-                loss.backward()
-                total = loss.detach() if number == 0 else total + loss.detach()
-            self._executor.take_gradients_home()
+            for numbers in rounds:
+                self.rounds.num_together = len(numbers)
+                calls = [
+                    partial(
+                        self._forward,
+                        place,
+                        batches[n],
+                        Share(sum(counts), counts[n]),
+                        seeds[n] if seeds is not None else None,
+                    )
+                    for place, n in enumerate(numbers)
+                ]
+                losses = self._lockstep.run(calls)
+                torch.autograd.backward(losses)
+                for loss in losses:
+                    total = loss.detach() if numbers[0] == 0 and loss is losses[0] else total + loss.detach()
         except CheckpointError as error:
             self._recover()
             raise ModelError(
@@ -147,17 +193,47 @@ class Engine:
             raise
         return total
 
+    def _forward(self, place: int, batch: Mapping[str, Any], share: Share, seed: int | None) -> Tensor:
+        """Run one micro-batch, the `place`-th of its round, and return its part of the step's loss."""
+        if seed is not None:
+            torch.manual_seed(seed)
+        self.rounds.micro_batch = place
+        with torch.enable_grad(), self._head.over(share):
+            loss: Tensor = share.scaled(self.model(**{**batch, "return_dict": True}).loss)
+        return loss
+
+    def put_away(self) -> tuple[Pass | None, Share | None]:
+        """Take out what belongs to the running micro-batch: others run until `put_back`."""
+        kept = self._pass, self._head.share
+        if self._pass is not None:
+            self._pass.restore()
+        self._pass = self._head.share = None
+        return kept
+
+    def put_back(self, kept: object) -> None:
+        """Put in place what `put_away` returned."""
+        assert isinstance(kept, tuple)
+        self._pass, self._head.share = kept
+        if self._pass is not None:
+            self._pass.put()
+
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, gradient) lazily: fp32 host tensors, valid until `opt.step()`.
 
         Names are those of `model.named_parameters()`. A parameter without a gradient in this step is left
         out.
         """
-        self._executor.take_gradients_home()
+        if any(home is Home.UPDATED for home in self.gradients.homes):
+            raise ConfigError(
+                "with updates=immediate, gradients are used up as soon as they are complete; use deferred to "
+                "read them"
+            )
+        self._executor.wait_for_gradients()
         return self.gradients.named(self._names)
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, master) lazily for every parameter, frozen ones too: new fp32 host tensors."""
+        self.sync()
         for name in self._names:
             block, entry = self.host.find(name)
             yield name, block.master(entry)
@@ -171,6 +247,7 @@ class Engine:
         weight_decay: float = 0.1,
         max_grad_norm: float | None = 1.0,
         no_decay: Iterable[str] | None = None,
+        updates: str = "deferred",
     ) -> StreamedAdamW:
         """Make the optimizer of all trained parameters; its state is allocated here.
 
@@ -182,12 +259,16 @@ class Engine:
             max_grad_norm: Clip the global norm to this; None: no clipping.
             no_decay: Patterns (`fnmatch`) of parameter names without decay. None: biases and parameters of
                 fewer than two dimensions, which is where norms are. An empty list: every parameter decays.
+            updates: When a block is updated: `deferred` (in the background, from the end of the backward
+                until the next step's forward needs it), `immediate` (as soon as its gradient is complete,
+                which rules out clipping and skipping), or `serial` (all before `opt.step()` returns). The
+                numbers are the same, bit for bit.
 
         Raises:
-            ConfigError: A hyper-parameter out of range, or a second optimizer.
+            ConfigError: A hyper-parameter out of range, clipping with `immediate`, or a second optimizer.
             ModelError: A parameter is trained but was not there, or was frozen, when the engine was attached.
         """
-        from megatrain.stream.optimizer import StreamedAdamW
+        from megatrain.stream.optimizer import StreamedAdamW, Updates
 
         if self._optimizer is not None:
             raise ConfigError("the engine has an optimizer already; one engine trains with one optimizer")
@@ -199,6 +280,7 @@ class Engine:
             weight_decay=weight_decay,
             max_grad_norm=max_grad_norm,
             no_decay=no_decay,
+            updates=Updates.read(updates),
         )
         return self._optimizer
 
@@ -208,15 +290,22 @@ class Engine:
             raise ModelError("the engine was detached from its model; call megatrain.attach again")
 
     def zero_grad(self) -> None:
-        """Drop the gradients gathered since the last step."""
+        """Drop the gradients gathered since the last step; those that wait for their update are not yours."""
+        if self.gradients.blocks:
+            self.meter.drop()
         self.gradients.clear()
 
     def sync(self) -> None:
-        """Make the host state whole, for a reader of weights.
+        """Wait for every update, and make the host state whole: call it before any read of weights or state.
 
-        With the `serial` schedule it is whole when `opt.step()` has returned, so there is no wait. Callers
-        call it all the same, for schedules that update in the background.
+        Updates of the `deferred` schedule run in the background until the next step's copies need them.
         """
+        self._executor.sync()
+
+    def weights_changed(self) -> None:
+        """Take note that the caller has written to the host state: copies on the device are out of date."""
+        self._executor.invalidate()
+        self._executor.states.forget()
 
     # -- numbers --------------------------------------------------------------------------------------------
 
@@ -236,12 +325,62 @@ class Engine:
     @property
     def bytes_fetched(self) -> int:
         """Bytes copied to the device since attach."""
-        return self._executor.fetched_bytes
+        return self._executor.counts.fetch_bytes
 
     @property
     def bytes_offloaded(self) -> int:
         """Bytes of gradients copied home since attach."""
-        return self._executor.offloaded_bytes
+        return self._executor.counts.offload_bytes
+
+    @property
+    def last_step(self) -> StepReport:
+        """Where the time of the newest complete step went; see `StepReport` for what counts when.
+
+        Read it after `opt.step()`, and on CUDA after the step's loss or `grad_norm`: until then the device is
+        still at work. The device is not waited for, but the first reading measures `matmul_peak`.
+
+        Raises:
+            ConfigError: No step is complete.
+        """
+        return self.meter.report()
+
+    @property
+    def matmul_peak(self) -> float | None:
+        """FLOP/s of a large matrix product in the working dtype, measured once; None: the device is full."""
+        dtype = torch.bfloat16 if self.host.precision is Precision.BF16 else torch.float32
+        try:
+            return measure_matmul_peak(self.lanes.device, dtype)
+        except torch.OutOfMemoryError:
+            return None
+
+    @property
+    def chunked_tokens(self) -> int:
+        """Tokens that have passed the head in chunks since attach; their backward passes it again."""
+        return self._head.chunked_tokens
+
+    @property
+    def layer_modules(self) -> list[nn.Module]:
+        """The decoder layers, in forward order."""
+        return [layer.module for layer in self._layers]
+
+    @property
+    def forwards_again(self) -> list[int]:
+        """How often a step runs each layer's forward again, whole, for each micro-batch."""
+        rounds = self.rounds
+        blocks = [v.block for v in rounds.visits(1, loads=False, completes=True) if not v.is_backward]
+        visits = {number: blocks.count(plan.blocks[-1]) for number, plan in enumerate(rounds.plans)}
+        return recomputed_forwards(self.policies.activations, visits, rounds.first_trained)
+
+    @property
+    def updates(self) -> str:
+        """When the optimizer updates: `deferred`, `immediate` or `serial`."""
+        assert self._optimizer is not None, "there are no updates without an optimizer"
+        return self._optimizer.updates.value
+
+    @property
+    def outer_blocks(self) -> list[int]:
+        """Blocks that are no part of a decoder layer: they are in use during a whole pass."""
+        return [block.index for block in self._outer]
 
     @property
     def executor(self) -> Executor:
@@ -254,29 +393,18 @@ class Engine:
         """Give the model back: its parameters keep their values, in the working dtype, in host memory."""
         if self.model.__dict__.get("_megatrain_engine") is not self:
             return
-        for module in self._shadowed:
-            del module.__dict__["forward"]
-        self._shadowed.clear()
-        self.model.__dict__.pop("_apply", None)
-        self.model.__dict__.pop("__deepcopy__", None)
+        self.sync()
+        self._shadows.remove()
         move_buffers(self.model, torch.device("cpu"))
         self._head.remove()
+        self._settings.close()
         self.lanes.close()
         self.model._megatrain_engine = None
 
     def _shadow(self) -> None:
         move_buffers(self.model, self.lanes.device)
-        for block, policy in zip(self._streamed, self._policies, strict=True):
-            assert block.module is not None
-
-            def forward(*args: Any, block: AttachedBlock = block, policy: Any = policy, **kwargs: Any) -> Any:
-                if self._pass is None:
-                    raise ModelError(
-                        f"block {block.block.name} was called outside the model's forward; call the model"
-                    )
-                return block.forward(self._pass, policy, args, kwargs)
-
-            self._replace_forward(block.module, forward)
+        for number, layer in enumerate(self._layers):
+            self._shadow_layer(layer, number)
         entries = {id(module): module for module in (self.model, self.model.base_model)}
         for module in entries.values():
             inner = module.forward
@@ -291,30 +419,36 @@ class Engine:
             ) -> Any:
                 return self._enter(inner, args, kwargs, is_causal_lm=is_causal_lm)
 
-            self._replace_forward(module, enter)
-        self.model.__dict__["_apply"] = self._refuse_apply
-        self.model.__dict__["__deepcopy__"] = self._refuse_copy
+            self._shadows.replace(module, enter)
+            # `save_pretrained` and Trainer read the weights this way, with updates still running
+            self._shadows.before_state_dict(module, self.sync)
+        self._shadows.refuse_moves()
         self.model.__dict__["_megatrain_engine"] = self
 
-    def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        forward.__wrapped__ = module.forward  # type: ignore[attr-defined]  # inspect.signature sees the model's own
-        module.__dict__["forward"] = forward
-        self._shadowed.append(module)
+    def _shadow_layer(self, layer: AttachedLayer, number: int) -> None:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._pass is None:
+                raise ModelError(f"block {layer.name} was called outside the model's forward; call the model")
+            self._lockstep.give_way(number)
+            return layer.forward(self._pass, args, kwargs)
 
-    def _refuse_apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        probe = torch.zeros(1, dtype=next(self.model.parameters()).dtype)
-        moved = function(probe)
-        if moved.device != probe.device or moved.dtype != probe.dtype:
-            raise ModelError(
-                "the model is attached to an engine, which owns its device and dtype; "
-                "call engine.detach() before .to(), .cuda() or .half()"
-            )
-        return self.model
+        if self.compiler is not None and not layer.has_fragments:
+            layer.inner = self.compiler.runner(layer.module, layer.inner)
+        self._shadows.replace(layer.module, forward)
+        for block in layer.blocks:
+            for module in block.block.entries:
+                self._shadow_entry(layer, block, module)
 
-    def _refuse_copy(self, _: dict[int, Any]) -> PreTrainedModel:
-        raise ModelError(
-            "the model is attached to an engine; copy it before megatrain.attach, or load it twice"
-        )
+    def _shadow_entry(self, layer: AttachedLayer, block: AttachedBlock, module: nn.Module) -> None:
+        inner = module.forward
+        if self.compiler is not None and module is block.block.entries[0]:  # norms beside it are not worth it
+            inner = self.compiler.runner(module, inner)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            layer.enter(block)
+            return inner(*args, **kwargs)
+
+        self._shadows.replace(module, forward)
 
     def _enter(
         self,
@@ -328,91 +462,76 @@ class Engine:
         if self._pass is not None:
             return inner(*args, **kwargs)
         args, kwargs = to_device(args, self.lanes.device), to_device(kwargs, self.lanes.device)
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            self._drop_round()  # a backward of the caller's ended in an exception
+        if self.rounds.is_broken:
+            self.rounds.drop()
+        is_whole = self._head.share is None and not self._lockstep.is_running
+        if is_causal_lm and torch.is_grad_enabled() and is_whole:
+            pieces = split_batch(self._head.named(args, kwargs), self.policies.micro_batch_size)
+            if pieces is not None:
+                return self._enter_pieces(inner, pieces)
         if torch.is_grad_enabled():
             self._binding.check()
-            self._begin_round()
+            self.meter.forward(args, kwargs)
+            self.rounds.begin_pass()
         else:
-            self._executor.foresee(Visit(block) for block in self._forward_order)
+            self.meter.pause()
+            self.rounds.foresee_evaluation()
         self._executor.begin_pass()
-        self._pass = Pass(self._residents, self._executor, self._on_backward)
+        self._pass = current = self._make_pass()
         try:
-            with self._pass.swapped():
-                if is_causal_lm:
-                    return self._head.call(inner, args, kwargs)
-                return inner(*args, **kwargs)
+            with current:
+                output = self._head.call(inner, args, kwargs) if is_causal_lm else inner(*args, **kwargs)
+            self._watch_backward(output)
+            return output
         finally:
             self._pass = None
             self._executor.end_pass()
 
-    def _bring_again(self) -> AbstractContextManager[None]:
-        """Bring the resident blocks once more, for a part of a pass whose gradients must add up in fp32."""
-        return Pass(self._residents, self._executor, self._on_backward).swapped()
+    def _watch_backward(self, output: Any) -> None:
+        """Let the time that the head's backward takes count as compute's: no visit ends before it."""
+        loss = getattr(output, "loss", None)
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            loss.register_hook(lambda _: self._executor.begin_between())
 
-    def _begin_round(self) -> None:
-        self._passes_since_backward += 1
-        if self._rounds_foreseen:
-            self._rounds_foreseen -= 1
-            return
-        has_gradients = bool(self.gradients.blocks)
-        self._prepare_gradients(accumulates=has_gradients)
-        self._executor.foresee(
-            round_visits(
-                self._forward_order,
-                self._backward_order,
-                loads=has_gradients,
-                completes=not has_gradients or self.host.precision is Precision.FP32,
-            )
+    def _enter_pieces(self, inner: Callable[..., Any], pieces: Sequence[dict[str, Any]]) -> Any:
+        """Run one large batch as micro-batches in lockstep, and return what the whole would."""
+        self.rounds.foresee_round(len(pieces))
+        as_tuple = pieces[0].get("return_dict") is False
+        # Each piece draws on from the same state, so equal rows would get equal masks.
+        seeds = torch.randint(2**62, (len(pieces),)).tolist()
+        counts = [count_targets(piece) for piece in pieces]
+        given = pieces[0].get("num_items_in_batch") is not None
+
+        def call(place: int) -> Any:
+            torch.manual_seed(seeds[place])
+            self.rounds.micro_batch = place
+            share = None if given else Share(sum(counts), counts[place])
+            with self._head.over(share):
+                named = {**pieces[place], "return_dict": True}
+                output = self._enter(inner, (), named, is_causal_lm=True)
+            if share is not None:
+                output["loss"] = share.scaled(output["loss"])
+            return output
+
+        output = join_outputs(self._lockstep.run([partial(call, n) for n in range(len(pieces))]))
+        return output.to_tuple() if as_tuple else output
+
+    def _make_pass(self) -> Pass:
+        return Pass(
+            self._outer,
+            self._executor,
+            self._slots,
+            self.rounds.begin_backward,
+            micro_batch=self.rounds.micro_batch,
+            adds_up=self.rounds.adds_up,
         )
 
-    def _prepare_gradients(self, *, accumulates: bool) -> None:
-        require_accumulators(self.host, accumulates=accumulates, limit=self._host_limit)
-        self._executor.prepare_gradients(accumulates=accumulates)
-
-    def _foresee_rounds(self, num_rounds: int) -> None:
-        visits: list[Visit] = []
-        for number in range(num_rounds):
-            visits += round_visits(
-                self._forward_order,
-                self._backward_order,
-                loads=number > 0,
-                completes=number == num_rounds - 1,
-            )
-        self._executor.foresee(visits)
-        self._rounds_foreseen = num_rounds
-
-    def _on_backward(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self._in_backward = False
-        self._executor.end_backward()
-        if self._passes_since_backward == 1:
-            self._learn_orders()
-        self._passes_since_backward = 0
-
-    def _learn_orders(self) -> None:
-        seen = self._executor.take_seen()
-        self._forward_order = [visit.block for visit in seen if not visit.is_backward]
-        self._backward_order = [visit.block for visit in seen if visit.is_backward]
-
-    def _guess_backward_order(self) -> list[int]:
-        """Backward passes every block that has, or comes after, something trained."""
-        if any(block.layout.num_state for block in self._residents):
-            return self._forward_order[::-1]
-        first = next((n for n, block in enumerate(self._streamed) if block.layout.num_state), 0)
-        return self._forward_order[first:][::-1]
+    def _bring_again(self) -> AbstractContextManager[Any]:
+        """Bring the outer blocks once more, for a part of a pass whose gradients must add up in fp32."""
+        return self._make_pass()
 
     def _recover(self) -> None:
         """After an exception inside a step: drop the step."""
-        self._drop_round()
+        self.rounds.drop()
         self.zero_grad()
-
-    def _drop_round(self) -> None:
-        self._in_backward = False
-        self._rounds_foreseen = 0
-        self._passes_since_backward = 0
-        self._executor.abandon()
+        self.meter.drop()

@@ -7,124 +7,193 @@ visit gets a program of its own, and the order seen in one round is what is fore
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
-from megatrain.plan.program import (
-    BlockSize,
-    Kind,
-    Lane,
-    Operation,
-    Visit,
-    fetch_residents,
-    offload_residents,
-    schedule,
-    weights_buffer,
-)
+from megatrain.errors import ModelError
+from megatrain.plan.program import BlockSize, Buffer, Kind, Lane, Operation, Visit, weights_buffer
+from megatrain.plan.schedule import fetch_residents, offload_residents, schedule
 from megatrain.store.state import HostState, Precision
 from megatrain.stream.gradients import Gradients, Home
 from megatrain.stream.lanes import Lanes
+from megatrain.stream.residency import DeviceStates
 from megatrain.stream.slots import Slots
+from megatrain.stream.stash import Stash
 
 _log = logging.getLogger(__name__)
 
 _VISITS = (Kind.FORWARD, Kind.BACKWARD)
 
+BETWEEN = "outer"
+"""Label of what compute does between two visits; of no operation."""
+
+Updater = Callable[[Operation], Callable[[], object]]
+"""Returns what an UPDATE operation runs, made at the moment when it is issued."""
+
 
 class Executor:
-    """Runs operations in program order as the model goes along; one streamed block is open at a time."""
+    """Runs operations in program order as the model goes along; one block is open at a time."""
 
     def __init__(
-        self, lanes: Lanes, host: HostState, sizes: Sequence[BlockSize], slots: Slots, gradients: Gradients
+        self,
+        lanes: Lanes,
+        host: HostState,
+        sizes: Sequence[BlockSize],
+        *,
+        slots: Slots,
+        gradients: Gradients,
+        states: DeviceStates,
+        stash: Stash,
+        outer: Sequence[int],
     ) -> None:
-        """Start with empty slots and stale resident blocks."""
+        """Start with empty slots and stale resident blocks; `outer` blocks are in use during a whole pass."""
         self.lanes = lanes
-        self._host = host
         self.sizes = list(sizes)
+        self.states = states
+        self.stash = stash
+        self._host = host
         self._slots = slots
         self._gradients = gradients
+        self._outer = [weights_buffer(block, -1) for block in outer]
+        self._residents = [block for block, size in enumerate(sizes) if not size.is_streamed]
         self.contents: list[int | None] = [None] * len(slots)
         self._pending: deque[Operation] = deque()
         self._ring = 0
+        self._staging = 0
         self._stale_residents = True
         self._surprised = False
         self.open_visit: Operation | None = None
-        self.fetched_bytes = 0
-        self.offloaded_bytes = 0
+        self._is_between = False
+        """Compute works on outer blocks: embedding, head and loss, between two visits."""
+        self._pinned: dict[int, list[_Pin]] = {}
+        """By block: once per recomputation that waits for its backward."""
+        self.update_at_once: Updater | None = None
+        """Set by an optimizer that updates a block as soon as its gradient is complete."""
+        self._visit_names: dict[tuple[int, int], int] = {}
+        self._new_name = itertools.count()
+        self.counts = Counts()
         self.seen: list[Visit] = []
 
-    @property
-    def _residents(self) -> list[tuple[str, int]]:
-        return [weights_buffer(block, -1) for block, size in enumerate(self.sizes) if not size.is_streamed]
+    # -- a pass of the model --------------------------------------------------------------------------------
 
-    def refresh_residents(self) -> None:
-        """Bring resident blocks' new weights to the device if an update has made theirs stale."""
+    def begin_pass(self) -> None:
+        """Make compute wait for the weights that are in use during a whole pass."""
         if self._stale_residents:
             for operation in fetch_residents(self.sizes):
                 self._issue(operation)
+            self.states.pull()
             self._stale_residents = False
-
-    def prepare_gradients(self, *, accumulates: bool) -> None:
-        """Make room for a step's gradients; nobody may be using the ring."""
-        ring = [("gradient_buffer", index) for index in range(self._gradients.num_buffers)]
-        self.lanes.begin(Lane.HOST, writes=ring)
-        self._gradients.prepare(accumulates=accumulates)
-        self.lanes.end(Lane.HOST, writes=ring)
-
-    def begin_pass(self) -> None:
-        """Make compute wait for the resident weights."""
-        self.refresh_residents()
-        self.lanes.begin(Lane.COMPUTE, reads=self._residents)
+        self._end_between()
+        self.lanes.begin(Lane.COMPUTE, reads=self._outer, label=BETWEEN)
+        self._is_between = True
 
     def end_pass(self) -> None:
-        """Mark the end of a use of the resident weights."""
-        self.lanes.end(Lane.COMPUTE, reads=self._residents)
+        """Mark the end of a use of these weights."""
+        self._is_between = False
+        self.lanes.end(Lane.COMPUTE, reads=self._outer)
 
-    def foresee(self, visits: Iterable[Visit]) -> None:
-        """Plan the copies for visits to come, from what the slots hold now, and issue the first ones."""
+    def begin_between(self) -> None:
+        """Take note that what compute does from now on is no visit, but work on outer blocks."""
+        if not self._is_between and self.open_visit is None:
+            self.lanes.begin_span(Lane.COMPUTE, BETWEEN)
+            self._is_between = True
+
+    def _end_between(self) -> None:
+        if self._is_between:
+            self._is_between = False
+            self.lanes.end_span(Lane.COMPUTE)
+
+    def prepare_gradients(self, *, adds_up: bool, num_rounds: int) -> None:
+        """Make room for a step's gradients; waits for whoever uses the ring only if it has to grow."""
+        if self._gradients.needs_room(adds_up=adds_up, num_rounds=num_rounds):
+            ring = [("gradient_buffer", index) for index in range(self._gradients.num_buffers)]
+            with self.touching(writes=ring):
+                self._gradients.prepare(adds_up=adds_up, num_rounds=num_rounds)
+
+    def foresee(self, visits: Iterable[Visit], *, is_whole: bool = True) -> None:
+        """Plan the copies for visits to come, from what the slots hold now; the first visit issues them.
+
+        Args:
+            visits: In order.
+            is_whole: They are all of a step that there will be, so complete gradients may be used at once.
+        """
+        self._flush_ring()
+        at_once = is_whole and self.update_at_once is not None
         program = schedule(
             list(visits),
             self.sizes,
             self.contents,
             num_gradient_buffers=self._gradients.num_buffers,
             first_gradient_buffer=self._ring,
+            pinned={pins[0].slot for pins in self._pinned.values() if pins} - {-1},
+            num_staging=self._gradients.num_staging if at_once and self._gradients.is_staged else 0,
+            first_staging=self._staging,
+            updates_at_once=at_once,
         )
         self._pending = deque(program.operations)
         self.seen = []
 
-    def open(self, block: int, *, is_backward: bool) -> Tensor:
-        """Begin a visit: returns the block's working bytes on the device once compute may read them."""
-        if self.open_visit is not None and self.open_visit.kind is Kind.BACKWARD:
-            self.close()  # autograd passed a block without trained parameters: nothing else ends its visit
+    def open(
+        self, block: int, micro_batch: int, *, is_backward: bool, owner: object | None = None
+    ) -> Operation:
+        """Begin a visit: compute may read the block's weights, where the returned operation says they are.
+
+        `owner` stands for the call of the layer that the block is a fragment of.
+        """
+        self._pass_untrained(owner)
+        return self._open(block, micro_batch, is_backward=is_backward)
+
+    def _open(self, block: int, micro_batch: int, *, is_backward: bool) -> Operation:
         assert self.open_visit is None, f"block {block} entered while {self.open_visit} is open"
+        self._end_between()
         self._advance()
         operation = self._pending[0] if self._pending else None
-        if operation is None or not self._matches(operation, block, is_backward):
-            operation = self._improvise(block, is_backward, had_plan=operation is not None)
+        if operation is None or not self._matches(operation, block, micro_batch, is_backward):
+            operation = self._improvise(block, micro_batch, is_backward, had_plan=operation is not None)
         self._pending.popleft()
-        self.seen.append(Visit(block, is_backward))
-        self.lanes.begin(Lane.COMPUTE, reads=operation.reads)
+        self.seen.append(Visit(block, is_backward, micro_batch))
+        if is_backward and self._pinned.get(block):
+            assert self._pinned[block].pop().slot == operation.slot, "a pinned fragment has moved"
+        self.lanes.begin(Lane.COMPUTE, reads=operation.reads, label=str(operation))
         self.open_visit = operation
-        return self._slots.target(operation)
+        return operation
+
+    def name_visit(self, block: int, micro_batch: int) -> int:
+        """Return a name for what a new visit saves; the program's copies of it mean the newest visit."""
+        self._visit_names[block, micro_batch] = next(self._new_name)
+        return self._visit_names[block, micro_batch]
+
+    def pin(self, operation: Operation, owner: object) -> None:
+        """Let a recomputed fragment keep its slot until its backward: saved tensors point into it."""
+        pin = _Pin(operation.slot, operation.micro_batch, owner)
+        self._pinned.setdefault(operation.block, []).append(pin)
+
+    def _pass_untrained(self, owner: object | None) -> None:
+        """Visit what autograd has passed unseen: fragments without trained parameters, of another call."""
+        if self.open_visit is not None and self.open_visit.kind is Kind.BACKWARD:
+            self.close()
+        passed = [(b, pin) for b, pins in self._pinned.items() for pin in pins if pin.owner is not owner]
+        for block, pin in reversed(passed):
+            self._open(block, pin.micro_batch, is_backward=True)
+            self.close()
 
     def close(self, grads: Sequence[Tensor | None] | None = None) -> None:
         """End the open visit, with the gradients of a backward; issue the copies that this allows."""
         operation = self.open_visit
         assert operation is not None
         self.lanes.end(Lane.COMPUTE, reads=operation.reads)
-        if operation.kind is Kind.BACKWARD and operation.gradient_buffer >= 0:
-            if grads is None:  # autograd reached the block but none of its parameters
-                self._skip_gradient(operation)
-            else:
-                self.lanes.begin(Lane.COMPUTE, writes=operation.writes)
-                self._gradients.collect(operation, grads)
-                self.lanes.end(Lane.COMPUTE, writes=operation.writes)
-                self._ring = (operation.gradient_buffer + 1) % self._gradients.num_buffers
+        if operation.kind is Kind.BACKWARD and self.sizes[operation.block].is_trained:
+            self._take(operation, grads)
         self.open_visit = None
         self._advance()
+        self.begin_between()
 
     def collect_resident(self, block: int, grads: Sequence[Tensor | None]) -> None:
         """Take one backward's gradients of a resident block."""
@@ -133,27 +202,14 @@ class Executor:
         self._gradients.collect_resident(block, grads)
         self.lanes.end(Lane.COMPUTE, writes=buffer)
 
-    def take_gradients_home(self) -> None:
-        """Complete every gradient of the step in the gradient plane, and wait until all are there."""
-        for operation in offload_residents(self.sizes, self._gradients.still_at(Home.DEVICE)):
-            self._issue(operation)
-        for block in self._gradients.still_at(Home.ACCUMULATOR):
-            buffer = [("gradient", block)]
-            self.lanes.begin(Lane.HOST, reads=buffer, writes=buffer)
-            self._gradients.complete_on_host(block)
-            self.lanes.end(Lane.HOST, writes=buffer)
-        home = [("gradient", block) for block in self._gradients.blocks]
-        self.lanes.begin(Lane.HOST, reads=home)
-        self.lanes.end(Lane.HOST, reads=home)
-
-    def run_on_host(self, operation: Operation, function: Callable[[], object]) -> None:
-        """Run the norm, or one block's update, in the host lane."""
-        self._enqueue(operation, function)
-
     def end_backward(self) -> None:
         """Close what a backward left open: a block none of whose parameters wanted a gradient."""
+        self._pass_untrained(None)
         if self.open_visit is not None:
             self.close()
+        self._pinned.clear()
+        self._advance()
+        self.stash.sweep()
         self.end_pass()
 
     def take_seen(self) -> list[Visit]:
@@ -161,63 +217,213 @@ class Executor:
         seen, self.seen = self.seen, []
         return seen
 
+    # -- the end of a step ----------------------------------------------------------------------------------
+
+    def complete_gradients(self, *, leave: Iterable[int] = ()) -> None:
+        """Send home, and round, every gradient of the step that is not there yet; nothing is waited for.
+
+        Args:
+            leave: Resident blocks whose gradients are wanted on the device.
+        """
+        self._flush_ring()
+        wanted = set(leave)
+        away = [block for block in self._gradients.still_at(Home.DEVICE) if block not in wanted]
+        for operation in offload_residents(self.sizes, away):
+            if self.update_at_once is None:
+                self._issue(operation)
+                continue
+            staging = self._staging if self._gradients.is_staged else -1
+            self._issue(replace(operation, staging=staging))
+            nbytes = self.sizes[operation.block].update_bytes
+            self._issue(
+                Operation(
+                    kind=Kind.UPDATE,
+                    block=operation.block,
+                    staging=staging,
+                    follows_norm=False,
+                    nbytes=nbytes,
+                )
+            )
+        for block in self._gradients.still_at(Home.ACCUMULATOR):
+            self.lanes.enqueue(
+                Lane.HOST,
+                lambda block=block: self._gradients.complete_on_host(block),  # type: ignore[misc]
+                reads=[("gradient", block)],
+                writes=[("gradient", block), ("squares", block)],
+                work=10 * self._host.layouts[block].num_state,
+                label=f"round     b{block}",
+            )
+            self._gradients.settle_on_host(block)
+
+    def wait_for_gradients(self) -> None:
+        """Let the caller read the gradient plane."""
+        self.complete_gradients()
+        with self.touching(reads=[("gradient", block) for block in self._gradients.blocks]):
+            pass
+
+    def wait_for_norm(self) -> None:
+        """Block until the last step's norm is known; raises what kept it from that."""
+        with self.touching(reads=[("norm", 0)]):
+            pass
+
+    def run_on_host(self, operation: Operation, function: Callable[[], object]) -> None:
+        """Run the norm, or one block's update, in the host lane."""
+        self.counts.update_bytes += operation.nbytes
+        self._enqueue(operation, function)
+
+    def round_on_device(self, block: int) -> None:
+        """Complete the gradient of a block that is updated on the device."""
+        self.lanes.enqueue(
+            Lane.OFFLOAD,
+            lambda: self._gradients.round_on_device(block),
+            reads=[("resident_gradient", block)],
+            writes=[("resident_gradient", block), ("squares", block)],
+            label=f"round     b{block}",
+        )
+
+    def run_update(
+        self, operation: Operation, on_host: Callable[[], object], on_device: Callable[[], object]
+    ) -> None:
+        """Update a block where its state is."""
+        block = operation.block
+        if block not in self.states.blocks:
+            self.run_on_host(operation, on_host)
+            return
+        self.lanes.enqueue(
+            Lane.HOST,
+            on_device,
+            reads=[("resident_gradient", block), ("norm", 0)],
+            writes=[("resident", block), ("device_moments", block)],
+            label=str(operation),
+        )
+        self.states.settle_update(block)
+
+    def drop_gradients(self, blocks: Iterable[int]) -> None:
+        """Give the gradient plane's memory back once it has been used up."""
+        self.lanes.enqueue(
+            Lane.HOST, self._host.drop_gradients, writes=[("gradient", block) for block in blocks]
+        )
+
+    def sync(self) -> None:
+        """Wait for every update, and bring home what is newer on the device: the host state is whole."""
+        self.states.push()
+        blocks = range(len(self.sizes))
+        whole = [(plane, block) for plane in ("working", "moments", "gradient") for block in blocks]
+        with self.touching(reads=whole):
+            pass
+
+    def touching(
+        self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> AbstractContextManager[None]:
+        """Let the launching thread use host memory, once all others are done with it."""
+        return _Touching(self.lanes, reads, writes)
+
     def invalidate(self) -> None:
-        """Forget what the device holds: the host has new weights."""
+        """Forget what the device holds: the host has, or will have, new weights."""
         assert self.open_visit is None
         for slot, block in enumerate(self.contents):
             if block is not None:
-                buffer = [weights_buffer(block, slot)]
-                self.lanes.begin(Lane.HOST, reads=buffer, writes=buffer)
-                self.lanes.freed(self._slots.place(block, slot))
-                self.lanes.end(Lane.HOST, writes=buffer)
+                self._poison(block, slot)
         self.contents = [None] * len(self._slots)
         self._pending.clear()
         self._stale_residents = True
 
     def abandon(self) -> None:
         """Drop an unfinished round after an exception."""
+        self._end_between()
         if self.open_visit is not None:
             self.lanes.end(Lane.COMPUTE, reads=self.open_visit.reads)
         self.open_visit = None
+        self._recomputed = None
+        self._pinned.clear()
         self._pending.clear()
+        self.stash.clear()
         self.contents = [None] * len(self._slots)  # a copy may be what failed
         self._stale_residents = True
 
-    def _matches(self, operation: Operation, block: int, is_backward: bool) -> bool:
-        if operation.block != block or (operation.kind is Kind.BACKWARD) != is_backward:
+    # -- one operation --------------------------------------------------------------------------------------
+
+    def _take(self, operation: Operation, grads: Sequence[Tensor | None] | None) -> None:
+        """Add a backward's gradients up; None: autograd reached the block but none of its parameters."""
+        if operation.gradient_buffer < 0:
+            if grads is not None and any(grad is not None for grad in grads):
+                self.collect_resident(operation.block, grads)
+            return
+        if grads is not None:
+            self.lanes.begin(Lane.COMPUTE, writes=operation.writes)
+            self._gradients.collect(operation, grads)
+            self.lanes.end(Lane.COMPUTE, writes=operation.writes)
+        if operation.is_last:
+            self._ring = (operation.gradient_buffer + 1) % self._gradients.num_buffers
+            if not self._gradients.is_filled(operation.gradient_buffer):
+                ends = (Kind.OFFLOAD, Kind.UPDATE)
+                while self._pending and self._pending[0].kind in ends:
+                    assert self._pending.popleft().block == operation.block
+
+    def _matches(self, operation: Operation, block: int, micro_batch: int, is_backward: bool) -> bool:
+        foreseen = (operation.block, operation.micro_batch, operation.kind is Kind.BACKWARD)
+        if foreseen != (block, micro_batch, is_backward):
             return False
-        return not is_backward or not self._is_trained(block) or operation.loads == self._gradients.has(block)
+        size = self.sizes[block]
+        if not is_backward or not size.is_trained or not size.is_streamed:
+            return True
+        return operation.loads == self._gradients.has(block)
 
-    def _is_trained(self, block: int) -> bool:
-        return self.sizes[block].is_trained
-
-    def _improvise(self, block: int, is_backward: bool, *, had_plan: bool) -> Operation:
+    def _improvise(self, block: int, micro_batch: int, is_backward: bool, *, had_plan: bool) -> Operation:
         if had_plan and not self._surprised:
             self._surprised = True
             _log.info("block %d is visited out of the foreseen order; copies go on without foresight", block)
-        loads = is_backward and self._gradients.has(block)
+        self._flush_ring()
+        loads = is_backward and self.sizes[block].is_streamed and self._gradients.has(block)
         wide = loads and self._host.precision is Precision.BF16
-        if wide:
-            self.prepare_gradients(accumulates=True)
+        if is_backward and self.update_at_once is not None:
+            if self._gradients.homes[block] is Home.UPDATED:
+                raise ModelError(
+                    f"updates=immediate: block {block} was updated, and then its backward was visited again; "
+                    "the model passes it in an order of its own: use updates=deferred"
+                )
+            self._gradients.num_staging = 0
+        if wide or (is_backward and self.update_at_once is not None):
+            self.prepare_gradients(adds_up=wide, num_rounds=2)
         seen = self.seen
-        self.foresee([Visit(block, is_backward, loads=loads, completes=not wide)])
+        self.foresee(
+            [Visit(block, is_backward, micro_batch, loads=loads, completes=not wide)], is_whole=False
+        )
         self.seen = seen
         self._advance()
         return self._pending[0]
 
-    def _skip_gradient(self, operation: Operation) -> None:
-        while (
-            self._pending
-            and self._pending[0].kind is Kind.OFFLOAD
-            and self._pending[0].block == operation.block
-        ):
-            self._pending.popleft()
+    def _flush_ring(self) -> None:
+        """Send home sums whose round did not end as foreseen; later visits load them. Drops the program."""
+        unfinished = [
+            operation
+            for operation in self._pending
+            if operation.kind is Kind.OFFLOAD and self._gradients.is_filled(operation.gradient_buffer)
+        ]
+        self._pending.clear()
+        if unfinished:
+            self.prepare_gradients(adds_up=True, num_rounds=2)
+        for operation in unfinished:
+            if self._gradients.is_filled(operation.gradient_buffer):
+                self._issue(
+                    replace(
+                        operation,
+                        completes=False,
+                        staging=-1,
+                        nbytes=self.sizes[operation.block].accumulator_bytes,
+                    )
+                )
+
+    def _poison(self, block: int, slot: int) -> None:
+        place = self._slots.place(block, slot)
+        self.lanes.enqueue(Lane.FETCH, lambda: self.lanes.freed(place), writes=[weights_buffer(block, slot)])
 
     def _advance(self) -> None:
         while self._pending and self._pending[0].kind not in _VISITS:
             self._issue(self._pending.popleft())
 
     def _issue(self, operation: Operation) -> None:
+        key = self._visit_names.get((operation.block, operation.micro_batch), -1)
         match operation.kind:
             case Kind.FETCH:
                 if operation.slot >= 0:
@@ -225,16 +431,27 @@ class Executor:
                 source = self._host.blocks[operation.block].working
                 target = self._slots.target(operation)
                 self._enqueue(operation, lambda: target.copy_(source, non_blocking=True))
-                self.fetched_bytes += operation.nbytes
+                self.counts.fetches += operation.slot >= 0
+                self.counts.fetch_bytes += operation.nbytes
             case Kind.LOAD:
-                self._enqueue(operation, lambda: self._gradients.load(operation))
-                self.fetched_bytes += operation.nbytes
+                self._enqueue(operation, self._gradients.load(operation))
+                self.counts.fetch_bytes += operation.nbytes
             case Kind.OFFLOAD:
                 self._enqueue(operation, lambda: self._gradients.offload(operation))
                 self._gradients.settle(operation)
-                self.offloaded_bytes += operation.nbytes
+                self.counts.offloads += operation.gradient_buffer >= 0
+                self.counts.offload_bytes += operation.nbytes
+            case Kind.UPDATE:
+                assert self.update_at_once is not None
+                self.run_on_host(operation, self.update_at_once(operation))
+                self._gradients.settle_update(operation.block)
+                self._staging = (operation.staging + 1) % max(1, self._gradients.num_staging)
+            case Kind.SAVE:
+                self.stash.flush(key)
+            case Kind.RESTORE:
+                self.stash.prefetch(key)
             case _:
-                raise AssertionError(f"{operation} is not a copy")
+                raise AssertionError(f"{operation} is no copy and no update")
 
     def _enqueue(self, operation: Operation, function: Callable[[], object]) -> None:
         self.lanes.enqueue(
@@ -242,5 +459,41 @@ class Executor:
             function,
             reads=operation.reads,
             writes=operation.writes,
-            nbytes=operation.nbytes,
+            work=operation.nbytes,
+            label=str(operation),
         )
+
+
+class _Pin(NamedTuple):
+    """A recomputed fragment that waits for its backward."""
+
+    slot: int
+    """-1 where the block is resident."""
+    micro_batch: int
+    owner: object
+
+
+class Counts:
+    """What the engine has moved since attach."""
+
+    def __init__(self) -> None:
+        self.fetches = 0
+        """Fetches of streamed blocks."""
+        self.offloads = 0
+        """Offloads of streamed blocks' gradients."""
+        self.fetch_bytes = 0
+        self.offload_bytes = 0
+        self.update_bytes = 0
+        """Host memory that updates have read and written."""
+
+
+class _Touching:
+    def __init__(self, lanes: Lanes, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> None:
+        self._lanes = lanes
+        self._reads, self._writes = reads, writes
+
+    def __enter__(self) -> None:
+        self._lanes.begin(Lane.CALLER, reads=self._reads, writes=self._writes)
+
+    def __exit__(self, *_: object) -> None:
+        self._lanes.end(Lane.CALLER, reads=self._reads, writes=self._writes)

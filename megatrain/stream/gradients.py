@@ -7,7 +7,7 @@ parameter for which autograd gave None in every round has no gradient and gets n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 
 import torch
@@ -31,6 +31,8 @@ class Home(Enum):
     """In the fp32 accumulator plane."""
     DEVICE = 3
     """In the resident block's own fp32 buffer."""
+    UPDATED = 4
+    """Used up: the block was updated as soon as its gradient was complete."""
 
 
 class Gradients:
@@ -42,7 +44,13 @@ class Gradients:
         self._host = host
         self._streamed = list(streamed)
         self.num_buffers = num_buffers
+        self.num_staging = 0
+        """Host buffers through which gradients pass if updates use them up at once."""
+        self.is_staged = False
+        """Whether this step's gradients pass through them: those of several rounds cannot."""
         self._ring: list[Tensor] = []
+        self._is_filled = [False] * num_buffers
+        self._staging: list[Tensor] = []
         self._resident = {
             block: lanes.allocate(4 * layout.num_state)
             for block, layout in enumerate(host.layouts)
@@ -53,25 +61,50 @@ class Gradients:
         self._is_home = [False] * len(host.blocks)
         self.present: list[set[str]] = [set() for _ in host.blocks]
 
-    def prepare(self, *, accumulates: bool) -> None:
-        """Allocate what a step needs: the gradient plane, the ring, and fp32 room if rounds add up."""
-        self._host.allocate_gradients()
-        wide = accumulates and self._host.precision is Precision.BF16
-        if wide:
+    def needs_room(self, *, adds_up: bool, num_rounds: int) -> bool:
+        """Whether `prepare` would have to allocate something."""
+        self.is_staged = self._plane(num_rounds) == "staging"
+        return self._ring_bytes(adds_up=adds_up) > (self._ring[0].numel() if self._ring else 0) or (
+            self._host.arena(self._plane(num_rounds)) is None
+            or (self._is_wide(num_rounds > 1) and self._host.arena("accumulator") is None)
+        )
+
+    def prepare(self, *, adds_up: bool, num_rounds: int) -> None:
+        """Allocate what a step needs: the gradient plane or staging buffers, the ring, and fp32 room.
+
+        Args:
+            adds_up: Gradients of several micro-batches add up, in a round or over rounds.
+            num_rounds: Rounds of the step; more than one need the accumulator plane in bf16.
+        """
+        if self._plane(num_rounds) == "staging":
+            self._staging = self._host.allocate_staging(self.num_staging)
+        else:
+            self._host.allocate_gradients()
+        if self._is_wide(num_rounds > 1):
             self._host.allocate_accumulators()
-        for plane in ("gradient", "accumulator"):
+        for plane in ("gradient", "accumulator", "staging"):
             self._lanes.lock(self._host.arena(plane))
-        need = ring_bytes(self._host.layouts, self._streamed, wide=wide)
-        if self._ring and self._ring[0].numel() >= need:
+        need = self._ring_bytes(adds_up=adds_up)
+        if not need or (self._ring and self._ring[0].numel() >= need):
             return
         self._lanes.free(self._ring)
         self._ring = []
         self._ring = [self._lanes.allocate(need) for _ in range(self.num_buffers)]
 
+    def _plane(self, num_rounds: int) -> str:
+        return "staging" if self.num_staging and num_rounds == 1 else "gradient"
+
+    def _is_wide(self, adds_up: bool) -> bool:
+        return adds_up and self._host.precision is Precision.BF16
+
+    def _ring_bytes(self, *, adds_up: bool) -> int:
+        return ring_bytes(self._host.layouts, self._streamed, wide=self._is_wide(adds_up))
+
     def clear(self) -> None:
         """Forget the step's gradients."""
         self.homes = [Home.NONE] * len(self.homes)
         self._is_home = [False] * len(self.homes)
+        self._is_filled = [False] * self.num_buffers
         for names in self.present:
             names.clear()
 
@@ -90,6 +123,8 @@ class Gradients:
 
     def collect(self, operation: Operation, grads: Sequence[Tensor | None]) -> None:
         """Put one backward's gradients of a streamed block into its gradient buffer (compute lane)."""
+        adds = self._is_filled[operation.gradient_buffer]
+        self._is_filled[operation.gradient_buffer] = True
         state = self._host.blocks[operation.block]
         layout = state.layout
         buffer = self._ring[operation.gradient_buffer]
@@ -100,8 +135,8 @@ class Gradients:
             flat = buffer[: 4 * layout.num_state].view(torch.float32)
             views = [state.plane_of(flat, entry) for entry in layout.trained]
             parts = (flat[: layout.num_split], flat[layout.num_split :])
-        _put(views, grads, adds=operation.loads)
-        if not operation.loads:
+        _put(views, grads, adds=adds)
+        if not adds:
             _zero_padding(parts, layout)
         self._mark(operation.block, grads)
 
@@ -117,32 +152,41 @@ class Gradients:
         self._is_home[block] = False
         self._mark(block, grads)
 
-    def load(self, operation: Operation) -> None:
-        """Copy what earlier backwards added up into a gradient buffer, as fp32 (fetch lane)."""
+    def is_filled(self, gradient_buffer: int) -> bool:
+        """Whether a buffer of the ring holds a part of its block's gradient."""
+        return self._is_filled[gradient_buffer]
+
+    def load(self, operation: Operation) -> Callable[[], object]:
+        """Return the copy of what earlier backwards added up into a gradient buffer, as fp32 (fetch lane)."""
+        self._is_filled[operation.gradient_buffer] = True
         state = self._host.blocks[operation.block]
-        layout = state.layout
-        flat = self._ring[operation.gradient_buffer][: 4 * layout.num_state].view(torch.float32)
+        edge = state.layout.num_split
+        flat = self._ring[operation.gradient_buffer][: 4 * state.layout.num_state].view(torch.float32)
         if self.homes[operation.block] is Home.ACCUMULATOR:
             assert state.accumulator is not None
-            flat.copy_(state.accumulator, non_blocking=True)
+            sources = state.accumulator[:edge], state.accumulator[edge:]
         else:
             assert state.gradient is not None
-            low, full = split_gradient(state.gradient, layout)
-            flat[: layout.num_split].copy_(low, non_blocking=True)
-            flat[layout.num_split :].copy_(full, non_blocking=True)
+            sources = split_gradient(state.gradient, state.layout)
+
+        def copy() -> None:
+            for part, source in zip((flat[:edge], flat[edge:]), sources, strict=True):
+                part.copy_(source, non_blocking=True)
+
+        return copy
 
     def offload(self, operation: Operation) -> None:
         """Copy a gradient home, and sum the squares of what is complete on the way (offload lane)."""
         state = self._host.blocks[operation.block]
         layout = state.layout
-        assert state.gradient is not None
+        home = self.home(operation)
         if operation.gradient_buffer < 0:
             buffer = self._resident[operation.block]
         else:
             buffer = self._ring[operation.gradient_buffer]
         if operation.is_single:
             sent = buffer[: layout.gradient_bytes]
-            state.gradient.copy_(sent, non_blocking=True)
+            home.copy_(sent, non_blocking=True)
             self._lanes.sum_of_squares(split_gradient(sent, layout), self._sums[operation.block])
         else:
             flat = buffer[: 4 * layout.num_state].view(torch.float32)
@@ -151,14 +195,37 @@ class Gradients:
                 state.accumulator.copy_(flat, non_blocking=True)
                 return
             rounded = (flat[: layout.num_split].to(torch.bfloat16), flat[layout.num_split :])
-            for plane, part in zip(split_gradient(state.gradient, layout), rounded, strict=True):
+            for plane, part in zip(split_gradient(home, layout), rounded, strict=True):
                 plane.copy_(part, non_blocking=True)
             self._lanes.sum_of_squares(rounded, self._sums[operation.block])
         if operation.gradient_buffer >= 0:  # a resident block's sum stays, for a backward that may follow
             self._lanes.freed(buffer)
 
+    def home(self, operation: Operation) -> Tensor:
+        """Return the (gradient_bytes,) host bytes of a complete gradient: of the plane, or of its staging."""
+        state = self._host.blocks[operation.block]
+        if operation.staging >= 0:
+            return self._staging[operation.staging][: state.layout.gradient_bytes]
+        assert state.gradient is not None
+        return state.gradient
+
+    def on_device(self, block: int) -> Tensor:
+        """Return the (num_state,) fp32 sum of a resident block, on the device."""
+        return self._resident[block].view(torch.float32)
+
+    def round_on_device(self, block: int) -> None:
+        """Round a resident block's sum to the working dtype where it is, and sum its squares."""
+        edge = self._host.layouts[block].num_split
+        flat = self.on_device(block)
+        low, full = flat[:edge], flat[edge:]
+        rounded = low.to(torch.bfloat16)
+        low.copy_(rounded)
+        self._lanes.sum_of_squares((rounded, full), self._sums[block])
+
     def settle(self, operation: Operation) -> None:
         """Note where an offload puts a block's gradient."""
+        if operation.gradient_buffer >= 0:
+            self._is_filled[operation.gradient_buffer] = False
         wide = self._stays_wide(operation)
         if operation.gradient_buffer >= 0:
             self.homes[operation.block] = Home.ACCUMULATOR if wide else Home.GRADIENT
@@ -174,12 +241,19 @@ class Gradients:
         full.copy_(state.accumulator[state.layout.num_split :])
         pool = default_pool()
         self._sums[block] = sum(sum_of_squares(pool, part) for part in (low, full))
+
+    def settle_on_host(self, block: int) -> None:
+        """Note that a gradient is rounded into the gradient plane."""
         self._is_home[block] = True
 
-    def sums(self) -> list[float]:
-        """Return the sum of squares of every gradient of the step, in block order; all must be home."""
+    def settle_update(self, block: int) -> None:
+        """Note that an update uses up a block's gradient."""
+        self.homes[block] = Home.UPDATED
+
+    def sums(self, blocks: Sequence[int]) -> list[float]:
+        """Return the sum of squares of the gradients of `blocks`, which must be complete."""
         values = self._sums.tolist()
-        return [values[block] for block in self.blocks]
+        return [values[block] for block in blocks]
 
     def named(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield those of `names` that have a gradient, as (name, fp32 host tensor); fp32 ones are views."""
@@ -201,9 +275,12 @@ class Gradients:
 def ring_bytes(layouts: Sequence[BlockLayout], streamed: Sequence[bool], *, wide: bool) -> int:
     """Return the bytes of one gradient buffer of the ring: the largest streamed block's gradient."""
     return max(
-        4 * layout.num_state if wide else layout.gradient_bytes
-        for layout, flag in zip(layouts, streamed, strict=True)
-        if flag
+        (
+            4 * layout.num_state if wide else layout.gradient_bytes
+            for layout, flag in zip(layouts, streamed, strict=True)
+            if flag
+        ),
+        default=0,
     )
 
 

@@ -32,6 +32,7 @@ def load(
     attn_implementation: str | None = None,
     accumulates: bool = False,
     host_limit: int | None = None,
+    fragments: bool = False,
 ) -> PreTrainedModel:
     """Load a Hugging Face causal LM into host state, ready for `megatrain.attach` with the same precision.
 
@@ -45,8 +46,10 @@ def load(
         seed: Of the random weights, which the model's own initialisation draws.
         precision: `fp32`, or `bf16`: bf16 weights that are the upper half of exact fp32 masters.
         attn_implementation: As in transformers.
-        accumulates: As in `attach`; only the check before allocation uses it.
+        accumulates: Steps will have several rounds, whose sums take 4 bytes per parameter more in bf16; only
+            the check before allocation uses it.
         host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
+        fragments: As in `attach`: lays the weights out for it, so that they need not be moved later.
 
     Returns:
         The model in evaluation mode, as `from_pretrained` does; its parameters are views of host memory.
@@ -66,7 +69,7 @@ def load(
     assert config is not None
     dtype = torch.float32 if kept is Precision.FP32 else torch.bfloat16
     model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
-    layouts = plan_layouts(model, find_blocks(model), kept)
+    layouts = plan_layouts(model, find_blocks(model, fragments=fragments), kept)
     require_host_memory(layouts, kept, held=0, accumulates=accumulates, limit=host_limit)
     host = HostState(layouts, kept)
     if path is not None:

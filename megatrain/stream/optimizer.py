@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from enum import Enum
 from fnmatch import fnmatch
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,25 +14,66 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError, ModelError
-from megatrain.model.layout import Entry, aligned
+from megatrain.model.layout import BlockLayout, Entry, aligned
 from megatrain.optim.adamw import AdamWStep, Planes, update_many
 from megatrain.optim.clip import clip_coefficient, global_norm
+from megatrain.optim.device import update_on_device
 from megatrain.optim.pool import default_pool
-from megatrain.plan.program import optimizer_program
-from megatrain.store.state import BlockState, split_gradient
+from megatrain.plan.program import Kind, Operation
+from megatrain.plan.schedule import optimizer_program
+from megatrain.store.state import split_gradient
+from megatrain.stream.gradients import Home
 
 if TYPE_CHECKING:
     from megatrain.stream.engine import Engine
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """What one optimizer step did."""
+class Updates(str, Enum):
+    """When blocks are updated; the numbers are the same."""
 
-    grad_norm: float
-    """Global norm of the step's gradients before clipping: an fp32 value."""
-    skipped: bool
-    """The norm was not finite, and nothing was changed."""
+    DEFERRED = "deferred"
+    IMMEDIATE = "immediate"
+    SERIAL = "serial"
+
+    @classmethod
+    def read(cls, name: str) -> Updates:
+        """Return the schedule of that name.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if name not in {value.value for value in cls}:
+            raise ConfigError(f"updates is {name!r}; use deferred, immediate or serial")
+        return cls(name)
+
+
+class StepStats:
+    """What one optimizer step did. Reading it waits until the step's norm is known."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        """Expect a norm; `wait` returns when it is known, or raises why it never will be."""
+        self._wait = wait
+        self._norm: Future[float] = Future()
+        self._can_skip = True
+
+    @property
+    def grad_norm(self) -> float:
+        """Global norm of the step's gradients before clipping: an fp32 value.
+
+        Raises:
+            BaseException: What kept the norm from being known.
+            ModelError: Something did, and it was raised before.
+        """
+        if not self._norm.done():
+            self._wait()
+            if not self._norm.done():
+                raise ModelError("the norm of this step is not known: one of the step's operations failed")
+        return self._norm.result()
+
+    @property
+    def skipped(self) -> bool:
+        """The norm was not finite, and nothing was changed."""
+        return self._can_skip and not math.isfinite(self.grad_norm)
 
 
 class StreamedAdamW(torch.optim.Optimizer):
@@ -50,11 +92,15 @@ class StreamedAdamW(torch.optim.Optimizer):
         weight_decay: float,
         max_grad_norm: float | None,
         no_decay: Iterable[str] | None,
+        updates: Updates,
     ) -> None:
         """Allocate the moments, and the gradients too if clipping holds them back; see `Engine.adamw`."""
         _check_ranges(lr, betas, eps, weight_decay, max_grad_norm)
+        check_updates(updates, max_grad_norm)
         self._engine = engine
         self._max_grad_norm = max_grad_norm
+        self._updates = updates
+        self._has_stepped = False
         self.num_skipped = 0
         """Steps that changed nothing, because their norm was not finite."""
         parameters = dict(engine.model.named_parameters())
@@ -90,12 +136,23 @@ class StreamedAdamW(torch.optim.Optimizer):
         self.steps = dict.fromkeys(managed, 0)
         """Updates that each parameter has had: the t of its bias correction."""
         engine.host.allocate_moments()
-        if max_grad_norm is not None:
+        engine.executor.states.allocate()
+        if updates is Updates.IMMEDIATE:
+            if engine.gradients.blocks:
+                raise ConfigError(
+                    "updates=immediate needs the optimizer before the first backward; call engine.adamw "
+                    "first, or opt.zero_grad() before it"
+                )
+            engine.gradients.num_staging = _NUM_STAGING
+            engine.executor.update_at_once = self._update_at_once
+        elif max_grad_norm is not None:
             engine.host.allocate_gradients()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> StepStats:  # type: ignore[override]
         """Clip and apply the gradients of the step, or skip it if their norm is not finite.
+
+        With deferred updates, this returns at once and the work is done in the background.
 
         Raises:
             ConfigError: A closure was given, or there is no gradient.
@@ -103,77 +160,133 @@ class StreamedAdamW(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ConfigError("AdamW.step takes no closure; call engine.forward_backward before it")
-        self._engine.require_attached()
-        gradients, executor = self._engine.gradients, self._engine.executor
+        engine = self._engine
+        engine.require_attached()
+        gradients, executor = engine.gradients, engine.executor
         if not gradients.blocks:
             raise ConfigError(
                 "opt.step() found no gradient; call engine.forward_backward or loss.backward() first"
             )
         self._refuse_foreign_gradients()
-        executor.take_gradients_home()
-        norm_operation, *updates = optimizer_program(gradients.blocks)
-        norms: list[float] = []
-        executor.run_on_host(norm_operation, lambda: norms.append(global_norm(gradients.sums())))
-        norm = norms[0]
-        skipped = not math.isfinite(norm)
-        if skipped:
-            self.num_skipped += 1
-        else:
-            scale = clip_coefficient(norm, self._max_grad_norm)
-            for operation in updates:
-                executor.run_on_host(operation, partial(self._update, operation.block, scale))
+        self._has_stepped = True
+        executor.complete_gradients(leave=executor.states.blocks)
+        on_device = [block for block in gradients.blocks if block in executor.states.blocks]
+        for block in on_device:
+            executor.round_on_device(block)
+        stats = StepStats(executor.wait_for_norm)
+        blocks = self._in_forward_order(gradients.blocks)
+        updated = [block for block in blocks if gradients.homes[block] is Home.UPDATED]
+        stats._can_skip = self._updates is not Updates.IMMEDIATE
+        norm_operation, *operations = optimizer_program(blocks, executor.sizes, updated=updated)
+        executor.run_on_host(norm_operation, partial(self._settle_norm, stats, blocks))
+        groups = self._snapshot()
+        for operation in operations:
+            work = _Update(
+                self, operation.block, groups, frozenset(gradients.present[operation.block]), stats
+            )
+            executor.run_update(operation, work.run, work.run_on_device)
+        if self._max_grad_norm is None and self._updates is not Updates.IMMEDIATE:
+            executor.drop_gradients(blocks)
         gradients.clear()
-        if self._max_grad_norm is None:
-            self._engine.host.drop_gradients()
-        if not skipped:
-            executor.invalidate()
-        return StepStats(norm, skipped)
+        executor.invalidate()
+        if self._updates is Updates.SERIAL:
+            engine.sync()
+        engine.meter.stepped()
+        return stats
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients gathered since the last step."""
         self._engine.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Refuse: the moments are in the host planes, and a dictionary without them would lose them.
+        """Return the state before the first step; after it, refuse: the moments are in the host planes.
+
+        A dictionary without the moments would lose them. Before a step there are none, and accelerate, and
+        with it Trainer, asks for the state of an optimizer that it is given.
 
         Raises:
-            ConfigError: Always.
+            ConfigError: A step was made.
         """
+        if not any(self.steps.values()) and not self._has_stepped:
+            return super().state_dict()
         raise ConfigError(
             "the optimizer's state lives in the engine's host memory; `megatrain train` saves it in its "
             "checkpoints"
         )
 
-    def _update(self, block: int, scale: float) -> None:
-        state = self._engine.host.blocks[block]
-        present = self._engine.gradients.present[block]
-        work: list[tuple[AdamWStep, Planes]] = []
+    def _settle_norm(self, stats: StepStats, blocks: Sequence[int]) -> None:
+        try:
+            norm = global_norm(self._engine.gradients.sums(blocks))
+        except BaseException as error:
+            stats._norm.set_exception(error)
+            raise
+        self.num_skipped += stats._can_skip and not math.isfinite(norm)
+        stats._norm.set_result(norm)
+
+    def _update_at_once(self, operation: Operation) -> Callable[[], object]:
+        present = frozenset(self._engine.gradients.present[operation.block])
+        return _Update(self, operation.block, self._snapshot(), present, None, operation.staging).run
+
+    def _snapshot(self) -> list[dict[str, Any]]:
+        """Copy the hyper-parameters as they are now: a scheduler may change them before an update runs."""
+        return [
+            {"lr": float(group["lr"]), **{key: group[key] for key in ("betas", "eps", "weight_decay")}}
+            for group in self.param_groups
+        ]
+
+    def _in_forward_order(self, blocks: Sequence[int]) -> list[int]:
+        """Order blocks as the next forward wants them: what is in use during the whole pass comes first."""
+        outer = set(self._engine.outer_blocks)
+        return sorted(blocks, key=lambda block: (block not in outer, block))
+
+    def ranges(
+        self, block: int, groups: Sequence[Mapping[str, Any]], present: frozenset[str], scale: float
+    ) -> list[tuple[AdamWStep, int, int]]:
+        """Count one more update of the parameters in `present`, and list the state ranges that it covers."""
+        layout = self._engine.host.blocks[block].layout
         runs: list[tuple[tuple[int, int], int, int]] = []
-        for entry in state.layout.trained:
+        for entry in layout.trained:
             if entry.name not in present:
                 continue
             self.steps[entry.name] += 1
             key = (self._group_of[entry.name], self.steps[entry.name])
             assert entry.state_offset is not None
             stop = entry.state_offset + aligned(entry.numel)
-            edge = state.layout.num_split
-            if runs and runs[-1][0] == key and runs[-1][2] == entry.state_offset != edge:
+            if runs and runs[-1][0] == key and runs[-1][2] == entry.state_offset != layout.num_split:
                 runs[-1] = (key, runs[-1][1], stop)
             else:
                 runs.append((key, entry.state_offset, stop))
-        for (group_number, count), start, stop in runs:
-            group = self.param_groups[group_number]
-            hyper = AdamWStep(
-                lr=float(group["lr"]),
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                step=count,
-                grad_scale=scale,
+        return [
+            (
+                AdamWStep(
+                    lr=groups[number]["lr"],
+                    beta1=groups[number]["betas"][0],
+                    beta2=groups[number]["betas"][1],
+                    eps=groups[number]["eps"],
+                    weight_decay=groups[number]["weight_decay"],
+                    step=count,
+                    grad_scale=scale,
+                ),
+                start,
+                stop,
             )
-            work.append((hyper, _planes(state, start, stop)))
-        update_many(default_pool(), work)
+            for (number, count), start, stop in runs
+        ]
+
+    @property
+    def engine(self) -> Engine:
+        """The engine whose state is updated."""
+        return self._engine
+
+    @property
+    def updates(self) -> Updates:
+        """When blocks are updated."""
+        return self._updates
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Norm to which gradients are clipped; None: no clipping."""
+        return self._max_grad_norm
 
     def _refuse_foreign_gradients(self) -> None:
         for group in self.param_groups:
@@ -181,29 +294,112 @@ class StreamedAdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     raise ModelError(
                         f"parameter {name} got a gradient outside the engine (parameter.grad is set): a part "
-                        "of the model was called on its own; compute the loss through model(...)"
+                        "of the model was called on its own; compute the loss through model(...), and attach "
+                        "with fragments=False if its layers call methods of their parts"
                     )
 
 
-def _planes(state: BlockState, start: int, stop: int) -> Planes:
+class _Update:
+    """One block's update, with everything that it needs as it was when the step ended."""
+
+    def __init__(
+        self,
+        optimizer: StreamedAdamW,
+        block: int,
+        groups: Sequence[Mapping[str, Any]],
+        present: frozenset[str],
+        stats: StepStats | None,
+        staging: int = -1,
+    ) -> None:
+        self._optimizer = optimizer
+        self._block = block
+        self._groups = groups
+        self._present = present
+        self._stats = stats
+        self._operation = Operation(kind=Kind.UPDATE, block=block, staging=staging)
+
+    def run(self) -> None:
+        """Update the block's state on the host; nothing if the step is skipped."""
+        scale = self._scale()
+        if scale is None:
+            return
+        engine = self._optimizer.engine
+        state = engine.host.blocks[self._block]
+        planes = {name: getattr(state, name) for name in _PLANES}
+        gradient = split_gradient(engine.gradients.home(self._operation), state.layout)
+        ranges = self._optimizer.ranges(self._block, self._groups, self._present, scale)
+        update_many(
+            default_pool(),
+            [(hyper, _view(planes, gradient, state.layout, start, stop)) for hyper, start, stop in ranges],
+        )
+
+    def run_on_device(self) -> None:
+        """Update a block whose state is on the device, there."""
+        scale = self._scale()
+        if scale is None:
+            return
+        engine = self._optimizer.engine
+        layout = engine.host.blocks[self._block].layout
+        planes = engine.executor.states.planes(self._block)
+        flat = engine.gradients.on_device(self._block)
+        gradient = flat[: layout.num_split], flat[layout.num_split :]
+        ranges = self._optimizer.ranges(self._block, self._groups, self._present, scale)
+        with engine.lanes.computing():
+            update_on_device(
+                [(hyper, _view(planes, gradient, layout, start, stop)) for hyper, start, stop in ranges]
+            )
+
+    def _scale(self) -> float | None:
+        if self._stats is None:
+            return 1.0
+        if self._stats.skipped:
+            return None
+        return clip_coefficient(self._stats.grad_norm, self._optimizer.max_grad_norm)
+
+
+_PLANES = ("working", "remainder", "exp_avg", "exp_avg_sq")
+
+_NUM_STAGING = 3
+"""Gradients on their way from the device to an immediate update: one arrives, one is used, one waits."""
+
+
+def _view(
+    planes: Mapping[str, Tensor | None],
+    gradient: tuple[Tensor, Tensor],
+    layout: BlockLayout,
+    start: int,
+    stop: int,
+) -> Planes:
     """View a state range in all planes. Trained entries lie in the working bytes as in the state space."""
-    assert state.exp_avg is not None
-    assert state.exp_avg_sq is not None
-    assert state.gradient is not None
-    layout = state.layout
-    low, full = split_gradient(state.gradient, layout)
     first = next(entry for entry in layout.trained if entry.state_offset == start)
     nbytes = (stop - start) * first.dtype.itemsize
-    working: Tensor = state.working[first.byte_offset : first.byte_offset + nbytes].view(first.dtype)
+    working, remainder = planes["working"], planes["remainder"]
+    exp_avg, exp_avg_sq = planes["exp_avg"], planes["exp_avg_sq"]
+    assert working is not None
+    assert exp_avg is not None
+    assert exp_avg_sq is not None
     is_split = start < layout.num_split
     edge = 0 if is_split else layout.num_split
     return Planes(
-        working=working,
-        remainder=state.remainder[start:stop] if is_split and state.remainder is not None else None,
-        exp_avg=state.exp_avg[start:stop],
-        exp_avg_sq=state.exp_avg_sq[start:stop],
-        gradient=(low if is_split else full)[start - edge : stop - edge],
+        working=working[first.byte_offset : first.byte_offset + nbytes].view(first.dtype),
+        remainder=remainder[start:stop] if is_split and remainder is not None else None,
+        exp_avg=exp_avg[start:stop],
+        exp_avg_sq=exp_avg_sq[start:stop],
+        gradient=gradient[0 if is_split else 1][start - edge : stop - edge],
     )
+
+
+def check_updates(updates: Updates, max_grad_norm: float | None) -> None:
+    """Refuse a schedule that cannot clip to clip.
+
+    Raises:
+        ConfigError: `immediate` with clipping.
+    """
+    if updates is Updates.IMMEDIATE and max_grad_norm is not None:
+        raise ConfigError(
+            f"updates=immediate cannot clip (max_grad_norm is {max_grad_norm}): a block is updated before "
+            "the norm of all gradients is known; use updates=deferred, or max_grad_norm=null"
+        )
 
 
 def _decays(entry: Entry, patterns: tuple[str, ...] | None) -> bool:

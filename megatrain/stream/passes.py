@@ -1,4 +1,4 @@
-"""Blocks as the engine sees them, and one pass of a micro-batch through the whole model."""
+"""Layers and blocks as the engine sees them, and one pass of a micro-batch through the whole model."""
 
 from __future__ import annotations
 
@@ -11,35 +11,26 @@ from torch import Tensor, nn
 from megatrain.errors import ModelError
 from megatrain.model.blocks import Block
 from megatrain.model.layout import BlockLayout
-from megatrain.stream.activations import Activations, BlockVisit
-from megatrain.stream.bring import Place, bring, swapped
+from megatrain.stream.activations import Activations, LayerVisit
+from megatrain.stream.bring import Place, bring, exchange
 from megatrain.stream.executor import Executor
 from megatrain.stream.slots import Slots
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from megatrain.stream.activations import _Run
+    from megatrain.stream.boundaries import Boundaries, Source
 
 
 class AttachedBlock:
-    """A block of the model with its layout: where its parameters are looked up, and its own forward."""
+    """A block of the model with its layout, and where its parameters are looked up."""
 
     def __init__(
-        self,
-        index: int,
-        block: Block,
-        layout: BlockLayout,
-        *,
-        executor: Executor,
-        slots: Slots,
-        owners: Mapping[str, tuple[int, int]],
+        self, index: int, block: Block, layout: BlockLayout, owners: Mapping[str, tuple[int, int]]
     ) -> None:
         """Tie block `index` to its layout; `owners` maps a name to (block, entry) for borrowed weights."""
         self.index = index
         self.block = block
         self.layout = layout
-        self.executor = executor
-        self.slots = slots
-        self.module = block.module
         self.parameters = [block.parameters[entry.name] for entry in layout.entries]
         position = {entry.name: number for number, entry in enumerate(layout.entries)}
         self._positions = [position[site.name] for site in block.sites]
@@ -47,7 +38,6 @@ class AttachedBlock:
         self._borrowed = [owners[site.name] for site in block.borrowed]
         self._borrowed_places: list[Place] = [(site.module._parameters, site.leaf) for site in block.borrowed]
         self._has_state = [entry.state_offset is not None for entry in layout.entries]
-        self.inner: Callable[..., Any] = block.module.forward if block.module is not None else _no_forward
 
     def trained_now(self) -> list[bool]:
         """Which entries want a gradient at this moment.
@@ -78,52 +68,126 @@ class AttachedBlock:
         borrowed = [resident[block][entry] for block, entry in self._borrowed]
         return self.places + self._borrowed_places, own + borrowed
 
-    def forward(
-        self, current: Pass, policy: Activations, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the streamed block in place of its own forward."""
+
+class AttachedLayer:
+    """A decoder layer: its fragments (one, if it streams as a whole), its own forward, and its policy."""
+
+    def __init__(
+        self,
+        blocks: Sequence[AttachedBlock],
+        executor: Executor,
+        slots: Slots,
+        policy: Activations,
+        boundaries: Boundaries,
+    ) -> None:
+        """Tie a layer to its blocks, which are of one module."""
+        module = blocks[0].block.module
+        assert module is not None
+        self.blocks = list(blocks)
+        self.module: nn.Module = module
+        self.executor = executor
+        self.slots = slots
+        self.stash = executor.stash
+        self.policy = policy
+        self.has_fragments = bool(blocks[0].block.entries)
+        self.inner: Callable[..., Any] = module.forward
+        self.boundaries = boundaries
+        self.run: _Run | None = None
+        """The run of the layer's forward that is going on."""
+
+    @property
+    def name(self) -> str:
+        """Name of the layer, or of its first fragment."""
+        return self.blocks[0].block.name
+
+    def forward(self, current: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer in place of its own forward."""
         if getattr(self.module, "gradient_checkpointing", False):
-            self.module.gradient_checkpointing = False  # type: ignore[union-attr]  # ours replaces it
-        if torch.is_grad_enabled():
-            return BlockVisit(self, current).call(args, kwargs, policy)
-        self.executor.open(self.index, is_backward=False)
-        operation = self.executor.open_visit
-        assert operation is not None
-        try:
-            places, tensors = self.fill(self.slots.aliases(self.index, operation.slot), current.tensors)
-            with swapped(places, tensors):
-                return self.inner(*args, **kwargs)
-        finally:
-            self.executor.close()
+            self.module.gradient_checkpointing = False  # type: ignore[assignment]  # ours replaces it
+        return LayerVisit(self, current).call(args, kwargs)
 
+    def enter(self, block: AttachedBlock) -> None:
+        """Enter a fragment: one of its modules is called.
 
-def _no_forward(*_: Any, **__: Any) -> Any:
-    raise AssertionError("a resident block has no forward of its own")
+        Raises:
+            ModelError: The module was called outside its layer's forward.
+        """
+        if self.run is None:
+            raise ModelError(
+                f"{block.block.name} was called outside its layer's forward; call the model, or attach it "
+                "with fragments=False"
+            )
+        self.run.enter(block)
 
 
 class Pass:
     """One forward of the model, and its backward: holds what resident blocks brought for it."""
 
     def __init__(
-        self, residents: Sequence[AttachedBlock], executor: Executor, on_backward: Callable[[], None]
+        self,
+        outer: Sequence[AttachedBlock],
+        executor: Executor,
+        slots: Slots,
+        on_backward: Callable[[], None],
+        *,
+        micro_batch: int = 0,
+        adds_up: bool = False,
     ) -> None:
-        """Bring the resident blocks; `on_backward` is called whenever a block's backward begins."""
-        self.begin_backward = on_backward
-        self._residents = residents
-        self.tensors = {block.index: self._bring(block, executor, on_backward) for block in residents}
+        """Bring the outer blocks; `on_backward` is called whenever a block's backward begins.
 
-    def swapped(self) -> AbstractContextManager[None]:
-        """Let the model find the brought tensors in place of its resident parameters."""
-        places: list[Place] = []
-        tensors: list[Tensor] = []
-        for block in self._residents:
-            own_places, own_tensors = block.fill(self.tensors[block.index], self.tensors)
-            places += own_places
-            tensors += own_tensors
-        return swapped(places, tensors)
+        `adds_up`: the gradients of other micro-batches will be added to this one's.
+        """
+        self.begin_backward = on_backward
+        self.micro_batch = micro_batch
+        self._adds_up = adds_up
+        self._passed: set[AttachedLayer] = set()
+        self.last_call: Source | None = None
+        """The last layer's call and its output, if the next layer may want to make it again."""
+        self.tensors = {block.index: self._bring(block, executor, slots, on_backward) for block in outer}
+        self._places: list[Place] = []
+        self._own: list[Tensor] = []
+        for block in outer:
+            places, tensors = block.fill(self.tensors[block.index], self.tensors)
+            self._places += places
+            self._own += tensors
+        self._parameters: list[Any] | None = None
+
+    def note(self, layer: AttachedLayer) -> None:
+        """Take note that a layer runs, with gradients.
+
+        Raises:
+            ModelError: It runs again, and its gradients could not add up in a resident model's order.
+        """
+        if layer in self._passed and self._adds_up:
+            raise ModelError(
+                f"the model runs {layer.name} more than once in a forward: with several micro-batches in a "
+                "step, its gradients would be rounded in another order than without streaming; use one "
+                "micro-batch per step"
+            )
+        self._passed.add(layer)
+
+    def put(self) -> None:
+        """Let the model find the brought tensors in place of its own parameters."""
+        assert self._parameters is None
+        self._parameters = exchange(self._places, self._own)
+
+    def restore(self) -> None:
+        """Give the model its parameters back, if they are not there."""
+        if self._parameters is not None:
+            exchange(self._places, self._parameters)
+            self._parameters = None
+
+    def __enter__(self) -> Pass:
+        self.put()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
     @staticmethod
-    def _bring(block: AttachedBlock, executor: Executor, on_backward: Callable[[], None]) -> list[Tensor]:
+    def _bring(
+        block: AttachedBlock, executor: Executor, slots: Slots, on_backward: Callable[[], None]
+    ) -> list[Tensor]:
         trained = block.trained_now()
 
         def collect(grads: Sequence[Tensor | None]) -> None:
@@ -131,7 +195,7 @@ class Pass:
             if any(grad is not None for grad in grads):
                 executor.collect_resident(block.index, block.line_up(grads, trained))
 
-        return bring(block.slots.aliases(block.index, -1), trained, collect)
+        return bring(slots.aliases(block.index, -1), trained, collect)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -25,9 +25,9 @@ class Slots:
     ) -> None:
         """Allocate `num_slots` slots as large as the largest streamed block, and all resident places."""
         self._layouts = layouts
-        largest = max(layout.working_bytes for layout, flag in zip(layouts, streamed, strict=True) if flag)
-        self.slot_bytes = largest
-        self._slots = [lanes.allocate(largest) for _ in range(num_slots)]
+        streams = [layout.working_bytes for layout, flag in zip(layouts, streamed, strict=True) if flag]
+        self.slot_bytes = max(streams, default=0)
+        self._slots = [lanes.allocate(self.slot_bytes) for _ in range(num_slots if streams else 0)]
         self._resident = {
             block: lanes.allocate(layout.working_bytes)
             for block, (layout, flag) in enumerate(zip(layouts, streamed, strict=True))

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 import megatrain
 from megatrain.errors import ConfigError, DataError, ModelError
-from megatrain.plan.program import Kind, fetch_residents, offload_residents, round_visits, schedule
+from megatrain.plan.program import Kind, LayerPlan
+from megatrain.plan.schedule import fetch_residents, offload_residents, round_visits, schedule
 from megatrain.stream.engine import Engine
 from tests.families import FAMILIES
 from tests.reference import Batch, Resident, assert_same_bits, make_batches, make_model
@@ -23,24 +24,8 @@ from tests.stream.runs import (
     assert_same_masters,
     assert_same_round,
     assert_same_steps,
+    start,
 )
-
-
-def start(
-    family: str = "llama_tied",
-    *,
-    prepare: Callable[[PreTrainedModel], None] | None = None,
-    max_grad_norm: float | None = 0.5,
-    precision: str = "fp32",
-    **settings: Any,
-) -> tuple[PreTrainedModel, Resident, Engine, Any]:
-    """Make a family's model twice, resident and attached, with the same optimizer."""
-    model = make_model(FAMILIES[family]())
-    if prepare is not None:
-        prepare(model)
-    reference = Resident(model, precision=precision, **HYPER)
-    engine = megatrain.attach(model, **{"device": "checked", "precision": precision, **settings})
-    return model, reference, engine, engine.adamw(**HYPER, max_grad_norm=max_grad_norm)
 
 
 def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -477,9 +462,12 @@ def test_a_block_called_on_its_own_is_refused() -> None:
     [
         ({"num_slots": 0}, "num_slots is 0; use 1 or more"),
         ({"num_gradient_buffers": 0}, "num_gradient_buffers is 0; use 1 or more"),
-        ({"head_chunk_tokens": 0}, "head_chunk_tokens is 0; use 1 or more, or None"),
+        ({"head_chunk_tokens": 0}, "head_chunk_tokens is 0; use 1 or more"),
         ({"precision": "fp16"}, "precision is 'fp16'; use fp32 or bf16"),
-        ({"activations": "drop"}, "activations is 'drop'; use one of recompute, keep"),
+        (
+            {"activations": "drop"},
+            "activations is 'drop'; use one of keep, offload, recompute_cheap, recompute",
+        ),
         ({"activations": ["keep"]}, "activations names 1 policies for 4 blocks"),
         ({"device": "gpu"}, "device is 'gpu'; use auto"),
     ],
@@ -602,7 +590,7 @@ def test_an_exception_in_the_model_leaves_the_engine_whole(place: str, by_hand: 
     reference.forward_backward([last])
     assert_same_gradients(engine, reference.sums)
     assert engine.executor.open_visit is None
-    assert not engine._in_backward
+    assert not engine.rounds._in_backward
     engine.detach()
 
 
@@ -647,26 +635,38 @@ def test_detaching_twice_is_harmless_and_training_a_detached_engine_is_refused()
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_bytes_moved_are_the_program_s(num_slots: int, num_micro_batches: int, precision: str) -> None:
-    _, _, engine, optimizer = start(num_slots=num_slots, precision=precision)
+@pytest.mark.parametrize(("num_micro_batches", "lockstep"), [(1, 1), (3, 1), (4, 4), (4, 2), (5, 2)])
+@pytest.mark.parametrize(
+    ("num_slots", "precision", "fragments"),
+    [(1, "bf16", False), (2, "fp32", False), (3, "bf16", False), (2, "bf16", True), (4, "fp32", True)],
+)
+def test_bytes_moved_are_the_program_s(
+    num_slots: int, num_micro_batches: int, lockstep: int, precision: str, fragments: bool
+) -> None:
+    settings: dict[str, Any] = {"num_slots": num_slots, "lockstep": lockstep, "fragments": fragments}
+    _, _, engine, optimizer = start(precision=precision, **settings)
     sizes = engine.executor.sizes
-    order = [block for block, size in enumerate(sizes) if size.is_streamed]
+    streamed = [block for block, size in enumerate(sizes) if size.is_streamed]
+    step = 2 if fragments else 1
+    layers = [LayerPlan(tuple(streamed[n : n + step])) for n in range(0, len(streamed), step)]
     visits = []
-    for number in range(num_micro_batches):
-        completes = number == num_micro_batches - 1
-        visits += round_visits(order, order[::-1], loads=number > 0, completes=completes)
-    program = schedule(visits, sizes, [None] * num_slots)
+    rounds = [min(lockstep, num_micro_batches - n) for n in range(0, num_micro_batches, lockstep)]
+    for number, together in enumerate(rounds):
+        completes = number == len(rounds) - 1
+        visits += round_visits(layers, num_micro_batches=together, loads=number > 0, completes=completes)
+    program = schedule(
+        visits, sizes, [None] * num_slots, num_gradient_buffers=engine.policies.num_gradient_buffers
+    )
+    assert program.count(Kind.FETCH) <= 2 * len(streamed) * len(rounds)
     resident = [block for block, size in enumerate(sizes) if not size.is_streamed]
     fetched = program.nbytes(Kind.FETCH) + program.nbytes(Kind.LOAD)
     fetched += sum(operation.nbytes for operation in fetch_residents(sizes))
     offloaded = program.nbytes(Kind.OFFLOAD)
     offloaded += sum(operation.nbytes for operation in offload_residents(sizes, resident))
-    for step in range(1, 4):
-        engine.forward_backward(make_batches(num_micro_batches, seed=step))
+    for number in range(1, 4):
+        engine.forward_backward(make_batches(num_micro_batches, seed=number))
         optimizer.step()
-        assert engine.bytes_fetched == step * fetched
-        assert engine.bytes_offloaded == step * offloaded
-    assert program.count(Kind.FETCH) <= 2 * len(order) * num_micro_batches
+        assert engine.bytes_fetched == number * fetched
+        assert engine.bytes_offloaded == number * offloaded
+    assert engine.executor.counts.fetches == 3 * program.count(Kind.FETCH)
+    assert engine.executor.counts.offloads == 3 * program.count(Kind.OFFLOAD)

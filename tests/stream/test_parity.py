@@ -50,7 +50,10 @@ def row_name(value: Any) -> str | None:
     return "-".join([f"s{value['num_slots']}", policy, *flags, f"m{value['num_micro_batches']}"])
 
 
-@pytest.mark.parametrize(("device", "steps"), [("checked", 5), ("cpu", 2), ("emulated", 2)])
+@pytest.mark.parametrize(
+    ("device", "steps"),
+    [("checked", 5), ("emulated", 2), pytest.param("cpu", 2, marks=pytest.mark.parity)],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_equals_resident(family: str, device: str, steps: int) -> None:
     check_parity(family, device=device, steps=steps)

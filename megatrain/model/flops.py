@@ -1,0 +1,192 @@
+"""FLOPs of a token, counted from the live model: parameters that it passes, and causal attention at half.
+
+A parameter costs a token 2 FLOPs forward, 2 for the gradient of its input and 2 for its own gradient if it is
+trained. What lookups read costs none: embeddings count only where the head shares them. Of the experts a
+token passes the active ones. The scans of Mamba and linear attention are not counted, only their parameters.
+It works on the meta device too.
+
+Source: 6 N per token with attention apart: Kaplan et al., "Scaling laws for neural language models", 2020,
+and Chowdhery et al., "PaLM", 2022, appendix B, with causal attention at half.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_log = logging.getLogger(__name__)
+
+_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+_NUM_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts", "top_k")
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What of a layer's attention the cost depends on."""
+
+    key_width: int
+    """Query heads times the size of a query and a key."""
+    value_width: int
+    """Query heads times the size of a value."""
+    window: int | None = None
+    """Tokens that a token sees at most; None: all before it."""
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Return the FLOPs of a token's two products with what it sees, on average over a row."""
+        return 2.0 * (self.key_width + self.value_width) * mean_keys(seq_len, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A decoder layer, or all that is in none."""
+
+    active: float
+    """Parameters that a token passes."""
+    trained: float
+    """Those of them that are trained."""
+    attention: Attention | None = None
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Return the FLOPs of a token's forward, in a row of `seq_len` tokens."""
+        attention = 0.0 if self.attention is None else self.attention.forward_flops(seq_len)
+        return 2.0 * self.active + attention
+
+    def flops(self, seq_len: int) -> float:
+        """Return the FLOPs of a token's forward and backward, nothing recomputed."""
+        return 2.0 * self.forward_flops(seq_len) + self._weight_flops(seq_len)
+
+    def _weight_flops(self, seq_len: int) -> float:
+        # attention has two operands that both want a gradient, whatever is trained
+        attention = 0.0 if self.attention is None else self.attention.forward_flops(seq_len)
+        return 2.0 * self.trained + attention
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """What a token costs in each part of a model."""
+
+    layers: tuple[Part, ...]
+    rest: Part
+    """Embeddings that are no lookups, final norm, head."""
+    head: float
+    """Parameters of the head, as far as it is a matrix of its own or the embedding's."""
+
+    def model_flops(self, seq_len: int) -> float:
+        """Return the model FLOPs of a token: forward and backward, nothing recomputed."""
+        return sum(part.flops(seq_len) for part in (*self.layers, self.rest))
+
+    def recomputed_flops(self, seq_len: int, forwards: Sequence[int]) -> float:
+        """Return the FLOPs of a token's further forwards, `forwards[n]` of them through layer n."""
+        pairs = zip(self.layers, forwards, strict=True)
+        return sum(number * layer.forward_flops(seq_len) for layer, number in pairs)
+
+    @property
+    def head_flops(self) -> float:
+        """Return the FLOPs of a token's forward through the head."""
+        return 2.0 * self.head
+
+
+def mean_keys(seq_len: int, window: int | None) -> float:
+    """Return how many tokens a token of a row sees on average: half of the row, or less with a window."""
+    width = seq_len if window is None else min(window, seq_len)
+    return width * (1.0 - width / (2.0 * seq_len))
+
+
+def count_flops(model: PreTrainedModel, layers: Sequence[nn.Module]) -> ModelFlops:
+    """Count what a token of `model` costs.
+
+    Args:
+        model: A causal LM, with parameters of any device.
+        layers: Its decoder layers, in forward order.
+    """
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    head_weight = getattr(head, "weight", None)
+    lookups = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.weight is not head_weight
+    }
+    share = _active_share(config)
+    seen = set(lookups)
+    parts = [
+        _part(layer.named_parameters(), share, seen, _attention(layer, config, number))
+        for number, layer in enumerate(layers)
+    ]
+    rest = _part(model.named_parameters(), share, seen, None)
+    return ModelFlops(tuple(parts), rest, 0.0 if head_weight is None else float(head_weight.numel()))
+
+
+def _part(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    share: float | None,
+    seen: set[int],
+    attention: Attention | None,
+) -> Part:
+    active = trained = 0.0
+    for name, parameter in parameters:
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        count = float(parameter.numel())
+        if "experts" in name.split("."):
+            if share is None:
+                _warn_of_experts()
+            count *= share or 1.0
+        active += count
+        trained += count if parameter.requires_grad else 0.0
+    return Part(active, trained, attention)
+
+
+def _active_share(config: PretrainedConfig) -> float | None:
+    """Return the share of the experts that a token passes; None: the config does not say."""
+    total, active = _first(config, _NUM_EXPERTS), _first(config, _NUM_ACTIVE)
+    return active / total if total and active else None
+
+
+def _first(config: PretrainedConfig, names: Iterable[str]) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None))), None)
+
+
+@cache
+def _warn_of_experts() -> None:
+    _log.warning("the config does not say how many experts are active: the FLOPs count all of them")
+
+
+def _attention(layer: nn.Module, config: PretrainedConfig, number: int) -> Attention | None:
+    """Return a layer's attention, None if its tokens mix by other means (Mamba, linear attention)."""
+    found = next((module for module in layer.modules() if _is_attention(module)), None)
+    if found is None:
+        return None
+    number = getattr(found, "layer_idx", number)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[number] if kinds and isinstance(number, int) and number < len(kinds) else None
+    if kind is not None and "linear" in kind:
+        return None
+    slides = getattr(config, "use_sliding_window", True) if kind is None else _is_local(kind)
+    window = _first(config, ("sliding_window", "attention_chunk_size")) if slides else None
+    heads = int(config.num_attention_heads)
+    whole = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key, value = whole, getattr(config, "v_head_dim", None) or whole
+    if getattr(config, "qk_nope_head_dim", None) is not None:  # multi-head latent attention
+        key = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return Attention(heads * key, heads * value, window)
+
+
+def _is_local(kind: str) -> bool:
+    return "sliding" in kind or "chunked" in kind
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Whether a module is softmax attention, as transformers names it: LlamaAttention, GPT2Attention, ..."""
+    name = type(module).__name__
+    is_linear = any(word in name for word in ("Linear", "Lightning", "Gated"))
+    return name.endswith("Attention") and not is_linear

@@ -1,0 +1,141 @@
+"""Micro-batches in lockstep: all of a round pass a layer before any of them enters the next.
+
+Each micro-batch is an ordinary forward of the model, run as a coroutine that gives way at every layer's
+entry. All run in one thread and start in reverse order, so autograd's sequence numbers are block-major and
+backward, which takes the newest first, passes each block with micro-batch 0, 1, 2, ... : gradients add up as
+they would if the micro-batches came one after the other.
+
+Nothing of the model is cut or rewritten. What a coroutine must find again when it goes on is put away and
+back: the parameters in place and the loss's token count by the `Keeper`, and what torch keeps per thread, the
+random generators and the grad and autocast modes, here.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+
+T = TypeVar("T")
+
+
+class Keeper(Protocol):
+    """Puts away what belongs to the running micro-batch, and puts it back."""
+
+    def put_away(self) -> object:
+        """Take it out, and return it."""
+
+    def put_back(self, kept: object) -> None:
+        """Put it in place again."""
+
+
+class Lockstep:
+    """Runs calls as coroutines of the calling thread."""
+
+    def __init__(self, keeper: Keeper, device: torch.device) -> None:
+        """Use `keeper` at every change of coroutine, and the random generators of the CPU and `device`."""
+        self._keeper = keeper
+        self._device = device
+        self._hub: greenlet | None = None
+        self._next_layer: dict[greenlet, tuple[int, int]] = {}
+        """Before which layer a coroutine waits, after how many passes through all layers."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the caller is one of the coroutines."""
+        return self._hub is not None and getcurrent() is not self._hub
+
+    def give_way(self, layer: int) -> None:
+        """Let the other micro-batches reach this layer; does nothing outside of a coroutine.
+
+        Not in a backward: autograd's own thread cannot change coroutines, and its order is made by then.
+        """
+        if not self.is_running or torch._C._current_graph_task_id() != -1:
+            return
+        assert self._hub is not None
+        worker = getcurrent()
+        turn, last = self._next_layer.get(worker, (0, -1))
+        self._next_layer[worker] = (turn + (layer <= last), layer)
+        kept = self._keeper.put_away()
+        random, modes = self.random_state(), _Modes(self._device)
+        self._hub.switch()
+        modes.restore()
+        self.set_random_state(random)
+        self._keeper.put_back(kept)
+
+    def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Run all calls in lockstep and return their results, in the order of `calls`.
+
+        Raises:
+            BaseException: What a call raised; the others are unwound first.
+        """
+        if len(calls) == 1:
+            return [calls[0]()]
+        assert self._hub is None, "micro-batches in lockstep do not run micro-batches in lockstep"
+        results: dict[int, T] = {}
+        ends: dict[int, list[torch.Tensor]] = {}
+        begin, modes = self.random_state(), _Modes(self._device)
+
+        def coroutine(number: int) -> Callable[[], None]:
+            def run() -> None:
+                modes.restore()
+                self.set_random_state(begin)
+                results[number] = calls[number]()
+                ends[number] = self.random_state()
+
+            return run
+
+        self._hub = getcurrent()
+        workers = [greenlet(coroutine(number)) for number in range(len(calls))]
+        try:
+            for worker in workers:
+                worker.gr_context = contextvars.copy_context()
+            while alive := [worker for worker in workers if not worker.dead]:
+                # A model may skip a layer (layer drop): who is ahead waits for the others.
+                layers = {worker: self._next_layer.get(worker, (0, -1)) for worker in alive}
+                for worker in reversed(alive):
+                    if layers[worker] == min(layers.values()):
+                        worker.switch()
+        finally:
+            for worker in workers:
+                if not worker.dead:
+                    worker.throw(GreenletExit)
+            modes.restore()
+            self._next_layer.clear()
+            self._hub = None
+        self.set_random_state(ends[len(calls) - 1])
+        return [results[number] for number in range(len(calls))]
+
+    def random_state(self) -> list[torch.Tensor]:
+        """Return the states of torch's generators."""
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return states
+
+    def set_random_state(self, states: Sequence[torch.Tensor]) -> None:
+        """Set the states of torch's generators."""
+        torch.set_rng_state(states[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], self._device)
+
+
+class _Modes:
+    """The grad and autocast modes. They are a thread's, not a coroutine's, and models change them inside."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._has_grad = torch.is_grad_enabled()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(("cpu", device.type))
+        ]
+
+    def restore(self) -> None:
+        """Set the thread's modes to these."""
+        torch.set_grad_enabled(self._has_grad)
+        for kind, is_enabled, dtype in self._autocast:
+            torch.set_autocast_enabled(kind, is_enabled)
+            torch.set_autocast_dtype(kind, dtype)

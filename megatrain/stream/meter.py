@@ -1,0 +1,249 @@
+"""Follows an engine from step to step, and says of each where its time went.
+
+Everything comes from what the lanes and the executor count anyway; the device is never waited for. What a
+step adds is a few sums: its spans are looked at when somebody reads the report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from megatrain.errors import ConfigError
+from megatrain.model.flops import ModelFlops, count_flops
+from megatrain.model.head import targets_of
+from megatrain.plan.program import Lane
+from megatrain.stream.activations import Activations
+from megatrain.stream.lanes import Record, Span, Wait
+from megatrain.stream.step_report import StepReport, Work
+
+if TYPE_CHECKING:
+    from megatrain.stream.engine import Engine
+
+
+class Moved(NamedTuple):
+    """What had been moved by some moment, since attach."""
+
+    fetches: int
+    offloads: int
+    fetch_bytes: int
+    offload_bytes: int
+    update_bytes: int
+    saved_bytes: int
+    restored_bytes: int
+    chunked_tokens: int
+
+    def since(self, earlier: Moved) -> Moved:
+        """Return what was moved after `earlier`."""
+        return Moved(*(now - then for now, then in zip(self, earlier, strict=True)))
+
+
+class Batch(NamedTuple):
+    """A micro-batch's size. Tensors are 0-dim: nobody waits for the device to know them."""
+
+    row_tokens: int
+    positions: int
+    """Tokens, padding too."""
+    present: int | Tensor
+    """Tokens that are no padding."""
+
+    @classmethod
+    def of(cls, named: Mapping[str, Any]) -> Batch | None:
+        """Read the arguments of a forward; None if they hold no tokens."""
+        ids, embeds = named.get("input_ids"), named.get("inputs_embeds")
+        shape = ids.shape if ids is not None else None if embeds is None else embeds.shape[:-1]
+        if not shape:
+            return None
+        mask = named.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == shape:
+            return cls(shape[-1], shape.numel(), mask.sum())
+        return cls(shape[-1], shape.numel(), shape.numel())
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step, as it goes along."""
+
+    began_s: float
+    before: Moved
+    spans: list[Span]
+    waits: list[Wait]
+    targets: list[int | Tensor]
+    is_counted: bool
+    """All targets were known when the step began."""
+    batches: list[Batch] = field(default_factory=list)
+    moved: Moved | None = None
+    """Set by `opt.step()`."""
+    ended_s: float = 0.0
+
+    def end(self, record: Record) -> None:
+        self.spans += record.spans
+        self.waits += record.waits
+        self.ended_s = time.perf_counter()
+
+
+class StepMeter:
+    """Follows an engine from step to step; the engine tells it what begins and ends."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Follow `engine`."""
+        self._engine = engine
+        self._flops: ModelFlops | None = None
+        self._open: _Step | None = None
+        self._last: _Step | StepReport | None = None
+        self._was_elsewhere = True
+        """What the lanes did since the last step was no training."""
+        self.on_record: Callable[[Record], object] | None = None
+        """Called with everything that the lanes did, whenever it is taken from them."""
+
+    # -- what happens ----------------------------------------------------------------------------------------
+
+    def begin(self, targets: int | None = None) -> None:
+        """Begin a step of so many targets, if that is known, and end the one before."""
+        spans: list[Span] = []
+        waits: list[Wait] = []
+        if self._is_stepped:
+            self._end()
+        else:
+            left = self.take()
+            # after an evaluation, or a step that was dropped, updates are all that belongs to training
+            is_mixed = self._open is not None or self._was_elsewhere
+            kept = {Lane.HOST} if is_mixed else set(Lane) - {Lane.CALLER}
+            spans = [span for span in left.spans if span.lane in kept]
+            waits = [wait for wait in left.waits if wait.cause.waiting in kept]
+        self._was_elsewhere = False
+        counts: list[int | Tensor] = [] if targets is None else [targets]
+        is_counted = targets is not None
+        self._open = _Step(time.perf_counter(), self._moved(), spans, waits, counts, is_counted)
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take note of a micro-batch; the first one after a step begins the next."""
+        if self._open is None or self._is_stepped:
+            self.begin()
+        assert self._open is not None
+        named = {"input_ids": args[0], **kwargs} if args else kwargs
+        batch = Batch.of(named)
+        if batch is None:
+            return
+        self._open.batches.append(batch)
+        if not self._open.is_counted:
+            count = targets_of(named)
+            self._open.targets.append(batch.present if count is None else count)
+
+    def stepped(self) -> None:
+        """Take note that the optimizer has taken the step: it is complete."""
+        if self._open is not None:
+            self._open.moved = self._moved().since(self._open.before)
+
+    def drop(self) -> None:
+        """Forget a step whose gradients were dropped."""
+        if self._open is not None and not self._is_stepped:
+            self._open = None
+            self._was_elsewhere = True
+
+    def pause(self) -> None:
+        """Take note that something else than training begins."""
+        if self._is_stepped:
+            self._end()
+        self._was_elsewhere = True
+
+    def take(self) -> Record:
+        """Take what the lanes have recorded, for the step and for whoever listens."""
+        record = self._engine.lanes.take_record()
+        if self.on_record is not None:
+            self.on_record(record)
+        return record
+
+    @property
+    def _is_stepped(self) -> bool:
+        return self._open is not None and self._open.moved is not None
+
+    def _end(self) -> None:
+        assert self._open is not None
+        self._open.end(self.take())
+        self._last, self._open = self._open, None
+
+    def _moved(self) -> Moved:
+        counts, stash = self._engine.executor.counts, self._engine.executor.stash
+        return Moved(
+            counts.fetches,
+            counts.offloads,
+            counts.fetch_bytes,
+            counts.offload_bytes,
+            counts.update_bytes,
+            stash.saved_bytes,
+            stash.restored_bytes,
+            self._engine.chunked_tokens,
+        )
+
+    # -- the report ------------------------------------------------------------------------------------------
+
+    def report(self) -> StepReport:
+        """Return the report of the newest complete step.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if self._is_stepped:
+            self._end()
+        if self._last is None:
+            raise ConfigError("engine.last_step: no step is complete; call opt.step() before")
+        if isinstance(self._last, _Step):
+            self._last = self._make(self._last)
+        return self._last
+
+    def _make(self, step: _Step) -> StepReport:
+        engine, moved = self._engine, step.moved
+        assert moved is not None
+        # A stream's spans are times of the device and its waits those of the launching thread: no difference.
+        work = Work(step.spans, [] if engine.lanes.device.type != "cpu" else step.waits)
+        bound, bound_s = work.bound(engine.updates)
+        waits: dict[str, float] = {}
+        for wait in sorted(step.waits, key=lambda wait: wait.seconds, reverse=True):
+            name = f"{wait.cause.waiting.value}<-{wait.cause.owner.value} {wait.cause.buffer}"
+            waits[name] = waits.get(name, 0.0) + wait.seconds
+        model_flops, hardware_flops = self._count(step.batches, moved.chunked_tokens)
+        return StepReport(
+            **{name: value for name, value in moved._asdict().items() if name != "chunked_tokens"},
+            seconds=step.ended_s - step.began_s,
+            lane_seconds={lane.value: work.busy_s(lane) for lane in work.lanes},
+            waits=dict(sorted(waits.items(), key=lambda item: item[1], reverse=True)),
+            tokens=sum(map(int, step.targets)),
+            model_flops=model_flops,
+            hardware_flops=hardware_flops,
+            matmul_peak=engine.matmul_peak,
+            bound=bound,
+            bound_s=bound_s,
+        )
+
+    def _count(self, batches: Iterable[Batch], chunked_tokens: int) -> tuple[float, float]:
+        engine = self._engine
+        if self._flops is None:
+            self._flops = count_flops(engine.model, engine.layer_modules)
+        forwards = engine.forwards_again
+        model = hardware = 0.0
+        for batch in batches:
+            flops = self._flops.model_flops(batch.row_tokens)
+            model += int(batch.present) * flops
+            again = self._flops.recomputed_flops(batch.row_tokens, forwards)
+            hardware += batch.positions * (flops + again)
+        return model, hardware + chunked_tokens * self._flops.head_flops
+
+
+def recomputed_forwards(policies: Sequence[Activations], visits: Mapping[int, int], first: int) -> list[int]:
+    """Return how often each layer's forward runs again, whole, for each micro-batch.
+
+    Args:
+        policies: One per layer. What recomputes only what is cheap runs no matrix product again.
+        visits: How many forwards a program has for each layer, the first one too.
+        first: The first layer that backward reaches.
+    """
+    whole = (Activations.RECOMPUTE, Activations.DROP_BOUNDARY)
+    return [
+        max(0, visits[number] - 1) + (policy in whole and number >= first)
+        for number, policy in enumerate(policies)
+    ]
