@@ -172,6 +172,41 @@ def export(
     print(out)
 
 
+@app.command()
+def trace(
+    path: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="Run directory, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides of its keys.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="File to write; one that is there is replaced.")] = Path(
+        "trace.json"
+    ),
+    steps: Annotated[int, typer.Option(min=1, help="Steps to trace, after one to warm up.")] = 2,
+) -> None:
+    """Run a few steps and write what each lane did when, for https://ui.perfetto.dev or chrome://tracing.
+
+    The run directory is only read, and what the steps train is not kept.
+    """
+    config = read_settings([str(_config_file(path)), *(overrides or [])], {})
+    from megatrain.train.trace import describe
+    from megatrain.train.trace import trace as run
+
+    reports = run(config, out, steps=steps)
+    print(describe(reports))
+    print(out)
+
+
+def _config_file(path: Path) -> Path:
+    """Return the configuration of a run directory, or the file itself."""
+    file = path / "config.yaml" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"{path} is neither a run directory (one with a config.yaml) nor a configuration file; give one "
+            "of these"
+        )
+    return file
+
+
 class _StderrHandler(logging.StreamHandler[TextIO]):
     """Writes to whatever standard error is now: a progress bar replaces it while it is on the screen."""
 

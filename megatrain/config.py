@@ -49,6 +49,9 @@ class ModelConfig(_Section):
     """`pretrained` reads the weights; `random` pre-trains from the directory's `config.json` alone."""
     attn_implementation: Name | None = None
     """Attention by its transformers name, such as `sdpa` or `eager`. null = transformers chooses."""
+    kernels: Literal["auto", "liger", "torch"] = "auto"
+    """Kernels of norms, rotary embeddings and activations: `liger` takes those of the `gpu` extra, `torch`
+    the model's own. `auto` = `torch`, until the others have been measured."""
 
 
 class DataConfig(_Section):
@@ -86,6 +89,8 @@ class TrainConfig(_Section):
     """`fp32`, or `bf16` compute with exact fp32 master weights; both take 12 bytes per parameter."""
     device: Literal["auto", "cpu", "cuda", "emulated"] = "auto"
     """Where blocks run. `auto` = the GPU if there is one; `emulated` = a simulated GPU, for tests."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Run layers through `torch.compile`, one compilation for all of a kind. `auto` = on a GPU."""
 
 
 class OptimConfig(_Section):
@@ -103,6 +108,9 @@ class OptimConfig(_Section):
     """Shell patterns of the parameter names without weight decay. null = biases and norms; [] = none."""
     max_grad_norm: Rate | None = 1.0
     """Clip the gradient's global norm to this. null = off."""
+    updates: Literal["deferred", "immediate", "serial"] = "deferred"
+    """When AdamW runs: behind the next step's forward (`deferred`), as soon as each gradient is complete
+    (`immediate`; not with clipping), or before the step ends (`serial`). The numbers are the same."""
     schedule: Schedule = "cosine"
     """Learning-rate schedule by its transformers name."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -116,10 +124,23 @@ class OptimConfig(_Section):
 class MemoryConfig(_Section):
     """Where memory goes, and how much."""
 
-    num_slots: Count = 2
-    """Device buffers of one block each. 2 overlaps the copy of a block with the compute of another."""
-    activations: Literal["recompute", "keep"] = "recompute"
-    """`recompute` a block's inside in backward (least memory), or `keep` it (fastest)."""
+    num_slots: Count | None = None
+    """Device buffers of one block each. null = 2, so that copies overlap with compute; 3 with fragments."""
+    activations: Literal["auto", "keep", "offload", "recompute_cheap", "recompute", "drop_boundary"] = "auto"
+    """What stays of a layer until its backward: all (`keep`), all on the host (`offload`), products and
+    attention (`recompute_cheap`), its input (`recompute`), nothing (`drop_boundary`). `auto` = keep what
+    fits."""
+    boundaries: Literal["device", "host"] = "device"
+    """Where the inputs of recomputed layers wait for the backward."""
+    fragments: bool = False
+    """Stream each layer in parts (attention; mlp or experts), through buffers as large as a part."""
+    resident_blocks: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """First layers that stay on the device with all their state. `auto` = as many as fit; none on a CPU."""
+    lockstep: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Micro-batches that pass each layer together, so that it is copied once for all. `auto` = all of a step,
+    or as many as the device's memory holds."""
+    num_gradient_buffers: Count | None = None
+    """Device buffers in which a streamed layer's gradient adds up. null = as few as do not slow it down."""
     head_chunk_tokens: Annotated[int, Field(ge=0)] = 0
     """Tokens per chunk of head and loss. 0 = chosen from the vocabulary size; small batches are one chunk."""
     host_limit: Bytes | None = None
@@ -266,14 +287,44 @@ def build_config(raw: Mapping[str, Any], *, source: str = "configuration") -> Co
     """
     try:
         # A section that is left empty in YAML reads as null, and means its defaults.
-        return Config.model_validate(
+        config = Config.model_validate(
             {key: {} if value is None and key != "out" else value for key, value in raw.items()}
         )
     except ValidationError as error:
-        problems = [_describe(problem) for problem in error.errors()]
+        raise _as_error(source, [_describe(problem) for problem in error.errors()]) from None
+    problems = _conflicts(config)
+    if not problems:
+        return config
+    raise _as_error(source, problems)
+
+
+def _as_error(source: str, problems: Sequence[str]) -> ConfigError:
     if len(problems) == 1:
-        raise ConfigError(f"{source}: {problems[0]}")
-    raise ConfigError("\n  - ".join([f"{source} has {len(problems)} problems:", *problems]))
+        return ConfigError(f"{source}: {problems[0]}")
+    return ConfigError("\n  - ".join([f"{source} has {len(problems)} problems:", *problems]))
+
+
+def _conflicts(config: Config) -> list[str]:
+    """List the settings that exclude each other, each with a way out."""
+    problems = []
+    optim, memory = config.optim, config.memory
+    if optim.updates == "immediate" and optim.max_grad_norm is not None:
+        problems.append(
+            f"optim.updates is immediate and optim.max_grad_norm is {optim.max_grad_norm}: a layer would be "
+            "updated before the norm of all gradients is known; use optim.updates=deferred, or "
+            "optim.max_grad_norm=null"
+        )
+    if memory.fragments and memory.num_slots == 1:
+        problems.append(
+            "memory.fragments is true and memory.num_slots is 1: the parts of a layer are on the device "
+            "together in its backward; use memory.num_slots=2 or more, or memory.fragments=false"
+        )
+    if memory.lockstep != "auto" and memory.lockstep > config.train.grad_accumulation:
+        problems.append(
+            f"memory.lockstep is {memory.lockstep}, but a step has {config.train.grad_accumulation} "
+            "micro-batches (train.grad_accumulation); use at most as many, or auto"
+        )
+    return problems
 
 
 def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:

@@ -70,7 +70,7 @@ def test_import_help_and_usage_errors_load_nothing_heavy(arguments: list[str] | 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     text = capsys.readouterr().out
-    for command in ("quickstart", "train", "sample", "export"):
+    for command in ("quickstart", "train", "sample", "export", "trace"):
         assert command in text
     assert run("--version") == 0
     assert capsys.readouterr().out == "megatrain 0.1.0\n"
@@ -144,6 +144,8 @@ def test_export_and_quickstart_are_called(calls: list[tuple[Any, ...]]) -> None:
         (["sample", "m"], "--prompt"),
         (["sample", "m", "--prompt", "x", "--temperature", "-1"], "--temperature"),
         (["export", "a"], "OUT"),
+        (["trace", "nothing"], "error: nothing is neither a run directory (one with a config.yaml) nor a"),
+        (["trace", "a", "--steps", "0"], "--steps"),
         (["train", "nothing.yaml"], "error: nothing.yaml: cannot read the configuration"),
         (["train", "--model", "m"], "error: command line: data.path is required"),
         (["train", "--model", "m", "--data", "d", "--steps", "0"], "error: command line: train.steps is 0"),

@@ -52,7 +52,11 @@ def test_defaults_are_complete() -> None:
         1.0,
         10,
     )
-    assert (config.memory.num_slots, config.train.precision, config.checkpoint.resume) == (2, "fp32", "auto")
+    assert (config.memory.num_slots, config.train.precision, config.checkpoint.resume) == (
+        None,
+        "fp32",
+        "auto",
+    )
 
 
 def test_derived_values() -> None:
@@ -257,10 +261,31 @@ def test_override_by_alias_wins_over_the_file_and_conflicts_with_its_key() -> No
 
 def test_every_key_is_described_and_the_page_is_fresh() -> None:
     keys = config_keys()
-    assert len(keys) == 37
+    assert len(keys) == 45
     assert all(key.description.endswith(".") for key in keys.values())
     assert [name for name, key in keys.items() if key.default == "required"] == ["model.path", "data.path"]
     page = Path(__file__).parents[1] / "docs" / "configuration.md"
     assert page.read_text(encoding="utf-8") == configuration_page(), (
         "run: python -c 'from megatrain.config_page import write_configuration_page as write; write()'"
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["optim.updates=immediate"],
+            r"updated before the norm .*; use optim\.updates=deferred, or optim\.max",
+        ),
+        (["memory.fragments=true", "memory.num_slots=1"], r"use memory\.num_slots=2 or more"),
+        (["memory.lockstep=3", "train.grad_accumulation=2"], r"memory\.lockstep is 3, but a step has 2"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(overrides: list[str], words: str) -> None:
+    assert re.search(words, problem_of(*overrides))
+
+
+def test_settings_that_seem_to_exclude_each_other_are_not() -> None:
+    assert config_of("optim.updates=immediate", "optim.max_grad_norm=null").optim.updates == "immediate"
+    assert config_of("memory.fragments=true", "memory.num_slots=2").memory.num_slots == 2
+    assert config_of("memory.lockstep=2", "train.grad_accumulation=2").memory.lockstep == 2

@@ -26,6 +26,9 @@ from megatrain.train.state import write_model
 
 _log = logging.getLogger(__name__)
 
+_NUM_WAITS = 3
+"""Of the longest waits of a step that its row names."""
+
 EXIT_STOPPED = 75
 """EX_TEMPFAIL: stopped by a signal after saving; the same command goes on."""
 
@@ -40,23 +43,32 @@ def train_step(run: Run) -> StepMetrics:
     loss = run.engine.forward_backward(micro_batches, seeds=seeds)
     stats = run.optimizer.step()
     run.scheduler.step()
+    # Here, where the step is over but for its updates, the launching thread waits for what compute has made.
+    loss_value, grad_norm, is_skipped = float(loss), stats.grad_norm, stats.skipped
+    report = run.engine.last_step
 
     num_tokens = sum(map(count_targets, micro_batches))
     run.step += 1
     run.tokens += num_tokens
-    run.skipped_in_a_row = run.skipped_in_a_row + 1 if stats.skipped else 0
+    run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_skipped else 0
     seconds = time.monotonic() - started
     return StepMetrics(
         step=run.step,
-        loss=float(loss),
-        grad_norm=stats.grad_norm,
+        loss=loss_value,
+        grad_norm=grad_norm,
         lr=lr,
         tokens=run.tokens,
         tokens_per_s=num_tokens / seconds,
         seconds=seconds,
-        skipped=stats.skipped,
+        skipped=is_skipped,
         host_bytes=run.engine.host_bytes,
         device_bytes=run.engine.device_bytes_peak,
+        mfu=report.mfu,
+        bound=report.bound,
+        over_bound=report.over_bound,
+        fetch_bytes=report.fetch_bytes,
+        offload_bytes=report.offload_bytes,
+        waits=dict(list(report.waits.items())[:_NUM_WAITS]),
     )
 
 

@@ -12,8 +12,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -49,6 +49,18 @@ class StepMetrics:
     host_bytes: int = 0
     device_bytes: int = 0
     """Peak of the run so far."""
+    mfu: float | None = None
+    """Model FLOPs per second, as a share of the matrix products that the device was measured to do."""
+    bound: str | None = None
+    """What bounds the step: copies, compute, or the optimizer."""
+    over_bound: float | None = None
+    """The step's time over that of its bound; 1 if all the rest overlaps."""
+    fetch_bytes: int = 0
+    """Copied to the device in the step: weights, and gradients that go on adding up."""
+    offload_bytes: int = 0
+    """Gradients copied to the host in the step."""
+    waits: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the longest waits: which lane waited, for which, with what buffer."""
 
 
 class MetricsLog:
@@ -190,6 +202,10 @@ def describe_step(row: StepMetrics, *, eta_s: float | None) -> str:
     """Return a step as one line, without its number."""
     norm = "-" if row.grad_norm is None else f"{row.grad_norm:.3g}"
     parts = [f"loss {row.loss:.4f}", f"norm {norm}", f"lr {row.lr:.3g}", f"{row.tokens_per_s:,.0f} tok/s"]
+    if row.mfu is not None:
+        parts.append(f"mfu {row.mfu:.1%}")
+    if row.bound is not None and row.over_bound is not None:
+        parts.append(f"{row.bound}-bound x{row.over_bound:.2f}")
     parts.append(f"host {format_bytes(row.host_bytes)}")
     parts.append(f"device {format_bytes(row.device_bytes)}")
     parts.append(f"eta {format_duration(eta_s)}")

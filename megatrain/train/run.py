@@ -25,10 +25,12 @@ from megatrain.data.tokenizer import (
     train_tokenizer,
 )
 from megatrain.errors import CheckpointError, ConfigError
+from megatrain.hardware import measure_matmul_peak
+from megatrain.model.liger import apply_liger, uses_liger
 from megatrain.model.skeleton import read_config
-from megatrain.optim.pool import worker_threads
+from megatrain.optim.threads import update_threads, worker_threads
 from megatrain.stream.attach import attach
-from megatrain.stream.devices import check_device
+from megatrain.stream.devices import check_device, compute_device
 from megatrain.stream.engine import Engine
 from megatrain.stream.load import load
 from megatrain.stream.optimizer import StreamedAdamW
@@ -59,6 +61,7 @@ class Run:
 
     def meta(self) -> dict[str, Any]:
         """Return what a manifest keeps beside the tensors; plain values."""
+        self.engine.sync()  # updates in the background count themselves
         return {
             "step": self.step,
             "is_last": self.step >= self.num_steps,
@@ -85,7 +88,7 @@ class Run:
             DataError: It does not belong to this data.
         """
         read_state(self.engine.host, source)
-        self.engine.executor.invalidate()
+        self.engine.weights_changed()
         self.step, self.tokens = int(meta["step"]), int(meta["tokens"])
         self.skipped_in_a_row = int(meta["skipped_in_a_row"])
         self.optimizer.num_skipped = int(meta["skipped"])
@@ -120,13 +123,18 @@ def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | N
         MegatrainError: Its subclasses say what is wrong with the model, the data, the configuration or the
         fit.
     """
-    check_device(config.train.device)
+    memory = config.memory
+    device = check_device(config.train.device)
+    liger = uses_liger(config.model.kernels, torch.device(device.replace("emulated", "cpu")).type)
     source = str(checkpoint) if checkpoint is not None else config.model.path
     model_config = read_config(source)
     tokenizer = _tokenizer(config, checkpoint, model_config)
     loader = make_loader(config, tokenizer, model_config)
     num_steps = config.train.steps or loader.steps_per_epoch
     _choose_threads()
+    if liger:
+        apply_liger(model_config.get_text_config().model_type)
+    _measure_peak(config)
     is_random = checkpoint is None and config.model.init == "random"
     model = load(
         None if is_random else source,
@@ -134,20 +142,29 @@ def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | N
         seed=config.train.seed,
         precision=config.train.precision,
         attn_implementation=config.model.attn_implementation,
-        accumulates=config.train.grad_accumulation > 1,
-        host_limit=config.memory.host_limit,
+        accumulates=memory.lockstep != "auto" and config.train.grad_accumulation > memory.lockstep,
+        host_limit=memory.host_limit,
+        fragments=memory.fragments,
     )
     engine = attach(
         model.train(),
         device=config.train.device,
         precision=config.train.precision,
-        num_slots=config.memory.num_slots,
-        activations=config.memory.activations,
-        head_chunk_tokens=config.memory.head_chunk_tokens or None,
-        accumulates=config.train.grad_accumulation > 1,
-        host_limit=config.memory.host_limit,
-        device_limit=config.memory.device_limit,
+        num_slots=memory.num_slots,
+        activations=memory.activations,
+        boundaries=memory.boundaries,
+        fragments=memory.fragments,
+        resident_blocks=memory.resident_blocks,
+        lockstep=memory.lockstep,
+        num_micro_batches=config.train.grad_accumulation,
+        tokens_per_micro_batch=config.train.micro_batch_size * config.data.seq_len,
+        num_gradient_buffers=memory.num_gradient_buffers,
+        head_chunk_tokens=memory.head_chunk_tokens or None,
+        compile=config.train.compile,
+        host_limit=memory.host_limit,
+        device_limit=memory.device_limit,
     )
+    _log.info("%s", engine.policies.describe())
     optimizer = engine.adamw(
         lr=config.optim.lr,
         betas=config.optim.betas,
@@ -155,6 +172,7 @@ def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | N
         weight_decay=config.optim.weight_decay,
         max_grad_norm=config.optim.max_grad_norm,
         no_decay=config.optim.no_decay,
+        updates=config.optim.updates,
     )
     run = Run(
         config=config,
@@ -177,7 +195,16 @@ def _choose_threads() -> None:
     allowed = worker_threads()
     if torch.get_num_threads() > allowed:
         torch.set_num_threads(allowed)
-    _log.info("threads: torch %d, optimizer %d", torch.get_num_threads(), allowed)
+    _log.info("torch threads: %d", torch.get_num_threads())
+    _log.info("%s", update_threads().describe())
+
+
+def _measure_peak(config: Config) -> None:
+    """Measure what MFU is a share of, while there is still room on the device."""
+    device = compute_device(config.train.device)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.precision]
+    peak = measure_matmul_peak(device, dtype)
+    _log.info("matrix products: %.4g TFLOP/s in %s on %s, measured", peak / 1e12, dtype, device)
 
 
 def make_loader(

@@ -51,6 +51,7 @@ def write_model(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path) -
 
 def write_state(engine: Engine, out: Path) -> None:
     """Write remainders and moments, one file per block with trained parameters."""
+    engine.sync()
     directory = out / _STATE_DIR
     directory.mkdir(mode=0o700)
     for number, block in enumerate(engine.host.blocks):
@@ -75,20 +76,27 @@ def read_state(host: HostState, source: Path) -> None:
     Raises:
         CheckpointError: A tensor is missing, or is not of this model and precision.
     """
-    for number, block in enumerate(host.blocks):
-        planes = _planes(block)
-        if not block.layout.trained:
-            continue
-        with read_safetensors(_block_file(source, number)) as tensors:
-            for plane, tensor in planes.items():
-                for entry in block.layout.trained:
-                    if plane == "remainder" and entry.dtype != torch.bfloat16:
+    where: dict[str, Path] = {}
+    for file in sorted((source / _STATE_DIR).glob("block-*.safetensors")):
+        with read_safetensors(file) as tensors:
+            where |= dict.fromkeys(tensors, file)  # a run with other fragments has cut its files elsewhere
+    for block in host.blocks:
+        wanted = {
+            f"{plane}/{entry.name}": (tensor, entry)
+            for plane, tensor in _planes(block).items()
+            for entry in block.layout.trained
+            if plane != "remainder" or entry.dtype == torch.bfloat16
+        }
+        for name in wanted:
+            if name not in where:
+                raise CheckpointError(
+                    f"{source} has no {name}: it is of another model, or of another train.precision"
+                )
+        for file in dict.fromkeys(where[name] for name in wanted):
+            with read_safetensors(file) as tensors:
+                for name, (tensor, entry) in wanted.items():
+                    if where[name] != file:
                         continue
-                    name = f"{plane}/{entry.name}"
-                    if name not in tensors:
-                        raise CheckpointError(
-                            f"{source} has no {name}: it is of another model, or of another train.precision"
-                        )
                     saved = tensors[name]
                     if saved.dtype != tensor.dtype or saved.shape != torch.Size(entry.shape):
                         raise CheckpointError(

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatrain.errors import CheckpointError, DivergedError, OutputError
+from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from megatrain.train import loop
 from megatrain.train.export import export_run
 from megatrain.train.loop import train
@@ -69,6 +70,7 @@ def test_run_directory_holds_what_is_documented(whole: Path) -> None:
     rows = rows_of(run)
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s"} <= rows[0].keys()
+    assert {"mfu", "bound", "over_bound", "fetch_bytes", "offload_bytes", "waits"} <= rows[0].keys()
     assert rows[-1]["tokens"] == 12 * 4 * 31
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert rows[0]["lr"] == 0.0
@@ -117,6 +119,23 @@ def test_resume_equals_uninterrupted_run(tmp_path: Path, precision: str) -> None
             assert torch.equal(left[name], tensor), (stop, name)
         for name in ("parts", "resumed"):
             os.rename(tmp_path / name, tmp_path / f"{name}-{stop}")
+
+
+def test_resume_with_other_settings_and_updates_in_the_background(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = EmulatedLanes(EmulatedMachine(host_bytes_per_s=2e7))  # a step ends long before its updates
+    first = {"fragments": True, "activations": "drop_boundary", "lockstep": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr("megatrain.stream.attach.make_lanes", lambda *_: lanes)
+        train(make_config(tmp_path, memory=first, checkpoint={"every": 5, "keep_last": None}))
+    part = tmp_path / "run/checkpoints/step-00000005"
+    second = {"resident_blocks": 1, "activations": "offload", "boundaries": "host"}
+    train(make_config(tmp_path, "resumed", memory=second), resume=str(part))
+    expected = {row["step"]: row["loss"] for row in rows_of(whole / "run")}
+    assert {row["step"]: row["loss"] for row in rows_of(tmp_path / "run")} == expected
+    for row in rows_of(tmp_path / "resumed"):
+        assert row["loss"] == expected[row["step"]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -31,6 +31,12 @@ ROW = StepMetrics(
     seconds=2.5,
     host_bytes=3 * 2**29,
     device_bytes=2**28,
+    mfu=0.412,
+    bound="copies",
+    over_bound=1.254,
+    fetch_bytes=3000,
+    offload_bytes=2000,
+    waits={"compute<-fetch slot": 0.5},
 )
 
 
@@ -71,6 +77,12 @@ def test_row_has_every_number_and_is_on_disk_at_once(tmp_path: Path) -> None:
             "skipped": False,
             "host_bytes": 1610612736,
             "device_bytes": 268435456,
+            "mfu": 0.412,
+            "bound": "copies",
+            "over_bound": 1.254,
+            "fetch_bytes": 3000,
+            "offload_bytes": 2000,
+            "waits": {"compute<-fetch slot": 0.5},
         }
     ]
     log.close()
@@ -154,7 +166,7 @@ def test_lines_show_every_number(caplog: pytest.LogCaptureFixture) -> None:
         progress.update(ROW)
     assert caplog.messages == [
         "step 1/3 loss 1.8342  norm 0.714  lr 9.9e-06  1,652 tok/s  "
-        "host 1.50 GiB  device 256.0 MiB  eta 2m 00s"
+        "mfu 41.2%  copies-bound x1.25  host 1.50 GiB  device 256.0 MiB  eta 2m 00s"
     ]
 
 
@@ -162,6 +174,12 @@ def test_skipped_step_and_unknown_norm_are_said() -> None:
     text = describe_step(replace(ROW, grad_norm=None, skipped=True), eta_s=None)
     assert "norm -" in text
     assert text.endswith("eta -  SKIPPED: gradient not finite")
+
+
+def test_what_is_not_known_is_not_shown() -> None:
+    text = describe_step(replace(ROW, mfu=None, bound=None, over_bound=None), eta_s=None)
+    assert "mfu" not in text
+    assert "bound" not in text
 
 
 @pytest.mark.parametrize("columns", ["60", "200"])
@@ -172,7 +190,7 @@ def test_bar_shows_every_number_at_any_width(monkeypatch: pytest.MonkeyPatch, co
     with Progress(num_steps=3, stream=terminal, clock=Clock()) as progress:
         progress.update(ROW)
     shown = terminal.getvalue()
-    for number in ("1/3", "1.8342", "0.714", "9.9e-06", "1,652", "1.50", "256.0", "0s"):
+    for number in ("1/3", "1.8342", "0.714", "9.9e-06", "1,652", "41.2%", "x1.25", "1.50", "256.0", "0s"):
         assert number in shown
 
 

@@ -1,0 +1,176 @@
+"""`megatrain trace`: run a few steps of a run, and write when each lane did what, for Perfetto or Chrome.
+
+One row per lane, one span per operation of the steps' programs, with its bytes. Between two visits of a block
+compute works on what is no decoder layer (embedding, head and loss): spans named `outer`. Waits are spans of
+their own, with their cause. Nothing is trained that anyone keeps: the run's directory is not touched.
+
+Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain.config import Config
+from megatrain.errors import OutputError
+from megatrain.plan.program import Kind, Lane
+from megatrain.stream.lanes import Record, Span, Wait
+from megatrain.stream.step_report import StepReport
+from megatrain.train.loop import train_step
+from megatrain.train.metrics import format_bytes
+from megatrain.train.run import prepare
+
+_ROWS = (Lane.CALLER, Lane.COMPUTE, Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE, Lane.HOST)
+_PID = 1
+_KINDS = frozenset(kind.value for kind in Kind)
+
+
+def trace(config: Config, out: Path, *, steps: int = 2) -> list[StepReport]:
+    """Run one step to warm up and `steps` more, and write the trace of these.
+
+    With deferred updates each step's host lane works for the step before; the trace goes on until the last
+    step's updates are done.
+
+    Args:
+        config: Of a run; its `out` is neither read nor written.
+        out: The JSON file to write.
+        steps: How many to trace.
+
+    Returns:
+        The report of each traced step.
+
+    Raises:
+        MegatrainError: As `prepare`; OutputError if `out` cannot be written.
+    """
+    _check_writable(out)
+    run = prepare(config, None, None)
+    meter = run.engine.meter
+    records: list[Record] = []
+    reports, began_s = [], []
+    try:
+        train_step(run)  # allocates, compiles, and touches memory for the first time
+        run.engine.sync()
+        meter.take()
+        meter.on_record = records.append
+        for _ in range(steps):
+            began_s.append(time.perf_counter())
+            train_step(run)
+            reports.append(run.engine.last_step)
+        run.engine.sync()
+        run.engine.lanes.drain()
+        meter.take()
+    finally:
+        meter.on_record = None
+        run.engine.lanes.close()
+    spans = [span for record in records for span in record.spans]
+    waits = [wait for record in records for wait in record.waits]
+    content = {"traceEvents": trace_events(spans, waits, began_s), "displayTimeUnit": "ms"}
+    try:
+        out.write_text(json.dumps(content) + "\n")
+    except OSError as error:
+        raise OutputError(f"{out} cannot be written ({error.strerror})") from error
+    return reports
+
+
+def _check_writable(out: Path) -> None:
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        what = "is a directory" if out.is_dir() else "is in a directory that does not exist"
+        raise OutputError(f"{out} {what}; give a file for the trace with --out FILE")
+
+
+def trace_events(
+    spans: Sequence[Span], waits: Sequence[Wait], began_s: Iterable[float]
+) -> list[dict[str, Any]]:
+    """Return the events of a trace: spans and waits as complete events, the begin of each step as an instant.
+
+    What has no label is no operation: marks of order that take no time.
+    """
+    named = sorted((span for span in spans if span.label), key=lambda span: span.start_s)
+    starts = [span.start_s for span in named] + [wait.start_s for wait in waits]
+    zero_s = min([*starts, *began_s], default=0.0)
+
+    def common(name: str, category: str, lane: Lane, start_s: float, end_s: float) -> dict[str, Any]:
+        return {
+            "name": name,
+            "cat": category,
+            "ph": "X",
+            "pid": _PID,
+            "tid": _ROWS.index(lane),
+            "ts": round((start_s - zero_s) * 1e6, 3),
+            "dur": round(max(0.0, end_s - start_s) * 1e6, 3),
+        }
+
+    events = [{"name": "process_name", "ph": "M", "pid": _PID, "args": {"name": "megatrain"}}]
+    for number, lane in enumerate(_ROWS):
+        row: dict[str, Any] = {"ph": "M", "pid": _PID, "tid": number}
+        events.append({**row, "name": "thread_name", "args": {"name": lane.value}})
+        events.append({**row, "name": "thread_sort_index", "args": {"sort_index": number}})
+    for span in named:
+        category = "operation" if span.label.split()[0] in _KINDS else "other"
+        event = common(span.label, category, span.lane, span.start_s, span.end_s)
+        events.append({**event, "args": {"bytes": int(span.work)}} if span.work else event)
+    for wait in waits:
+        cause, row_spans = wait.cause, [span for span in named if span.lane is wait.cause.waiting]
+        for start_s, end_s in _outside(wait, row_spans):
+            event = common("wait", "wait", cause.waiting, start_s, end_s)
+            events.append({**event, "args": {"for": cause.owner.value, "buffer": cause.buffer}})
+    for number, start_s in enumerate(began_s, start=1):
+        ts = round((start_s - zero_s) * 1e6, 3)
+        events.append({"name": f"step {number}", "ph": "i", "s": "g", "pid": _PID, "tid": 0, "ts": ts})
+    return events
+
+
+def _outside(wait: Wait, spans: Iterable[Span]) -> Iterator[tuple[float, float]]:
+    """Yield a wait whole if it lies inside a span, else what of it is outside of all: rows nest, or nothing.
+
+    The times of some lanes are not those of the thread that waits for them: a device's, or a timetable's.
+    """
+    start_s, stop_s = wait.start_s, wait.start_s + wait.seconds
+    for span in spans:
+        if span.start_s <= start_s and stop_s <= span.end_s:
+            yield start_s, stop_s
+            return
+        if span.end_s <= start_s or span.start_s >= stop_s:
+            continue
+        if span.start_s > start_s:
+            yield start_s, span.start_s
+        start_s = max(start_s, span.end_s)
+    if start_s < stop_s:
+        yield start_s, stop_s
+
+
+def describe(reports: Sequence[StepReport]) -> str:
+    """Return the reports as a table: one column per step."""
+    rows: dict[str, list[str]] = {"step": [str(number) for number in range(1, len(reports) + 1)]}
+
+    def add(name: str, values: Iterable[str]) -> None:
+        rows[name] = list(values)
+
+    add("seconds", (f"{report.seconds:.4g}" for report in reports))
+    add("tokens/s", (f"{report.tokens / report.seconds:,.0f}" for report in reports))
+    add("bound", (f"{report.bound} x{report.over_bound:.2f}" for report in reports))
+    add("MFU", ("-" if report.mfu is None else f"{report.mfu:.2%}" for report in reports))
+    add("model GFLOP/s", (f"{report.model_flops_per_s / 1e9:,.1f}" for report in reports))
+    add("hardware GFLOP/s", (f"{report.hardware_flops_per_s / 1e9:,.1f}" for report in reports))
+    for lane in _ROWS:
+        if any(report.lane_seconds.get(lane.value) for report in reports):
+            add(f"{lane.value}, s", (f"{report.lane_seconds.get(lane.value, 0.0):.4g}" for report in reports))
+    add("fetches", (f"{report.fetches}, {format_bytes(report.fetch_bytes)}" for report in reports))
+    add("offloads", (f"{report.offloads}, {format_bytes(report.offload_bytes)}" for report in reports))
+    if any(report.saved_bytes for report in reports):
+        add("saved", (format_bytes(report.saved_bytes) for report in reports))
+        add("restored", (format_bytes(report.restored_bytes) for report in reports))
+    add("updates", (format_bytes(report.update_bytes) for report in reports))
+    longest = sorted({name for report in reports for name in list(report.waits)[:3]})
+    for name in longest:
+        add(name, (f"{report.waits.get(name, 0.0):.4g}" for report in reports))
+    width = max(map(len, rows))
+    columns = [max(map(len, column)) for column in zip(*rows.values(), strict=True)]
+    return "\n".join(
+        "  ".join([name.ljust(width), *(v.rjust(w) for v, w in zip(values, columns, strict=True))])
+        for name, values in rows.items()
+    )
