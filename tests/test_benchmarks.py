@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -34,24 +36,43 @@ def test_streaming_reports_ratios_of_equal_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_gpu_suite_passes_a_dry_run(tmp_path: Path) -> None:
-    result = run("gpu_suite.py", "--dry-run", "--out", str(tmp_path))
-    steps = ("environment", "rates", "parity", "races", "speed_1b", "speed_8b")
-    assert [result[step]["status"] for step in steps] == ["ok"] * len(steps)
-    assert result["parity"]["num_bitwise"] == result["parity"]["num_cases"] > 0
-    assert len(result["speed_8b"]["runs"]) == 2
-    assert json.loads((tmp_path / "suite.json").read_text()).keys() == set(steps)
+def test_cpu_rivals_train_alike_and_a_missing_one_says_why(tmp_path: Path) -> None:
+    result = run("cpu_rivals.py", "--quick", "--deepspeed-python", str(tmp_path / "python"))
+    details = result["details"]
+    assert result["streamed_over_resident_8_micro_batches"] > 0
+    assert details["streamed"]["losses"] == details["resident"]["losses"]
+    assert result["streamed_over_fsdp2"] > 0
+    assert details["fsdp2"]["losses"] == pytest.approx(details["resident"]["losses"], abs=1e-2)
+    for name in ("streamed", "resident", "fsdp2"):
+        assert details[name]["threads"] == result["config"]["threads"]
+        assert details[name]["peak_rss_bytes"] > 0
+    assert result["streamed_over_deepspeed"] is None
+    assert "does not start: No such file" in details["deepspeed"]["reason"]
 
 
-def test_gpu_suite_refuses_an_unknown_step(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(BENCHMARKS / "gpu_suite.py"),
-        "--out",
-        str(tmp_path),
-        "--steps",
-        "parity,sped",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "unknown steps: sped" in done.stderr
+@pytest.mark.slow
+def test_loss_curves_of_a_whole_run_are_equal_bit_for_bit(tmp_path: Path) -> None:
+    result = run("loss_curve.py", "--quick", "--date", "2001-02-03", "--results", str(tmp_path))
+    assert result["max_abs_difference"] == result["max_weight_difference"] == 0
+    assert result["bitwise_equal_steps"] == result["steps"] == 20
+    assert result["final_losses"]["streamed"] == result["final_losses"]["resident"]
+    assert result["tokens"] == 20 * result["config"]["rows"] * result["config"]["seq_len"]
+    stem = "2001-02-03-loss-curve-cpu-quick"
+    assert json.loads((tmp_path / f"{stem}.json").read_text()) == result
+    rows = list(csv.DictReader((tmp_path / f"{stem}.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, 21)]
+    assert all(row["streamed_loss"] == row["resident_loss"] and row["difference"] == "0" for row in rows)
+    plot = ElementTree.fromstring((tmp_path / f"{stem}.svg").read_text())
+    lines = plot.findall("{http://www.w3.org/2000/svg}polyline")
+    assert [len(line.attrib["points"].split()) for line in lines] == [20, 20, 20]
+
+
+@pytest.mark.slow
+def test_loss_curve_reads_text_that_is_named(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(2):
+        (text / f"{number}.txt").write_text("".join(f"{number} and {n * n}.\n" for n in range(3000)))
+    result = run("loss_curve.py", "--quick", "--precision", "bf16", "--data", str(text))
+    assert result["data"]["name"] == "0.txt, 1.txt"
+    assert result["max_abs_difference"] == result["max_weight_difference"] == 0

@@ -64,13 +64,20 @@ COMMANDS = [(page, words) for page in PAGES for words in commands(page, "megatra
 def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Stand-ins for what the commands call; returns the arguments."""
     seen: list[tuple[Any, ...]] = []
+    fakes: list[types.ModuleType] = []
     for module, name in (
         ("loop", "train"),
         ("quickstart", "quickstart"),
         ("sample", "sample"),
         ("export", "export_run"),
+        ("trace", "trace"),
+        ("trace", "describe"),
     ):
-        fake = types.ModuleType(f"megatrain.train.{module}")
+        name_of = f"megatrain.train.{module}"
+        fake = sys.modules.get(name_of)
+        if fake is None or fake not in fakes:
+            fake = types.ModuleType(name_of)
+            fakes.append(fake)
         setattr(fake, name, lambda *arguments, name=name, **_: seen.append((name, *arguments)))
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
     return seen
