@@ -26,7 +26,7 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
+@pytest.mark.parity
 def test_streaming_reports_ratios_of_equal_losses(tmp_path: Path) -> None:
     result = run("streaming.py", "--quick", "--out", str(tmp_path / "out.json"))
     assert all(result[name] > 0 for name in RATIOS)
@@ -67,7 +67,7 @@ def test_loss_curves_of_a_whole_run_are_equal_bit_for_bit(tmp_path: Path) -> Non
     assert [len(line.attrib["points"].split()) for line in lines] == [20, 20, 20]
 
 
-@pytest.mark.slow
+@pytest.mark.parity
 def test_loss_curve_reads_text_that_is_named(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()
