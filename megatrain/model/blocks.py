@@ -111,6 +111,15 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Bloc
     return [*inner, *outer]
 
 
+def group_layers(blocks: list[Block]) -> list[list[int]]:
+    """Return the blocks of each decoder layer, in order."""
+    layers: dict[int, list[int]] = {}
+    for index, block in enumerate(blocks):
+        if block.module is not None:
+            layers.setdefault(id(block.module), []).append(index)
+    return list(layers.values())
+
+
 def _split(layer: Block) -> list[Block]:
     """Split a layer into fragments, in the order in which its parts are registered; [layer] if it has one."""
     module = layer.module

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from megatrain.errors import ConfigError, ModelError
-from megatrain.model.blocks import Block, find_blocks
+from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.store.state import read_precision
 from megatrain.stream.activations import Activations
 from megatrain.stream.bind import bind, plan_layouts, require_device_memory
@@ -163,12 +163,3 @@ def attach(
         model, kept, accumulates=num_micro_batches > together, host_limit=host_limit, fragments=fragments
     )
     return Engine(model, binding, lanes, policies)
-
-
-def group_layers(blocks: Sequence[Block]) -> list[list[int]]:
-    """Return the blocks of each decoder layer, in order."""
-    layers: dict[int, list[int]] = {}
-    for index, block in enumerate(blocks):
-        if block.module is not None:
-            layers.setdefault(id(block.module), []).append(index)
-    return list(layers.values())

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from megatrain.stream.lockstep import RandomState
 from megatrain.stream.stash import Held, Stash
 
 if TYPE_CHECKING:
@@ -34,22 +35,6 @@ _log = logging.getLogger(__name__)
 
 _NOTHING = torch.empty(0)
 """What a graph that nobody goes back through saves."""
-
-
-class RandomState:
-    """The state of the generators from which a layer draws, to draw the same again."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Take the state of the CPU's generator and of `device`'s."""
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        """Set the generators to this state."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 class _Call:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.hardware import measure_matmul_peak
+from megatrain.model.blocks import group_layers
 from megatrain.model.head import Head, Share, count_targets
 from megatrain.store.state import HostState, Precision
 from megatrain.stream.activations import Activations
@@ -102,15 +103,11 @@ class Engine:
         self._shadow()
 
     def _group_layers(self, attached: Sequence[AttachedBlock]) -> list[AttachedLayer]:
-        groups: dict[int, list[AttachedBlock]] = {}
-        for block in attached:
-            if block.block.is_streamed:
-                groups.setdefault(id(block.block.module), []).append(block)
         drops = [policy is Activations.DROP_BOUNDARY for policy in self.policies.activations]
         drops[0] = False  # there is no layer before the first
         return [
             AttachedLayer(
-                fragments,
+                [attached[index] for index in indices],
                 self._executor,
                 self._slots,
                 policy,
@@ -121,8 +118,8 @@ class Engine:
                     is_source=number + 1 < len(drops) and drops[number + 1],
                 ),
             )
-            for number, (fragments, policy) in enumerate(
-                zip(groups.values(), self.policies.activations, strict=True)
+            for number, (indices, policy) in enumerate(
+                zip(group_layers(self._binding.blocks), self.policies.activations, strict=True)
             )
         ]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -62,7 +62,6 @@ class Executor:
         self._slots = slots
         self._gradients = gradients
         self._outer = [weights_buffer(block, -1) for block in outer]
-        self._residents = [block for block, size in enumerate(sizes) if not size.is_streamed]
         self.contents: list[int | None] = [None] * len(slots)
         self._pending: deque[Operation] = deque()
         self._ring = 0
@@ -312,11 +311,14 @@ class Executor:
         with self.touching(reads=whole):
             pass
 
-    def touching(
-        self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def touching(self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> Iterator[None]:
         """Let the launching thread use host memory, once all others are done with it."""
-        return _Touching(self.lanes, reads, writes)
+        self.lanes.begin(Lane.CALLER, reads=reads, writes=writes)
+        try:
+            yield
+        finally:
+            self.lanes.end(Lane.CALLER, reads=reads, writes=writes)
 
     def invalidate(self) -> None:
         """Forget what the device holds: the host has, or will have, new weights."""
@@ -334,7 +336,6 @@ class Executor:
         if self.open_visit is not None:
             self.lanes.end(Lane.COMPUTE, reads=self.open_visit.reads)
         self.open_visit = None
-        self._recomputed = None
         self._pinned.clear()
         self._pending.clear()
         self.stash.clear()
@@ -485,15 +486,3 @@ class Counts:
         self.offload_bytes = 0
         self.update_bytes = 0
         """Host memory that updates have read and written."""
-
-
-class _Touching:
-    def __init__(self, lanes: Lanes, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> None:
-        self._lanes = lanes
-        self._reads, self._writes = reads, writes
-
-    def __enter__(self) -> None:
-        self._lanes.begin(Lane.CALLER, reads=self._reads, writes=self._writes)
-
-    def __exit__(self, *_: object) -> None:
-        self._lanes.end(Lane.CALLER, reads=self._reads, writes=self._writes)

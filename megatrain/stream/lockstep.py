@@ -32,6 +32,22 @@ class Keeper(Protocol):
         """Put it in place again."""
 
 
+class RandomState:
+    """The state of the generators from which a model draws, to draw the same again."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take the state of the CPU's generator and of `device`'s."""
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
 class Lockstep:
     """Runs calls as coroutines of the calling thread."""
 
@@ -60,10 +76,10 @@ class Lockstep:
         turn, last = self._next_layer.get(worker, (0, -1))
         self._next_layer[worker] = (turn + (layer <= last), layer)
         kept = self._keeper.put_away()
-        random, modes = self.random_state(), _Modes(self._device)
+        random, modes = RandomState(self._device), _Modes(self._device)
         self._hub.switch()
         modes.restore()
-        self.set_random_state(random)
+        random.restore()
         self._keeper.put_back(kept)
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -76,15 +92,15 @@ class Lockstep:
             return [calls[0]()]
         assert self._hub is None, "micro-batches in lockstep do not run micro-batches in lockstep"
         results: dict[int, T] = {}
-        ends: dict[int, list[torch.Tensor]] = {}
-        begin, modes = self.random_state(), _Modes(self._device)
+        ends: dict[int, RandomState] = {}
+        begin, modes = RandomState(self._device), _Modes(self._device)
 
         def coroutine(number: int) -> Callable[[], None]:
             def run() -> None:
                 modes.restore()
-                self.set_random_state(begin)
+                begin.restore()
                 results[number] = calls[number]()
-                ends[number] = self.random_state()
+                ends[number] = RandomState(self._device)
 
             return run
 
@@ -106,21 +122,8 @@ class Lockstep:
             modes.restore()
             self._next_layer.clear()
             self._hub = None
-        self.set_random_state(ends[len(calls) - 1])
+        ends[len(calls) - 1].restore()
         return [results[number] for number in range(len(calls))]
-
-    def random_state(self) -> list[torch.Tensor]:
-        """Return the states of torch's generators."""
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return states
-
-    def set_random_state(self, states: Sequence[torch.Tensor]) -> None:
-        """Set the states of torch's generators."""
-        torch.set_rng_state(states[0])
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], self._device)
 
 
 class _Modes:

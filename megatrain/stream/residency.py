@@ -6,9 +6,8 @@ when the host state is asked for. Between, nothing of these layers crosses the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from megatrain.plan.program import Lane
@@ -59,20 +58,20 @@ class DeviceStates:
     def pull(self) -> None:
         """Copy to the device what the host has changed."""
         for block in sorted(self._stale):
-            self._copy(block, Lane.FETCH, lambda host, device: device.copy_(host, non_blocking=True))
+            self._copy(block, Lane.FETCH)
         self._stale.clear()
 
     def push(self) -> None:
         """Copy home what an update has changed on the device."""
         for block in sorted(self._newer):
-            self._copy(block, Lane.OFFLOAD, lambda host, device: host.copy_(device, non_blocking=True))
+            self._copy(block, Lane.OFFLOAD)
         self._newer.clear()
 
     def settle_update(self, block: int) -> None:
         """Note that an update makes the device's planes the newer ones."""
         self._newer.add(block)
 
-    def _copy(self, block: int, lane: Lane, copy: Callable[[Tensor, Tensor], object]) -> None:
+    def _copy(self, block: int, lane: Lane) -> None:
         state = self._host.blocks[block]
         pairs = [(state.working, self._slots.place(block, -1))]
         pairs += [(getattr(state, name), plane) for name, plane in self._planes.get(block, {}).items()]
@@ -81,9 +80,9 @@ class DeviceStates:
         reads, writes = (at_home, there) if lane is Lane.FETCH else (there, at_home)
 
         def run() -> None:
-            with torch.no_grad():
-                for host, device in pairs:
-                    copy(host, device)
+            for host, device in pairs:
+                source, target = (host, device) if lane is Lane.FETCH else (device, host)
+                target.copy_(source, non_blocking=True)
 
         self._lanes.enqueue(
             lane,

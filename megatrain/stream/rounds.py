@@ -56,6 +56,8 @@ class Rounds:
         self.num_together = 1
         """Micro-batches of the round that is going on."""
         self._orders: dict[int, list[Visit]] = {}
+        self._bare: dict[int, list[Visit]] = {}
+        """What is expected to be seen of a round, by its number of micro-batches."""
         self._passes_foreseen = 0
         self._passes_since_backward = 0
         self._adds_up = False
@@ -151,10 +153,11 @@ class Rounds:
         self._executor.end_backward()
         seen = self._executor.take_seen()
         passes, self._passes_since_backward = self._passes_since_backward, 0
-        foreseen = [visit.bare for visit in self.visits(passes, loads=False, completes=True)]
-        is_new = passes == self.num_together and seen != foreseen
+        if passes not in self._bare:
+            self._bare[passes] = [v.bare for v in self.visits(passes, loads=False, completes=True)]
+        is_new = passes == self.num_together and seen != self._bare[passes]
         if is_new and most_open(seen) <= self._policies.num_gradient_buffers:
-            self._orders[passes] = seen
+            self._orders[passes] = self._bare[passes] = seen
 
 
 def _first_trained(layers: Sequence[AttachedLayer], outer: Sequence[AttachedBlock]) -> int:
