@@ -1,0 +1,195 @@
+"""All rates of this machine, in a minute or, for a plan that must not wait, in seconds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatrain.doctor.drive import BLOCKS, FILE_BYTES, THREADS, DriveBench, measure_drive
+from megatrain.doctor.overhead import visit_overhead_s
+from megatrain.doctor.rates import (
+    DTYPES,
+    CopyRates,
+    attention_rate,
+    copy_rates,
+    device_memory_rate,
+    lockable_bytes,
+    memory_rate,
+    thread_counts,
+    update_rates,
+)
+from megatrain.hardware import host_memory, measure_matmul_peak
+from megatrain.hardware.present import Measurements, Node, memory_nodes
+from megatrain.optim.threads import worker_threads
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How much is moved and how long; the whole is about 40 s with the defaults."""
+
+    seconds: float = 0.5
+    """Of each rate."""
+    copy_bytes: int = 256 << 20
+    node_bytes: int = 64 << 20
+    """Of each of two buffers of each thread."""
+    max_node_threads: int = 16
+    """Per node; these fill its memory's pipes."""
+    update_numel: int = 1 << 24
+    attention_tokens: int = 4096
+    """On a GPU; an eighth on a CPU."""
+    file_bytes: int = FILE_BYTES
+    blocks: Sequence[int] = BLOCKS
+    drive_threads: Sequence[int] = THREADS
+    cell_s: float = 0.7
+    lock_bytes: int = 16 << 30
+    """Memory to try to lock on a GPU, if a quarter of what is free is no less."""
+    overhead_layers: int = 10
+    """Of the model that a visit's overhead is measured with; 0: not measured."""
+
+
+QUICK = Sizes(
+    seconds=0.05,
+    copy_bytes=64 << 20,
+    node_bytes=64 << 20,
+    attention_tokens=2048,
+    file_bytes=64 << 20,
+    blocks=(4 << 20,),
+    drive_threads=(2,),
+    cell_s=0.1,
+    lock_bytes=0,
+    overhead_layers=0,
+)
+"""Under 3 s in all on two cores, once the kernels are compiled; with more noise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """What was measured, in full."""
+
+    copies: CopyRates
+    device_bytes_per_s: float
+    matmul: Mapping[str, float]
+    attention: Mapping[str, float]
+    updates: Mapping[int, float]
+    nodes: tuple[tuple[Node, float], ...]
+    drive: DriveBench | None
+    locked_bytes: int | None
+    """That could be locked for the device; None: no GPU."""
+    lock_limit: int
+    """That was tried."""
+    launch_s: float | None
+    """Of a visit, beside its arithmetic; None: not measured."""
+    seconds: float
+    how: str
+
+    def measurements(self) -> Measurements:
+        """Return the rates that make a machine."""
+        return Measurements(
+            matmul_flops_per_s=self.matmul,
+            attention_flops_per_s=self.attention,
+            device_bytes_per_s=self.device_bytes_per_s,
+            h2d_bytes_per_s=self.copies.h2d_locked,
+            d2h_bytes_per_s=self.copies.d2h_locked,
+            both_share=self.copies.both_share,
+            pageable_share=self.copies.pageable_share,
+            node_bytes_per_s=tuple(rate for _, rate in self.nodes),
+            update_params_per_s=self.updates,
+            drive=None if self.drive is None else self.drive.rates,
+            launch_s=self.launch_s,
+            how=self.how,
+        )
+
+
+def run_bench(
+    device: torch.device, directory: Path | None, sizes: Sizes | None = None, *, how: str = ""
+) -> Bench:
+    """Measure everything, one after the other.
+
+    Args:
+        device: where blocks run.
+        directory: whose drive is measured; None: no drive.
+        sizes: how much and how long.
+        how: for `sources` of the machine file.
+
+    Raises:
+        ConfigError: The directory cannot be written, or has no room.
+    """
+    sizes = sizes or Sizes()
+    began_s = time.perf_counter()
+    drive = None
+    if directory is not None:  # first: it can fail, and takes longest
+        _log.info("measuring: drive")
+        drive = measure_drive(
+            directory,
+            file_bytes=sizes.file_bytes,
+            blocks=sizes.blocks,
+            threads=sizes.drive_threads,
+            cell_s=sizes.cell_s,
+        )
+    _log.info("measuring: copies, host memory")
+    copies = copy_rates(device, nbytes=sizes.copy_bytes, seconds=sizes.seconds)
+    nodes = _measure_nodes(sizes)
+    on_gpu = device.type == "cuda"
+    device_rate = (
+        device_memory_rate(device, nbytes=sizes.copy_bytes, seconds=sizes.seconds)
+        if on_gpu
+        else sum(rate for _, rate in nodes)
+    )
+    _log.info("measuring: matrix products, attention, updates")
+    tokens = sizes.attention_tokens if on_gpu else sizes.attention_tokens // 8
+    attention = {
+        name: attention_rate(device, dtype, tokens=tokens, seconds=sizes.seconds)
+        for name, dtype in DTYPES.items()
+    }
+    matmul = {name: measure_matmul_peak(device, dtype) for name, dtype in DTYPES.items()}
+    lock_limit = min(sizes.lock_bytes, host_memory().available_bytes // 4)
+    launch_s = None
+    if sizes.overhead_layers:
+        _log.info("measuring: a visit's overhead")
+        launch_s = visit_overhead_s(device, num_layers=sizes.overhead_layers)
+    if on_gpu:
+        torch.cuda.empty_cache()  # what is free of the device's memory is asked next
+    return Bench(
+        copies=copies,
+        device_bytes_per_s=device_rate,
+        matmul=matmul,
+        attention=attention,
+        updates=update_rates(
+            thread_counts(worker_threads()), numel=sizes.update_numel, seconds=sizes.seconds
+        ),
+        nodes=nodes,
+        drive=drive,
+        locked_bytes=lockable_bytes(lock_limit) if on_gpu else None,
+        lock_limit=lock_limit,
+        launch_s=launch_s,
+        seconds=time.perf_counter() - began_s,
+        how=how or "measured on this machine by doctor --bench",
+    )
+
+
+def _measure_nodes(sizes: Sizes) -> tuple[tuple[Node, float], ...]:
+    """Measure each node by threads on its own cores.
+
+    A node without cores (CXL) is not measured, since memory comes from the node of the thread that touches it
+    first: what its firmware says is taken, or a quarter of the first node's rate, and said so.
+    """
+    allowed = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset[int]()
+    found: list[tuple[Node, float]] = []
+    for node in memory_nodes():
+        if node.kind == "dram":
+            cpus = node.cpus & allowed or allowed
+            threads = max(1, min(len(cpus), worker_threads(), sizes.max_node_threads))
+            rate = memory_rate(cpus, num_threads=threads, nbytes=sizes.node_bytes, seconds=sizes.seconds)
+        else:
+            rate = node.claimed_bytes_per_s or found[0][1] / 4
+            _log.warning("node %d has no cores: %.3g bytes/s is not measured", node.number, rate)
+        found.append((node, rate))
+    return tuple(found)

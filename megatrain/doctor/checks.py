@@ -1,0 +1,280 @@
+"""What to know of a machine before a long run: each check has a level, a text, and a fix where one is needed.
+
+Files of the system are read below a `root`, so that tests use a tree of their own. Texts name no user, no
+host and no path, so that they can be put into a bug report.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from megatrain.doctor.disk import BlockDevice
+from megatrain.hardware.memory import GIB, host_memory
+from megatrain.hardware.present import Node, total_bytes
+from megatrain.optim.threads import ThreadBudget
+
+ROOT = Path("/")
+_LITTLE_SHM_BYTES = GIB
+_LITTLE_DISK_BYTES = 20 * 10**9
+_NO_DISK_BYTES = 10**9
+_MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
+_REMOTE_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "ceph", "virtiofs"}
+
+
+class Level(str, Enum):
+    """How much a finding matters."""
+
+    OK = "OK"
+    WARN = "WARN"
+    """Works, but slower, or not in every case."""
+    FAIL = "FAIL"
+    """A run will not work, or cannot be trusted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One finding."""
+
+    name: str
+    level: Level
+    text: str
+    fix: str = ""
+    """What to do; empty only where nothing is to be done."""
+
+
+def check_memory(root: Path = ROOT) -> Check:
+    """Compare what this process may take with what the machine has."""
+    total, limit = total_bytes(root), host_memory(root)
+    text = f"{_gib(limit.available_bytes)} may be taken now; the machine has {_gib(total)}"
+    if limit.source.startswith("cgroup") and limit.available_bytes < 0.8 * total:
+        return Check(
+            name="host memory",
+            level=Level.WARN,
+            text=f"{text}; a control group limits it",
+            fix="raise the container's limit (docker run --memory=..., or MemoryMax= of its systemd unit)",
+        )
+    if limit.available_bytes < 0.5 * total:
+        return Check(
+            name="host memory",
+            level=Level.WARN,
+            text=f"{text}; other processes hold the rest",
+            fix="stop what else runs here: the state of a model wants nearly all memory",
+        )
+    return Check(name="host memory", level=Level.OK, text=text)
+
+
+def check_swap(root: Path = ROOT) -> Check:
+    """Say whether memory may be swapped out, and is."""
+    text = _text(root / "proc/meminfo")
+    total, free = _kib(text, "SwapTotal"), _kib(text, "SwapFree")
+    if not total:
+        return Check(name="swap", level=Level.OK, text="off")
+    used = total - (free or 0)
+    return Check(
+        name="swap",
+        level=Level.WARN,
+        text=f"{_gib(total)} on, {_gib(used)} in use",
+        fix="swap turns a run that is too large into one that is 100 times slower: sudo swapoff -a, or give "
+        "the run no swap (docker run --memory-swap equal to --memory, MemorySwapMax=0)",
+    )
+
+
+def check_lockable(on_gpu: bool, limit: int | None = None) -> Check:
+    """Say how much memory may be locked.
+
+    Args:
+        on_gpu: whether copies to a GPU want it.
+        limit: bytes, -1 for none; None: this process's.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    if limit == resource.RLIM_INFINITY:
+        return Check(name="lockable memory", level=Level.OK, text="no limit")
+    text = f"{_gib(limit)} by RLIMIT_MEMLOCK"
+    if not on_gpu:
+        return Check(name="lockable memory", level=Level.OK, text=f"{text}; nothing is locked without a GPU")
+    return Check(
+        name="lockable memory",
+        level=Level.WARN,
+        text=f"{text}; drivers that obey it cannot lock a model's weights, and their copies are slower",
+        fix="ulimit -l unlimited, memlock in /etc/security/limits.conf, or docker run --ulimit memlock=-1",
+    )
+
+
+def check_huge_pages(root: Path = ROOT) -> Check:
+    """Say whether the arenas of a model get huge pages."""
+    chosen = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    if chosen is None:
+        return Check(name="huge pages", level=Level.OK, text="the system does not tell")
+    if chosen[1] != "never":
+        return Check(name="huge pages", level=Level.OK, text=f"transparent, {chosen[1]}")
+    return Check(
+        name="huge pages",
+        level=Level.WARN,
+        text="off: more of each update's time goes into looking up pages",
+        fix="echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+    )
+
+
+def check_nodes(nodes: Sequence[Node], allowed: frozenset[int], device_node: int | None = None) -> Check:
+    """Say which NUMA nodes this process runs on, and whether that is where its device is.
+
+    Args:
+        nodes: of the machine.
+        allowed: CPUs of this process.
+        device_node: of the device; None: no device, or not told.
+    """
+    own = [node for node in nodes if node.kind == "dram" and node.cpus & allowed]
+    sizes = ", ".join(f"{node.number}: {node.kind} {_gib(node.nbytes)}" for node in nodes)
+    text = f"{len(nodes)} ({sizes})" if len(nodes) > 1 else "1"
+    if len(own) <= 1 or device_node is None or device_node < 0:
+        return Check(name="NUMA nodes", level=Level.OK, text=text)
+    return Check(
+        name="NUMA nodes",
+        level=Level.WARN,
+        text=f"{text}; this process runs on {len(own)}, and the device is at node {device_node}",
+        fix=f"a model that fits into one node's memory copies faster from there: numactl "
+        f"--cpunodebind={device_node} --membind={device_node} megatrain train ...",
+    )
+
+
+def check_threads(budget: ThreadBudget, omp_num_threads: str | None) -> Check:
+    """Say how many threads update and compute.
+
+    Args:
+        budget: of the updates.
+        omp_num_threads: the environment's; None: not set.
+    """
+    text = budget.describe().removeprefix("threads: ")
+    if omp_num_threads is None or budget.cores == 1:
+        return Check(name="threads", level=Level.OK, text=text)
+    text = f"{text}; OMP_NUM_THREADS={omp_num_threads}"
+    few = omp_num_threads.isdecimal() and int(omp_num_threads) < budget.num_threads
+    if not few:
+        return Check(name="threads", level=Level.OK, text=text)
+    return Check(
+        name="threads",
+        level=Level.WARN,
+        text=f"{text}: updates ignore it, but torch on the CPU obeys it",
+        fix="unset OMP_NUM_THREADS, unless the machine is busy with other work (torchrun sets it to 1)",
+    )
+
+
+def check_shm(root: Path = ROOT) -> Check:
+    """Say how large shared memory is."""
+    try:
+        nbytes = shutil.disk_usage(root / "dev/shm").total
+    except OSError:
+        return Check(name="/dev/shm", level=Level.OK, text="none here; one process does not use it")
+    if nbytes >= _LITTLE_SHM_BYTES:
+        return Check(name="/dev/shm", level=Level.OK, text=_gib(nbytes))
+    return Check(
+        name="/dev/shm",
+        level=Level.WARN,
+        text=f"{_gib(nbytes)}; one GPU is unaffected, other programs' data loaders are not",
+        fix="docker run --shm-size=8g",
+    )
+
+
+def check_disk(path: Path, drive: BlockDevice, free: int | None = None) -> list[Check]:
+    """Say what is below the run directory: room, kind, wear.
+
+    Args:
+        path: the directory, which need not exist yet.
+        drive: below it.
+        free: free bytes; None: ask the system.
+    """
+    existing = next(level for level in (path, *path.absolute().parents) if level.is_dir())
+    where = f"{drive.file_system} on {drive.name}" + (f" ({drive.model})" if drive.model else "")
+    free = shutil.disk_usage(existing).free if free is None else free
+    if not os.access(existing, os.W_OK | os.X_OK):
+        room = Check(
+            name="run directory",
+            level=Level.FAIL,
+            text=f"{where}; it cannot be written",
+            fix="give another with --path (train: out=DIR), or change its owner",
+        )
+    else:
+        level = Level.FAIL if free < _NO_DISK_BYTES else Level.WARN if free < _LITTLE_DISK_BYTES else Level.OK
+        room = Check(
+            name="run directory",
+            level=level,
+            text=f"{where}; {_gb(free)} free",
+            fix=""
+            if level is Level.OK
+            else "a checkpoint takes 12 bytes per parameter, and two are kept: make room, or give another "
+            "with --path (train: out=DIR)",
+        )
+    return [room, _check_kind(drive), _check_wear(drive)]
+
+
+def _check_kind(drive: BlockDevice) -> Check:
+    name = "drive"
+    if drive.file_system in _MEMORY_FILE_SYSTEMS:
+        return Check(
+            name=name,
+            level=Level.WARN,
+            text=f"{drive.file_system}: files are in host memory, and lost when the machine stops",
+            fix="give a directory on a drive with --path (train: out=DIR)",
+        )
+    if drive.file_system in _REMOTE_FILE_SYSTEMS:
+        return Check(
+            name=name,
+            level=Level.WARN,
+            text=f"{drive.file_system}: not local",
+            fix="checkpoints may go there; for state on NVMe, give a local directory",
+        )
+    if drive.is_rotational:
+        return Check(
+            name=name,
+            level=Level.WARN,
+            text="a turning disk",
+            fix="checkpoints may go there; state on it would take hours per step: use an NVMe drive",
+        )
+    kind = "NVMe" if drive.name.startswith("nvme") else "not rotating" if drive.is_rotational is False else ""
+    return Check(name=name, level=Level.OK, text=kind or "its kind is not told")
+
+
+def _check_wear(drive: BlockDevice) -> Check:
+    name = "drive wear"
+    written = "" if drive.written_bytes is None else f"{_gb(drive.written_bytes)} written since start-up; "
+    if drive.life_used is None:
+        return Check(
+            name=name,
+            level=Level.OK,
+            text=f"{written}endurance is not readable from /sys (sudo nvme smart-log shows percentage_used)",
+        )
+    if drive.life_used < 0.8:
+        return Check(name=name, level=Level.OK, text=f"{written}{drive.life_used:.0%} of its life used")
+    return Check(
+        name=name,
+        level=Level.WARN,
+        text=f"{written}{drive.life_used:.0%} of its rated life used",
+        fix="keep no state of a run on this drive, and copies of its checkpoints elsewhere",
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _kib(text: str, field: str) -> int | None:
+    found = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:,.1f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / 2**20:,.1f} MiB"
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.1f} GB"

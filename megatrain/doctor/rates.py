@@ -1,0 +1,220 @@
+"""How fast this machine copies, multiplies, attends, updates and reads its memory.
+
+Each function takes how much and how long, and returns a rate that was reached: the one that a quarter of the
+repeats exceeded, so that another process that comes and goes does not count. The paths for CUDA have never
+run on a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatrain.hardware import GIB
+from megatrain.optim.adamw import AdamWStep, update
+from megatrain.optim.pool import WorkerPool
+from megatrain.store.arena import Arena
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyRates:
+    """Bytes/s of copies between host and device; where the host computes, between two host buffers."""
+
+    h2d_locked: float
+    d2h_locked: float
+    h2d_pageable: float
+    d2h_pageable: float
+    both: float
+    """Both ways at once, added."""
+
+    @property
+    def both_share(self) -> float:
+        """Part of each rate that is left while the other goes on too."""
+        return min(1.0, self.both / (self.h2d_locked + self.d2h_locked))
+
+    @property
+    def pageable_share(self) -> float:
+        """Part of the rates that memory which is not page-locked reaches."""
+        return min(1.0, (self.h2d_pageable + self.d2h_pageable) / (self.h2d_locked + self.d2h_locked))
+
+
+def copy_rates(device: torch.device, *, nbytes: int, seconds: float) -> CopyRates:
+    """Measure copies of `nbytes`, for about `seconds` each.
+
+    On a CPU nothing is locked and both ways are the same: one rate stands for all four.
+    """
+    on_gpu = device.type == "cuda"
+    slot, home = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    host, sink = (torch.ones(nbytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2))
+    locked = _rate(device, lambda: slot.copy_(host, non_blocking=True), nbytes, seconds)
+    if not on_gpu:
+        with ThreadPoolExecutor(2) as pool:
+
+            def both_ways() -> None:
+                back = pool.submit(sink.copy_, home)
+                slot.copy_(host)
+                back.result()
+
+            both = _rate(device, both_ways, 2 * nbytes, seconds)
+        return CopyRates(
+            h2d_locked=locked, d2h_locked=locked, h2d_pageable=locked, d2h_pageable=locked, both=both
+        )
+    pageable = torch.ones(nbytes, dtype=torch.uint8)
+    down, up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def on_two_streams() -> None:
+        with torch.cuda.stream(down):
+            slot.copy_(host, non_blocking=True)
+        with torch.cuda.stream(up):
+            sink.copy_(home, non_blocking=True)
+
+    return CopyRates(
+        h2d_locked=locked,
+        d2h_locked=_rate(device, lambda: sink.copy_(home, non_blocking=True), nbytes, seconds),
+        h2d_pageable=_rate(device, lambda: slot.copy_(pageable), nbytes, seconds),
+        d2h_pageable=_rate(device, lambda: pageable.copy_(home), nbytes, seconds),
+        both=_rate(device, on_two_streams, 2 * nbytes, seconds),
+    )
+
+
+def device_memory_rate(device: torch.device, *, nbytes: int, seconds: float) -> float:
+    """Return bytes/s of device memory, read and written together, by a copy within it."""
+    source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    return _rate(device, lambda: target.copy_(source), 2 * nbytes, seconds)
+
+
+def attention_rate(device: torch.device, dtype: torch.dtype, *, tokens: int, seconds: float) -> float:
+    """Return FLOP/s of causal attention, forward and backward.
+
+    Counted as everywhere in megatrain: 2 products of tokens x tokens per head at half, and the backward as
+    twice the forward, whatever a kernel does again.
+    """
+    heads, width = (16, 128) if device.type == "cuda" else (4, 64)
+    query, key, value = (
+        torch.randn(1, heads, tokens, width, dtype=dtype, device=device).requires_grad_() for _ in range(3)
+    )
+    ones = torch.ones_like(query)
+
+    def attend() -> None:
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(out, (query, key, value), ones)
+
+    return _rate(device, attend, 3 * 2 * heads * tokens * tokens * width, seconds)
+
+
+def update_rates(threads: Iterable[int], *, numel: int, seconds: float) -> dict[int, float]:
+    """Return parameters/s of AdamW on a split master with bf16 gradients, by number of threads."""
+    hyper = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+    planes = {
+        "working": torch.ones(numel, dtype=torch.bfloat16),
+        "remainder": torch.zeros(numel, dtype=torch.int16),
+        "exp_avg": torch.zeros(numel),
+        "exp_avg_sq": torch.zeros(numel),
+        "gradient": torch.ones(numel, dtype=torch.bfloat16),
+    }
+    rates = {}
+    for count in threads:
+        pool = WorkerPool(count)
+        try:
+            call = _update_call(pool, hyper, planes)
+            rates[count] = _rate(torch.device("cpu"), call, numel, seconds)
+        finally:
+            pool.close()
+    return rates
+
+
+def _update_call(pool: WorkerPool, hyper: AdamWStep, planes: dict[str, Tensor]) -> Callable[[], None]:
+    return lambda: update(
+        pool,
+        hyper,
+        working=planes["working"],
+        remainder=planes["remainder"],
+        exp_avg=planes["exp_avg"],
+        exp_avg_sq=planes["exp_avg_sq"],
+        gradient=planes["gradient"],
+    )
+
+
+def memory_rate(cpus: frozenset[int], *, num_threads: int, nbytes: int, seconds: float) -> float:
+    """Return bytes/s, read and written together, of copies by threads that run on `cpus`.
+
+    Each thread is bound to `cpus` before it touches its two buffers of `nbytes`, so that the system gives it
+    memory of their node. Where the system does not let it bind them, they run where they are.
+    """
+    start, rates = threading.Barrier(num_threads), [0.0] * num_threads
+
+    def copy(index: int) -> None:
+        if cpus and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cpus)  # of this thread alone
+        source, target = torch.ones(nbytes, dtype=torch.uint8).numpy(), torch.ones(nbytes).byte().numpy()
+        start.wait()
+        began_s, copied = time.perf_counter(), 0
+        while (elapsed_s := time.perf_counter() - began_s) < seconds or copied == 0:
+            target[:] = source
+            copied += 2 * nbytes
+        rates[index] = copied / elapsed_s
+
+    workers = [threading.Thread(target=copy, args=(index,)) for index in range(num_threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(rates)
+
+
+def lockable_bytes(limit: int, try_lock: Callable[[int], bool] | None = None) -> int:
+    """Return how much memory could be page-locked for the CUDA device at once: 1 GiB, doubled up to a limit.
+
+    Args:
+        limit: bytes at most; as much is taken for a moment.
+        try_lock: whether so many bytes can be locked; None: try.
+    """
+    try_lock = _can_lock if try_lock is None else try_lock
+    largest, size = 0, GIB
+    while size <= limit and try_lock(size):
+        largest, size = size, 2 * size
+    return largest
+
+
+def _can_lock(nbytes: int) -> bool:
+    arena = Arena(nbytes)
+    try:
+        return arena.lock()
+    finally:
+        arena.unlock()
+
+
+def thread_counts(num_cores: int) -> Sequence[int]:
+    """Return 1, 2, 4, ... and the number of cores itself."""
+    doubled = itertools.takewhile(lambda count: count < num_cores, (1 << power for power in range(12)))
+    return (*doubled, num_cores)
+
+
+def _rate(device: torch.device, call: Callable[[], object], amount: float, seconds: float) -> float:
+    """Return `amount` over the time of a call that is at its lower quartile, after two to warm up."""
+    taken: list[float] = []
+    for _ in range(2):
+        call()
+    _wait(device)
+    stop_s = time.perf_counter() + seconds
+    while len(taken) < 3 or time.perf_counter() < stop_s:
+        began_s = time.perf_counter()
+        call()
+        _wait(device)
+        taken.append(time.perf_counter() - began_s)
+    return amount / sorted(taken)[len(taken) // 4]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,157 @@
+"""Checks of installed packages and of the device that torch finds. Those of a GPU have never run on one."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from megatrain.doctor.checks import ROOT, Check, Level
+from megatrain.hardware.care import Sensor
+from megatrain.hardware.memory import GIB
+
+_SHOWN = ("megatrain", "torch", "transformers", "numba")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that results depend on; `none` if not installed."""
+    found = {"python": platform.python_version()}
+    for name in _SHOWN:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def check_versions(found: dict[str, str] | None = None, wanted: list[str] | None = None) -> Check:
+    """Compare the installed versions with what megatrain asks for.
+
+    Args:
+        found: by name; None: those installed.
+        wanted: requirements such as `torch>=2.11`; None: megatrain's own.
+    """
+    found = versions() if found is None else found
+    if wanted is None:
+        try:
+            wanted = metadata.requires("megatrain") or []
+        except metadata.PackageNotFoundError:  # run from its source folder
+            wanted = []
+    text = ", ".join(f"{name} {version}" for name, version in found.items())
+    wrong = []
+    for requirement in wanted:
+        match = re.match(r"([\w-]+)>=([\d.]+)$", requirement.replace(" ", ""))
+        if match and match[1] in found and _numbers(found[match[1]]) < _numbers(match[2]):
+            wrong.append(requirement)
+    if wrong:
+        return Check(
+            name="versions",
+            level=Level.FAIL,
+            text=f"{text}; wanted: {', '.join(wrong)}",
+            fix=f"pip install {' '.join(repr(requirement) for requirement in wrong)}",
+        )
+    return Check(name="versions", level=Level.OK, text=text)
+
+
+def check_device(device: torch.device, root: Path = ROOT) -> Check:
+    """Say what blocks will run on."""
+    if device.type == "cuda":
+        return _check_gpu(device)
+    if (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists():
+        return Check(
+            name="device",
+            level=Level.FAIL,
+            text="cpu, though an NVIDIA driver is here: torch sees no CUDA device",
+            fix="install a torch build with CUDA (pip show torch says which this is), and look at "
+            "CUDA_VISIBLE_DEVICES, and at --gpus all of docker run",
+        )
+    return Check(
+        name="device",
+        level=Level.WARN,
+        text="cpu: torch sees no accelerator, so blocks run where their weights are",
+        fix="train small models here, or plan for another machine: megatrain plan --machine h200",
+    )
+
+
+def _check_gpu(device: torch.device) -> Check:
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        return Check(
+            name="device",
+            level=Level.FAIL,
+            text=f"{properties.name} does not answer ({str(error).splitlines()[0]})",
+            fix="ask nvidia-smi whether the driver knows it; end the processes on it, or restart",
+        )
+    text = (
+        f"{properties.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, compute capability "
+        f"{properties.major}.{properties.minor}"
+    )
+    if free < 0.8 * total:
+        return Check(
+            name="device",
+            level=Level.WARN,
+            text=f"{text}; another process holds the rest",
+            fix="nvidia-smi names the processes; stop them, or set CUDA_VISIBLE_DEVICES to a free device",
+        )
+    return Check(name="device", level=Level.OK, text=text)
+
+
+def check_sensor(sensor: Sensor | None) -> list[Check]:
+    """Say what NVML tells of the device: driver, power, heat, memory errors."""
+    name = "device health"
+    if sensor is None:
+        return [
+            Check(
+                name=name,
+                level=Level.WARN,
+                text="not known: NVML or its package is missing",
+                fix="pip install nvidia-ml-py (in the gpu extra)",
+            )
+        ]
+    parts = [f"driver {sensor.driver() or 'unknown'}"]
+    power_w, limit_w, heat_c = sensor.power_w(), sensor.power_limit_w(), sensor.temperature_c()
+    if power_w is not None and limit_w is not None:
+        parts.append(f"{power_w:.0f} of {limit_w:.0f} W")
+    if heat_c is not None:
+        parts.append(f"{heat_c:.0f} C")
+    slowed = [reason for reason in sensor.throttled() or () if reason != "power cap"]
+    found = Check(
+        name=name,
+        level=Level.WARN if slowed else Level.OK,
+        text=", ".join([*parts, *(f"slowed down: {reason}" for reason in slowed)]),
+        fix="look at its cooling and its power supply" if slowed else "",
+    )
+    return [found, _check_ecc(sensor)]
+
+
+def _check_ecc(sensor: Sensor) -> Check:
+    name, has_ecc = "device memory errors", sensor.has_ecc()
+    if has_ecc is None:
+        return Check(name=name, level=Level.OK, text="this device does not correct any (no ECC)")
+    if not has_ecc:
+        return Check(
+            name=name,
+            level=Level.WARN,
+            text="ECC is off: a flipped bit goes into the weights unseen",
+            fix="sudo nvidia-smi -e 1, then restart the machine",
+        )
+    bad = sensor.ecc_errors(corrected=False)
+    if bad:
+        return Check(
+            name=name,
+            level=Level.FAIL,
+            text=f"{bad} that ECC could not correct since the driver was loaded",
+            fix="do not train on this device: nvidia-smi -q -d ECC,ROW_REMAPPER, then have it replaced",
+        )
+    return Check(
+        name=name, level=Level.OK, text=f"ECC is on, {sensor.ecc_errors(corrected=True) or 0} corrected"
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])

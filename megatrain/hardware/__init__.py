@@ -1,0 +1,19 @@
+"""What a machine has: capacities in bytes, rates in bytes/s and FLOP/s. Loads neither torch nor numba."""
+
+from megatrain.hardware.machines import load_machine, machine_names, save_machine
+from megatrain.hardware.matmul import measure_matmul_peak
+from megatrain.hardware.memory import GIB, MemoryLimit, host_memory
+from megatrain.hardware.spec import Drives, HardwareSpec, MemoryNode
+
+__all__ = [
+    "GIB",
+    "Drives",
+    "HardwareSpec",
+    "MemoryLimit",
+    "MemoryNode",
+    "host_memory",
+    "load_machine",
+    "machine_names",
+    "measure_matmul_peak",
+    "save_machine",
+]

@@ -1,0 +1,305 @@
+"""Machine files: a `HardwareSpec` as JSON, bundled under a name or written by `megatrain doctor --out`.
+
+A file has the fields of `HardwareSpec` under their names, in bytes, bytes/s and FLOP/s, `memory` as a list of
+nodes and `drives` as an object or null, and in `sources` where each figure is from. Loads neither torch nor
+numba.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import ConfigError, OutputError
+from megatrain.hardware.spec import Drives, HardwareSpec, MemoryNode
+
+_BUNDLED = Path(__file__).parent / "machines"
+_DTYPES = ("bf16", "fp32")
+_LARGEST = 1e30
+"""No figure of a machine is larger, and arithmetic with it does not overflow."""
+_Reader = Callable[[str, Any], Any]
+"""Takes the name of a field, for errors, and its JSON value; returns the value of the dataclass."""
+
+
+class _Wrong(Exception):
+    """What is wrong with a field, without the file."""
+
+
+def machine_names() -> tuple[str, ...]:
+    """Return the names of the bundled machines, in alphabetic order."""
+    return tuple(sorted(file.stem for file in _BUNDLED.glob("*.json")))
+
+
+def load_machine(name_or_path: str | os.PathLike[str]) -> HardwareSpec:
+    """Return a bundled machine by its name, or the machine that a JSON file describes.
+
+    Raises:
+        ConfigError: An unknown name, a file that cannot be read, or a field that is missing, unknown or
+            wrong: one sentence with the file and the field.
+    """
+    text = os.fspath(name_or_path)
+    if text.lower() in machine_names():
+        return read_machine(_BUNDLED / f"{text.lower()}.json", source=f"machine {text.lower()}")
+    path = Path(text).expanduser()
+    if path.suffix != ".json" and os.sep not in text and not path.exists():
+        close = difflib.get_close_matches(text.lower(), machine_names(), n=1)
+        hint = f"did you mean {close[0]}? The" if close else "the"
+        raise ConfigError(
+            f"unknown machine {text!r}; {hint} bundled machines are {', '.join(machine_names())}, and a "
+            "machine file is given by its path"
+        )
+    return read_machine(path, source=text)
+
+
+def read_machine(path: Path, *, source: str) -> HardwareSpec:
+    """Read a machine file; `source` names it in errors.
+
+    Raises:
+        ConfigError: As `load_machine`.
+    """
+    return parse_machine(read_json(path, source=source), source=source)
+
+
+def read_json(path: Path, *, source: str) -> object:
+    """Read a JSON file in which no key is given twice.
+
+    Raises:
+        ConfigError: It cannot be read, or is not such a file.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot read the machine file ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source}: not UTF-8 text (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source}: not JSON (line {error.lineno}: {error.msg})") from error
+    except _Wrong as error:
+        raise ConfigError(f"{source}: {error}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or very deep nesting
+        raise ConfigError(f"{source}: not a machine file ({error})") from error
+
+
+def parse_machine(raw: object, *, source: str) -> HardwareSpec:
+    """Return the machine that the JSON of a machine file describes; `source` names the file in errors.
+
+    Raises:
+        ConfigError: A field is missing, unknown or wrong.
+    """
+    try:
+        values = _object("the machine", raw, HardwareSpec, _FIELDS)
+        for key in values["sources"]:
+            if key not in _FIELDS:
+                raise _Wrong(f"sources names {key!r}, which is not a field; {_nearest(key, _FIELDS)}")
+    except _Wrong as error:
+        raise ConfigError(f"{source}: {error}") from error
+    return HardwareSpec(**values)
+
+
+def machine_json(spec: HardwareSpec) -> dict[str, Any]:
+    """Return the machine as the object of a machine file."""
+    return asdict(spec) | {
+        "matmul_flops_per_s": dict(spec.matmul_flops_per_s),
+        "attention_flops_per_s": dict(spec.attention_flops_per_s),
+        "update_params_per_s": {str(count): rate for count, rate in spec.update_params_per_s.items()},
+        "sources": dict(spec.sources),
+    }
+
+
+def save_machine(spec: HardwareSpec, path: str | os.PathLike[str]) -> None:
+    """Write a machine file that `load_machine` reads back as an equal machine; an old one is replaced whole.
+
+    Raises:
+        OutputError: The file cannot be written.
+    """
+    write_json(machine_json(spec), Path(path))
+
+
+def write_json(value: object, path: Path) -> None:
+    """Write a JSON file whole, or leave what was there.
+
+    Raises:
+        OutputError: The file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise OutputError(f"{path}: cannot write the machine file ({error.strerror})") from error
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Wrong(f"the key {key} is given twice; keep one")
+        found[key] = value
+    return found
+
+
+def _object(where: str, raw: object, kind: type, readers: Mapping[str, _Reader]) -> dict[str, Any]:
+    """Read the fields of a dataclass: none unknown, none missing that has no default."""
+    if not isinstance(raw, dict):
+        raise _Wrong(f"{where} is {_shown(raw)}; it must be an object with fields such as {_few(readers)}")
+    prefix = "" if kind is HardwareSpec else f"{where}."
+    for key in raw:
+        if key not in readers:
+            raise _Wrong(f"unknown field {prefix}{key}; {_nearest(key, readers)}")
+    needed = [
+        prefix + field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.default_factory is MISSING and field.name not in raw
+    ]
+    if needed:
+        are = "the field {} is" if len(needed) == 1 else "the fields {} are"
+        raise _Wrong(f"{are.format(', '.join(needed))} missing; every bundled machine file shows them")
+    values = {key: readers[key](prefix + key, value) for key, value in raw.items()}
+    return {"sources": {}, **values} if kind is HardwareSpec else values
+
+
+def _number(minimum: float, above: bool, maximum: float = math.inf) -> _Reader:
+    kind = f"a number {'above' if above else 'of at least'} {minimum:g}"
+    kind += "" if maximum == math.inf else f" and at most {maximum:g}"
+
+    def read(name: str, value: Any) -> float:
+        is_within = _is_number(value) and minimum <= value <= maximum
+        if not is_within or (above and value == minimum):
+            raise _Wrong(f"{name} is {_shown(value)}; it must be {kind}")
+        return float(value)
+
+    return read
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and abs(value) <= _LARGEST  # false for nan too
+
+
+def _whole(name: str, value: Any) -> int:
+    if not _is_number(value) or value != int(value) or value < 1:
+        raise _Wrong(f"{name} is {_shown(value)}; it must be a whole number of at least 1")
+    return int(value)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise _Wrong(f"{name} is {_shown(value)}; it must be text")
+    return value
+
+
+def _bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _Wrong(f"{name} is {_shown(value)}; it must be true or false")
+    return value
+
+
+def _kind(name: str, value: Any) -> str:
+    if value not in ("dram", "cxl"):
+        raise _Wrong(f"{name} is {_shown(value)}; it must be dram or cxl")
+    return str(value)
+
+
+def _or_null(reader: _Reader) -> _Reader:
+    return lambda name, value: None if value is None else reader(name, value)
+
+
+def _rates(name: str, value: Any) -> dict[str, float]:
+    if not isinstance(value, dict) or set(value) != set(_DTYPES):
+        raise _Wrong(f"{name} is {_shown(value)}; it must be an object with the keys {' and '.join(_DTYPES)}")
+    return {dtype: _positive(f"{name}.{dtype}", value[dtype]) for dtype in _DTYPES}
+
+
+def _updates(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, dict) or not value:
+        raise _Wrong(f"{name} is {_shown(value)}; it must be an object from numbers of threads to rates")
+    rates = {}
+    for threads, rate in value.items():
+        if not (threads.isascii() and threads.isdigit()) or int(threads) < 1:
+            raise _Wrong(f"{name} has the key {threads!r}; its keys must be numbers of threads, 1 or more")
+        rates[int(threads)] = _positive(f"{name}.{threads}", rate)
+    return dict(sorted(rates.items()))
+
+
+def _nodes(name: str, value: Any) -> tuple[MemoryNode, ...]:
+    if not isinstance(value, list) or not value:
+        raise _Wrong(f"{name} is {_shown(value)}; it must be a list of at least one memory node")
+    nodes = tuple(
+        MemoryNode(**_object(f"{name}[{index}]", node, MemoryNode, _NODE_FIELDS))
+        for index, node in enumerate(value)
+    )
+    if all(node.kind != "dram" for node in nodes):
+        raise _Wrong(f"{name} has no node of the kind dram; at least one must be")
+    return nodes
+
+
+def _drives(name: str, value: Any) -> Drives | None:
+    return None if value is None else Drives(**_object(name, value, Drives, _DRIVE_FIELDS))
+
+
+def _sources(name: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise _Wrong(f"{name} is {_shown(value)}; it must be an object from fields to texts")
+    return {key: _text(f"{name}.{key}", text) for key, text in value.items()}
+
+
+_positive = _number(0, above=True)
+_at_least_0 = _number(0, above=False)
+_share = _number(0, above=True, maximum=1)
+
+_NODE_FIELDS: dict[str, _Reader] = {"nbytes": _whole, "bytes_per_s": _positive, "kind": _kind}
+_DRIVE_FIELDS: dict[str, _Reader] = {
+    "nbytes": _whole,
+    "read_bytes_per_s": _positive,
+    "write_bytes_per_s": _positive,
+    "num_drives": _whole,
+    "is_direct": _bool,
+    "is_duplex": _bool,
+    "rated_bytes_written": _or_null(_positive),
+}
+_FIELDS: dict[str, _Reader] = {
+    "name": _text,
+    "device": _text,
+    "device_bytes": _or_null(_whole),
+    "matmul_flops_per_s": _rates,
+    "attention_flops_per_s": _rates,
+    "device_bytes_per_s": _positive,
+    "h2d_bytes_per_s": _positive,
+    "d2h_bytes_per_s": _positive,
+    "both_share": _share,
+    "pageable_share": _share,
+    "memory": _nodes,
+    "update_params_per_s": _updates,
+    "num_cores": _whole,
+    "drives": _drives,
+    "device_watts": _or_null(_positive),
+    "host_watts": _or_null(_positive),
+    "price_usd": _or_null(_at_least_0),
+    "price_per_hour_usd": _or_null(_at_least_0),
+    "launch_s": _at_least_0,
+    "sources": _sources,
+}
+"""How each field of `HardwareSpec` is read."""
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(key, list(known), n=1)
+    return f"did you mean {close[0]}?" if close else f"the fields are {', '.join(known)}"
+
+
+def _few(readers: Mapping[str, _Reader]) -> str:
+    return ", ".join(list(readers)[:3])
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

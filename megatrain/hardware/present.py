@@ -1,0 +1,292 @@
+"""The present machine: what the system says it has, joined with rates that somebody measured.
+
+Every file is read below a `root`, so that tests use a tree of their own. Rates are measured where kernels and
+lanes are known (`megatrain/doctor`); here they become a `HardwareSpec`, and are kept in a file that is good
+for this machine only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import ConfigError, OutputError
+from megatrain.hardware.machines import machine_json, parse_machine, read_json, write_json
+from megatrain.hardware.memory import GIB, host_memory
+from megatrain.hardware.spec import Drives, HardwareSpec, MemoryNode
+
+ROOT = Path("/")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A NUMA node as the system describes it."""
+
+    number: int
+    nbytes: int
+    cpus: frozenset[int]
+    kind: str
+    """`dram` or `cxl`."""
+    claimed_bytes_per_s: float | None = None
+    """What the firmware says that reads reach."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """The accelerator, as its driver describes it."""
+
+    name: str
+    """`cpu` where the host computes."""
+    nbytes: int | None = None
+    """Free device memory; None: host memory is device memory."""
+    watts: float | None = None
+    """Power limit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurements:
+    """Rates of a machine, measured on it; fields as in `HardwareSpec`."""
+
+    matmul_flops_per_s: Mapping[str, float]
+    attention_flops_per_s: Mapping[str, float]
+    device_bytes_per_s: float
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    both_share: float
+    pageable_share: float
+    node_bytes_per_s: tuple[float, ...]
+    """One per node of `memory_nodes`, in its order."""
+    update_params_per_s: Mapping[int, float]
+    drive: DriveRates | None = None
+    """None: not measured, so the machine is said to have none."""
+    launch_s: float | None = None
+    """None: not measured."""
+    how: str = "measured"
+    """For `sources`: how, and with what sizes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriveRates:
+    """Rates of the drive below a directory."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    is_direct: bool
+    is_duplex: bool
+
+
+def memory_nodes(root: Path = ROOT) -> tuple[Node, ...]:
+    """Return the nodes whose memory a process may use, those of CXL last.
+
+    A node without cores is CXL memory if the system knows CXL memory devices, and else taken for the memory
+    of an accelerator (GH200's is such a node), which is no host memory. Where the system shows no nodes, all
+    memory is one.
+    """
+    has_cxl = any((root / "sys/bus/cxl/devices").glob("mem*"))
+    nodes = []
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        cpus = cpu_list(_text(folder / "cpulist"))
+        total = re.search(r"MemTotal:\s+(\d+) kB", _text(folder / "meminfo"))
+        nbytes = int(total[1]) * 1024 if total else 0
+        if nbytes and (cpus or has_cxl):
+            kind = "dram" if cpus else "cxl"
+            claimed = _text(folder / "access0/initiators/read_bandwidth").strip()  # in MB/s
+            nodes.append(
+                Node(
+                    number=int(folder.name[4:]),
+                    nbytes=nbytes,
+                    cpus=cpus,
+                    kind=kind,
+                    claimed_bytes_per_s=int(claimed) * 1e6 if claimed.isdigit() and int(claimed) else None,
+                )
+            )
+    if not any(node.kind == "dram" for node in nodes):
+        cpus = frozenset(range(os.cpu_count() or 1))
+        return (Node(number=0, nbytes=total_bytes(root), cpus=cpus, kind="dram"),)
+    return tuple(sorted(nodes, key=lambda node: (node.kind != "dram", node.number)))
+
+
+def total_bytes(root: Path = ROOT) -> int:
+    """Return the memory of the machine, whoever uses it."""
+    total = re.search(r"^MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    if total:
+        return int(total[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_list(text: str) -> frozenset[int]:
+    """Read a list of CPUs as the kernel writes it: `0-3,8-11`."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def cpu_model(root: Path = ROOT) -> str:
+    """Return the processor's name, `unknown` where the system does not say."""
+    text = _text(root / "proc/cpuinfo")
+    found = re.search(r"^(?:model name|Model|CPU part)\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else "unknown"
+
+
+def fingerprint(device: str, num_cores: int, root: Path = ROOT) -> dict[str, Any]:
+    """Return what tells this machine from another: no name of a host or a user is in it.
+
+    Memory counts in whole GiB: the kernel's own share changes with its version.
+    """
+    return {
+        "cpu": cpu_model(root),
+        "cores": num_cores,
+        "device": device,
+        "memory_gib": round(total_bytes(root) / GIB),
+        "nodes": len(memory_nodes(root)),
+    }
+
+
+def describe_machine(
+    measured: Measurements, *, device: Device, num_cores: int, path: Path | None, root: Path = ROOT
+) -> HardwareSpec:
+    """Join measured rates with the capacities of now.
+
+    Args:
+        measured: rates, of this machine.
+        device: where blocks run.
+        num_cores: physical cores that this process may use.
+        path: directory whose drive may hold state; None: no drive.
+        root: of the file system that `/proc` and `/sys` are read from.
+    """
+    nodes = memory_nodes(root)
+    rates = measured.node_bytes_per_s
+    assert len(rates) == len(nodes), f"{len(rates)} rates for {len(nodes)} nodes"
+    drives = None
+    if measured.drive is not None and path is not None:
+        drives = Drives(
+            nbytes=max(1, free_bytes(path)),
+            read_bytes_per_s=measured.drive.read_bytes_per_s,
+            write_bytes_per_s=measured.drive.write_bytes_per_s,
+            is_direct=measured.drive.is_direct,
+            is_duplex=measured.drive.is_duplex,
+        )
+    spec = HardwareSpec(
+        name="this machine",
+        device=device.name,
+        device_bytes=device.nbytes,
+        matmul_flops_per_s=dict(measured.matmul_flops_per_s),
+        attention_flops_per_s=dict(measured.attention_flops_per_s),
+        device_bytes_per_s=measured.device_bytes_per_s,
+        h2d_bytes_per_s=measured.h2d_bytes_per_s,
+        d2h_bytes_per_s=measured.d2h_bytes_per_s,
+        both_share=measured.both_share,
+        pageable_share=measured.pageable_share,
+        memory=tuple(
+            MemoryNode(nbytes=node.nbytes, bytes_per_s=rate, kind=node.kind)
+            for node, rate in zip(nodes, rates, strict=True)
+        ),
+        update_params_per_s=dict(measured.update_params_per_s),
+        num_cores=num_cores,
+        drives=drives,
+        device_watts=device.watts,
+        launch_s=measured.launch_s or 0.0,
+        sources=_sources(measured),
+    )
+    return with_present_capacities(spec, device=device, path=path, root=root)
+
+
+def with_present_capacities(
+    spec: HardwareSpec, *, device: Device, path: Path | None, root: Path = ROOT
+) -> HardwareSpec:
+    """Return the machine with the memory and the drive space that there is now."""
+    available = host_memory(root).available_bytes
+    spec = replace(spec.with_ram(max(1, available)), device_bytes=device.nbytes)
+    if spec.drives is None or path is None:
+        return replace(spec, drives=None)
+    return replace(spec, drives=replace(spec.drives, nbytes=max(1, free_bytes(path))))
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes that may still be written below a directory, which need not exist yet.
+
+    Raises:
+        ConfigError: No directory above it can be read.
+    """
+    existing = next(
+        (level for level in (path, *path.absolute().parents) if level.is_dir()), path.absolute().parents[-1]
+    )
+    try:
+        found = os.statvfs(existing)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot tell its free space ({error.strerror}); give another") from error
+    return found.f_bavail * found.f_frsize
+
+
+def save_measured(file: Path, spec: HardwareSpec, *, machine: Mapping[str, Any], drive: str) -> None:
+    """Keep measured rates for `load_measured`, with the machine and the drive that they are good for.
+
+    Args:
+        file: where; its folder is made.
+        spec: the machine.
+        machine: its `fingerprint`.
+        drive: name of the drive that was measured.
+
+    Raises:
+        OutputError: The file cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{file}: cannot keep the measured rates ({error.strerror})") from error
+    write_json({"machine": dict(machine), "drive": drive, "spec": machine_json(spec)}, file)
+
+
+def load_measured(file: Path, *, machine: Mapping[str, Any], drive: str) -> HardwareSpec | None:
+    """Return what `save_measured` kept; None if there is nothing, or it is another machine's.
+
+    Drives are left out where another one was measured.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
+    if not file.exists():
+        return None
+    kept = read_json(file, source=str(file))
+    if not isinstance(kept, dict) or "spec" not in kept:
+        raise ConfigError(f"{file}: not what doctor --bench keeps; remove it and run doctor --bench again")
+    if kept.get("machine") != dict(machine):
+        return None
+    spec = parse_machine(kept["spec"], source=str(file))
+    return spec if kept.get("drive") == drive else replace(spec, drives=None)
+
+
+def _sources(measured: Measurements) -> dict[str, str]:
+    how = measured.how
+    said = {
+        "name": None,
+        "sources": None,
+        "device": "as torch names it",
+        "device_bytes": "free now",
+        "memory": f"bytes: what this process may take now; rates: {how}",
+        "num_cores": "physical cores that this process may use",
+        "device_watts": "the power limit that the driver names",
+        "host_watts": "not known",
+        "price_usd": "not known",
+        "price_per_hour_usd": "not known",
+        "launch_s": "not measured" if measured.launch_s is None else f"{how}, layers not compiled",
+        "drives": "none asked for" if measured.drive is None else how,
+    }
+    return {
+        field: text
+        for field in HardwareSpec.__dataclass_fields__
+        if (text := said.get(field, how)) is not None
+    }
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,123 @@
+"""A machine as numbers: what a plan is made for. Rates are what a trainer achieves, not datasheet peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNode:
+    """Host memory behind one controller: a NUMA node, or memory over CXL."""
+
+    nbytes: int
+    bytes_per_s: float
+    """Read and written together, by all its cores."""
+    kind: str = "dram"
+    """`dram` or `cxl`. State goes to `dram` first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drives:
+    """NVMe drives that state is striped over, taken together."""
+
+    nbytes: int
+    """Free bytes."""
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    """Sustained, after the drives' caches are full."""
+    num_drives: int = 1
+    is_direct: bool = True
+    """Direct I/O; otherwise through the page cache, which costs the CPU more."""
+    is_duplex: bool = False
+    """Reads and writes at the same time do not slow each other down."""
+    rated_bytes_written: float | None = None
+    """Endurance of all drives together; None: not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareSpec:
+    """A machine. Bytes are bytes, never GiB; money is US dollars."""
+
+    name: str
+    device: str
+    """Name of the accelerator; `cpu` where the host computes, so that device bytes are host bytes."""
+    device_bytes: int | None
+    """Memory of the device that a process may use; None: no limit of its own."""
+    matmul_flops_per_s: Mapping[str, float]
+    """Achieved by large matrix products, by dtype: `bf16`, `fp32`."""
+    attention_flops_per_s: Mapping[str, float]
+    """Achieved by causal attention, counted at half, forward and backward, by dtype."""
+    device_bytes_per_s: float
+    """Of device memory, read and written together: what norms and activation functions take."""
+    h2d_bytes_per_s: float
+    """Host to device, page-locked, alone."""
+    d2h_bytes_per_s: float
+    both_share: float = 1.0
+    """Part of each of these rates that is left while the other goes on too."""
+    pageable_share: float = 0.3
+    """Part of these rates that memory which is not page-locked reaches."""
+    memory: tuple[MemoryNode, ...]
+    update_params_per_s: Mapping[int, float]
+    """AdamW updates of split masters, by number of threads."""
+    num_cores: int
+    drives: Drives | None = None
+    device_watts: float | None = None
+    """Of the device under load."""
+    host_watts: float | None = None
+    """Of everything else."""
+    price_usd: float | None = None
+    price_per_hour_usd: float | None = None
+    launch_s: float = 0.0
+    """Time that a visit of a block takes beside its arithmetic: launches, hooks, Python."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where each field is from."""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the host computes."""
+        return self.device == "cpu"
+
+    @property
+    def launches_inline(self) -> bool:
+        """Whether the thread that launches copies computes too, as on emulated accelerators."""
+        return self.device == "emulated"
+
+    @property
+    def host_bytes(self) -> int:
+        """All host memory that the run may use."""
+        return sum(node.nbytes for node in self.memory)
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Of host memory, all nodes together."""
+        return sum(node.bytes_per_s for node in self.memory)
+
+    @property
+    def update_rate(self) -> float:
+        """Parameters per second of AdamW with the best number of threads."""
+        return max(self.update_params_per_s.values())
+
+    def with_ram(self, nbytes: int) -> HardwareSpec:
+        """Return the machine with another amount of host memory, at the same rates."""
+        share = nbytes / max(1, self.host_bytes)
+        nodes = tuple(replace(node, nbytes=int(node.nbytes * share)) for node in self.memory)
+        short = nbytes - sum(node.nbytes for node in nodes)
+        first = replace(nodes[0], nbytes=nodes[0].nbytes + short)
+        return replace(self, memory=(first, *nodes[1:]))
+
+    def with_drive_bytes(self, nbytes: int) -> HardwareSpec:
+        """Return the machine with another amount of free space on its drives; 0: none.
+
+        A machine without drives gets one of a common kind: 6 GB/s read, 3 GB/s written, 0.6 of its
+        capacity written per day for five years.
+        """
+        if nbytes == 0:
+            return replace(self, drives=None)
+        drives = self.drives or Drives(
+            nbytes=nbytes,
+            read_bytes_per_s=6e9,
+            write_bytes_per_s=3e9,
+            rated_bytes_written=0.6 * 5 * 365 * nbytes,
+        )
+        return replace(self, drives=replace(drives, nbytes=nbytes))

@@ -1,0 +1,67 @@
+"""What the doctor says of a GPU, with torch and NVML answering for one that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatrain.doctor.checks import Level
+from megatrain.doctor.machine import device_name, open_own_sensor, present_device
+from megatrain.doctor.software import check_device
+from megatrain.errors import ConfigError
+from tests.hardware.nvml import PROPERTIES, FakeNvml
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """An H100 with some memory free, which a test may change."""
+    memory = {"free": 78 * GIB, "total": 80 * GIB}
+    properties = SimpleNamespace(**vars(PROPERTIES), name="NVIDIA H100", major=9, minor=0)
+    for name, answer in (
+        ("is_available", lambda: True),
+        ("current_device", lambda: 0),
+        ("get_device_properties", lambda _: properties),
+        ("get_device_name", lambda _: "NVIDIA H100"),
+        ("mem_get_info", lambda _: (memory["free"], memory["total"])),
+    ):
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr("importlib.import_module", lambda _: FakeNvml())
+    return memory
+
+
+def test_gpu_is_described_with_its_power_limit(gpu: dict[str, int], tmp_path: Path) -> None:
+    check = check_device(torch.device("cuda", 0), tmp_path)
+    assert (check.level, check.text) == (
+        Level.OK,
+        "NVIDIA H100, 78.0 of 80.0 GiB free, compute capability 9.0",
+    )
+    device = present_device(open_own_sensor())
+    assert (device.name, device.nbytes, device.watts) == ("NVIDIA H100", 78 * GIB, 350.0)
+    assert device_name() == "NVIDIA H100"
+    assert present_device().watts is None
+
+
+def test_gpu_that_others_use_is_warned_of(gpu: dict[str, int], tmp_path: Path) -> None:
+    gpu["free"] = 30 * GIB
+    check = check_device(torch.device("cuda", 0), tmp_path)
+    assert check.level is Level.WARN
+    assert "another process holds the rest" in check.text
+
+
+def test_gpu_that_does_not_answer_is_one_sentence(
+    gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("CUDA error: unknown error\nfor debugging, pass CUDA_LAUNCH_BLOCKING=1")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    with pytest.raises(ConfigError, match="the device cuda:0 does not answer"):
+        present_device()
+    check = check_device(torch.device("cuda", 0), tmp_path)
+    assert check.level is Level.FAIL
+    assert check.text == "NVIDIA H100 does not answer (CUDA error: unknown error)"

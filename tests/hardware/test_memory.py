@@ -1,0 +1,49 @@
+"""What a process may take of host memory: the tightest of everybody's limits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain.hardware import host_memory
+
+CODE = """
+import resource
+resource.setrlimit(resource.{kind}, ({limit}, {limit}))
+from megatrain.hardware import host_memory
+found = host_memory()
+print(found.available_bytes, found.source)
+"""
+
+
+@pytest.mark.parametrize(("kind", "source"), [("RLIMIT_AS", "ulimit -v"), ("RLIMIT_DATA", "ulimit -d")])
+def test_own_limits_count(kind: str, source: str) -> None:
+    limit = 1 << 30
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(kind=kind, limit=limit)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    available, _, found = done.stdout.strip().partition(" ")
+    assert found == source
+    assert 0 < int(available) < limit
+
+
+def test_a_cgroup_s_limit_counts(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": "MemTotal: 1000000 kB\nMemAvailable: 900000 kB\n",
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/memory.max": "500000000\n",
+        "sys/fs/cgroup/job/memory.current": "200000000\n",
+        "sys/fs/cgroup/job/memory.stat": "inactive_file 30000000\nactive_file 20000000\nanon 5\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = host_memory(tmp_path)
+    assert (found.available_bytes, found.source) == (350_000_000, "cgroup limit /job")
