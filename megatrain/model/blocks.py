@@ -12,6 +12,7 @@ part of the layer (attention; mlp or experts), entered when a module of it is ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -111,7 +112,7 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Bloc
     return [*inner, *outer]
 
 
-def group_layers(blocks: list[Block]) -> list[list[int]]:
+def group_layers(blocks: Sequence[Block]) -> list[list[int]]:
     """Return the blocks of each decoder layer, in order."""
     layers: dict[int, list[int]] = {}
     for index, block in enumerate(blocks):

@@ -137,6 +137,17 @@ def load_weights(model: PreTrainedModel, path: str | Path, sink: ParameterSink) 
     return _report_unexpected(model, unexpected, Path(path))
 
 
+def take_generation_config(model: PreTrainedModel, path: str | Path) -> None:
+    """Give a model the generation settings of a directory, if there are any.
+
+    Raises:
+        ModelError: The file is not valid.
+    """
+    generation = _read_generation_config(Path(path))
+    if generation is not None and model.can_generate():
+        model.generation_config = generation
+
+
 def _refuse_without_weights(directory: Path) -> None:
     pickles = sorted(file.name for pattern in _PICKLE_PATTERNS for file in directory.glob(pattern))
     if pickles:

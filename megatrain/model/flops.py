@@ -146,6 +146,17 @@ def _part(
     return Part(active, trained, attention)
 
 
+def active_parameters(model: PreTrainedModel) -> int:
+    """Count the parameters that a token passes, lookups included: of the experts, the active ones."""
+    share = _active_share(model.config.get_text_config())
+    return round(
+        sum(
+            parameter.numel() * (share or 1.0 if "experts" in name.split(".") else 1.0)
+            for name, parameter in model.named_parameters()
+        )
+    )
+
+
 def _active_share(config: PretrainedConfig) -> float | None:
     """Return the share of the experts that a token passes; None: the config does not say."""
     total, active = _first(config, _NUM_EXPERTS), _first(config, _NUM_ACTIVE)

@@ -105,7 +105,7 @@ class Head:
         self._model = model
         self._bring_again = bring_again
         vocab_size = int(getattr(model.config.get_text_config(), "vocab_size", 0) or 1)
-        self._chunk_tokens = chunk_tokens or max(1, LOGITS_BYTES // (4 * vocab_size))
+        self.chunk_tokens = chunk_tokens or max(1, LOGITS_BYTES // (4 * vocab_size))
         self._is_explicit = chunk_tokens is not None
         # An adapter's wrapper passes reads of loss_function on to the model inside, but keeps what is set.
         self._owner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -172,7 +172,7 @@ class Head:
             return False
         if self.share is None and not self._is_explicit:  # a caller of model(...) may want the logits
             return False
-        return bool(labels.numel() > self._chunk_tokens) and self._decoder() is not None
+        return bool(labels.numel() > self.chunk_tokens) and self._decoder() is not None
 
     def _decoder(self) -> nn.Module | None:
         decoder = self._model.get_decoder() if hasattr(self._model, "get_decoder") else self._model.base_model
@@ -223,8 +223,8 @@ class Head:
         if total is None:
             total = self.share.total if self.share is not None else int((flat != IGNORED).sum())
         losses = []
-        for start in range(0, flat.numel(), self._chunk_tokens):
-            stop = start + self._chunk_tokens
+        for start in range(0, flat.numel(), self.chunk_tokens):
+            stop = start + self.chunk_tokens
 
             def run(part: Tensor, targets: Tensor, is_first: bool = start == 0) -> Tensor:
                 with self._bring_again():

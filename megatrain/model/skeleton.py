@@ -22,7 +22,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from megatrain.errors import ModelError
 
@@ -41,16 +44,35 @@ def read_config(path_or_id: str | Path) -> PretrainedConfig:
         ModelError: There is no readable config.json, or it describes a model that is not trained here: one
             that needs remote code, is quantised, is of an unknown type, or is not a causal language model.
     """
-    directory = Path(path_or_id)
-    if directory.is_dir():
-        values = _read_json(directory / "config.json")
+    return _read_config(path_or_id, with_towers=False)
+
+
+def read_config_or_tower(path_or_id: str | Path) -> PretrainedConfig:
+    """Read the configuration of a causal language model, or of a model of language and images.
+
+    Args:
+        path_or_id: A local model directory, a file like its config.json, or the id of a model on the Hugging
+            Face hub.
+
+    Raises:
+        ModelError: As `read_config`.
+    """
+    return _read_config(path_or_id, with_towers=True)
+
+
+def _read_config(path_or_id: str | Path, *, with_towers: bool) -> PretrainedConfig:
+    place = Path(path_or_id)
+    if place.is_dir():
+        values = _read_json(place / "config.json")
+    elif place.is_file() and with_towers:
+        values = _read_json(place)
     elif looks_like_a_path(path_or_id):
         raise ModelError(
             f"{path_or_id} is not a directory; give a model directory or a hub id such as org/name"
         )
     else:
         values = _download_config(str(path_or_id))
-    _check_config_values(values, str(path_or_id))
+    _check_config_values(values, str(path_or_id), with_towers=with_towers)
     try:
         return AutoConfig.from_pretrained(str(path_or_id), trust_remote_code=False)
     except Exception as error:  # each configuration class validates in its own way
@@ -87,7 +109,7 @@ def build_skeleton(
     _keep_float32(model, dtype)
     model.tie_weights(recompute_mapping=False)
     with torch.random.fork_rng(devices=[]):
-        _initialise_buffers(model)
+        initialise_buffers(model)
     return model.eval()
 
 
@@ -143,7 +165,7 @@ def _download_config(model_id: str) -> dict[str, Any]:
     return values
 
 
-def _check_config_values(values: dict[str, Any], where: str) -> None:
+def _check_config_values(values: dict[str, Any], where: str, *, with_towers: bool) -> None:
     for level in _levels(values):
         if level.get("auto_map"):
             raise ModelError(
@@ -158,7 +180,9 @@ def _check_config_values(values: dict[str, Any], where: str) -> None:
         raise ModelError(f"{where}: config.json has no model_type")
     if model_type not in CONFIG_MAPPING:
         raise ModelError(f"{where}: config.json has model_type {model_type!r}, unknown to this transformers")
-    if CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    kind = CONFIG_MAPPING[model_type]
+    has_tower = with_towers and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_tower:
         raise ModelError(
             f"{where}: config.json has model_type {model_type!r}, which is not a causal language model"
         )
@@ -264,7 +288,7 @@ def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
             module._buffers[leaf] = module._buffers[leaf].to(kept)
 
 
-def _initialise_buffers(model: PreTrainedModel) -> None:
+def initialise_buffers(model: PreTrainedModel) -> None:
     """Run the model's own initialisation on the buffers only, as `from_pretrained` does after loading."""
     for parameter in model.parameters():
         parameter._is_hf_initialized = True

@@ -1,0 +1,180 @@
+"""What a model costs, per decoder layer and per fragment, for one micro-batch: the planner's view of a model.
+
+Counted from the modules themselves on fake tensors by `model.count`; nothing here is a rule of thumb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+POLICIES = ("keep", "offload", "recompute_cheap", "recompute", "drop_boundary")
+"""What may stay of a layer between forward and backward, from most bytes to least."""
+
+STASHED_BYTES = 16 * 1024
+"""Saved tensors in smaller storages stay on the device under `offload`, and so do smaller boundaries."""
+
+STASH_ALIGNMENT = 512
+"""Of a saved tensor in host memory, in bytes."""
+
+IDS_BYTES = 16
+"""Of a token's id and label on the device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Work of one pass of one micro-batch."""
+
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    """Causal attention at half."""
+    moved_bytes: float = 0.0
+    """Device memory that all other operations read and write."""
+    num_operations: int = 0
+    """Kernels launched."""
+
+    def __add__(self, other: Cost) -> Cost:
+        """Return the work of both."""
+        return Cost(
+            matmul_flops=self.matmul_flops + other.matmul_flops,
+            attention_flops=self.attention_flops + other.attention_flops,
+            moved_bytes=self.moved_bytes + other.moved_bytes,
+            num_operations=self.num_operations + other.num_operations,
+        )
+
+    def __sub__(self, other: Cost) -> Cost:
+        """Return the work of this one that the other, a part of it, does not hold."""
+        return Cost(
+            matmul_flops=self.matmul_flops - other.matmul_flops,
+            attention_flops=self.attention_flops - other.attention_flops,
+            moved_bytes=self.moved_bytes - other.moved_bytes,
+            num_operations=self.num_operations - other.num_operations,
+        )
+
+    def scaled(self, factor: float) -> Cost:
+        """Return this work that many times."""
+        return Cost(
+            matmul_flops=self.matmul_flops * factor,
+            attention_flops=self.attention_flops * factor,
+            moved_bytes=self.moved_bytes * factor,
+            num_operations=round(self.num_operations * factor),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fragment:
+    """What streams and updates as one: a part of a decoder layer, or of the model outside all layers."""
+
+    name: str
+    """Of the module: `model.layers.0.self_attn`, `lm_head`."""
+    kind: str
+    """`attention`, `mlp`, `experts`, `layer` (one that does not come apart), `embedding`, `head`, `other`."""
+    num_params: int
+    working_bytes: int
+    """As laid out: padding included."""
+    num_split: int
+    """State elements with a remainder, padding included (`model.layout.BlockLayout`)."""
+    num_state: int
+    """State elements in all, padding included; 0 if nothing of it is trained."""
+    num_scales: int = 0
+    """Of one moment in int8, one for every 256 elements of a parameter or less (`model.moments`)."""
+    largest_run: int = 0
+    """State elements that AdamW updates in one go, at most: neighbours that all decay, or all do not."""
+    forward: Cost = Cost()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the complete gradient."""
+        return 2 * self.num_split + 4 * (self.num_state - self.num_split)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """One decoder layer, and what a micro-batch leaves and takes there."""
+
+    fragments: tuple[Fragment, ...]
+    """In forward order: as many as `memory.fragments=true` makes; one if it does not come apart."""
+    forward: Cost
+    backward: Cost
+    """Without recomputation."""
+    boundary_bytes: int
+    """Its input: what `recompute` keeps."""
+    saved_bytes: Mapping[str, int]
+    """By policy, on the device from forward to backward, its input included if the graph holds it (see
+    `holds_input`); of `offload`: what goes to the host and back, as laid out there."""
+    forward_peak_bytes: Mapping[str, int]
+    """By policy, most bytes on the device at a time in its forward, its input and output included, beyond
+    what is saved of it (of `offload`, what `keep` saves; of `drop_boundary`, what `recompute` does)."""
+    backward_peak_bytes: Mapping[str, int]
+    """By policy, most bytes on the device at a time in its backward, beyond the same, with gradients of
+    activations and weights, and without the ring of gradient buffers."""
+    holds_input: Mapping[str, bool] = field(default_factory=dict)
+    """By policy, whether `saved_bytes` counts the input."""
+    fragment_peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    """`backward_peak_bytes` where fragments stream by themselves: gradients of weights end with them."""
+    collect_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By policy, bytes on the device when gradients of weights are complete, the boundary and what is saved
+    included: of each fragment by itself, then of the layer as a whole."""
+    unstashed_bytes: int = 0
+    """What `offload` leaves on the device: small tensors, masks and indices."""
+    made_bytes: tuple[int, int] = (0, 0)
+    """Most bytes at a time that a backward makes where nothing saved is freed in its course: while copies to
+    the host go on. As a whole layer, and in fragments."""
+    rerun_peak_bytes: int = 0
+    """Most bytes at a time of a forward of which nothing stays: what makes a dropped boundary again."""
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of all fragments."""
+        return sum(fragment.num_params for fragment in self.fragments)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Anatomy:
+    """A model for one shape of micro-batch."""
+
+    model_type: str
+    part: str
+    """Empty, or which part of a larger model this is: `language tower (text_config)`."""
+    precision: str
+    micro_batch_size: int
+    """Rows."""
+    seq_len: int
+    layers: tuple[Layer, ...]
+    outer: tuple[Fragment, ...]
+    """Embedding, final norm, head and small towers: in use during a whole pass."""
+    num_params: int
+    num_active_params: int
+    """That a token passes: of the experts, the active ones."""
+    num_trained: int
+    model_flops_per_token: float
+    """Forward and backward, nothing recomputed: `model.flops`."""
+    head_forward: Cost
+    head_peak_bytes: int
+    """Most bytes on the device at a time in head, loss and their backward, of one micro-batch; in chunks
+    where the engine computes them so."""
+    head_saved_bytes: int
+    """Bytes that an unchunked head keeps of each micro-batch of a round until its backward; else 0."""
+    constant_bytes: int
+    """Buffers on the device, and what a pass keeps beside its layers (rotary tables, masks), each once."""
+    checkpoint_bytes: int
+    """Of a full checkpoint: model and optimizer state."""
+    pass_bytes: int = 0
+    """Of `constant_bytes`, what each further micro-batch of a round has of its own in the forward."""
+    graph_bytes: int = 0
+    """Of `pass_bytes`, what is still there in the backward."""
+    holds_embedding: bool = False
+    """Whether the model's forward holds on to the first layer's input until its end."""
+    head_forward_peak_bytes: int = 0
+    """Most bytes at a time in a micro-batch's forward of final norm, head and loss, beyond their input."""
+    head_backward_peak_bytes: int = 0
+    """In their backward, all that is saved for it included."""
+    head_gradient_bytes: int = 0
+    """Gradients of outer weights that autograd holds from the head's backward until the pass ends."""
+    embedding_peak_bytes: int = 0
+    """Most bytes at a time when the backward ends in the embedding, beyond `head_gradient_bytes`."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch_size * self.seq_len

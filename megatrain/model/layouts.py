@@ -1,0 +1,59 @@
+"""The flat layouts of a model's blocks, with the working dtype of every parameter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from megatrain.model.blocks import Block
+from megatrain.model.layout import BlockLayout, ParameterSpec, lay_out
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def lay_out_blocks(model: PreTrainedModel, blocks: Sequence[Block], *, splits: bool) -> list[BlockLayout]:
+    """Lay out every block.
+
+    Args:
+        model: Of any device.
+        blocks: All of its blocks.
+        splits: Weights are kept as bf16 and a remainder, but for those that the model keeps in fp32;
+            otherwise all are fp32.
+    """
+    keeps = _KeptInFp32(model) if splits else None
+
+    def dtype(name: str, parameter: nn.Parameter) -> torch.dtype:
+        return torch.float32 if keeps is None or keeps(name, parameter) else torch.bfloat16
+
+    return [
+        lay_out(
+            ParameterSpec(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=dtype(name, parameter),
+                is_trained=parameter.requires_grad,
+            )
+            for name, parameter in block.parameters.items()
+        )
+        for block in blocks
+    ]
+
+
+class _KeptInFp32:
+    """Which parameters keep fp32 in a bf16 model: those that transformers keeps, and fp32 ones among bf16."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        names = sorted(model._keep_in_fp32_modules_strict or ())
+        self._pattern = re.compile("|".join(rf"((^|\.){name}($|\.))" for name in names)) if names else None
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        self._is_mixed = torch.float32 in dtypes and len(dtypes) > 1
+
+    def __call__(self, name: str, parameter: nn.Parameter) -> bool:
+        if self._pattern is not None and self._pattern.search(name):
+            return True
+        return self._is_mixed and parameter.dtype == torch.float32

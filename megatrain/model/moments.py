@@ -1,0 +1,91 @@
+"""How AdamW's two moments are kept: exactly, or in fewer bytes, which is opt-in and not exact.
+
+| format | planes per trained element | bytes |
+|---|---|---|
+| fp32 | `exp_avg`, `exp_avg_sq` in fp32 | 8 |
+| bf16 | both in bf16, rounded stochastically | 4 |
+| int8 | a code of 8 bits each; one fp32 scale each per `SCALE_NUMEL` elements | 2.03 |
+
+Scales belong to one parameter: the last block of a parameter may be shorter, and none spans two. So how a
+model is cut into blocks of layers or fragments changes no bit.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from megatrain.errors import ConfigError
+from megatrain.model.layout import BlockLayout, aligned
+
+SCALE_NUMEL = 256
+"""Elements that share a scale: 4 units of the layout's alignment, 1.6 % more bytes than none would take."""
+
+
+class Moments(str, Enum):
+    """How the moments are kept: the setting `optim.state`."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+    @classmethod
+    def read(cls, name: str) -> Moments:
+        """Return the format of that name.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if name not in {value.value for value in cls}:
+            raise ConfigError(f"the optimizer's state is {name!r}; use fp32, bf16 or int8")
+        return cls(name)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether training gives the bits of ordinary AdamW."""
+        return self is Moments.FP32
+
+    def describe(self) -> str:
+        """Return the format's name, labelled where it is not exact."""
+        return self.value if self.is_exact else f"{self.value} (not exact)"
+
+
+MOMENT_PLANES = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+"""Names of all planes that a format may have."""
+
+
+def num_scales(numel: int) -> int:
+    """Return how many scales a moment of a parameter of `numel` elements has."""
+    return -(-aligned(numel) // SCALE_NUMEL)
+
+
+def scale_ranges(layout: BlockLayout) -> dict[str, tuple[int, int]]:
+    """Return where the scales of each trained parameter are in a block's scale planes: [start, stop)."""
+    ranges, start = {}, 0
+    for entry in layout.trained:
+        stop = start + num_scales(entry.numel)
+        ranges[entry.name] = start, stop
+        start = stop
+    return ranges
+
+
+def moment_planes(layout: BlockLayout, moments: Moments) -> dict[str, tuple[int, torch.dtype]]:
+    """Return the elements and the type of each plane of a block's moments."""
+    size = layout.num_state
+    if moments is Moments.FP32:
+        return {"exp_avg": (size, torch.float32), "exp_avg_sq": (size, torch.float32)}
+    if moments is Moments.BF16:
+        return {"exp_avg": (size, torch.bfloat16), "exp_avg_sq": (size, torch.bfloat16)}
+    scales = sum(num_scales(entry.numel) for entry in layout.trained)
+    return {
+        "exp_avg": (size, torch.uint8),
+        "exp_avg_sq": (size, torch.uint8),
+        "exp_avg_scale": (scales, torch.float32),
+        "exp_avg_sq_scale": (scales, torch.float32),
+    }
+
+
+def moment_bytes(layout: BlockLayout, moments: Moments) -> int:
+    """Return the bytes of a block's moments."""
+    return sum(numel * dtype.itemsize for numel, dtype in moment_planes(layout, moments).values())
