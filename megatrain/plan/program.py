@@ -29,6 +29,12 @@ class Lane(str, Enum):
     RESTORE = "restore"
     """Copies of saved activations back to the device."""
     HOST = "host"
+    READ = "nvme_read"
+    """State on drives, on its way to an update."""
+    PAGE = "nvme_page"
+    """Weights on drives, on their way to the device."""
+    WRITE = "nvme_write"
+    """State on its way back to the drives, and its commits."""
 
 
 class Kind(str, Enum):
@@ -44,6 +50,9 @@ class Kind(str, Enum):
     """Copy what earlier rounds added up to the device, to go on adding."""
     OFFLOAD = "offload"
     """Copy gradients to the host, and sum their squares on the way if they are complete."""
+    HOLD = "hold"
+    """Put gradients into device memory of the block's own, where complete ones wait for the norm, and sum
+    their squares."""
     SAVE = "save"
     """Copy a visit's saved activations to the host."""
     RESTORE = "restore"
@@ -52,6 +61,16 @@ class Kind(str, Enum):
     """Turn the sums of squares into one scale for the step, or decide to skip it."""
     UPDATE = "update"
     """AdamW on a block's state."""
+    READ = "read"
+    """Read a block's state from the drives, ahead of its update."""
+    PAGE = "page"
+    """Read a block's weights from the drives, ahead of its fetch."""
+    WRITE = "write"
+    """Write a block's state back to the drives, or, before a commit, what lives in RAM."""
+    SPILL = "spill"
+    """Copy a piece of a block's state in RAM to where WRITE takes it from."""
+    COMMIT = "commit"
+    """Make what was written last what a crash leaves."""
 
 
 _LANES = {
@@ -60,10 +79,16 @@ _LANES = {
     Kind.FORWARD: Lane.COMPUTE,
     Kind.BACKWARD: Lane.COMPUTE,
     Kind.OFFLOAD: Lane.OFFLOAD,
+    Kind.HOLD: Lane.OFFLOAD,
     Kind.SAVE: Lane.SAVE,
     Kind.RESTORE: Lane.RESTORE,
     Kind.NORM: Lane.HOST,
     Kind.UPDATE: Lane.HOST,
+    Kind.READ: Lane.READ,
+    Kind.PAGE: Lane.PAGE,
+    Kind.WRITE: Lane.WRITE,
+    Kind.SPILL: Lane.HOST,
+    Kind.COMMIT: Lane.WRITE,
 }
 
 
@@ -80,7 +105,16 @@ class Operation:
     """Slot of a streamed block; -1 where none is involved."""
     gradient_buffer: int = -1
     staging: int = -1
-    """Host buffer of a gradient that is used up at once; -1: the gradient plane."""
+    """Host buffer through which a gradient passes on its way to its update; -1: the gradient plane."""
+    waiting: int = -1
+    """Device place in which a streamed block's gradient waits, which is the block's own; -1: it is elsewhere,
+    and that of a resident block where it adds up."""
+    is_held: bool = False
+    """OFFLOAD only: a HOLD has completed the gradient and summed its squares."""
+    drive_staging: int = -1
+    """Host buffer through which state on drives passes; -1: the state is in RAM."""
+    page: int = -1
+    """Host buffer through which weights on drives pass; -1: they are in RAM."""
     micro_batch: int = 0
     """Number within the round."""
     adds: bool = False
@@ -96,7 +130,7 @@ class Operation:
     nbytes: int = 0
     """Bytes that cross the link; of an update, bytes of host memory that it reads and writes."""
     blocks: tuple[int, ...] = ()
-    """NORM only: the blocks whose gradients it is of."""
+    """NORM: the blocks whose gradients it is of. COMMIT: those on the drives."""
 
     @property
     def is_single(self) -> bool:
@@ -113,12 +147,22 @@ class Operation:
         """Buffers that the operation reads."""
         match self.kind:
             case Kind.FETCH:
-                return (("working", self.block),)
+                return (("page", self.page) if self.page >= 0 else ("working", self.block),)
+            case Kind.READ | Kind.PAGE:
+                return (("drive", self.block),)
+            case Kind.WRITE:
+                return (("drive_staging", self.drive_staging),)
+            case Kind.SPILL:
+                return (("working", self.block), ("moments", self.block))
+            case Kind.COMMIT:
+                return (("meta", 0), *(("drive", block) for block in self.blocks))
             case Kind.LOAD:
-                return (("gradient", self.block),)
+                return (("waiting", self.waiting) if self.waiting >= 0 else ("gradient", self.block),)
             case Kind.FORWARD | Kind.BACKWARD:
                 return (weights_buffer(self.block, self.slot),)
-            case Kind.OFFLOAD:
+            case Kind.OFFLOAD if self.is_held:
+                return (waiting_buffer(self.block, self.waiting),)
+            case Kind.OFFLOAD | Kind.HOLD:
                 return (gradients_buffer(self.block, self.gradient_buffer),)
             case Kind.UPDATE:
                 norm: tuple[Buffer, ...] = (("norm", 0),) if self.follows_norm else ()
@@ -143,10 +187,23 @@ class Operation:
                     () if self.gradient_buffer < 0 else (gradients_buffer(self.block, self.gradient_buffer),)
                 )
             case Kind.OFFLOAD:
-                squares: tuple[Buffer, ...] = (("squares", self.block),) if self.completes else ()
+                is_new = self.completes and not self.is_held
+                squares: tuple[Buffer, ...] = (("squares", self.block),) if is_new else ()
                 return (home_buffer(self.block, self.staging), *squares)
+            case Kind.HOLD:
+                return (waiting_buffer(self.block, self.waiting), ("squares", self.block))
             case Kind.UPDATE:
-                return (("working", self.block), ("moments", self.block))
+                through: tuple[Buffer, ...] = (("drive_staging", self.drive_staging),)
+                through = through if self.drive_staging >= 0 else ()
+                return (("working", self.block), ("moments", self.block), *through)
+            case Kind.READ | Kind.SPILL:
+                return (("drive_staging", self.drive_staging),)
+            case Kind.PAGE:
+                return (("page", self.page),)
+            case Kind.WRITE:
+                return (("drive", self.block),)
+            case Kind.COMMIT:
+                return ()
             case Kind.NORM:
                 return (("norm", 0),)
 
@@ -156,6 +213,8 @@ class Operation:
         parts += [f"m{self.micro_batch}"] if self.micro_batch > 0 else []
         parts += [f"s{self.slot}"] if self.slot >= 0 else []
         parts += [f"g{self.gradient_buffer}"] if self.gradient_buffer >= 0 else []
+        parts += [f"d{self.drive_staging}"] if self.drive_staging >= 0 else []
+        parts += [f"p{self.page}"] if self.page >= 0 else []
         parts += ["adds"] if self.loads or self.adds else []
         return " ".join(parts)
 
@@ -168,6 +227,11 @@ def weights_buffer(block: int, slot: int) -> Buffer:
 def gradients_buffer(block: int, gradient_buffer: int) -> Buffer:
     """Name the device buffer with a block's gradients: one of the ring, or its own if it is resident."""
     return ("gradient_buffer", gradient_buffer) if gradient_buffer >= 0 else ("resident_gradient", block)
+
+
+def waiting_buffer(block: int, waiting: int) -> Buffer:
+    """Name the device buffer in which a gradient waits: one for that, or where a resident block's adds up."""
+    return ("waiting", waiting) if waiting >= 0 else ("resident_gradient", block)
 
 
 def home_buffer(block: int, staging: int) -> Buffer:

@@ -29,6 +29,8 @@ def schedule(
     num_staging: int = 0,
     first_staging: int = 0,
     updates_at_once: bool = False,
+    holds: bool = False,
+    holds_sums: bool = False,
 ) -> Program:
     """Place fetches, loads, offloads and copies of activations around the visits of blocks.
 
@@ -42,12 +44,14 @@ def schedule(
         num_staging: Host buffers through which complete gradients pass, used in turn; 0: the gradient plane.
         first_staging: The first one to use.
         updates_at_once: Every complete gradient is followed by its update (the `immediate` schedule).
+        holds: Complete gradients wait on the device; `optimizer_program` takes them home.
+        holds_sums: What goes on adding up in a later round waits there too.
 
     Raises:
         AssertionError: More gradients add up at the same time than there are buffers.
     """
     placing = _Placing(visits, sizes, contents, pinned)
-    rings = _Rings(visits, sizes, num_gradient_buffers, first_gradient_buffer)
+    rings = _Rings(visits, sizes, num_gradient_buffers, first_gradient_buffer, holds_sums=holds_sums)
     operations = placing.operations
     restores = deque(n for n, visit in enumerate(visits) if visit.is_backward and visit.saves)
     restored = -1
@@ -82,6 +86,9 @@ def schedule(
         common["gradient_buffer"] = rings.use(visit)
         operations.append(Operation(kind=Kind.BACKWARD, slot=slot, **common))
         if not visit.is_last:
+            continue
+        if holds_sums or (holds and visit.completes):
+            operations.append(Operation(kind=Kind.HOLD, waiting=visit.block, **common | {"micro_batch": 0}))
             continue
         nbytes = size.offload_bytes if visit.completes else size.accumulator_bytes
         common |= {"micro_batch": 0, "staging": staging if visit.completes and num_staging else -1}
@@ -154,8 +161,15 @@ class _Rings:
     """Which gradient buffer holds the sum of which block."""
 
     def __init__(
-        self, visits: Sequence[Visit], sizes: Sequence[BlockSize], num_buffers: int, first: int
+        self,
+        visits: Sequence[Visit],
+        sizes: Sequence[BlockSize],
+        num_buffers: int,
+        first: int,
+        *,
+        holds_sums: bool,
     ) -> None:
+        self._holds_sums = holds_sums
         self._free = deque((first + number) % num_buffers for number in range(num_buffers))
         self._held: dict[int, int] = {}
         self._visits = visits
@@ -197,7 +211,8 @@ class _Rings:
                     gradient_buffer=self._take(ahead.block),
                     loads=True,
                     completes=ahead.completes,
-                    nbytes=self._sizes[ahead.block].accumulator_bytes,
+                    waiting=ahead.block if self._holds_sums else -1,
+                    nbytes=0 if self._holds_sums else self._sizes[ahead.block].accumulator_bytes,
                 )
             )
             if number > position:
@@ -332,7 +347,12 @@ def offload_residents(sizes: Sequence[BlockSize], blocks: Sequence[int]) -> list
 
 
 def optimizer_program(
-    blocks: Sequence[int], sizes: Sequence[BlockSize] | None = None, *, updated: Collection[int] = ()
+    blocks: Sequence[int],
+    sizes: Sequence[BlockSize] | None = None,
+    *,
+    updated: Collection[int] = (),
+    held: Collection[int] = (),
+    num_staging: int = 0,
 ) -> list[Operation]:
     """List the end of a step: the norm of `blocks`, then their updates in this order.
 
@@ -340,10 +360,29 @@ def optimizer_program(
         blocks: Those with a gradient, in the order in which the next forward wants them.
         sizes: Of all blocks, for the bytes that updates touch.
         updated: Blocks that were updated at once already.
+        held: Blocks whose gradients wait on the device: each is taken home before its update, which need not
+            wait for the norm.
+        num_staging: Host buffers through which these pass, used in turn.
     """
-    updates = [
-        Operation(kind=Kind.UPDATE, block=block, nbytes=0 if sizes is None else sizes[block].update_bytes)
-        for block in blocks
-        if block not in updated
-    ]
-    return [Operation(kind=Kind.NORM, blocks=tuple(blocks)), *updates]
+    operations = [Operation(kind=Kind.NORM, blocks=tuple(blocks))]
+    staging = 0
+    for block in blocks:
+        if block in updated:
+            continue
+        home = -1
+        if block in held:
+            assert sizes is not None
+            home, staging = staging, (staging + 1) % num_staging
+            operations.append(
+                Operation(
+                    kind=Kind.OFFLOAD,
+                    block=block,
+                    waiting=block if sizes[block].is_streamed else -1,
+                    staging=home,
+                    is_held=True,
+                    nbytes=sizes[block].offload_bytes,
+                )
+            )
+        nbytes = 0 if sizes is None else sizes[block].update_bytes
+        operations.append(Operation(kind=Kind.UPDATE, block=block, staging=home, nbytes=nbytes))
+    return operations

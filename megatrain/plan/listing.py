@@ -1,0 +1,352 @@
+"""Which choices there are for a request: frames, and what the rest of the device's memory makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from itertools import product
+
+from megatrain.errors import ConfigError
+from megatrain.model.anatomy import POLICIES
+from megatrain.plan.choice import Choice
+from megatrain.plan.request import Request, host_bytes, overflow, pools_of
+
+SMALL = 4
+"""Layers up to which every number of resident and kept layers is listed."""
+
+
+class Extent(Enum):
+    """How many of the possible choices to list."""
+
+    LEAST = "those that take least memory"
+    MAIN = "all but other numbers of slots, and fragments"
+    ALL = "all"
+
+
+def list_choices(request: Request, extent: Extent = Extent.ALL) -> Iterator[Choice]:
+    """Yield the choices that fit: in RAM if one does; otherwise with drives, as few bytes there as can be."""
+    for tiers in _tiers(request):
+        smallest = list(_frames(request, tiers, Extent.LEAST))
+        if all(overflow(request, _place_in_ram(request, frame)) for frame in smallest):
+            continue
+        found = False
+        for choice in (*_frames(request, tiers, extent), *smallest):
+            for filled in _fill(request, choice):
+                found = True
+                yield filled
+        if found:
+            return
+
+
+def first_fit(request: Request) -> Choice | None:
+    """Return a choice that fits, one that takes little memory; None: none does."""
+    is_over: dict[Choice, bool] = {}
+    """Whether the device overflows, whatever is on drives."""
+    for tiers in _tiers(request):
+        for frame in _frames(request, tiers, Extent.LEAST):
+            bare = replace(frame, tiers=frozenset())
+            if bare not in is_over:
+                is_over[bare] = "device" in overflow(request, bare)
+            if not is_over[bare] and not overflow(request, placed := _place_in_ram(request, frame)):
+                return placed
+    return None
+
+
+def least(request: Request) -> Choice:
+    """Return the choice that is least over the limits, with nothing resident and nothing kept.
+
+    Raises:
+        ConfigError: What the user has set excludes every choice.
+    """
+
+    def excess(choice: Choice) -> tuple[float, ...]:
+        over, limits = overflow(request, choice), request.limits
+        share = sum(nbytes / max(1, limits[tier] or 1) for tier, nbytes in over.items())
+        return len(over), share, len(choice.tiers)  # too little of one tier before too little of two
+
+    frames = [f for tiers in _tiers(request) for f in _frames(request, tiers, Extent.LEAST)]
+    if not frames:
+        fixed = ", ".join(f"{name} {value}" for name, value in (request.fixed or {}).items())
+        raise ConfigError(
+            f"these settings exclude each other: {fixed}; with fragments, num_slots and num_gradient_buffers "
+            "must be at least the parts of a layer, and gradients wait on the device in a single round only"
+        )
+    return min((_place_in_ram(request, frame) for frame in frames), key=excess)
+
+
+def least_bytes(request: Request, tier: str) -> int | None:
+    """Return the fewest bytes of a tier with which a choice fits, the others being as they are; None: none.
+
+    Args:
+        request: What is asked for; its limit of this tier does not count.
+        tier: `device`, `ram` or `nvme`.
+    """
+    needs = [
+        sum(pool.nbytes for pool in pools_of(request, frame) if pool.tier == tier)
+        for tiers in _tiers(request)
+        for frame in _frames(request, tiers, Extent.LEAST)
+        if not overflow(request, frame).keys() - {tier}
+    ]
+    return min(needs, default=None)
+
+
+def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
+    """Yield choices that differ in one question from a good one, with the device filled anew.
+
+    Of a small model also those that differ in the policies of any layers, with everything else as it is.
+    """
+    num_layers, fixed = len(request.anatomy.layers), request.fixed or {}
+    most = max(len(layer.fragments) for layer in request.anatomy.layers)
+    parts = most if choice.fragments else 1
+    changes: dict[str, Sequence[object]] = {
+        "num_slots": _slots(num_layers * parts, parts),
+        "num_gradient_buffers": [parts, parts + 1],
+        "gradients": ["host", "device"],
+        "updates": ["deferred"] if request.clips else ["deferred", "immediate"],
+        "boundaries": ["device", "host"],
+        "outer_resident": [True, False],
+        "lockstep": _locksteps(request.batch.num_micro_batches),
+    }
+    bases = [choice.activations[0]] if "activations" in fixed else dict.fromkeys(choice.activations)
+    for base in bases:
+        activations = choice.activations if "activations" in fixed else (base,) * num_layers
+        number = fixed.get("resident_layers") or 0
+        assert isinstance(number, int)
+        frame = replace(choice, activations=activations, resident_layers=number)
+        for name, values in changes.items():
+            for value in values if fixed.get(name) is None else ():
+                if value != getattr(choice, name):
+                    yield from _changed(request, frame, name, value, parts)
+        if fixed.get("fragments") is None and most > 1:
+            yield from _resplit(request, frame, 1 if choice.fragments else most)
+        if fixed.get("resident_layers") is None and not choice.tiers and not request.spec.is_cpu:
+            for number in (choice.resident_layers - 1, choice.resident_layers + 1):
+                if 0 <= number <= num_layers:
+                    yield from _keep(request, replace(frame, resident_layers=number))
+    if num_layers <= SMALL and fixed.get("activations") is None:
+        yield from _mixed(request, choice)
+
+
+def _changed(request: Request, frame: Choice, name: str, value: object, parts: int) -> Iterator[Choice]:
+    """Yield a frame with one field changed, and what follows from it."""
+    changed = replace(frame, **{name: value})  # type: ignore[arg-type]
+    if name == "lockstep" and (request.fixed or {}).get("num_gradient_buffers") is None:
+        changed = replace(changed, num_gradient_buffers=parts + (changed.lockstep > 1))
+    if name == "updates" and value == "immediate":
+        changed = replace(changed, gradients="host")
+    if _is_allowed(request, changed):
+        yield from _fill(request, changed)
+
+
+def _resplit(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
+    """Yield a frame whose layers stream in so many parts, through fewer slots and more."""
+    fixed = request.fixed or {}
+    buffers = fixed.get("num_gradient_buffers") or parts + (frame.lockstep > 1)
+    assert isinstance(buffers, int)
+    assert isinstance(buffers, int)
+    for slots in _values(fixed, "num_slots", [parts + 1, parts]):
+        split = replace(frame, fragments=parts > 1, num_slots=slots, num_gradient_buffers=buffers)
+        if slots >= parts and _is_allowed(request, split):
+            yield from _fill(request, split)
+
+
+def _mixed(request: Request, choice: Choice) -> Iterator[Choice]:
+    """Yield every combination of policies of the layers."""
+    policies = [p for p in POLICIES if not (request.compiles and p == "recompute_cheap")]
+    residents = {choice.resident_layers}
+    if (request.fixed or {}).get("resident_layers") is None and not request.spec.is_cpu and not choice.tiers:
+        residents |= {choice.resident_layers - 1, choice.resident_layers + 1}
+    for number in sorted(n for n in residents if 0 <= n <= len(choice.activations)):
+        for activations in product(policies, repeat=len(choice.activations)):
+            candidate = replace(choice, activations=activations, resident_layers=number)
+            if not overflow(request, candidate):
+                yield candidate
+
+
+def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
+    fixed = request.fixed or {}
+    if "tiers" in fixed:
+        tiers = fixed["tiers"]
+        assert isinstance(tiers, frozenset)
+        return [tiers]
+    if request.spec.drives is None or request.state != "fp32":
+        return [frozenset()]
+    moments = frozenset({("remainder", "nvme"), ("moments", "nvme")})
+    return [frozenset(), moments, moments | {("working", "nvme")}]
+
+
+def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent) -> Iterator[Choice]:
+    """Yield choices with nothing resident and nothing kept: what is left of the device fills them."""
+    anatomy, batch = request.anatomy, request.batch
+    fixed = dict(request.fixed or {})
+    fixed.pop("tiers", None)
+    num_layers = len(anatomy.layers)
+    most = max(len(layer.fragments) for layer in anatomy.layers)
+    given = fixed.get("activations")
+    bases = ["recompute", "drop_boundary", "offload", "keep"] if given is None else [None]
+    is_least = extent is Extent.LEAST
+    locksteps = [1, batch.num_micro_batches] if is_least else _locksteps(batch.num_micro_batches)
+    for fragments, lockstep, boundaries, updates, gradients, outer, base in product(
+        _values(fixed, "fragments", [False, True] if most > 1 and extent is not Extent.MAIN else [False]),
+        _values(fixed, "lockstep", sorted(set(locksteps))),
+        _values(fixed, "boundaries", ["device", "host"]),
+        _values(fixed, "updates", ["deferred"] if request.clips else ["deferred", "immediate"]),
+        _values(fixed, "gradients", ["host", "device"]),
+        _values(fixed, "outer_resident", [False] if is_least else [True, False]),
+        bases,
+    ):
+        if (boundaries == "host" and base in ("keep", "offload")) or (is_least and base == "keep"):
+            continue
+        parts = most if fragments else 1
+        default_buffers = parts + 1 if lockstep > 1 and not is_least else parts
+        numbers = _slots(num_layers * parts, parts)
+        numbers = {Extent.LEAST: [parts], Extent.MAIN: [parts + 1], Extent.ALL: numbers}[extent]
+        for slots in _values(fixed, "num_slots", numbers):
+            if slots < parts:
+                continue
+            buffers = fixed.get("num_gradient_buffers") or default_buffers
+            assert isinstance(buffers, int)
+            activations = (base,) * num_layers if base is not None else given
+            choice = Choice(
+                num_slots=slots,
+                num_gradient_buffers=buffers,
+                activations=tuple(activations),  # type: ignore[arg-type]
+                boundaries=boundaries,
+                fragments=fragments,
+                resident_layers=fixed.get("resident_layers") or 0,  # type: ignore[arg-type]
+                outer_resident=outer,
+                lockstep=lockstep,
+                updates=updates,
+                gradients=gradients,
+                tiers=tiers,
+                head_chunk_tokens=fixed.get("head_chunk_tokens"),  # type: ignore[arg-type]
+            )
+            if _is_allowed(request, choice):
+                yield choice
+
+
+def _is_allowed(request: Request, choice: Choice) -> bool:
+    """Whether the engine can run a choice; what fits is another question."""
+    parts = max(len(layer.fragments) for layer in request.anatomy.layers) if choice.fragments else 1
+    if choice.lockstep > 1 and choice.num_gradient_buffers < parts:
+        return False  # the gradients of a layer's fragments add up at the same time
+    if choice.tiers and choice.outer_resident:
+        return False  # from drives no block goes to the device for good
+    if choice.gradients == "device":  # they wait for one norm, so they must be of one round
+        return choice.updates == "deferred" and choice.lockstep >= request.batch.num_micro_batches
+    return True
+
+
+def _values(fixed: Mapping[str, object], name: str, values: Sequence[object]) -> list:
+    return [fixed[name]] if fixed.get(name) is not None else list(values)
+
+
+def _locksteps(count: int) -> list[int]:
+    """List numbers of micro-batches per round: all, half, a quarter, ..., one."""
+    numbers = [count]
+    while numbers[-1] > 1:
+        numbers.append(-(-numbers[-1] // 2))
+    return numbers
+
+
+def _slots(num_blocks: int, parts: int) -> list[int]:
+    numbers = [parts + 1, 2 * parts + 1, 4 * parts, 8 * parts, num_blocks, parts]
+    return [n for n in dict.fromkeys(numbers) if n <= max(num_blocks, parts + 1)]
+
+
+def _fill(request: Request, frame: Choice) -> Iterator[Choice]:
+    """Yield what a frame becomes when the rest of the device holds resident layers and kept activations."""
+    frame = _place_in_ram(request, frame)
+    if overflow(request, frame):
+        return
+    num_layers = len(request.anatomy.layers)
+    fixed = request.fixed or {}
+    if fixed.get("resident_layers") is not None:
+        residents: Sequence[object] = [fixed["resident_layers"]]
+    elif request.spec.is_cpu or frame.tiers:
+        residents = [0]
+    else:
+        most = _most(num_layers, lambda n: not overflow(request, replace(frame, resident_layers=n)))
+        residents = sorted(set(range(most + 1)) if num_layers <= SMALL else {0, most // 2, most})
+    for number in residents:
+        assert isinstance(number, int)
+        choice = replace(frame, resident_layers=number)
+        if overflow(request, choice):
+            continue
+        yield choice
+        if fixed.get("activations") is None:
+            yield from _keep(request, choice)
+
+
+def _keep(request: Request, choice: Choice) -> Iterator[Choice]:
+    """Yield choices whose last layers keep more than the others: backward begins with them."""
+    num_layers = len(request.anatomy.layers)
+    base = choice.activations[0]
+    richer = ["keep"] if request.compiles else ["recompute_cheap", "keep"]
+    if base == "keep":
+        return
+    if num_layers <= SMALL:
+        for cheap, kept in product(range(num_layers + 1), repeat=2):
+            if 0 < cheap + kept <= num_layers and (not cheap or "recompute_cheap" in richer):
+                candidate = _with_last(choice, cheap, kept)
+                if not overflow(request, candidate):
+                    yield candidate
+        return
+    for policy in richer:
+        is_cheap = policy == "recompute_cheap"
+
+        def last(count: int, is_cheap: bool = is_cheap) -> Choice:
+            return _with_last(choice, count * is_cheap, count * (not is_cheap))
+
+        most = _most(num_layers, lambda n, last=last: not overflow(request, last(n)))  # type: ignore[misc]
+        if not most:
+            continue
+        yield last(most)
+        if is_cheap:
+
+            def mixed(count: int, most: int = most) -> Choice:
+                return _with_last(choice, most - count, count)
+
+            more = _most(most, lambda n, mixed=mixed: not overflow(request, mixed(n)))  # type: ignore[misc]
+            if more:
+                yield mixed(more)
+
+
+def _with_last(choice: Choice, num_cheap: int, num_kept: int) -> Choice:
+    activations = choice.activations[: len(choice.activations) - num_cheap - num_kept]
+    return replace(choice, activations=(*activations, *["recompute_cheap"] * num_cheap, *["keep"] * num_kept))
+
+
+def _place_in_ram(request: Request, choice: Choice) -> Choice:
+    """Keep in RAM what fits of what could be on the drives: first weights, then state; the largest blocks."""
+    if not choice.tiers or (request.fixed or {}).get("blocks_in_ram") is not None:
+        return choice
+
+    limit = request.limits["ram"]
+    others = 0
+    if request.spec.is_cpu:  # what is on the device does not change
+        others = sum(pool.nbytes for pool in pools_of(request, choice) if pool.tier == "ram")
+        others -= host_bytes(request, choice)
+
+    def fits_ram(**counts: int) -> bool:
+        placed = replace(choice, **counts)  # type: ignore[arg-type]
+        return limit is None or host_bytes(request, placed) + others <= limit
+
+    num_blocks = sum(len(layer.fragments) if choice.fragments else 1 for layer in request.anatomy.layers)
+    num_blocks += len(request.anatomy.outer)
+    weights = 0
+    if choice.tier("working") == "nvme":
+        weights = _most(num_blocks, lambda n: fits_ram(weights_in_ram=n))
+    most = weights if choice.tier("working") == "nvme" else num_blocks
+    state = _most(most, lambda n: fits_ram(blocks_in_ram=n, weights_in_ram=weights))
+    return replace(choice, blocks_in_ram=state, weights_in_ram=weights)
+
+
+def _most(limit: int, is_allowed: Callable[[int], bool]) -> int:
+    """Return the largest number up to `limit` that is allowed, if smaller ones are too; 0 is."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if is_allowed(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,94 @@
+"""How many bytes a choice takes on the device and on the host: the engine's own rules, as arithmetic.
+
+Pools that the engine allocates are exact. What comes and goes is the largest of the step's moments.
+"""
+
+from __future__ import annotations
+
+from megatrain.model.anatomy import IDS_BYTES, STASH_ALIGNMENT, Anatomy
+from megatrain.model.layout import aligned
+from megatrain.plan.census import Census
+from megatrain.plan.choice import Batch, Choice, Pool
+from megatrain.plan.moments import Moment, Moments
+from megatrain.plan.policy import is_boundary_on_host, policy_of
+from megatrain.plan.step import NUM_STAGING
+
+
+def device_peak_bytes(anatomy: Anatomy, choice: Choice, batch: Batch, *, overlaps: bool = True) -> list[Pool]:
+    """Return the device's pools, as they are when all together are largest.
+
+    Args:
+        anatomy: Of the model, for micro-batches as `batch` has them.
+        choice: With one policy per layer.
+        batch: Of a step.
+        overlaps: The lanes run at the same time, as on a GPU: what copies and updates take for a moment comes
+            on top of what compute takes. False: one after the other, as on the CPU.
+    """
+    pools = _allocated(anatomy, choice, batch)
+    moments = Moments(anatomy, choice, batch)
+    largest = max(moments.all(), key=lambda moment: moment.nbytes)
+    beside = moments.beside_compute()
+    if overlaps:
+        working = largest.working + max(beside)
+    else:
+        ids = IDS_BYTES * anatomy.tokens * min(choice.lockstep, batch.num_micro_batches)
+        after = Moment("update", working=moments.constant + ids + max(beside))
+        largest = max(largest, after, key=lambda moment: moment.nbytes)
+        working = largest.working
+    pools += [
+        Pool(tier="device", name="boundaries", nbytes=largest.boundaries, is_exact=False),
+        Pool(tier="device", name="saved activations", nbytes=largest.saved, is_exact=False),
+        Pool(tier="device", name=f"working memory ({largest.name})", nbytes=working, is_exact=False),
+    ]
+    return [pool for pool in pools if pool.nbytes]
+
+
+def host_planes(anatomy: Anatomy, choice: Choice, batch: Batch) -> dict[str, int]:
+    """Return the bytes of every plane of state on the host, and of what waits there of activations.
+
+    Planes that are on a drive are counted too: `Choice.tier` says where each is.
+    """
+    census = Census.of(anatomy, choice.fragments)
+    stop = census.num_blocks
+    num_state = census.num_state(0, stop)
+    planes = {
+        "working": census.fetch_bytes(0, stop),
+        "remainder": 2 * census.num_split(0, stop),
+        "exp_avg": 4 * num_state,
+        "exp_avg_sq": 4 * num_state,
+    }
+    num_rounds = -(-batch.num_micro_batches // choice.lockstep)
+    if choice.gradients == "device" or (choice.updates == "immediate" and num_rounds == 1):
+        planes["staging"] = NUM_STAGING * aligned(census.largest_away(choice))
+    else:
+        planes["gradient"] = census.gradient_bytes(0, stop)
+    if num_rounds > 1 and anatomy.precision == "bf16":
+        planes["accumulator"] = 4 * num_state
+    together = min(choice.lockstep, batch.num_micro_batches)
+    boundary, offloaded = 0, 0
+    if choice.boundaries != "device" or "offload" in choice.activations:
+        for number, layer in enumerate(anatomy.layers):
+            if policy_of(anatomy, choice, number) == "offload":
+                offloaded += together * layer.saved_bytes["offload"]
+            elif is_boundary_on_host(anatomy, choice, number):
+                boundary += together * -(-layer.boundary_bytes // STASH_ALIGNMENT) * STASH_ALIGNMENT
+    return planes | {"boundaries": boundary, "activations": offloaded}
+
+
+def _allocated(anatomy: Anatomy, choice: Choice, batch: Batch) -> list[Pool]:
+    """Return what the engine allocates and keeps."""
+    census = Census.of(anatomy, choice.fragments)
+    first, outer, stop = census.first_streamed(choice), census.first_outer, census.num_blocks
+    wide = batch.num_micro_batches > 1
+    ring = 4 * census.largest("num_state", choice) if wide else census.largest("offload_bytes", choice)
+    last = stop if choice.outer_resident else outer
+    num_split = census.num_split(0, first) + census.num_split(outer, last)
+    sizes = {
+        "slots": choice.num_slots * census.largest("fetch_bytes", choice),
+        "resident weights": census.fetch_bytes(0, first) + census.fetch_bytes(outer, stop),
+        "resident gradients": 4 * (census.num_state(0, first) + census.num_state(outer, stop)),
+        "resident optimizer state": 2 * num_split + 8 * census.state_on_device(choice),
+        "gradient buffers": choice.num_gradient_buffers * ring,
+        "waiting gradients": census.gradient_bytes(first, outer) if choice.gradients == "device" else 0,
+    }
+    return [Pool(tier="device", name=name, nbytes=nbytes) for name, nbytes in sizes.items()]
