@@ -4,22 +4,26 @@
 |---|---|---|
 | working | 2 (bf16) or 4 (fp32) | every parameter; this is what a device fetches |
 | remainder | 2 | trained bf16 parameters: with working it is the fp32 master, bit for bit |
-| exp_avg, exp_avg_sq | 4 + 4 | trained parameters, once there is an optimizer |
+| exp_avg, exp_avg_sq | 4 + 4, 2 + 2 (bf16) or 1 + 1 (int8) | trained parameters, once there is an optimizer |
+| exp_avg_scale, exp_avg_sq_scale | 4 + 4 per 256 | trained parameters with moments in int8 |
 | gradient | 2 or 4 | trained parameters, from the backward until the update |
 | accumulator | 4 | trained bf16 parameters, only in steps of several rounds |
-| staging | 2 or 4, of a few blocks | in place of the gradient plane, where gradients are used up at once |
+| staging | 2 or 4, of a few blocks | in place of `gradient`, if that is used up at once or waits elsewhere |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.model.layout import BlockLayout, Entry, aligned
+from megatrain.model.layout import BlockLayout, Entry
+from megatrain.model.moments import MOMENT_PLANES, Moments, moment_planes, scale_ranges
 from megatrain.store.arena import Arena
 from megatrain.store.master import join_master, split_master_into
 
@@ -52,6 +56,8 @@ class BlockState:
         self.remainder: Tensor | None = None
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
+        self.exp_avg_scale: Tensor | None = None
+        self.exp_avg_sq_scale: Tensor | None = None
         self.gradient: Tensor | None = None
         self.accumulator: Tensor | None = None
         self.entries = {entry.name: entry for entry in layout.entries}
@@ -71,6 +77,23 @@ class BlockState:
         assert entry.state_offset is not None
         return plane[entry.state_offset : entry.state_offset + entry.numel].view(entry.shape)
 
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """View what AdamW keeps of each trained parameter, remainder included, under `plane/parameter`.
+
+        In the parameter's shape; scales are flat.
+        """
+        views, scales = {}, scale_ranges(self.layout)
+        for plane in ("remainder", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
+            tensor: Tensor | None = getattr(self, plane)
+            if tensor is None:
+                continue
+            for entry in self.layout.trained:
+                if plane.endswith("_scale"):
+                    views[f"{plane}/{entry.name}"] = tensor[slice(*scales[entry.name])]
+                elif plane != "remainder" or entry.dtype == torch.bfloat16:
+                    views[f"{plane}/{entry.name}"] = self.plane_of(tensor, entry)
+        return views
+
     def gradient_of(self, entry: Entry, plane: Tensor | None = None) -> Tensor:
         """View a parameter's gradient in the gradient plane's bytes (or in `plane`, laid out alike)."""
         plane = self.gradient if plane is None else plane
@@ -84,6 +107,30 @@ class BlockState:
         if remainder is None:
             return weight.to(torch.float32, copy=True)
         return join_master(weight, remainder)
+
+
+def write_value(block: BlockState, entry: Entry, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
+    """Write `value` into `region` of a parameter (empty: all of it), splitting an fp32 master exactly."""
+    weight, remainder = block.weight(entry), block.remainder_of(entry)
+    if region:
+        weight = weight[region]
+        remainder = None if remainder is None else remainder[region]
+    if remainder is None:
+        weight.copy_(value)
+    elif value.dtype == torch.bfloat16:
+        weight.copy_(value)
+        remainder.zero_()
+    else:
+        master = value.to(torch.float32).reshape(weight.shape)
+        if weight.is_contiguous():
+            split_master_into(master.contiguous().view(-1), weight.view(-1), remainder.view(-1))
+            return
+        for part, low, source in zip(weight, remainder, master, strict=True):
+            flat = torch.empty(source.numel(), dtype=torch.bfloat16)
+            rest = torch.empty(source.numel(), dtype=torch.int16)
+            split_master_into(source.contiguous().view(-1), flat, rest)
+            part.copy_(flat.view(source.shape))
+            low.copy_(rest.view(source.shape))
 
 
 def view_entry(block_bytes: Tensor, entry: Entry) -> Tensor:
@@ -114,13 +161,14 @@ class HostState:
     def __init__(self, layouts: Sequence[BlockLayout], precision: Precision) -> None:
         """Allocate the working plane, and the remainder plane where there is one."""
         self.precision = precision
+        self.moments = Moments.FP32
+        """How the moments are kept, once they are allocated."""
         self.layouts = tuple(layouts)
         self._arenas: dict[str, Arena] = {}
         self._staging: list[Tensor] = []
-        sizes = [layout.working_bytes for layout in layouts]
-        views = self._allocate("working", sizes, torch.uint8)
-        self.blocks = [BlockState(layout, view) for layout, view in zip(layouts, views, strict=True)]
+        self.blocks = self._make_blocks()
         self._owner = {entry.name: (block, entry) for block in self.blocks for entry in block.layout.entries}
+        self._number = {entry.name: number for number, lay in enumerate(layouts) for entry in lay.entries}
         if precision is Precision.BF16:
             self._attach("remainder", [layout.num_split for layout in layouts], torch.int16)
 
@@ -128,11 +176,16 @@ class HostState:
         """Copy and pickle as None: a copied model's parameters are its own, no views of this memory."""
         return type(None), ()
 
-    def allocate_moments(self) -> None:
-        """Allocate `exp_avg` and `exp_avg_sq`, all zero."""
-        sizes = [layout.num_state for layout in self.layouts]
-        self._attach("exp_avg", sizes, torch.float32)
-        self._attach("exp_avg_sq", sizes, torch.float32)
+    def allocate_moments(self, moments: Moments = Moments.FP32) -> None:
+        """Allocate `exp_avg` and `exp_avg_sq`, all zero, and the scales that `moments` has."""
+        self.moments = moments
+        for name in MOMENT_PLANES:  # of an earlier optimizer, which may have had others
+            if self._arenas.pop(name, None) is not None:
+                for block in self.blocks:
+                    setattr(block, name, None)
+        planes = [moment_planes(layout, moments) for layout in self.layouts]
+        for name in planes[0]:
+            self._attach(name, [plane[name][0] for plane in planes], planes[0][name][1])
 
     def allocate_gradients(self) -> None:
         """Allocate the gradient plane if it is not there."""
@@ -144,13 +197,21 @@ class HostState:
         if "accumulator" not in self._arenas and self.precision is Precision.BF16:
             self._attach("accumulator", [layout.num_state for layout in self.layouts], torch.float32)
 
-    def allocate_staging(self, num_buffers: int) -> list[Tensor]:
-        """Return buffers of the largest block's gradient bytes, (bytes,) uint8; the same ones every time."""
-        size = max(layout.gradient_bytes for layout in self.layouts)
+    def allocate_staging(self, num_buffers: int, nbytes: int) -> list[Tensor]:
+        """Return buffers of so many bytes each, (nbytes,) uint8; the same ones until they are released."""
         if "staging" not in self._arenas:
-            self._staging = self._allocate("staging", [aligned(size)] * num_buffers, torch.uint8)
-        assert len(self._staging) == num_buffers
+            self._staging = self._allocate("staging", [nbytes] * num_buffers, torch.uint8)
+        assert [buffer.numel() for buffer in self._staging] == [nbytes] * num_buffers
         return self._staging
+
+    def release(self, plane: str) -> None:
+        """Give a plane's memory back, if it is there: `gradient`, `accumulator` or `staging`."""
+        self._arenas.pop(plane, None)
+        if plane == "staging":
+            self._staging = []
+            return
+        for block in self.blocks:
+            setattr(block, plane, None)
 
     def drop_gradients(self) -> None:
         """Give the gradient plane's pages back until they are written again."""
@@ -171,6 +232,33 @@ class HostState:
         """Return the block and the entry of a parameter by name."""
         return self._owner[name]
 
+    def number_of(self, name: str) -> int:
+        """Return the number of a parameter's block."""
+        return self._number[name]
+
+    @contextmanager
+    def borrow(self, block: int, *, writes: bool = False) -> Iterator[BlockState]:
+        """Lend a block with all its planes, wherever they live, until the context ends.
+
+        Whoever reads state and is no operation of a lane reads it here, after `engine.settle()`.
+
+        Args:
+            block: Its number.
+            writes: What the caller changes is kept; without, it must change nothing.
+        """
+        yield self.blocks[block]
+
+    def lend_working(self, block: int) -> Tensor:
+        """Return a block's working bytes, (working_bytes,), to be read at once; as `borrow`."""
+        return self.blocks[block].working
+
+    def masters(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, fp32 value in a new tensor) lazily; names of one block should come together."""
+        for number, group in groupby(names, key=self.number_of):
+            with self.borrow(number) as block:
+                for name in group:
+                    yield name, block.master(block.entries[name])
+
     def has(self, name: str) -> bool:
         """Whether a parameter of this name is here."""
         return name in self._owner
@@ -182,26 +270,12 @@ class HostState:
     def put(self, name: str, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
         """Write `value` into `region` of a parameter (empty: all of it), splitting an fp32 master exactly."""
         block, entry = self._owner[name]
-        weight, remainder = block.weight(entry), block.remainder_of(entry)
-        if region:
-            weight = weight[region]
-            remainder = None if remainder is None else remainder[region]
-        if remainder is None:
-            weight.copy_(value)
-        elif value.dtype == torch.bfloat16:
-            weight.copy_(value)
-            remainder.zero_()
-        else:
-            master = value.to(torch.float32).reshape(weight.shape)
-            if weight.is_contiguous():
-                split_master_into(master.contiguous().view(-1), weight.view(-1), remainder.view(-1))
-            else:
-                for part, low, source in zip(weight, remainder, master, strict=True):
-                    flat = torch.empty(source.numel(), dtype=torch.bfloat16)
-                    rest = torch.empty(source.numel(), dtype=torch.int16)
-                    split_master_into(source.contiguous().view(-1), flat, rest)
-                    part.copy_(flat.view(source.shape))
-                    low.copy_(rest.view(source.shape))
+        write_value(block, entry, value, region)
+
+    def _make_blocks(self) -> list[BlockState]:
+        """Allocate the working plane."""
+        views = self._allocate("working", [layout.working_bytes for layout in self.layouts], torch.uint8)
+        return [BlockState(layout, view) for layout, view in zip(self.layouts, views, strict=True)]
 
     def _allocate(self, plane: str, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         arena = Arena(sum(sizes) * dtype.itemsize)
@@ -218,18 +292,26 @@ class HostState:
 
 
 def planned_host_bytes(
-    layouts: Sequence[BlockLayout], precision: Precision, *, keeps_gradients: bool, accumulates: bool = False
+    layouts: Sequence[BlockLayout],
+    precision: Precision,
+    *,
+    keeps_gradients: bool,
+    accumulates: bool = False,
+    staging_bytes: int = 0,
+    moments: Moments = Moments.FP32,
 ) -> dict[str, int]:
     """Predict the bytes of each plane, before anything is allocated."""
-    state = sum(layout.num_state for layout in layouts)
     planes = {
         "working": sum(layout.working_bytes for layout in layouts),
         "remainder": 2 * sum(layout.num_split for layout in layouts),
-        "exp_avg": 4 * state,
-        "exp_avg_sq": 4 * state,
     }
+    for layout in layouts:
+        for name, (numel, dtype) in moment_planes(layout, moments).items():
+            planes[name] = planes.get(name, 0) + numel * dtype.itemsize
     if keeps_gradients:
         planes["gradient"] = sum(layout.gradient_bytes for layout in layouts)
     if accumulates and precision is Precision.BF16:
-        planes["accumulator"] = 4 * state
+        planes["accumulator"] = 4 * sum(layout.num_state for layout in layouts)
+    if staging_bytes:
+        planes["staging"] = staging_bytes
     return planes

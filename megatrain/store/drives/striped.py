@@ -1,0 +1,370 @@
+"""Extents of state on one or several drives: striped, in two copies, with a checksum per chunk.
+
+An extent is written and read as a whole; it is cut into chunks, and chunk i of the store is on drive i mod N.
+Each chunk has two places. A write goes to the place that does not hold committed state, so between two
+commits an extent may be written any number of times, and a crash at any moment leaves what was committed.
+What must stay true: nobody reads an extent while it is written (the callers' buffers see to that).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch import Tensor
+
+from megatrain.errors import CheckpointError, OutputError
+from megatrain.store.drives import system as calls
+from megatrain.store.drives.drive import PAGE_BYTES, Drive, raw, staging
+from megatrain.store.drives.places import STATE_NAME, check_places, drive_errors, sync_directory
+from megatrain.store.drives.record import (
+    RECORD_NAME,
+    CommitRecord,
+    read_record,
+    remove_record,
+    write_record,
+)
+
+CHUNK_BYTES = 8 << 20
+"""Of one transfer. 4 to 16 MiB were equally fast, and fewer calls take less CPU."""
+_ALL_THREADS = 8
+"""Each drive has 1 to 4 threads for a direction, and all together this many, or as many as cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A piece of state with a place on the drives."""
+
+    name: str
+    """For messages."""
+    num_bytes: int
+    """Whole pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    drive: int
+    start: int
+    """Byte in the extent."""
+    stop: int
+    offsets: tuple[int, int]
+    """Bytes in the drive's file, of the two copies."""
+    number: int
+    """In the store."""
+
+
+class StripedStore:
+    """The state of one run on its drives. Threads may call; those that write and commit take turns."""
+
+    def __init__(
+        self, directories: Sequence[Path], extents: Sequence[Extent], *, owner: str = "", chunk_bytes: int = 0
+    ) -> None:
+        """Lay extents out; nothing is opened or checked.
+
+        Args:
+            directories: One per drive, in the order of earlier times if the state is to be found again.
+            extents: What will be stored.
+            owner: Whose state it is; state of another owner is neither read nor overwritten.
+            chunk_bytes: Bytes of a chunk, whole pages; 0: `CHUNK_BYTES`.
+        """
+        self.directories = list(directories)
+        self.extents = list(extents)
+        self.chunk_bytes = chunk_bytes or CHUNK_BYTES
+        assert self.chunk_bytes % PAGE_BYTES == 0
+        self._owner = owner
+        self._chunks, self.drive_bytes = _lay_out(extents, len(directories), self.chunk_bytes)
+        num_chunks = sum(map(len, self._chunks))
+        self._sums = ([0] * num_chunks, [0] * num_chunks)
+        self._current = [-1] * len(extents)
+        """The copy that holds what was written last; -1: none."""
+        self._committed = [-1] * len(extents)
+        self._drives: list[Drive] = []
+        weakref.finalize(self, _close, self._drives)
+        self._names: tuple[str, ...] = ()
+        self._failure: BaseException | None = None
+        self.read_bytes = 0
+        self.written_bytes = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of what is where."""
+        text = f"{self.chunk_bytes} {len(self.directories)} {[(e.name, e.num_bytes) for e in self.extents]}"
+        return xxhash.xxh3_128_hexdigest(text.encode())
+
+    def check(self) -> CommitRecord | None:
+        """Check the directories and their room before anything is taken, and return what is committed there.
+
+        Raises:
+            ConfigError, CapacityError, OutputError: As `check_places`.
+            OutputError: The state of another run is there.
+            CheckpointError: The record is damaged.
+        """
+        check_places(self.directories, [num_bytes + PAGE_BYTES for num_bytes in self.drive_bytes])
+        found = read_record(self.directories[0])
+        if found is not None and found.owner != self._owner:
+            raise OutputError(
+                f"{self.directories[0]} holds the state of another run ({found.owner or 'no name'}, step "
+                f"{found.step}); name another directory in memory.tiers.nvme, or remove {RECORD_NAME} and "
+                f"{STATE_NAME} there"
+            )
+        return found
+
+    def create(self) -> None:
+        """Begin anew: open the drives, and forget what was committed there.
+
+        Raises:
+            MegatrainError: As `check`, and as `Drive`.
+        """
+        self.check()
+        self._open()
+        try:
+            remove_record(self.directories[0])
+            self._names = tuple(secrets.token_hex(8) for _ in self._drives)
+            for drive, num_bytes, name in zip(self._drives, self.drive_bytes, self._names, strict=True):
+                drive.allocate(num_bytes + PAGE_BYTES)
+                page = staging(PAGE_BYTES)
+                raw(page)[: len(name)] = name.encode()
+                drive.submit_write(raw(page), num_bytes).result()
+        except BaseException:
+            self.close()
+            raise
+
+    def resume(self) -> CommitRecord:
+        """Open the drives, and go on from what is committed there.
+
+        Raises:
+            CheckpointError: Nothing is, or it is of another model, or the directories have changed.
+            MegatrainError: As `check`, and as `Drive`.
+        """
+        found = self.check()
+        where = self.directories[0]
+        if found is None:
+            raise CheckpointError(f"{where} has no {RECORD_NAME}: no step was committed there")
+        if found.fingerprint != self.fingerprint:
+            raise CheckpointError(
+                f"the state in {where} is of another model, train.precision or memory.fragments, or of "
+                f"another number of drives than {len(found.drives)}; use the settings with which it was "
+                f"written, or remove {RECORD_NAME} there to go on from the newest checkpoint"
+            )
+        self._open()
+        try:
+            self._names = found.drives
+            for drive, num_bytes, name in zip(self._drives, self.drive_bytes, self._names, strict=True):
+                if drive.path.stat().st_size != num_bytes + PAGE_BYTES:
+                    raise CheckpointError(f"{drive.path} has not the size with which it was written")
+                drive.allocate(num_bytes + PAGE_BYTES)
+                page = staging(PAGE_BYTES)
+                drive.submit_read(raw(page), num_bytes).result()
+                if bytes(raw(page)[: len(name)]) != name.encode():
+                    raise CheckpointError(
+                        f"{drive.path} is not the file that {where / RECORD_NAME} names; give the "
+                        "directories of memory.tiers.nvme in the order in which they were written"
+                    )
+            self._take(found)
+        except BaseException:
+            self.close()
+            raise
+        return found
+
+    def has(self, extent: int) -> bool:
+        """Whether an extent was ever written."""
+        return self._current[extent] >= 0
+
+    def submit_read(self, extent: int, buffer: Tensor) -> list[Future[None]]:
+        """Read an extent's newest content into `buffer`, (num_bytes,) uint8 at a page's address.
+
+        Each future raises CheckpointError if its chunk cannot be read or is not what was written.
+        """
+        copy = self._current[extent]
+        assert copy >= 0, f"{self.extents[extent].name} was never written"
+        memory = raw(buffer)
+        assert len(memory) == self.extents[extent].num_bytes
+        self.read_bytes += len(memory)
+        return [
+            self._drives[chunk.drive].submit_read(
+                memory[chunk.start : chunk.stop],
+                chunk.offsets[copy],
+                partial(self._verify, extent, chunk, copy),
+            )
+            for chunk in self._chunks[extent]
+        ]
+
+    def submit_write(self, extent: int, buffer: Tensor) -> list[Future[None]]:
+        """Write an extent into the places without committed content; it is the newest after `settle`.
+
+        Each future raises OutputError or CapacityError if its chunk cannot be written.
+        """
+        copy = self._target(extent)
+        memory = raw(buffer)
+        assert len(memory) == self.extents[extent].num_bytes
+        self.written_bytes += len(memory)
+        return [
+            self._drives[chunk.drive].submit_write(
+                memory[chunk.start : chunk.stop], chunk.offsets[copy], partial(self._sum, chunk, copy)
+            )
+            for chunk in self._chunks[extent]
+        ]
+
+    def settle(self, extent: int) -> None:
+        """Note that a write of the whole extent has ended well."""
+        self._current[extent] = self._target(extent)
+
+    def read(self, extent: int, buffer: Tensor) -> None:
+        """Read an extent and wait for it."""
+        wait(self.submit_read(extent, buffer))
+
+    def write(self, extent: int, buffer: Tensor) -> None:
+        """Write an extent and wait until the drives have taken it."""
+        self.write_all([(extent, buffer)])
+
+    def write_all(self, parts: Iterable[tuple[int, Tensor]]) -> None:
+        """Write extents at the same time, and wait until the drives have taken them."""
+        given = list(parts)
+        try:
+            wait(future for extent, buffer in given for future in self.submit_write(extent, buffer))
+        except BaseException as error:
+            self._failure = error
+            raise
+        for extent, _ in given:
+            self.settle(extent)
+
+    def commit(self, step: int, meta: Mapping[str, Any]) -> None:
+        """Make what is newest of every extent what a crash leaves.
+
+        Raises:
+            OutputError, CapacityError: It cannot be made durable. What was committed before still is, and
+                nothing can be committed any more: an extent may be torn, and after a failed sync the system
+                may take lost pages for written ones.
+        """
+        if self._failure is not None:
+            raise OutputError(f"no step can be committed after {self._failure}") from self._failure
+        try:
+            wait(drive.submit_sync() for drive in self._drives)
+            copies = list(self._current)
+            sums = [
+                self._sums[copy][chunk.number] if copy >= 0 else 0
+                for copy, chunks in zip(copies, self._chunks, strict=True)
+                for chunk in chunks
+            ]
+            record = CommitRecord(
+                owner=self._owner,
+                fingerprint=self.fingerprint,
+                drives=self._names,
+                step=step,
+                copies="".join("-" if copy < 0 else str(copy) for copy in copies),
+                sums=tuple(sums),
+                meta=meta,
+            )
+            write_record(self.directories[0], record)
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._committed = copies
+
+    def close(self) -> None:
+        """Let go of the drives; what is committed stays."""
+        _close(self._drives)
+
+    def remove(self) -> None:
+        """Let go of the drives, and remove what is there: nothing is committed any more.
+
+        A store that was closed before is left as it is.
+
+        Raises:
+            OutputError: A file cannot be removed.
+        """
+        if not self._drives:
+            return
+        paths = [drive.path for drive in self._drives]
+        self.close()
+        remove_record(self.directories[0])
+        for path in paths:
+            with drive_errors("remove", path):
+                calls.system.unlink(path)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether every drive takes direct I/O."""
+        return all(drive.is_direct for drive in self._drives)
+
+    def _target(self, extent: int) -> int:
+        return 1 if self._committed[extent] == 0 else 0
+
+    def _verify(self, extent: int, chunk: _Chunk, copy: int, memory: memoryview) -> None:
+        if xxhash.xxh3_64_intdigest(memory) != self._sums[copy][chunk.number]:
+            first = self._chunks[extent][0].number
+            offset = chunk.offsets[copy]
+            raise CheckpointError(
+                f"{self._drives[chunk.drive].path} is damaged: chunk {chunk.number - first} of "
+                f"{self.extents[extent].name} (bytes {offset} to {offset + len(memory)}) is not what was "
+                "written there; check this drive, and resume from the newest checkpoint with another one in "
+                "memory.tiers.nvme"
+            )
+
+    def _sum(self, chunk: _Chunk, copy: int, memory: memoryview) -> None:
+        self._sums[copy][chunk.number] = xxhash.xxh3_64_intdigest(memory)
+
+    def _take(self, record: CommitRecord) -> None:
+        self._committed = [-1 if copy == "-" else int(copy) for copy in record.copies]
+        self._current = list(self._committed)
+        values = iter(record.sums)
+        for copy, chunks in zip(self._committed, self._chunks, strict=True):
+            for chunk in chunks:
+                self._sums[max(copy, 0)][chunk.number] = next(values)
+
+    def _open(self) -> None:
+        threads = threads_per_drive(len(self.directories))
+        try:
+            for directory in self.directories:
+                self._drives.append(Drive(directory, num_threads=threads))
+                sync_directory(directory)
+        except BaseException:
+            self.close()
+            raise
+
+
+def _close(drives: list[Drive]) -> None:
+    while drives:
+        drives.pop().close()
+
+
+def wait(futures: Iterable[Future[None]]) -> None:
+    """Wait for all of them, and then raise what the first one that failed has raised."""
+    pending = list(futures)
+    errors = [error for future in pending if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+def threads_per_drive(num_drives: int) -> int:
+    """Return how many threads read from each drive; as many write."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(4, min(cores, _ALL_THREADS) // num_drives))
+
+
+def _lay_out(
+    extents: Sequence[Extent], num_drives: int, chunk_bytes: int
+) -> tuple[list[list[_Chunk]], list[int]]:
+    """Cut extents into chunks, and give each chunk two places; also returns the bytes of each drive."""
+    cursors = [0] * num_drives
+    chunks: list[list[_Chunk]] = []
+    number = 0
+    for extent in extents:
+        assert extent.num_bytes % PAGE_BYTES == 0, extent
+        pieces = []
+        for start in range(0, extent.num_bytes, chunk_bytes):
+            stop = min(start + chunk_bytes, extent.num_bytes)
+            drive, size = number % num_drives, stop - start
+            pieces.append(_Chunk(drive, start, stop, (cursors[drive], cursors[drive] + size), number))
+            cursors[drive] += 2 * size
+            number += 1
+        chunks.append(pieces)
+    return chunks, cursors

@@ -1,0 +1,319 @@
+"""Host state of which a part is on drives: the same accessors, and no caller knows where a plane lives.
+
+What must stay true: peak host memory while a model is loaded is that of the placement plus the blocks that
+are half loaded, which is one where the files hold block after block; a plane on the drives is never read as
+if it were here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import CapacityError, ConfigError
+from megatrain.hardware import GIB, host_memory
+from megatrain.model.layout import BlockLayout
+from megatrain.model.moments import MOMENT_PLANES, Moments
+from megatrain.store.arena import Arena
+from megatrain.store.away import PLANES, Away
+from megatrain.store.placement import NUM_PAGES, NUM_STAGING, Tiers
+from megatrain.store.state import BlockState, HostState, Precision, write_value
+
+
+class AwayBlockState(BlockState):
+    """A block whose remainder and moments are on drives: `HostState.borrow` brings them."""
+
+    def __init__(self, layout: BlockLayout, working: Tensor) -> None:
+        """Leave out the planes that are not here: asking for one is a mistake that must show."""
+        super().__init__(layout, working)
+        for plane in (*PLANES, *MOMENT_PLANES):
+            self.__dict__.pop(plane, None)
+
+    def __getattr__(self, name: str) -> Tensor:
+        raise AssertionError(f"{name} of a block on the drives: use HostState.borrow")
+
+
+class _Filling(NamedTuple):
+    """A block on the drives whose first values arrive."""
+
+    block: BlockState
+    buffer: Tensor
+    left: int
+    """Elements to come."""
+
+
+class TieredState(HostState):
+    """All planes of all blocks, in RAM as far as the placement says so."""
+
+    def __init__(
+        self, layouts: Sequence[BlockLayout], precision: Precision, tiers: Tiers, *, accumulates: bool = False
+    ) -> None:
+        """Decide where planes live, open the drives, then allocate.
+
+        Raises:
+            MegatrainError: RAM or a drive does not hold its part; nothing was allocated.
+            CheckpointError: `tiers.resumes`, and the drives hold no state of this model.
+        """
+        self.away = Away(layouts, tiers, is_split=precision is Precision.BF16, accumulates=accumulates)
+        room = host_memory().available_bytes
+        need = sum(self.away.placement.ram_bytes.values())
+        if need > room:
+            raise CapacityError(
+                f"host memory: the part of the state that stays in RAM takes {need / GIB:.2f} GiB, but "
+                f"{room / GIB:.2f} GiB are left; lower memory.tiers.ram, so that more goes to the drives"
+            )
+        self._filling: dict[int, _Filling] = {}
+        self._is_whole = False
+        self._has_restored_moments = False
+        """The first optimizer goes on with what `_restore` has read."""
+        self.changed: set[tuple[int, bool]] = set()
+        """(block, is it the working weights) of what lives in RAM and differs from the newest image."""
+        self.is_resumed = tiers.resumes
+        store = self.away.store
+        self.record = store.resume() if tiers.resumes else None
+        """What was committed, if that is what this state goes on from."""
+        try:
+            if not tiers.resumes:
+                store.create()
+            super().__init__(layouts, precision)
+            if tiers.resumes:
+                self._restore()
+            else:
+                self.mark_changed()
+        except BaseException:
+            store.close()
+            raise
+
+    def is_for(self, layouts: Sequence[BlockLayout], precision: Precision, tiers: Tiers | None) -> bool:
+        """Whether this is the state that these settings ask for."""
+        return (list(self.layouts), self.precision, self.away.tiers) == (list(layouts), precision, tiers)
+
+    # -- where things are -----------------------------------------------------------------------------------
+
+    def allocate_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the buffers for state on its way to updates, and those for weights on their way out."""
+        pools = self.away.placement.ram_bytes
+        found = []
+        for name, count in (("drive_staging", NUM_STAGING), ("pages", NUM_PAGES)):
+            self._allocate(name, [pools[name] // count] * count, torch.uint8)
+            arena = self._arenas[name]
+            found.append(
+                [
+                    arena.view(torch.uint8, n * arena.nbytes // count, arena.nbytes // count)
+                    for n in range(count)
+                ]
+            )
+        return found[0], found[1]
+
+    def allocate_moments(self, moments: Moments = Moments.FP32) -> None:
+        """Allocate the moments of the blocks in RAM, all zero; those of the others are on the drives already.
+
+        Raises:
+            ConfigError: They are to be kept in another format than there.
+        """
+        if moments is not Moments.FP32:
+            raise ConfigError(
+                f"the optimizer's state is to be {moments.value}, but state on drives (memory.tiers.nvme) is "
+                "kept in fp32; use state='fp32', or no drives"
+            )
+        if self._has_restored_moments:
+            self._has_restored_moments = False
+            return
+        super().allocate_moments(moments)
+        for block in (self.blocks[number] for number in self.away.placement.state_away):
+            for plane in MOMENT_PLANES:
+                block.__dict__.pop(plane, None)
+
+    def allocate_gradients(self) -> None:
+        """Allocate the gradient plane if it is not there, and if the placement has counted on it.
+
+        Raises:
+            CapacityError: It has not.
+        """
+        if not self.away.placement.keeps_gradients:
+            raise CapacityError(
+                "host memory: the split between RAM and drives counts on optim.updates=immediate and one "
+                "round per step, but gradients are to be kept; use keeps_gradients=True"
+            )
+        super().allocate_gradients()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in RAM of all planes and buffers allocated so far."""
+        return super().host_bytes + (self._paged.nbytes if self._is_whole else 0)
+
+    def mark_changed(self) -> None:
+        """Take note that everything in RAM may differ from its image."""
+        self.changed = {
+            (block, is_working)
+            for block in range(len(self.layouts))
+            for is_working in (False, True)
+            if not (self.away.holds_working if is_working else self.away.holds_state)(block)
+        }
+
+    def mark_updated(self, block: int) -> None:
+        """Take note that a block was updated."""
+        if not self.away.holds_state(block):
+            self.changed.add((block, False))
+        if not self.away.holds_working(block):
+            self.changed.add((block, True))
+
+    def planes_in_ram(self, block: int) -> dict[str, Tensor]:
+        """Return the planes of a block's image that live in RAM; moments only once there is an optimizer."""
+        state = self.blocks[block]
+        planes = {} if self.away.holds_working(block) else {"working": state.working}
+        if not self.away.holds_state(block):
+            planes |= {name: plane for name in PLANES if (plane := getattr(state, name)) is not None}
+        return planes
+
+    # -- reading and writing --------------------------------------------------------------------------------
+
+    @contextmanager
+    def borrow(self, block: int, *, writes: bool = False) -> Iterator[BlockState]:
+        """Lend a block with all its planes; those on the drives come through memory of their own."""
+        away = self.away
+        if not away.holds_state(block):
+            yield self.blocks[block]
+            self.changed |= {(block, False), (block, True)} if writes else set()
+            return
+        lent, buffer = self._lend(block)
+        both = away.holds_working(block)
+        away.read(block, buffer, working=both)
+        yield lent
+        if writes:
+            away.write(block, buffer, working=both)
+            if both and self._is_whole:
+                self.blocks[block].working.copy_(lent.working)
+            self.changed |= set() if both else {(block, True)}
+
+    def lend_working(self, block: int) -> Tensor:
+        """Return a block's working bytes, (working_bytes,), in new memory if they are on the drives."""
+        working = self.blocks[block].working
+        if not self.away.holds_working(block):
+            return working
+        buffer = self._buffer(block, only_working=True)
+        self.away.read(block, buffer, state=False)
+        return buffer[: working.numel()]
+
+    def put(self, name: str, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
+        """Write `value` into `region` of a parameter; a block on the drives leaves once it is complete."""
+        number = self.number_of(name)
+        if not self.away.holds_state(number):
+            super().put(name, value, region)
+            self.changed |= {(number, False), (number, True)}
+            return
+        if number not in self._filling and self._is_filled(number):
+            with self.borrow(number, writes=True) as block:
+                write_value(block, block.entries[name], value, region)
+            return
+        if number not in self._filling:
+            total = sum(entry.numel for entry in self.layouts[number].entries)
+            self._filling[number] = _Filling(*self._lend(number), total)
+        block, buffer, left = self._filling[number]
+        write_value(block, block.entries[name], value, region)
+        self._filling[number] = _Filling(block, buffer, left - value.numel())
+        if left - value.numel() <= 0:
+            del self._filling[number]
+            self.away.write(number, buffer, working=self.away.holds_working(number))
+
+    def bring_working(self) -> None:
+        """Make the weights that live on the drives readable at their addresses, until `drop_working`.
+
+        Raises:
+            CapacityError: The machine has no room for them.
+        """
+        if self._is_whole:
+            return
+        room = host_memory().available_bytes
+        if self._paged.nbytes > room:
+            raise CapacityError(
+                f"host memory: the weights on the drives take {self._paged.nbytes / GIB:.2f} GiB, but "
+                f"{room / GIB:.2f} GiB are left; read them block by block (engine.named_masters), or save a "
+                "checkpoint"
+            )
+        for block in sorted(self.away.placement.working_away):
+            self.blocks[block].working.copy_(self.lend_working(block))
+        self._is_whole = True
+
+    def keep_working(self) -> None:
+        """Write back weights of `bring_working` that the caller has changed."""
+        for block in sorted(self.away.placement.working_away) if self._is_whole else ():
+            buffer = self._buffer(block, only_working=True)
+            working = self.blocks[block].working
+            buffer[: working.numel()].copy_(working)
+            self.away.write(block, buffer, state=False)
+
+    def drop_working(self) -> None:
+        """Give the memory of `bring_working` back: the weights are about to change on the drives."""
+        if self._is_whole:
+            self._paged.drop()
+            self._is_whole = False
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Read what lives in RAM from its images; a block that was never written has nothing to restore."""
+        self.allocate_moments()
+        for number in range(len(self.layouts)):
+            planes = self.planes_in_ram(number)
+            if not planes:
+                continue
+            buffer = self._buffer(number)
+            self.away.read(number, buffer)
+            image = self.away.images[number]
+            found = {**image.planes(buffer), "working": image.working(buffer)}
+            for name, plane in planes.items():
+                plane.copy_(found[name])
+        self._has_restored_moments = True
+
+    def _lend(self, number: int) -> tuple[BlockState, Tensor]:
+        """Make a block whose planes are views of a new buffer, but for working weights that live in RAM."""
+        buffer, image, state = self._buffer(number), self.away.images[number], self.blocks[number]
+        is_there = self.away.holds_working(number)
+        lent = BlockState(state.layout, image.working(buffer) if is_there else state.working)
+        for name, plane in image.planes(buffer).items():
+            setattr(lent, name, plane)
+        lent.gradient, lent.accumulator = state.gradient, state.accumulator
+        return lent, buffer
+
+    def _buffer(self, number: int, *, only_working: bool = False) -> Tensor:
+        image = self.away.images[number]
+        num_bytes = image.num_bytes - (image.working_start if only_working else 0)
+        return Arena(num_bytes).view(torch.uint8, 0, num_bytes)
+
+    def _is_filled(self, number: int) -> bool:
+        return all(
+            self.away.store.has(piece.extent)
+            for piece in self.away.images[number].of(state=True, working=self.away.holds_working(number))
+        )
+
+    def _make_blocks(self) -> list[BlockState]:
+        """Allocate the working plane in RAM, and addresses without memory for the rest."""
+        gone = [self.away.holds_working(block) for block in range(len(self.layouts))]
+        sizes = [layout.working_bytes for layout in self.layouts]
+        here = self._allocate(
+            "working", [0 if g else n for g, n in zip(gone, sizes, strict=True)], torch.uint8
+        )
+        there = self._allocate(
+            "paged", [n if g else 0 for g, n in zip(gone, sizes, strict=True)], torch.uint8
+        )
+        self._paged = self._arenas.pop("paged")
+        self._is_whole = not any(gone)
+        return [
+            (AwayBlockState if self.away.holds_state(block) else BlockState)(
+                layout, there[block] if gone[block] else here[block]
+            )
+            for block, layout in enumerate(self.layouts)
+        ]
+
+    def _attach(self, plane: str, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        """Allocate a plane, but for blocks of which it is on the drives."""
+        gone = [plane in PLANES and self.away.holds_state(block) for block in range(len(sizes))]
+        views = self._allocate(plane, [0 if g else n for g, n in zip(gone, sizes, strict=True)], dtype)
+        for block, view, is_gone in zip(self.blocks, views, gone, strict=True):
+            if not is_gone:
+                setattr(block, plane, view)
