@@ -3,7 +3,8 @@
 One fused pass over a range: 26 bytes per parameter are moved for a split master with bf16 gradients. Results
 equal `torch.optim.AdamW(fused=True)` on fp32 masters bit for bit (the oracle pads each parameter with zeros
 to a multiple of 64 elements: torch's own scalar tail rounds differently), whatever the number of threads and
-the cut into tasks.
+the cut into tasks. With moments in bf16 or int8 (`compressed`: not exact) they depend on the gradients and
+on `AdamWStep.noise` alone.
 
 Source: Decoupled Weight Decay Regularization (Loshchilov and Hutter, 2019).
 """
@@ -11,6 +12,7 @@ Source: Decoupled Weight Decay Regularization (Loshchilov and Hutter, 2019).
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.model.moments import SCALE_NUMEL
 from megatrain.optim.pool import TASKS_PER_THREAD, WorkerPool
 
 TASK_NUMEL = 1 << 22
@@ -50,6 +53,10 @@ class AdamWStep:
     """How many updates the range will have had after this one; at least 1."""
     grad_scale: float = 1.0
     """Factor on the gradient, rounded to fp32, as is the product: `clip.clip_coefficient`. 1: none."""
+
+    noise: tuple[int, int, int] = (0, 0, 0)
+    """What the rounding of compressed moments is drawn from: two words of key (`rounding_key`), and the index
+    of the range's first element in its parameter, a multiple of 64."""
 
     def scalars(self) -> tuple[Any, ...]:
         """Return the kernel's factors: computed in fp64, rounded once to np.float32, as torch does."""
@@ -85,20 +92,31 @@ class Planes:
     remainder: Tensor | None
     """int16: with `working`, the fp32 master (`store.master`)."""
     exp_avg: Tensor
-    """float32."""
+    """float32, bfloat16, or uint8 codes."""
     exp_avg_sq: Tensor
-    """float32."""
+    """float32, bfloat16, or uint8 codes."""
     gradient: Tensor
     """bfloat16 or float32; only read."""
+    exp_avg_scale: Tensor | None = None
+    """float32, one per `SCALE_NUMEL` elements; only with codes."""
+    exp_avg_sq_scale: Tensor | None = None
+    """float32, one per `SCALE_NUMEL` elements; only with codes."""
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the moments are codes of 8 bits."""
+        return self.exp_avg.dtype == torch.uint8
 
     def check(self) -> None:
         """Assert dtypes, sizes, contiguity and one device: the kernels trust them."""
+        mean = self.exp_avg.dtype
+        assert mean in (torch.float32, torch.bfloat16, torch.uint8), f"exp_avg is {mean}"
         expected = {
             "working": (torch.float32 if self.remainder is None else torch.bfloat16,),
             "remainder": (torch.int16,),
-            "exp_avg": (torch.float32,),
-            "exp_avg_sq": (torch.float32,),
+            "exp_avg_sq": (mean,),
             "gradient": (torch.bfloat16, torch.float32),
+            "exp_avg": (mean,),
         }
         for name, dtypes in expected.items():
             plane = getattr(self, name)
@@ -107,16 +125,42 @@ class Planes:
                 _check_flat(name, plane)
                 assert plane.numel() == self.working.numel(), f"{name} has {plane.numel()} elements"
                 assert plane.device == self.working.device, f"{name} is on {plane.device}"
+        if mean != torch.float32:
+            assert self.working.numel() % ALIGN_NUMEL == 0, f"{self.working.numel()} elements"
+        for scale in (self.exp_avg_scale, self.exp_avg_sq_scale):
+            assert (scale is not None) == self.has_codes, "scales go with codes"
+            if scale is not None:
+                _check_flat("scale", scale)
+                assert scale.dtype == torch.float32, f"scale is {scale.dtype}"
+                assert scale.numel() == -(-self.working.numel() // SCALE_NUMEL), f"{scale.numel()} scales"
+                assert scale.device == self.working.device, f"scale is on {scale.device}"
 
     def slice(self, start: int, stop: int) -> Planes:
-        """Return views of elements [start, stop)."""
+        """Return views of elements [start, stop); codes are cut at multiples of `SCALE_NUMEL`."""
+        scales = slice(start // SCALE_NUMEL, -(-stop // SCALE_NUMEL))
         return Planes(
             working=self.working[start:stop],
             remainder=None if self.remainder is None else self.remainder[start:stop],
             exp_avg=self.exp_avg[start:stop],
             exp_avg_sq=self.exp_avg_sq[start:stop],
             gradient=self.gradient[start:stop],
+            exp_avg_scale=None if self.exp_avg_scale is None else self.exp_avg_scale[scales],
+            exp_avg_sq_scale=None if self.exp_avg_sq_scale is None else self.exp_avg_sq_scale[scales],
         )
+
+
+def rounding_key(seed: int, name: str, step: int) -> tuple[int, int]:
+    """Return two words of 32 bits that say which random numbers round a parameter's moments in a step.
+
+    They depend on what a run is made of and not on how it is run: not on blocks, threads or resuming.
+
+    Args:
+        seed: Of the run.
+        name: The parameter's, as `model.named_parameters()` gives it.
+        step: How many updates the parameter will have had.
+    """
+    digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:], "big")
 
 
 def update(
@@ -128,10 +172,18 @@ def update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     gradient: Tensor,
+    exp_avg_scale: Tensor | None = None,
+    exp_avg_sq_scale: Tensor | None = None,
 ) -> None:
     """Update one range in place; see `Planes` for the tensors."""
     planes = Planes(
-        working=working, remainder=remainder, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, gradient=gradient
+        working=working,
+        remainder=remainder,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        gradient=gradient,
+        exp_avg_scale=exp_avg_scale,
+        exp_avg_sq_scale=exp_avg_sq_scale,
     )
     update_many(pool, [(hyper, planes)])
 
@@ -143,18 +195,33 @@ def update_many(pool: WorkerPool, ranges: Iterable[tuple[AdamWStep, Planes]]) ->
         pool: Threads to use; the result does not depend on their number.
         ranges: Hyper-parameters and planes of each; ranges must not overlap.
     """
-    from megatrain.optim import kernels
-
     pieces: list[Callable[[int, int], None]] = []
     numels = []
+    align = ALIGN_NUMEL
     for hyper, planes in ranges:
         planes.check()
         _check_host("planes", planes.working)
-        state = planes.working, planes.remainder, planes.exp_avg, planes.exp_avg_sq
-        arrays = map(_bits, (*state, planes.gradient))
-        pieces.append(functools.partial(kernels.update, hyper.scalars(), *arrays))
+        pieces.append(_kernel(hyper, planes))
         numels.append(planes.working.numel())
-    _run(pool, pieces, numels, ALIGN_NUMEL)
+        align = max(align, SCALE_NUMEL if planes.has_codes else 1)
+    _run(pool, pieces, numels, align)
+
+
+def _kernel(hyper: AdamWStep, planes: Planes) -> Callable[[int, int], None]:
+    """Return the call that updates elements [start, stop) of a range."""
+    from megatrain.optim import kernels
+
+    masters = _bits(planes.working), _bits(planes.remainder)
+    averages = _bits(planes.exp_avg), _bits(planes.exp_avg_sq)
+    gradient = _bits(planes.gradient)
+    if planes.exp_avg.dtype == torch.float32:
+        return functools.partial(kernels.update, hyper.scalars(), *masters, *averages, gradient)
+    from megatrain.optim import compressed
+
+    assert hyper.noise[2] % ALIGN_NUMEL == 0, f"the range begins at element {hyper.noise[2]}"
+    kernel = compressed.update_int8 if planes.has_codes else compressed.update_bf16
+    scales = [_bits(scale) for scale in (planes.exp_avg_scale, planes.exp_avg_sq_scale) if scale is not None]
+    return functools.partial(kernel, hyper.scalars(), hyper.noise, *masters, *averages, *scales, gradient)
 
 
 def sum_of_squares(pool: WorkerPool, flat: Tensor) -> float:

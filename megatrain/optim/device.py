@@ -26,11 +26,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatrain.model.moments import SCALE_NUMEL
+from megatrain.optim import device_moments
 from megatrain.optim.adamw import AdamWStep, Planes
 
 CHUNK_NUMEL = 1 << 22
@@ -71,11 +73,13 @@ def update_on_device(ranges: Iterable[tuple[AdamWStep, Planes]], chunk_numel: in
 
     Runs 55 kernels per chunk on the device's current stream, which move 650 bytes per element, and never
     waits for it. Scratch memory is `TEMPORARY_BYTES` (35) per element of the largest chunk: 560 MiB for the
-    default. On the CPU, where it exists for tests, torch adds copies where types mix.
+    default. On the CPU, where it exists for tests, torch adds copies where types mix. Compressed moments take
+    8 bytes per element more, and `device_moments.TEMPORARY_BYTES` (40) for a moment, in smaller chunks.
 
     Args:
         ranges: Hyper-parameters and planes of each, all on one device; ranges must not overlap.
-        chunk_numel: Elements per pass at most; the result does not depend on it.
+        chunk_numel: Elements per pass at most; the result does not depend on it. Compressed moments are cut
+            at multiples of `SCALE_NUMEL`.
     """
     work = [(hyper, planes) for hyper, planes in ranges if planes.working.numel()]
     assert chunk_numel >= 1, f"chunk_numel is {chunk_numel}"
@@ -89,9 +93,33 @@ def update_on_device(ranges: Iterable[tuple[AdamWStep, Planes]], chunk_numel: in
     scratch = Scratch.allocate(min(largest, chunk_numel), devices.pop())
     for hyper, planes in work:
         scalars = [float(value) for value in hyper.scalars()]
+        if planes.exp_avg.dtype != torch.float32:
+            _update_compressed(hyper, scalars, planes, scratch, chunk_numel)
+            continue
         for start in range(0, planes.working.numel(), chunk_numel):
             chunk = planes.slice(start, start + chunk_numel)
             _update_chunk(scalars, chunk, scratch.first(chunk.working.numel()))
+
+
+def _update_compressed(
+    hyper: AdamWStep, scalars: list[float], planes: Planes, scratch: Scratch, chunk_numel: int
+) -> None:
+    """Update one range whose moments are compressed: with fp32 moments of a chunk, rounded afterwards."""
+    chunk_numel = max(SCALE_NUMEL, chunk_numel // 2 // SCALE_NUMEL * SCALE_NUMEL)
+    numel = min(chunk_numel, planes.working.numel())
+    if scratch.single.shape[1] < numel:
+        scratch = Scratch.allocate(numel, planes.working.device)
+    moments = torch.empty((2, numel), dtype=torch.float32, device=planes.working.device)
+    first, second, base = hyper.noise
+    for start in range(0, planes.working.numel(), chunk_numel):
+        chunk = planes.slice(start, min(start + chunk_numel, planes.working.numel()))
+        exp_avg, exp_avg_sq = moments[:, : chunk.working.numel()]
+        device_moments.load(chunk, exp_avg, exp_avg_sq)
+        exact = replace(
+            chunk, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, exp_avg_scale=None, exp_avg_sq_scale=None
+        )
+        _update_chunk(scalars, exact, scratch.first(chunk.working.numel()))
+        device_moments.store(chunk, exp_avg, exp_avg_sq, (first, second, base + start))
 
 
 def join_on_device(working: Tensor, remainder: Tensor, out: Tensor) -> None:

@@ -23,144 +23,26 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from megatrain.optim.vectors import F64, I32, VectorLanes, address, fill_all
+
 WIDTH = 16
 """Elements per vector: 64 bytes of fp32, a cache line."""
 TILE = 512
 """Elements whose moments are updated before their parameters are: 11 kB in all, a part of any L1."""
 
-_I16, _I32, _F32, _F64 = ir.IntType(16), ir.IntType(32), ir.FloatType(), ir.DoubleType()
-_BYTES = {_I16: 2, _F32: 4}
 _logger = logging.getLogger(__name__)
 
 
-class VectorLanes:
-    """A vector in a kernel that is being emitted; arithmetic on it emits instructions, rounded one by one."""
-
-    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
-        self.builder = builder
-        self.value = value
-
-    @classmethod
-    def load(cls, builder: ir.IRBuilder, pointer: ir.Value, width: int) -> VectorLanes:
-        """Read `width` elements."""
-        element = pointer.type.pointee
-        vector = builder.bitcast(pointer, ir.VectorType(element, width).as_pointer())
-        return cls(builder, builder.load(vector, align=_BYTES[element]))
-
-    def store(self, pointer: ir.Value) -> None:
-        """Write all elements."""
-        vector = self.builder.bitcast(pointer, self.value.type.as_pointer())
-        self.builder.store(self.value, vector, align=_BYTES[pointer.type.pointee])
-
-    @classmethod
-    def fill(cls, builder: ir.IRBuilder, scalar: ir.Value, width: int) -> VectorLanes:
-        """Repeat a scalar."""
-        undefined = ir.Constant(ir.VectorType(scalar.type, width), ir.Undefined)
-        first = builder.insert_element(undefined, scalar, _I32(0))
-        zeros = ir.Constant(ir.VectorType(_I32, width), [0] * width)
-        return cls(builder, builder.shuffle_vector(first, undefined, zeros))
-
-    def __add__(self, other: VectorLanes) -> VectorLanes:
-        return self._emit("fadd", other)
-
-    def __sub__(self, other: VectorLanes) -> VectorLanes:
-        return self._emit("fsub", other)
-
-    def __mul__(self, other: VectorLanes) -> VectorLanes:
-        return self._emit("fmul", other)
-
-    def __truediv__(self, other: VectorLanes) -> VectorLanes:
-        return self._emit("fdiv", other)
-
-    def times_plus(self, factor: VectorLanes, addend: VectorLanes) -> VectorLanes:
-        """Return self * factor + addend, rounded once."""
-        return self._call("fma", factor, addend)
-
-    def divide_by(self, divisor: VectorLanes, reciprocal: VectorLanes) -> VectorLanes:
-        """Return the correctly rounded quotient without dividing; for a divisor that many share.
-
-        The remainder of a first quotient is exact, and corrects it. That of an infinite one is nan: it is
-        replaced, so that infinity stays infinity. Exact where nothing over- or underflows.
-
-        Args:
-            divisor: Normal numbers.
-            reciprocal: 1 / divisor, correctly rounded.
-
-        Source: Accelerating Correctly Rounded Floating-Point Division When the Divisor Is Known in Advance
-        (Brisebarre, Muller, Raina, 2004), algorithm 1 (Markstein, 1990).
-        """
-        quotient = self * reciprocal
-        remainder = VectorLanes(self.builder, self.builder.fneg(quotient.value)).times_plus(divisor, self)
-        lowest = VectorLanes.fill(self.builder, _F32(-1e30), self.value.type.count)
-        above = self.builder.fcmp_ordered(">", remainder.value, lowest.value)
-        finite = VectorLanes(self.builder, self.builder.select(above, remainder.value, lowest.value))
-        return finite.times_plus(reciprocal, quotient)
-
-    def sqrt(self) -> VectorLanes:
-        """Return the square root, correctly rounded."""
-        return self._call("sqrt")
-
-    def where_positive(self, yes: VectorLanes, no: VectorLanes) -> VectorLanes:
-        """Return `yes` where these are above zero, `no` elsewhere."""
-        zeros = ir.Constant(self.value.type, [0.0] * self.value.type.count)
-        positive = self.builder.fcmp_ordered(">", self.value, zeros)
-        return VectorLanes(self.builder, self.builder.select(positive, yes.value, no.value))
-
-    def widen(self) -> VectorLanes:
-        """Return fp32 values: these, or those whose bf16 bits these are."""
-        return self if self._element() == _F32 else self._high_bits()._convert("bitcast", _F32)
-
-    def widen_twice(self) -> VectorLanes:
-        """Return fp64 values."""
-        return self.widen()._convert("fpext", _F64)
-
-    def join(self, remainder: VectorLanes) -> VectorLanes:
-        """Return the masters of these working weights, as `store.master.join_master` does."""
-        bits = self._high_bits()._emit("add", remainder._convert("sext", _I32))
-        return bits._convert("bitcast", _F32)
-
-    def split(self) -> tuple[VectorLanes, VectorLanes]:
-        """Return working weights and remainders of these masters, as `store.master.split_master` does."""
-        bits = self._convert("bitcast", _I32)
-        high = bits._emit("add", bits._constant(0x8000))._emit("lshr", bits._constant(16))
-        return high._convert("trunc", _I16), bits._convert("trunc", _I16)
-
-    def _high_bits(self) -> VectorLanes:
-        bits = self._convert("zext", _I32)
-        return bits._emit("shl", bits._constant(16))
-
-    def _element(self) -> ir.Type:
-        return self.value.type.element
-
-    def _constant(self, value: int) -> VectorLanes:
-        return VectorLanes.fill(self.builder, self._element()(value), self.value.type.count)
-
-    def _emit(self, operation: str, other: VectorLanes) -> VectorLanes:
-        return VectorLanes(self.builder, getattr(self.builder, operation)(self.value, other.value))
-
-    def _convert(self, operation: str, element: ir.Type) -> VectorLanes:
-        to = ir.VectorType(element, self.value.type.count)
-        return VectorLanes(self.builder, getattr(self.builder, operation)(self.value, to))
-
-    def _call(self, function: str, *others: VectorLanes) -> VectorLanes:
-        """Call an LLVM intrinsic of one vector type: llvmlite's own methods know scalars only."""
-        values = [self.value, *(other.value for other in others)]
-        vector = self.value.type
-        name = f"llvm.{function}.v{vector.count}{vector.element.intrinsic_name}"
-        declared = ir.FunctionType(vector, [vector] * len(values))
-        callee = cgutils.get_or_insert_function(self.builder.module, declared, name)
-        return VectorLanes(self.builder, self.builder.call(callee, values))
-
-
-def _moments(
+def moments(
     gradient: VectorLanes, exp_avg: VectorLanes, exp_avg_sq: VectorLanes, scalars: list[VectorLanes]
 ) -> tuple[VectorLanes, ...]:
-    """Return the new exp_avg and exp_avg_sq, and the denominator of the update."""
+    """Return the new exp_avg and exp_avg_sq, the root of the latter, and the denominator of the update."""
     grad_scale, _, weight1, beta2, weight2, correction2_sqrt, reciprocal, eps, _ = scalars
     gradient = gradient * grad_scale
     exp_avg = weight1.times_plus(gradient - exp_avg, weight1.where_positive(exp_avg, gradient))
     exp_avg_sq = (weight2 * gradient).times_plus(gradient, exp_avg_sq * beta2)
-    return exp_avg, exp_avg_sq, exp_avg_sq.sqrt().divide_by(correction2_sqrt, reciprocal) + eps
+    root = exp_avg_sq.sqrt()
+    return exp_avg, exp_avg_sq, root, root.divide_by(correction2_sqrt, reciprocal) + eps
 
 
 def _parameter(
@@ -171,33 +53,22 @@ def _parameter(
     return parameter * decay + step_size * exp_avg / denominator
 
 
-def _pointer(context: Any, builder: ir.IRBuilder, array: Any, value: ir.Value, index: ir.Value) -> ir.Value:
-    return builder.gep(context.make_array(array)(context, builder, value).data, [index])
-
-
-def _fill_all(builder: ir.IRBuilder, scalars: ir.Value, width: int) -> list[VectorLanes]:
-    return [
-        VectorLanes.fill(builder, builder.extract_value(scalars, position), width)
-        for position in range(scalars.type.count)
-    ]
-
-
 def _update_moments(width: int) -> Callable[..., None]:
     """Return an intrinsic: moments of `width` elements at `index`; denominators go to `tile[offset:]`."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         index, offset, scalars, *arrays = arguments
         tile, exp_avg, exp_avg_sq, gradient = (
-            _pointer(context, builder, array, value, position)
+            address(context, builder, array, value, position)
             for array, value, position in zip(
                 signature.args[3:], arrays, (offset, index, index, index), strict=True
             )
         )
-        m, v, denominator = _moments(
+        m, v, _, denominator = moments(
             VectorLanes.load(builder, gradient, width).widen(),
             VectorLanes.load(builder, exp_avg, width),
             VectorLanes.load(builder, exp_avg_sq, width),
-            _fill_all(builder, scalars, width),
+            fill_all(builder, scalars, width),
         )
         m.store(exp_avg)
         v.store(exp_avg_sq)
@@ -213,14 +84,17 @@ def _update_moments(width: int) -> Callable[..., None]:
 
 
 def _update_parameter(width: int) -> Callable[..., None]:
-    """Return an intrinsic: parameters of `width` elements at `index`; denominators are at `tile[offset:]`."""
+    """Return an intrinsic: parameters of `width` elements at `index`.
+
+    Denominators are at `tile[offset:]`, and the moment at `exp_avg[place:]`.
+    """
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        index, offset, scalars, *arrays = arguments
+        index, offset, place, scalars, *arrays = arguments
         tile, exp_avg, working, remainder = (
-            None if array == types.none else _pointer(context, builder, array, value, position)
+            None if array == types.none else address(context, builder, array, value, position)
             for array, value, position in zip(
-                signature.args[3:], arrays, (offset, index, index, index), strict=True
+                signature.args[4:], arrays, (offset, place, index, index), strict=True
             )
         )
         parameter = VectorLanes.load(builder, working, width)
@@ -230,7 +104,7 @@ def _update_parameter(width: int) -> Callable[..., None]:
             parameter,
             VectorLanes.load(builder, exp_avg, width),
             VectorLanes.load(builder, tile, width),
-            _fill_all(builder, scalars, width),
+            fill_all(builder, scalars, width),
         )
         if remainder is not None:
             parameter, low = parameter.split()
@@ -239,9 +113,17 @@ def _update_parameter(width: int) -> Callable[..., None]:
         return context.get_dummy_value()
 
     def typed(
-        typing: Any, index: Any, offset: Any, scalars: Any, tile: Any, m: Any, working: Any, remainder: Any
+        typing: Any,
+        index: Any,
+        offset: Any,
+        place: Any,
+        scalars: Any,
+        tile: Any,
+        m: Any,
+        working: Any,
+        remainder: Any,
     ) -> Any:
-        return types.none(index, offset, scalars, tile, m, working, remainder), emit
+        return types.none(index, offset, place, scalars, tile, m, working, remainder), emit
 
     return intrinsic(typed)
 
@@ -251,11 +133,11 @@ def _sum_squares(width: int) -> Callable[..., float]:
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         start, stop, values = arguments
-        zeros = ir.Constant(ir.VectorType(_F64, width), [0.0] * width)
+        zeros = ir.Constant(ir.VectorType(F64, width), [0.0] * width)
         lanes = cgutils.alloca_once_value(builder, zeros)
         step = ir.Constant(start.type, width)
         with cgutils.for_range_slice(builder, start, stop, step, start.type) as (index, _):
-            pointer = _pointer(context, builder, signature.args[2], values, index)
+            pointer = address(context, builder, signature.args[2], values, index)
             numbers = VectorLanes.load(builder, pointer, width).widen_twice()
             total = numbers.times_plus(numbers, VectorLanes(builder, builder.load(lanes)))
             builder.store(total.value, lanes)
@@ -264,12 +146,12 @@ def _sum_squares(width: int) -> Callable[..., float]:
             half = total.type.count // 2
             low, high = (
                 builder.shuffle_vector(
-                    total, total, ir.Constant(ir.VectorType(_I32, half), list(range(first, first + half)))
+                    total, total, ir.Constant(ir.VectorType(I32, half), list(range(first, first + half)))
                 )
                 for first in (0, half)
             )
             total = builder.fadd(low, high)
-        return builder.extract_element(total, _I32(0))
+        return builder.extract_element(total, I32(0))
 
     def typed(typing: Any, start: Any, stop: Any, values: Any) -> Any:
         return types.float64(start, stop, values), emit
@@ -278,11 +160,11 @@ def _sum_squares(width: int) -> Callable[..., float]:
 
 
 _moments_vector, _moments_one = _update_moments(WIDTH), _update_moments(1)
-_parameter_vector, _parameter_one = _update_parameter(WIDTH), _update_parameter(1)
+parameter_vector, _parameter_one = _update_parameter(WIDTH), _update_parameter(1)
 _sum_squares_vector, _sum_squares_one = _sum_squares(2 * WIDTH), _sum_squares(1)
 
 
-def _compile(kernel: Callable[..., Any]) -> Any:
+def compile_kernel(kernel: Callable[..., Any]) -> Any:
     """Compile on the first call for each set of types, and keep the result on disk where that is possible."""
     options = {"nogil": True, "error_model": "numpy"}
     try:
@@ -292,7 +174,7 @@ def _compile(kernel: Callable[..., Any]) -> Any:
         return njit(**options)(kernel)
 
 
-@_compile
+@compile_kernel
 def update(  # type: ignore[no-untyped-def]
     scalars, working, remainder, exp_avg, exp_avg_sq, gradient, start, stop
 ):
@@ -317,12 +199,12 @@ def update(  # type: ignore[no-untyped-def]
         for index in range(tail, last):
             _moments_one(index, index - first, scalars, tile, exp_avg, exp_avg_sq, gradient)
         for index in range(first, tail, WIDTH):
-            _parameter_vector(index, index - first, scalars, tile, exp_avg, working, remainder)
+            parameter_vector(index, index - first, index, scalars, tile, exp_avg, working, remainder)
         for index in range(tail, last):
-            _parameter_one(index, index - first, scalars, tile, exp_avg, working, remainder)
+            _parameter_one(index, index - first, index, scalars, tile, exp_avg, working, remainder)
 
 
-@_compile
+@compile_kernel
 def sum_squares(values, chunk, sums, start, stop):  # type: ignore[no-untyped-def]
     """Write the sum of squares of each chunk of elements [start, stop) to `sums`.
 

@@ -188,10 +188,7 @@ def test_threads_and_cuts_change_no_bit() -> None:
         assert_equal(actual, expected)
     actual = clone(start)
     cuts = [0, 1, 17, 1000, 65_536, 500_001, numel]
-    pieces = [
-        Planes(**{name: plane[first:last] for name, plane in tensors(actual).items()})
-        for first, last in itertools.pairwise(cuts)
-    ]
+    pieces = [actual.slice(first, last) for first, last in itertools.pairwise(cuts)]
     update_many(WorkerPool(2), [(HYPER, piece) for piece in pieces])
     assert_equal(actual, expected)
 
