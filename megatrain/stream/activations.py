@@ -11,7 +11,6 @@ touches the one before: its bring is older than its own operations and younger t
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache
 
 from megatrain.errors import ConfigError, ModelError
+from megatrain.model.caches import with_own_caches
+from megatrain.model.selective import cheap_contexts
 from megatrain.plan.program import Operation
 from megatrain.stream.boundaries import note_output
 from megatrain.stream.bring import bring, swapped
-from megatrain.stream.selective import cheap_contexts
 from megatrain.stream.stash import Held
 
 if TYPE_CHECKING:
@@ -96,8 +95,8 @@ class _Entry:
         self._is_backward = False
         self._is_done = False
 
-    def open_backward(self) -> Operation | None:
-        """Begin the backward if nothing has: a recomputation, a saved weight, or the bring itself."""
+    def open_backward(self, *, is_again: bool = False) -> Operation | None:
+        """Begin the backward if nothing has: a recomputation (again), a saved weight, or the bring itself."""
         if self._is_done:
             raise ModelError(
                 f"a second backward through the same forward of block {self.block.block.name}; its graph is "
@@ -107,7 +106,7 @@ class _Entry:
             return None
         self._is_backward = True
         self._visit.current.begin_backward()
-        operation = self._visit.open(self.block, is_backward=True)
+        operation = self._visit.open(self.block, is_backward=True, is_again=is_again)
         self.place = self._visit.slots.target(operation)
         return operation
 
@@ -166,9 +165,11 @@ class LayerVisit:
         """The layer that is called."""
         return self._layer
 
-    def open(self, block: AttachedBlock, *, is_backward: bool) -> Operation:
+    def open(self, block: AttachedBlock, *, is_backward: bool, is_again: bool = False) -> Operation:
         """Open a block of the layer for this visit's micro-batch."""
-        return self.executor.open(block.index, self.current.micro_batch, is_backward=is_backward, owner=self)
+        return self.executor.open(
+            block.index, self.current.micro_batch, is_backward=is_backward, is_again=is_again, owner=self
+        )
 
     def go_on_before(self, entry: _Entry) -> None:
         """After a fragment's backward, open that of the one before: its operations come next."""
@@ -256,10 +257,10 @@ class _Run:
         self._count += 1
         self._stays_open = self._is_recomputation and self._count == len(visit.entries)
         if self._stays_open:
-            self._operation = entry.open_backward()
+            self._operation = entry.open_backward(is_again=True)
             assert self._operation is not None
         else:
-            self._operation = visit.open(block, is_backward=False)
+            self._operation = visit.open(block, is_backward=False, is_again=self._is_recomputation)
             entry.place = visit.slots.target(self._operation)
         if self._is_recomputation:
             visit._recomputed.append(entry)
@@ -294,28 +295,3 @@ def _refuse_autocast(name: str, policy: Activations) -> None:
             f"activations={policy.value} under torch.autocast: autograd would keep a cast copy of every "
             f"weight of {name}; use activations=recompute, or precision=bf16 in place of autocast"
         )
-
-
-def with_own_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give a block key-value caches of its own, as they were when the model's forward began.
-
-    The model then takes the same code path as a resident one, a recomputation does not append twice, and no
-    key or value outlives its block.
-    """
-    args = tuple(_own_cache(value) if isinstance(value, Cache) else value for value in args)
-    return args, {
-        key: _own_cache(value) if isinstance(value, Cache) else value for key, value in kwargs.items()
-    }
-
-
-def _own_cache(held: Any) -> Any:
-    """Copy a cache's structure, its layers and their containers, but no tensor."""
-    if isinstance(held, (list, tuple)):
-        return type(held)(map(_own_cache, held))
-    if isinstance(held, dict):
-        return {key: _own_cache(value) for key, value in held.items()}
-    if any(base.__module__ == Cache.__module__ for base in type(held).__mro__):  # a cache, or a layer of one
-        own = copy.copy(held)
-        vars(own).update({name: _own_cache(value) for name, value in vars(held).items()})
-        return own
-    return held

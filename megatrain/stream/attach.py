@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.blocks import find_blocks, group_layers
+from megatrain.model.moments import Moments
+from megatrain.plan.choice import Choice
+from megatrain.store.placement import Tiers
 from megatrain.store.state import read_precision
-from megatrain.stream.activations import Activations
+from megatrain.stream.arrange import policies_of
 from megatrain.stream.bind import bind, plan_layouts, require_device_memory
-from megatrain.stream.choose import Batch, Room, choose_activations, choose_lockstep, choose_residents
+from megatrain.stream.choose import Batch, Room, choose
 from megatrain.stream.compiled import is_compiled
 from megatrain.stream.devices import make_lanes
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Lanes
-from megatrain.stream.policies import Policies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,13 +41,17 @@ def attach(
     tokens_per_micro_batch: int | None = None,
     num_gradient_buffers: int | None = None,
     head_chunk_tokens: int | None = None,
+    gradients: Literal["host", "device", "auto"] = "host",
     compile: Literal["auto", "on", "off"] = "auto",
     host_limit: int | None = None,
     device_limit: int | None = None,
+    choice: Choice | None = None,
+    optimizer_state: str = "fp32",
+    tiers: Tiers | None = None,
 ) -> Engine:
     """Make a model train by streaming, in place; `engine.detach()` undoes it.
 
-    Every choice below changes where bytes are and when they move, and no bit of the result.
+    Every choice below but the last changes where bytes are and when they move, and no bit of the result.
 
     Args:
         model: A Hugging Face causal LM on the CPU, or one from `megatrain.load`.
@@ -76,11 +81,21 @@ def attach(
             keep copies and compute apart.
         head_chunk_tokens: Tokens that pass the head and the loss at a time; None: chosen so that small
             batches take one chunk, which is bitwise equal to the model's own loss.
+        gradients: Where complete gradients of streamed layers wait for the norm: on the `host`, or in spare
+            memory of the `device`, which saves the host 2 bytes per parameter. `auto`: on the device if it
+            has room for all of them.
         compile: Run each layer (or fragment) through `torch.compile`, one compilation for all of a kind.
             `auto`: on accelerators. Compiled kernels round differently; what is exact is that streaming,
             recomputation and resuming give the bits of the same compiled layers. Off under `recompute_cheap`.
         host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
         device_limit: Bytes of device memory for slots, resident blocks and gradients; None: what there is.
+        choice: What a plan has chosen, in place of `num_slots`, `num_gradient_buffers`, `activations`,
+            `boundaries`, `fragments`, `resident_blocks`, `lockstep`, `head_chunk_tokens` and `gradients`,
+            which are then not looked at.
+        optimizer_state: What `engine.adamw` will keep the moments in, for which memory is planned: `fp32`, or
+            `bf16` or `int8`, which are not exact.
+        tiers: Put on drives what of the state does not fit into `tiers.ram`, which then takes the place of
+            `host_limit`; no block is resident then. Give `megatrain.load` the same.
 
     Raises:
         ModelError: The model cannot be streamed exactly.
@@ -102,64 +117,75 @@ def attach(
         raise ConfigError(f"compile is {compile!r}; use auto, on or off")
     if boundaries not in ("device", "host"):
         raise ConfigError(f"boundaries is {boundaries!r}; use device or host")
+    if gradients not in ("host", "device", "auto"):
+        raise ConfigError(f"gradients is {gradients!r}; use host, device or auto")
     if resident_blocks != "auto" and resident_blocks < 0:
         raise ConfigError(f"resident_blocks is {resident_blocks}; use 0 or more, or auto")
     kept = read_precision(precision)
+    moments = Moments.read(optimizer_state)
     if getattr(model, "_megatrain_engine", None) is not None:
         raise ModelError("the model is attached to an engine already; call engine.detach() first")
+    fragments = fragments if choice is None else choice.fragments
+    if tiers is not None:
+        host_limit = tiers.ram_bytes if host_limit is None else host_limit
+        if choice is not None and (choice.resident_layers or choice.outer_resident):
+            resident_blocks = choice.resident_layers or 1
+        if resident_blocks not in ("auto", 0):
+            raise ConfigError(
+                f"resident_blocks is {resident_blocks}, but the state is on drives (memory.tiers.nvme), from "
+                "where no block goes to the device for good; use resident_blocks=0, or no drives"
+            )
+        if moments is not Moments.FP32:
+            raise ConfigError(
+                f"optim.state is {moments.value}, but state on drives (memory.tiers.nvme) is kept in "
+                "fp32; use optim.state=fp32, or no drives"
+            )
+        resident_blocks = 0
     lanes = make_lanes(device, device_limit)
     blocks = find_blocks(model, fragments=fragments)
     layouts = plan_layouts(model, blocks, kept)
-    layers = group_layers(blocks)
-    most = max(map(len, layers))
-    slots = num_slots or most + 1
-    if slots < most:
-        raise ConfigError(
-            f"num_slots is {slots}, but a layer has {most} fragments, which are on the device together in "
-            f"its backward; use num_slots={most} or more, or fragments=False"
+    if choice is None:
+        most = max(map(len, group_layers(blocks)))
+        room = Room(
+            lanes=lanes,
+            blocks=blocks,
+            layouts=layouts,
+            layers=group_layers(blocks),
+            num_slots=num_slots or most + 1,
+            num_gradient_buffers=num_gradient_buffers or most + 1,
+            config=model.config,
+            batch=Batch(tokens_per_micro_batch or 0, num_micro_batches),
+            boundaries_on_host=boundaries == "host",
+            moments=moments,
         )
-    room = Room(
-        lanes=lanes,
-        blocks=blocks,
-        layouts=layouts,
-        layers=layers,
-        num_slots=slots,
-        num_gradient_buffers=num_gradient_buffers or most + 1,
-        config=model.config,
-        batch=Batch(tokens_per_micro_batch or 0, num_micro_batches),
-        boundaries_on_host=boundaries == "host",
-    )
-    together = choose_lockstep(room) if lockstep == "auto" else lockstep
-    buffers = num_gradient_buffers or (most + 1 if together > 1 else 1)
-    if together > 1 and buffers < most:
-        raise ConfigError(
-            f"num_gradient_buffers is {buffers}, but the gradients of a layer's {most} fragments add up at "
-            f"the same time; use {most} or more, or fragments=False"
+        choice = choose(
+            room,
+            activations=activations,
+            resident_blocks=resident_blocks,
+            lockstep=lockstep,
+            num_gradient_buffers=num_gradient_buffers,
+            fragments=fragments,
+            head_chunk_tokens=head_chunk_tokens,
+            gradients=gradients,
         )
-    room = replace(room, num_gradient_buffers=buffers, batch=replace(room.batch, num_micro_batches=together))
-    first = choose_activations(activations, room, frozenset()) if room.hides_copies else []
-    residents = choose_residents(resident_blocks, room, first.count(Activations.KEEP))
-    chosen = tuple(choose_activations(activations, room, residents))
-    is_cheap = Activations.RECOMPUTE_CHEAP in chosen
-    if is_cheap and compile == "on":
-        raise ConfigError(
-            "activations=recompute_cheap keeps the results of single operations, which a compiled layer does "
-            "not show; use compile=off, or activations=keep: a compiled layer keeps little by itself"
-        )
-    policies = Policies(
-        num_slots=slots,
-        num_gradient_buffers=buffers,
-        activations=chosen,
-        boundaries_on_host=boundaries == "host",
-        residents=residents,
-        lockstep=together,
+    is_cheap = "recompute_cheap" in choice.activations
+    policies = policies_of(
+        choice,
+        blocks,
         micro_batch_size=micro_batch_size,
-        head_chunk_tokens=head_chunk_tokens,
-        compiles=not is_cheap and is_compiled(compile, lanes.device),
+        compiles=compile == "on" or (not is_cheap and is_compiled(compile, lanes.device)),
         host_limit=host_limit,
+        moments=moments,
     )
     require_device_memory(blocks, layouts, lanes, policies)
     binding = bind(
-        model, kept, accumulates=num_micro_batches > together, host_limit=host_limit, fragments=fragments
+        model,
+        kept,
+        accumulates=num_micro_batches > policies.lockstep,
+        host_limit=host_limit,
+        fragments=fragments,
+        moments=moments,
+        tiers=tiers,
+        on_device=policies.residents if policies.gradients_on_device else None,
     )
     return Engine(model, binding, lanes, policies)

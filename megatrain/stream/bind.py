@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,18 +11,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megatrain.errors import CapacityError, ModelError
+from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.hardware import GIB, host_memory
 from megatrain.model.blocks import Block, find_blocks
-from megatrain.model.layout import BlockLayout, ParameterSpec, lay_out
+from megatrain.model.layout import BlockLayout
+from megatrain.model.layouts import lay_out_blocks
+from megatrain.model.moments import Moments, moment_bytes
+from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision, planned_host_bytes
+from megatrain.store.tiered import TieredState
 from megatrain.stream.gradients import ring_bytes
+from megatrain.stream.waiting import NUM_STAGING, staging_bytes, waiting_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from megatrain.stream.lanes import Lanes
     from megatrain.stream.policies import Policies
+
+_log = logging.getLogger(__name__)
 
 _ACTIVATIONS_SHARE = 0.8
 """Of the host memory that the state leaves; the rest is for data, libraries and the system."""
@@ -58,18 +65,48 @@ def bind(
     accumulates: bool = False,
     host_limit: int | None = None,
     fragments: bool = False,
+    on_device: Collection[int] | None = None,
+    moments: Moments = Moments.FP32,
+    tiers: Tiers | None = None,
 ) -> Binding:
     """Move a model's parameters into host state, one at a time; a model from `load` is there already.
 
+    Args:
+        model: With its weights.
+        precision: How they are kept.
+        accumulates: As in `require_host_memory`.
+        host_limit: Bytes that the whole state may take.
+        fragments: Cut layers into fragments.
+        on_device: As in `require_host_memory`.
+        moments: How the optimizer's state will be kept.
+        tiers: What goes to drives.
+
     Raises:
         ModelError: Weights that were never loaded, or a dtype that is no float.
-        CapacityError: The state, optimizer included, does not fit into host memory; nothing was allocated.
+        CapacityError: The state, optimizer included, does not fit into host memory, or what `tiers` says;
+            nothing was allocated.
+        ConfigError: The model was loaded for other tiers.
     """
     blocks = find_blocks(model, fragments=fragments)
     layouts = plan_layouts(model, blocks, precision)
-    fits = partial(require_host_memory, layouts, precision, accumulates=accumulates, limit=host_limit)
+    fits = partial(
+        require_host_memory,
+        layouts,
+        precision,
+        accumulates=accumulates,
+        limit=host_limit,
+        on_device=on_device,
+        moments=moments,
+        tiers=tiers,
+    )
     loaded: HostState | None = model.__dict__.get("_megatrain_host")
-    if loaded is not None and loaded.precision is precision and list(loaded.layouts) == layouts:
+    if isinstance(loaded, TieredState) and not loaded.is_for(layouts, precision, tiers):
+        raise ConfigError(
+            "the model was loaded with its state on drives for other settings; give megatrain.load and "
+            "attach the same tiers, precision and fragments"
+        )
+    is_same = loaded is not None and loaded.precision is precision and list(loaded.layouts) == layouts
+    if loaded is not None and is_same and isinstance(loaded, TieredState) == (tiers is not None):
         binding = Binding(blocks, loaded)
         binding.check()
         fits(held=loaded.host_bytes)
@@ -83,7 +120,7 @@ def bind(
             )
     given = sum(parameter.nbytes for parameter in model.parameters())
     fits(held=0 if loaded is not None else given)
-    host = HostState(layouts, precision)
+    host = make_host(layouts, precision, tiers, accumulates=accumulates)
     with torch.no_grad():
         for block, state in zip(blocks, host.blocks, strict=True):
             for entry in state.layout.entries:
@@ -92,6 +129,29 @@ def bind(
                 parameter.data = state.weight(entry)
     model.__dict__["_megatrain_host"] = host
     return Binding(blocks, host)
+
+
+def make_host(
+    layouts: Sequence[BlockLayout], precision: Precision, tiers: Tiers | None, *, accumulates: bool
+) -> HostState:
+    """Allocate host state, in RAM or also on drives.
+
+    Raises:
+        MegatrainError: As `TieredState`.
+    """
+    if tiers is None:
+        return HostState(layouts, precision)
+    host = TieredState(layouts, precision, tiers, accumulates=accumulates)
+    _log.info("%s", host.away.placement.describe(len(layouts)))
+    read, written, committed = (nbytes / 1e9 for nbytes in host.away.bytes_per_step())
+    _log.info(
+        "drives: a step reads %.3g GB and writes %.3g GB for its updates, beside weights that it fetches "
+        "from there; a commit writes %.3g GB more",
+        read,
+        written,
+        committed,
+    )
+    return host
 
 
 def _value(loaded: HostState | None, name: str, parameter: nn.Parameter) -> Tensor:
@@ -105,38 +165,7 @@ def _value(loaded: HostState | None, name: str, parameter: nn.Parameter) -> Tens
 
 def plan_layouts(model: PreTrainedModel, blocks: Sequence[Block], precision: Precision) -> list[BlockLayout]:
     """Lay out every block; bf16 leaves parameters in fp32 that the model keeps so."""
-    keeps = _KeptInFp32(model) if precision is Precision.BF16 else None
-
-    def dtype(name: str, parameter: nn.Parameter) -> torch.dtype:
-        return torch.float32 if keeps is None or keeps(name, parameter) else torch.bfloat16
-
-    return [
-        lay_out(
-            ParameterSpec(
-                name=name,
-                shape=tuple(parameter.shape),
-                dtype=dtype(name, parameter),
-                is_trained=parameter.requires_grad,
-            )
-            for name, parameter in block.parameters.items()
-        )
-        for block in blocks
-    ]
-
-
-class _KeptInFp32:
-    """Which parameters keep fp32 in a bf16 model: those that transformers keeps, and fp32 ones among bf16."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        names = sorted(model._keep_in_fp32_modules_strict or ())
-        self._pattern = re.compile("|".join(rf"((^|\.){name}($|\.))" for name in names)) if names else None
-        dtypes = {parameter.dtype for parameter in model.parameters()}
-        self._is_mixed = torch.float32 in dtypes and len(dtypes) > 1
-
-    def __call__(self, name: str, parameter: nn.Parameter) -> bool:
-        if self._pattern is not None and self._pattern.search(name):
-            return True
-        return self._is_mixed and parameter.dtype == torch.float32
+    return lay_out_blocks(model, blocks, splits=precision is Precision.BF16)
 
 
 def require_host_memory(
@@ -146,6 +175,9 @@ def require_host_memory(
     held: int,
     accumulates: bool = False,
     limit: int | None = None,
+    on_device: Collection[int] | None = None,
+    moments: Moments = Moments.FP32,
+    tiers: Tiers | None = None,
 ) -> None:
     """Check the predicted bytes of a run against the given limit, the machine and its cgroups.
 
@@ -155,16 +187,34 @@ def require_host_memory(
         held: Bytes that are taken already and will be part of the state, or given back.
         accumulates: Steps have several micro-batches, whose sum bf16 keeps in fp32.
         limit: Bytes that the whole state may take.
+        on_device: Gradients wait for the norm on the device, and pass through the host only on their way to
+            the update of blocks other than these, which are updated there. None: they wait on the host.
+        moments: How the optimizer's state will be kept.
+        tiers: State goes to drives too, and `TieredState` checks what is left.
 
     Raises:
         CapacityError: It does not fit.
     """
-    planes = planned_host_bytes(layouts, precision, keeps_gradients=True, accumulates=accumulates)
+    if tiers is not None:
+        return
+    planes = planned_host_bytes(
+        layouts,
+        precision,
+        keeps_gradients=on_device is None,
+        accumulates=accumulates,
+        staging_bytes=0 if on_device is None else NUM_STAGING * staging_bytes(layouts, on_device),
+        moments=moments,
+    )
     total = sum(planes.values())
     parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items())
     advice = (
         "train.precision=bf16 (14 instead of 16 bytes per parameter), " if precision is Precision.FP32 else ""
     )
+    if moments is not Moments.INT8:
+        smaller = "bf16 or int8 (4 or 6" if moments is Moments.FP32 else "int8 (2"
+        advice += f"optim.state={smaller} bytes per parameter less, not exact), "
+    if on_device is None:
+        advice += "memory.gradients=device, "
     remedy = f"use {advice}a smaller model, or freeze parameters"
     if limit is not None and total > limit:
         raise CapacityError(
@@ -179,9 +229,20 @@ def require_host_memory(
         )
 
 
-def room_for_activations(host: HostState) -> int:
+def room_for_activations(
+    host: HostState, moments: Moments = Moments.FP32, *, keeps_gradients: bool = True
+) -> int:
     """Return the host bytes that saved activations may take: most of what the state will leave."""
-    planes = planned_host_bytes(host.layouts, host.precision, keeps_gradients=True, accumulates=True)
+    if isinstance(host, TieredState):
+        to_come = sum(host.away.placement.ram_bytes.values()) - host.host_bytes
+        return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))
+    planes = planned_host_bytes(
+        host.layouts,
+        host.precision,
+        keeps_gradients=keeps_gradients,
+        accumulates=True,
+        moments=moments,
+    )
     to_come = sum(planes.values()) - planes["working"] - planes["remainder"]
     return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))
 
@@ -205,9 +266,16 @@ def require_accumulators(host: HostState, *, accumulates: bool, limit: int | Non
 
 
 def require_device_memory(
-    blocks: Sequence[Block], layouts: Sequence[BlockLayout], lanes: Lanes, policies: Policies
+    blocks: Sequence[Block],
+    layouts: Sequence[BlockLayout],
+    lanes: Lanes,
+    policies: Policies,
+    *,
+    held: int = 0,
 ) -> None:
     """Check the predicted bytes of slots, resident blocks and gradient buffers against the device's limit.
+
+    `held` bytes in use will have been given back.
 
     Raises:
         CapacityError: They do not fit; nothing was allocated.
@@ -215,6 +283,7 @@ def require_device_memory(
     limit = lanes.available_bytes()
     if limit is None:
         return
+    limit += held
     pools = device_pools(
         blocks,
         layouts,
@@ -222,6 +291,8 @@ def require_device_memory(
         policies.num_slots,
         policies.num_gradient_buffers,
         wide=policies.lockstep > 1,
+        holds=policies.gradients_on_device,
+        moments=policies.moments,
     )
     need = sum(pools.values())
     if need > limit:
@@ -240,8 +311,21 @@ def device_pools(
     num_gradient_buffers: int,
     *,
     wide: bool,
+    holds: bool = False,
+    moments: Moments = Moments.FP32,
 ) -> dict[str, int]:
-    """Predict the bytes of each kind of device memory, activations apart."""
+    """Predict the bytes of each kind of device memory, activations apart.
+
+    Args:
+        blocks: Of the model.
+        layouts: One per block.
+        residents: Blocks that are on the device with all of their state.
+        num_slots: For streamed blocks.
+        num_gradient_buffers: For their gradients.
+        wide: Gradients add up in fp32.
+        holds: Complete ones wait there for the norm.
+        moments: How the optimizer's state will be kept.
+    """
     streamed = [block.is_streamed and n not in residents for n, block in enumerate(blocks)]
     slot = max((lay.working_bytes for lay, flag in zip(layouts, streamed, strict=True) if flag), default=0)
     stay = [layout for layout, flag in zip(layouts, streamed, strict=True) if not flag]
@@ -250,15 +334,18 @@ def device_pools(
         "resident weights": sum(layout.working_bytes for layout in stay),
         "resident gradients": sum(4 * layout.num_state for layout in stay),
         "resident optimizer state": sum(
-            2 * layouts[n].num_split + 8 * layouts[n].num_state for n in residents
+            2 * layouts[n].num_split + moment_bytes(layouts[n], moments) for n in residents
         ),
         "gradient buffers": num_gradient_buffers * ring_bytes(layouts, streamed, wide=wide),
+        "waiting gradients": waiting_bytes(layouts, streamed) if holds else 0,
     }
 
 
 def _smaller(policies: Policies, blocks: Sequence[Block]) -> str:
     """Name what would take less device memory."""
     options = []
+    if policies.gradients_on_device:
+        options.append("memory.gradients=host")
     if policies.residents:
         options.append("memory.resident_blocks=0")
     if policies.num_slots > 1 and not any(block.entries for block in blocks):

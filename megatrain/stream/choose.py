@@ -11,9 +11,12 @@ from megatrain.hardware import host_memory
 from megatrain.model.blocks import Block
 from megatrain.model.head import LOGITS_BYTES
 from megatrain.model.layout import BlockLayout
+from megatrain.model.moments import Moments
+from megatrain.plan.choice import Choice
 from megatrain.stream.activations import Activations, policies
 from megatrain.stream.bind import device_pools
 from megatrain.stream.lanes import Lanes
+from megatrain.stream.waiting import waiting_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,6 +50,7 @@ class Room:
     config: PretrainedConfig
     batch: Batch
     boundaries_on_host: bool = False
+    moments: Moments = Moments.FP32
 
     def left(self, residents: frozenset[int], num_kept: int = 0) -> float | None:
         """Return the bytes left beside `residents` and the activations of kept layers; None: no limit."""
@@ -60,6 +64,7 @@ class Room:
             self.num_slots,
             self.num_gradient_buffers,
             wide=self.batch.num_micro_batches > 1,
+            moments=self.moments,
         )
         kept = num_kept * (self.kept_bytes - self.boundary_bytes)
         return _SHARE * available - sum(pools.values()) - self._working_bytes() - kept
@@ -105,6 +110,49 @@ class Room:
         heads = 3 * LOGITS_BYTES if logits > LOGITS_BYTES else 3 * logits * self.batch.num_micro_batches
         num_boundaries = 2 if self.boundaries_on_host else len(self.layers)
         return inside + heads + num_boundaries * self.boundary_bytes
+
+
+def choose(
+    room: Room,
+    *,
+    activations: str | Sequence[str],
+    resident_blocks: int | Literal["auto"],
+    lockstep: int | Literal["auto"],
+    num_gradient_buffers: int | None,
+    fragments: bool,
+    head_chunk_tokens: int | None,
+    gradients: str,
+) -> Choice:
+    """Turn the arguments of `attach` into a choice, with no `auto` left.
+
+    Raises:
+        ConfigError: An unknown policy, or more resident layers than there are.
+    """
+    most = max(map(len, room.layers))
+    together = choose_lockstep(room) if lockstep == "auto" else lockstep
+    buffers = num_gradient_buffers or (most + 1 if together > 1 else 1)
+    room = replace(room, num_gradient_buffers=buffers, batch=replace(room.batch, num_micro_batches=together))
+    first = choose_activations(activations, room, frozenset()) if room.hides_copies else []
+    residents = choose_residents(resident_blocks, room, first.count(Activations.KEEP))
+    chosen = choose_activations(activations, room, residents)
+    outer = [n for n, block in enumerate(room.blocks) if not block.is_streamed]
+    if gradients == "auto":
+        left = room.left(residents, chosen.count(Activations.KEEP))
+        streamed = [block.is_streamed and n not in residents for n, block in enumerate(room.blocks)]
+        fits = left is not None and waiting_bytes(room.layouts, streamed) <= left
+        gradients = "device" if fits else "host"
+    return Choice(
+        num_slots=room.num_slots,
+        num_gradient_buffers=buffers,
+        activations=tuple(policy.value for policy in chosen),
+        boundaries="host" if room.boundaries_on_host else "device",
+        fragments=fragments,
+        resident_layers=sum(residents.issuperset(layer) for layer in room.layers),
+        outer_resident=bool(outer) and residents.issuperset(outer),
+        lockstep=together,
+        gradients=gradients,
+        head_chunk_tokens=head_chunk_tokens,
+    )
 
 
 def choose_lockstep(room: Room) -> int:

@@ -7,8 +7,10 @@ them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,31 +22,43 @@ from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.model.blocks import group_layers
 from megatrain.model.head import Head, Share, count_targets
+from megatrain.model.moments import Moments
+from megatrain.plan.choice import Choice
 from megatrain.store.state import HostState, Precision
-from megatrain.stream.activations import Activations
+from megatrain.store.tiered import TieredState
+from megatrain.stream.arrange import (
+    Arrangement,
+    check,
+    choice_of,
+    outer_of,
+    planes_to_drop,
+    policies_of,
+    with_tiers,
+)
 from megatrain.stream.attention import attention_of, attention_order
-from megatrain.stream.bind import Binding, room_for_activations
-from megatrain.stream.boundaries import Boundaries
+from megatrain.stream.bind import Binding, require_device_memory, room_for_activations
 from megatrain.stream.compiled import Compiler
-from megatrain.stream.executor import Executor
+from megatrain.stream.drives import Drives
+from megatrain.stream.executor import Counts, Executor
 from megatrain.stream.gradients import Gradients, Home
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.lockstep import Lockstep
-from megatrain.stream.meter import StepMeter, recomputed_forwards
+from megatrain.stream.meter import Batch, StepMeter, recomputed_forwards
 from megatrain.stream.passes import AttachedBlock, AttachedLayer, Pass, move_buffers, to_device
-from megatrain.stream.policies import Policies, block_size
-from megatrain.stream.residency import DeviceStates
+from megatrain.stream.policies import Policies
 from megatrain.stream.rounds import Rounds
 from megatrain.stream.shadows import Shadows
-from megatrain.stream.slots import Slots
 from megatrain.stream.split import join_outputs, split_batch
 from megatrain.stream.stash import Stash
 from megatrain.stream.step_report import StepReport
+from megatrain.stream.work import ComputeWork
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from megatrain.stream.optimizer import StreamedAdamW
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -55,28 +69,10 @@ class Engine:
         self.model = model
         self.host: HostState = binding.host
         self.lanes = lanes
-        self.policies = policies
         self._binding = binding
         blocks = binding.blocks
-        streamed = [b.is_streamed and n not in policies.residents for n, b in enumerate(blocks)]
-        sizes = [
-            block_size(layout, is_streamed=streamed[n], on_device=n in policies.residents)
-            for n, layout in enumerate(self.host.layouts)
-        ]
-        lanes.lock(self.host.arena("working"))
-        self._slots = Slots(lanes, self.host.layouts, streamed, policies.num_slots)
-        self.gradients = Gradients(lanes, self.host, streamed, policies.num_gradient_buffers)
-        outer = [index for index, block in enumerate(blocks) if not block.is_streamed]
-        self._executor = Executor(
-            lanes,
-            self.host,
-            sizes,
-            slots=self._slots,
-            gradients=self.gradients,
-            states=DeviceStates(lanes, self.host, self._slots, policies.residents),
-            stash=Stash(lanes, room_for_activations(self.host)),
-            outer=outer,
-        )
+        self._tiered = self.host if isinstance(self.host, TieredState) else None
+        self._drives = None if self._tiered is None else Drives(lanes, self._tiered)
         owners = {
             entry.name: (index, number)
             for index, layout in enumerate(self.host.layouts)
@@ -86,12 +82,16 @@ class Engine:
             AttachedBlock(index, block, layout, owners)
             for index, (block, layout) in enumerate(zip(blocks, self.host.layouts, strict=True))
         ]
-        self._outer = [attached[index] for index in outer]
+        self._outer = [attached[index] for index in outer_of(blocks)]
+        self._layers = [AttachedLayer([attached[i] for i in indices]) for indices in group_layers(blocks)]
+        room = room_for_activations(
+            self.host, policies.moments, keeps_gradients=not policies.gradients_on_device
+        )
+        stash = Stash(lanes, room)
+        self._arrangement = self._arrange(policies, stash, Counts())
         self.compiler = Compiler() if policies.compiles else None
         self._settings = ExitStack()
         self._settings.enter_context(attention_order(attention_of(lanes.device)))
-        self._layers = self._group_layers(attached)
-        self.rounds = Rounds(self._executor, self.host, self.gradients, self._layers, self._outer, policies)
         self._names = [name for name, _ in model.named_parameters()]
         self._pass: Pass | None = None
         self._head = Head(model, policies.head_chunk_tokens, self._bring_again)
@@ -102,26 +102,139 @@ class Engine:
         """Measures every step: what `last_step` reports."""
         self._shadow()
 
-    def _group_layers(self, attached: Sequence[AttachedBlock]) -> list[AttachedLayer]:
-        drops = [policy is Activations.DROP_BOUNDARY for policy in self.policies.activations]
-        drops[0] = False  # there is no layer before the first
-        return [
-            AttachedLayer(
-                [attached[index] for index in indices],
-                self._executor,
-                self._slots,
-                policy,
-                Boundaries(
-                    self._executor.stash,
-                    on_host=self.policies.boundaries_on_host and policy.is_recomputed,
-                    drops=drops[number],
-                    is_source=number + 1 < len(drops) and drops[number + 1],
-                ),
+    def _arrange(self, policies: Policies, stash: Stash, counts: Counts) -> Arrangement:
+        return Arrangement(
+            self.lanes,
+            self._binding,
+            policies,
+            self._layers,
+            self._outer,
+            stash=stash,
+            counts=counts,
+            drives=self._drives,
+        )
+
+    # -- how it is arranged ---------------------------------------------------------------------------------
+
+    @property
+    def policies(self) -> Policies:
+        """What decides how the model is streamed."""
+        return self._arrangement.policies
+
+    @property
+    def choice(self) -> Choice:
+        """The choice in force, with no `auto` left; `reconfigure` changes it."""
+        blocks = self._binding.blocks
+        choice = choice_of(self.policies, blocks)
+        if self._tiered is None:
+            return choice
+        return with_tiers(choice, self._tiered.away.placement, len(blocks))
+
+    @property
+    def gradients(self) -> Gradients:
+        """The gradients of the step."""
+        return self._arrangement.gradients
+
+    @property
+    def executor(self) -> Executor:
+        """What moves the bytes."""
+        return self._arrangement.executor
+
+    @property
+    def rounds(self) -> Rounds:
+        """What passes of the model are expected."""
+        return self._arrangement.rounds
+
+    def reconfigure(self, choice: Choice | Policies) -> None:
+        """Go on in another way from the next step on; no bit of any result changes.
+
+        Call it between two steps: after `opt.step()`, before the next forward. It waits for the updates that
+        are still running, and takes as long as the state of resident layers takes to come home and back.
+
+        Args:
+            choice: All that is wanted; `dataclasses.replace(engine.choice, num_slots=3)` changes one thing.
+                What of the state is on drives stays there.
+
+        Raises:
+            ConfigError: A step is going on, or this engine cannot change to that.
+            CapacityError: The device does not hold it; nothing was changed.
+        """
+        self.require_attached()
+        if isinstance(choice, Choice):
+            choice = self._policies_of(choice)
+        self._refuse_change(choice)
+        self.meter.settle()
+        old = self._arrangement
+        self.settle()  # and not `sync`, which would read weights on drives into RAM
+        self.lanes.drain()
+        old.release()
+        held, stash = self.lanes.device_bytes, old.executor.stash
+        stash.trim()
+        try:
+            self._take(choice, stash)
+        except BaseException:
+            self.lanes.device_bytes = held
+            self._take(old.policies, stash)
+            raise
+        _log.info("the engine goes on with: %s", choice.describe())
+
+    def _policies_of(self, choice: Choice) -> Policies:
+        now = self.policies
+        if choice.fragments != now.fragments:
+            raise ConfigError(
+                f"fragments is {choice.fragments}, but the state is laid out for fragments={now.fragments}; "
+                "detach the engine, and attach again"
             )
-            for number, (indices, policy) in enumerate(
-                zip(group_layers(self._binding.blocks), self.policies.activations, strict=True)
+        if choice.head_chunk_tokens not in (None, now.head_chunk_tokens):
+            raise ConfigError(
+                f"head_chunk_tokens is {choice.head_chunk_tokens}, and was {now.head_chunk_tokens}: the loss "
+                "would be rounded in another way; detach the engine, and attach again"
             )
-        ]
+        now_there, wanted = ("nvme" in dict(c.tiers).values() for c in (self.choice, choice))
+        if now_there != wanted:
+            raise ConfigError(
+                f"the choice puts {'a part' if wanted else 'nothing'} of the state on drives (tiers), where "
+                f"{'a part' if now_there else 'nothing'} of it is; detach the engine, and attach again"
+            )
+        return policies_of(
+            replace(choice, head_chunk_tokens=now.head_chunk_tokens),
+            self._binding.blocks,
+            micro_batch_size=now.micro_batch_size,
+            compiles=now.compiles,
+            host_limit=now.host_limit,
+            moments=now.moments,
+        )
+
+    def _refuse_change(self, policies: Policies) -> None:
+        if self.rounds.is_broken:
+            self.rounds.drop()
+        if self._pass is not None or self.rounds.is_open or self.gradients.blocks:
+            raise ConfigError(
+                "engine.reconfigure is for the time between two steps: finish the backward, then call "
+                "opt.step() or opt.zero_grad()"
+            )
+        if policies.residents and self._tiered is not None:
+            raise ConfigError(
+                "blocks cannot become resident: the state is on drives, from where none goes to the device "
+                "for good; use resident_layers=0 and outer_resident=False"
+            )
+        check(policies, group_layers(self._binding.blocks))
+        if self._optimizer is not None:
+            from megatrain.stream.optimizer import check_updates
+
+            check_updates(policies.updates, self._optimizer.max_grad_norm)
+        held = self.lanes.device_bytes
+        require_device_memory(self._binding.blocks, self.host.layouts, self.lanes, policies, held=held)
+
+    def _take(self, policies: Policies, stash: Stash) -> None:
+        """Let new policies take effect; the device memory of the old ones is free."""
+        old = self._arrangement.policies
+        for plane in planes_to_drop(old, policies):
+            self.lanes.unlock(self.host.arena(plane))
+            self.host.release(plane)
+        self._arrangement = self._arrange(policies, stash, self.executor.counts)
+        if self._optimizer is not None:
+            self._optimizer.take_part()
 
     # -- the step -------------------------------------------------------------------------------------------
 
@@ -225,15 +338,13 @@ class Engine:
                 "with updates=immediate, gradients are used up as soon as they are complete; use deferred to "
                 "read them"
             )
-        self._executor.wait_for_gradients()
+        self.executor.wait_for_gradients()
         return self.gradients.named(self._names)
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, master) lazily for every parameter, frozen ones too: new fp32 host tensors."""
-        self.sync()
-        for name in self._names:
-            block, entry = self.host.find(name)
-            yield name, block.master(entry)
+        self.settle()
+        yield from self.host.masters(self._names)
 
     def adamw(
         self,
@@ -244,7 +355,9 @@ class Engine:
         weight_decay: float = 0.1,
         max_grad_norm: float | None = 1.0,
         no_decay: Iterable[str] | None = None,
-        updates: str = "deferred",
+        updates: str | None = None,
+        state: str | None = None,
+        seed: int = 0,
     ) -> StreamedAdamW:
         """Make the optimizer of all trained parameters; its state is allocated here.
 
@@ -259,16 +372,26 @@ class Engine:
             updates: When a block is updated: `deferred` (in the background, from the end of the backward
                 until the next step's forward needs it), `immediate` (as soon as its gradient is complete,
                 which rules out clipping and skipping), or `serial` (all before `opt.step()` returns). The
-                numbers are the same, bit for bit.
+                numbers are the same, bit for bit. None: as the choice says that was attached with, or else
+                `deferred`.
+            state: What the moments are kept in: `fp32`, 8 bytes per parameter; or, not exact, `bf16`, 4, or
+                `int8`, 2.03. None: `optimizer_state` of `attach`, beyond which it cannot go.
+            seed: Of the stochastic rounding of `bf16` and `int8`.
 
         Raises:
-            ConfigError: A hyper-parameter out of range, clipping with `immediate`, or a second optimizer.
+            ConfigError: A hyper-parameter out of range, clipping with `immediate`, a second optimizer, or a
+                state for which no memory was planned.
             ModelError: A parameter is trained but was not there, or was frozen, when the engine was attached.
         """
-        from megatrain.stream.optimizer import StreamedAdamW, Updates
+        from megatrain.stream.optimizer import StreamedAdamW, Updates, check_updates
 
         if self._optimizer is not None:
             raise ConfigError("the engine has an optimizer already; one engine trains with one optimizer")
+        updates = Updates.read(updates or self.updates).value
+        check_updates(updates, max_grad_norm)
+        policies = replace(self.policies, updates=updates)
+        check(policies, group_layers(self._binding.blocks))
+        self._arrangement.policies = policies
         self._optimizer = StreamedAdamW(
             self,
             lr=lr,
@@ -277,7 +400,8 @@ class Engine:
             weight_decay=weight_decay,
             max_grad_norm=max_grad_norm,
             no_decay=no_decay,
-            updates=Updates.read(updates),
+            moments=self.policies.moments if state is None else Moments.read(state),
+            seed=seed,
         )
         return self._optimizer
 
@@ -293,16 +417,53 @@ class Engine:
         self.gradients.clear()
 
     def sync(self) -> None:
-        """Wait for every update, and make the host state whole: call it before any read of weights or state.
+        """Wait for every update, and make the parameters whole: call it before any read of weights.
 
         Updates of the `deferred` schedule run in the background until the next step's copies need them.
+        Weights that live on drives are read into RAM, until the next `opt.step()`.
+
+        Raises:
+            CapacityError: There is no room for them.
         """
-        self._executor.sync()
+        self.settle()
+        if self._tiered is not None:
+            self._tiered.bring_working()
+
+    def settle(self) -> None:
+        """Wait for every update: `host.borrow` then lends every block as the last step has left it."""
+        self.executor.sync()
+
+    def commit(
+        self,
+        step: int,
+        meta: Mapping[str, Any],
+        *,
+        finish: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Make the state after the last `opt.step()` what a crash leaves on the drives; returns at once.
+
+        It is done in the background, before the next step writes anything. What lives in RAM is written to
+        the drives for it: 12 bytes per parameter, or 2 of blocks whose remainder and moments are there.
+
+        Args:
+            step: Its number.
+            meta: Plain JSON values, as they are now.
+            finish: Called when the step's updates are done; returns what to add to `meta`.
+
+        Raises:
+            ConfigError: No state is on drives.
+        """
+        if self.executor.drives is None:
+            raise ConfigError("engine.commit needs state on drives; attach with tiers, or save a checkpoint")
+        self.executor.drives.commit(self.executor, step, meta, finish)
 
     def weights_changed(self) -> None:
         """Take note that the caller has written to the host state: copies on the device are out of date."""
-        self._executor.invalidate()
-        self._executor.states.forget()
+        if self._tiered is not None:
+            self._tiered.keep_working()
+            self._tiered.mark_changed()
+        self.executor.invalidate()
+        self.executor.states.forget()
 
     # -- numbers --------------------------------------------------------------------------------------------
 
@@ -322,12 +483,12 @@ class Engine:
     @property
     def bytes_fetched(self) -> int:
         """Bytes copied to the device since attach."""
-        return self._executor.counts.fetch_bytes
+        return self.executor.counts.fetch_bytes
 
     @property
     def bytes_offloaded(self) -> int:
         """Bytes of gradients copied home since attach."""
-        return self._executor.counts.offload_bytes
+        return self.executor.counts.offload_bytes
 
     @property
     def last_step(self) -> StepReport:
@@ -343,7 +504,12 @@ class Engine:
 
     @property
     def matmul_peak(self) -> float | None:
-        """FLOP/s of a large matrix product in the working dtype, measured once; None: the device is full."""
+        """FLOP/s of a large matrix product in the working dtype, measured once; None: the device is full.
+
+        Of an emulated accelerator with a rate, that rate.
+        """
+        if self.lanes.matmul_flops_per_s is not None:
+            return self.lanes.matmul_flops_per_s
         dtype = torch.bfloat16 if self.host.precision is Precision.BF16 else torch.float32
         try:
             return measure_matmul_peak(self.lanes.device, dtype)
@@ -370,24 +536,21 @@ class Engine:
 
     @property
     def updates(self) -> str:
-        """When the optimizer updates: `deferred`, `immediate` or `serial`."""
-        assert self._optimizer is not None, "there are no updates without an optimizer"
-        return self._optimizer.updates.value
+        """When an optimizer updates: `deferred`, `immediate` or `serial`."""
+        return self.policies.updates
 
     @property
     def outer_blocks(self) -> list[int]:
         """Blocks that are no part of a decoder layer: they are in use during a whole pass."""
         return [block.index for block in self._outer]
 
-    @property
-    def executor(self) -> Executor:
-        """What moves the bytes."""
-        return self._executor
-
     # -- attaching ------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """Give the model back: its parameters keep their values, in the working dtype, in host memory."""
+        """Give the model back: its parameters keep their values, in the working dtype, in host memory.
+
+        State on drives is removed; a later `attach` begins from these values.
+        """
         if self.model.__dict__.get("_megatrain_engine") is not self:
             return
         self.sync()
@@ -397,6 +560,21 @@ class Engine:
         self._settings.close()
         self.lanes.close()
         self.model._megatrain_engine = None
+        if self._tiered is not None:
+            self._tiered.away.store.remove()
+            self.model.__dict__.pop("_megatrain_host", None)
+
+    def close(self, *, removes: bool = False) -> None:
+        """Finish all work and let go of threads and drives; the model is not given back.
+
+        Args:
+            removes: Remove what is on the drives: nobody will go on from there.
+        """
+        try:
+            self.lanes.close()
+        finally:
+            if self._tiered is not None:
+                (self._tiered.away.store.remove if removes else self._tiered.away.store.close)()
 
     def _shadow(self) -> None:
         move_buffers(self.model, self.lanes.device)
@@ -466,29 +644,51 @@ class Engine:
             pieces = split_batch(self._head.named(args, kwargs), self.policies.micro_batch_size)
             if pieces is not None:
                 return self._enter_pieces(inner, pieces)
+        named = {"input_ids": args[0], **kwargs} if args else kwargs
+        batch = Batch.of(named)
         if torch.is_grad_enabled():
             self._binding.check()
-            self.meter.forward(args, kwargs)
+            self.meter.forward(named, batch)
             self.rounds.begin_pass()
         else:
             self.meter.pause()
             self.rounds.foresee_evaluation()
-        self._executor.begin_pass()
+        work, place = self._count_work(), self.rounds.micro_batch
+        if batch is not None:
+            work.begin_pass(place, batch.row_tokens, batch.positions)
+        self.executor.begin_pass()
         self._pass = current = self._make_pass()
         try:
             with current:
                 output = self._head.call(inner, args, kwargs) if is_causal_lm else inner(*args, **kwargs)
-            self._watch_backward(output)
+            if is_causal_lm:
+                work.head_forward(place, self._head.chunked_tokens)
+            self._watch_backward(output, partial(work.head_backward, place))
             return output
         finally:
             self._pass = None
-            self._executor.end_pass()
+            self.executor.end_pass()
 
-    def _watch_backward(self, output: Any) -> None:
+    def _watch_backward(self, output: Any, passes_head: Callable[[], object]) -> None:
         """Let the time that the head's backward takes count as compute's: no visit ends before it."""
         loss = getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.requires_grad:
-            loss.register_hook(lambda _: self._executor.begin_between())
+
+            def begin(_: Tensor) -> None:
+                passes_head()
+                self.executor.begin_between()
+
+            loss.register_hook(begin)
+
+    def _count_work(self) -> ComputeWork:
+        """Return what says how much each visit computes."""
+        if self.executor.work is None:
+            layers = [
+                [(block.index, sum(entry.numel for entry in block.layout.entries)) for block in layer.blocks]
+                for layer in self._layers
+            ]
+            self.executor.work = ComputeWork(self.meter.flops, layers, self.policies.activations)
+        return self.executor.work
 
     def _enter_pieces(self, inner: Callable[..., Any], pieces: Sequence[dict[str, Any]]) -> Any:
         """Run one large batch as micro-batches in lockstep, and return what the whole would."""
@@ -516,8 +716,8 @@ class Engine:
     def _make_pass(self) -> Pass:
         return Pass(
             self._outer,
-            self._executor,
-            self._slots,
+            self.executor,
+            self._arrangement.slots,
             self.rounds.begin_backward,
             micro_batch=self.rounds.micro_batch,
             adds_up=self.rounds.adds_up,

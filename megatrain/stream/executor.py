@@ -21,11 +21,13 @@ from megatrain.errors import ModelError
 from megatrain.plan.program import BlockSize, Buffer, Kind, Lane, Operation, Visit, weights_buffer
 from megatrain.plan.schedule import fetch_residents, offload_residents, schedule
 from megatrain.store.state import HostState, Precision
+from megatrain.stream.drives import Drives
 from megatrain.stream.gradients import Gradients, Home
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.residency import DeviceStates
 from megatrain.stream.slots import Slots
 from megatrain.stream.stash import Stash
+from megatrain.stream.work import ComputeWork
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +54,16 @@ class Executor:
         states: DeviceStates,
         stash: Stash,
         outer: Sequence[int],
+        counts: Counts,
+        drives: Drives | None = None,
     ) -> None:
         """Start with empty slots and stale resident blocks; `outer` blocks are in use during a whole pass."""
         self.lanes = lanes
         self.sizes = list(sizes)
         self.states = states
         self.stash = stash
+        self.drives = drives
+        """None: the whole state is in RAM."""
         self._host = host
         self._slots = slots
         self._gradients = gradients
@@ -69,6 +75,10 @@ class Executor:
         self._stale_residents = True
         self._surprised = False
         self.open_visit: Operation | None = None
+        self._is_again = False
+        """The open visit recomputes its block's forward."""
+        self.work: ComputeWork | None = None
+        """What visits compute, for the record and for lanes that keep to a rate."""
         self._is_between = False
         """Compute works on outer blocks: embedding, head and loss, between two visits."""
         self._pinned: dict[int, list[_Pin]] = {}
@@ -77,7 +87,7 @@ class Executor:
         """Set by an optimizer that updates a block as soon as its gradient is complete."""
         self._visit_names: dict[tuple[int, int], int] = {}
         self._new_name = itertools.count()
-        self.counts = Counts()
+        self.counts = counts
         self.seen: list[Visit] = []
 
     # -- a pass of the model --------------------------------------------------------------------------------
@@ -85,10 +95,11 @@ class Executor:
     def begin_pass(self) -> None:
         """Make compute wait for the weights that are in use during a whole pass."""
         if self._stale_residents:
-            for operation in fetch_residents(self.sizes):
+            for operation in self.around_drives(fetch_residents(self.sizes)):
                 self._issue(operation)
             self.states.pull()
             self._stale_residents = False
+        self._outer_work()  # of a backward that failed before it reached a block
         self._end_between()
         self.lanes.begin(Lane.COMPUTE, reads=self._outer, label=BETWEEN)
         self._is_between = True
@@ -96,7 +107,7 @@ class Executor:
     def end_pass(self) -> None:
         """Mark the end of a use of these weights."""
         self._is_between = False
-        self.lanes.end(Lane.COMPUTE, reads=self._outer)
+        self.lanes.end(Lane.COMPUTE, reads=self._outer, work=self._outer_work())
 
     def begin_between(self) -> None:
         """Take note that what compute does from now on is no visit, but work on outer blocks."""
@@ -107,7 +118,10 @@ class Executor:
     def _end_between(self) -> None:
         if self._is_between:
             self._is_between = False
-            self.lanes.end_span(Lane.COMPUTE)
+            self.lanes.end_span(Lane.COMPUTE, work=self._outer_work())
+
+    def _outer_work(self) -> float:
+        return 0.0 if self.work is None else self.work.take_outer()
 
     def prepare_gradients(self, *, adds_up: bool, num_rounds: int) -> None:
         """Make room for a step's gradients; waits for whoever uses the ring only if it has to grow."""
@@ -135,19 +149,38 @@ class Executor:
             num_staging=self._gradients.num_staging if at_once and self._gradients.is_staged else 0,
             first_staging=self._staging,
             updates_at_once=at_once,
+            holds=self._gradients.waiting is not None,
+            holds_sums=self._gradients.holds_sums,
         )
-        self._pending = deque(program.operations)
+        self._pending = deque(self.around_drives(program.operations))
         self.seen = []
 
+    def around_drives(self, operations: Sequence[Operation]) -> Sequence[Operation]:
+        """Add what brings state from the drives and back, if any is there."""
+        return operations if self.drives is None else self.drives.around(operations)
+
     def open(
-        self, block: int, micro_batch: int, *, is_backward: bool, owner: object | None = None
+        self,
+        block: int,
+        micro_batch: int,
+        *,
+        is_backward: bool,
+        is_again: bool = False,
+        owner: object | None = None,
     ) -> Operation:
         """Begin a visit: compute may read the block's weights, where the returned operation says they are.
 
-        `owner` stands for the call of the layer that the block is a fragment of.
+        Args:
+            block: What is visited.
+            micro_batch: Number within the round.
+            is_backward: Autograd visits the block.
+            is_again: A forward that was run before runs again, in the backward's visit or in one of its own.
+            owner: Stands for the call of the layer that the block is a fragment of.
         """
         self._pass_untrained(owner)
-        return self._open(block, micro_batch, is_backward=is_backward)
+        operation = self._open(block, micro_batch, is_backward=is_backward)
+        self._is_again = is_again
+        return operation
 
     def _open(self, block: int, micro_batch: int, *, is_backward: bool) -> Operation:
         assert self.open_visit is None, f"block {block} entered while {self.open_visit} is open"
@@ -162,6 +195,7 @@ class Executor:
             assert self._pinned[block].pop().slot == operation.slot, "a pinned fragment has moved"
         self.lanes.begin(Lane.COMPUTE, reads=operation.reads, label=str(operation))
         self.open_visit = operation
+        self._is_again = False
         return operation
 
     def name_visit(self, block: int, micro_batch: int) -> int:
@@ -187,7 +221,8 @@ class Executor:
         """End the open visit, with the gradients of a backward; issue the copies that this allows."""
         operation = self.open_visit
         assert operation is not None
-        self.lanes.end(Lane.COMPUTE, reads=operation.reads)
+        work = 0.0 if self.work is None else self.work.of(operation, is_again=self._is_again)
+        self.lanes.end(Lane.COMPUTE, reads=operation.reads, work=work)
         if operation.kind is Kind.BACKWARD and self.sizes[operation.block].is_trained:
             self._take(operation, grads)
         self.open_visit = None
@@ -227,6 +262,10 @@ class Executor:
         self._flush_ring()
         wanted = set(leave)
         away = [block for block in self._gradients.still_at(Home.DEVICE) if block not in wanted]
+        if self._gradients.waiting is not None:
+            for block in away:
+                self._issue(Operation(kind=Kind.HOLD, block=block))
+            away = []
         for operation in offload_residents(self.sizes, away):
             if self.update_at_once is None:
                 self._issue(operation)
@@ -234,15 +273,15 @@ class Executor:
             staging = self._staging if self._gradients.is_staged else -1
             self._issue(replace(operation, staging=staging))
             nbytes = self.sizes[operation.block].update_bytes
-            self._issue(
-                Operation(
-                    kind=Kind.UPDATE,
-                    block=operation.block,
-                    staging=staging,
-                    follows_norm=False,
-                    nbytes=nbytes,
-                )
+            update = Operation(
+                kind=Kind.UPDATE,
+                block=operation.block,
+                staging=staging,
+                follows_norm=False,
+                nbytes=nbytes,
             )
+            for part in self.around_drives([update]):
+                self._issue(part)
         for block in self._gradients.still_at(Home.ACCUMULATOR):
             self.lanes.enqueue(
                 Lane.HOST,
@@ -255,9 +294,14 @@ class Executor:
             self._gradients.settle_on_host(block)
 
     def wait_for_gradients(self) -> None:
-        """Let the caller read the gradient plane."""
-        self.complete_gradients()
-        with self.touching(reads=[("gradient", block) for block in self._gradients.blocks]):
+        """Let the caller read the gradients, at home or where they wait; what adds up may go on adding up."""
+        kinds = ["gradient"]
+        if self._gradients.waiting is None:
+            self.complete_gradients()
+        else:
+            self._flush_ring()
+            kinds += ["waiting", "resident_gradient"]
+        with self.touching(reads=[(kind, block) for kind in kinds for block in self._gradients.blocks]):
             pass
 
     def wait_for_norm(self) -> None:
@@ -283,10 +327,15 @@ class Executor:
     def run_update(
         self, operation: Operation, on_host: Callable[[], object], on_device: Callable[[], object]
     ) -> None:
-        """Update a block where its state is."""
+        """Update a block where its state is; other operations between updates are copies."""
         block = operation.block
+        if operation.kind is not Kind.UPDATE:
+            self._issue(operation)
+            return
         if block not in self.states.blocks:
             self.run_on_host(operation, on_host)
+            if self.drives is not None:
+                self.drives.settle_update(block)
             return
         self.lanes.enqueue(
             Lane.HOST,
@@ -307,7 +356,7 @@ class Executor:
         """Wait for every update, and bring home what is newer on the device: the host state is whole."""
         self.states.push()
         blocks = range(len(self.sizes))
-        whole = [(plane, block) for plane in ("working", "moments", "gradient") for block in blocks]
+        whole = [(plane, block) for plane in ("working", "moments", "gradient", "drive") for block in blocks]
         with self.touching(reads=whole):
             pass
 
@@ -332,6 +381,7 @@ class Executor:
 
     def abandon(self) -> None:
         """Drop an unfinished round after an exception."""
+        self._outer_work()
         self._end_between()
         if self.open_visit is not None:
             self.lanes.end(Lane.COMPUTE, reads=self.open_visit.reads)
@@ -357,7 +407,7 @@ class Executor:
         if operation.is_last:
             self._ring = (operation.gradient_buffer + 1) % self._gradients.num_buffers
             if not self._gradients.is_filled(operation.gradient_buffer):
-                ends = (Kind.OFFLOAD, Kind.UPDATE)
+                ends = (Kind.OFFLOAD, Kind.HOLD, Kind.UPDATE)
                 while self._pending and self._pending[0].kind in ends:
                     assert self._pending.popleft().block == operation.block
 
@@ -399,21 +449,27 @@ class Executor:
         unfinished = [
             operation
             for operation in self._pending
-            if operation.kind is Kind.OFFLOAD and self._gradients.is_filled(operation.gradient_buffer)
+            if operation.kind in (Kind.OFFLOAD, Kind.HOLD)
+            and self._gradients.is_filled(operation.gradient_buffer)
         ]
         self._pending.clear()
         if unfinished:
             self.prepare_gradients(adds_up=True, num_rounds=2)
         for operation in unfinished:
-            if self._gradients.is_filled(operation.gradient_buffer):
-                self._issue(
-                    replace(
-                        operation,
-                        completes=False,
-                        staging=-1,
-                        nbytes=self.sizes[operation.block].accumulator_bytes,
-                    )
-                )
+            if not self._gradients.is_filled(operation.gradient_buffer):
+                continue
+            if self._gradients.holds_sums:
+                self._issue(operation)
+                continue
+            sums = replace(
+                operation,
+                kind=Kind.OFFLOAD,
+                completes=self._host.precision is Precision.FP32,  # the plane holds a sum like any other
+                staging=-1,
+                waiting=-1,
+                nbytes=self.sizes[operation.block].accumulator_bytes,
+            )
+            self._issue(sums)
 
     def _poison(self, block: int, slot: int) -> None:
         place = self._slots.place(block, slot)
@@ -430,13 +486,25 @@ class Executor:
                 if operation.slot >= 0:
                     self.contents[operation.slot] = operation.block
                 source = self._host.blocks[operation.block].working
+                if operation.page >= 0:
+                    assert self.drives is not None
+                    source = self.drives.page(operation)
                 target = self._slots.target(operation)
                 self._enqueue(operation, lambda: target.copy_(source, non_blocking=True))
                 self.counts.fetches += operation.slot >= 0
                 self.counts.fetch_bytes += operation.nbytes
             case Kind.LOAD:
+                if self._gradients.homes[operation.block] is Home.WAITING:
+                    operation = replace(operation, waiting=operation.block, nbytes=0)
                 self._enqueue(operation, self._gradients.load(operation))
                 self.counts.fetch_bytes += operation.nbytes
+            case Kind.HOLD:
+                self._enqueue(operation, lambda: self._gradients.hold(operation))
+                self._gradients.settle(operation)
+            case Kind.OFFLOAD if operation.is_held:
+                self._enqueue(operation, lambda: self._gradients.take_home(operation))
+                self.counts.offloads += operation.waiting >= 0
+                self.counts.offload_bytes += operation.nbytes
             case Kind.OFFLOAD:
                 self._enqueue(operation, lambda: self._gradients.offload(operation))
                 self._gradients.settle(operation)
@@ -446,13 +514,24 @@ class Executor:
                 assert self.update_at_once is not None
                 self.run_on_host(operation, self.update_at_once(operation))
                 self._gradients.settle_update(operation.block)
+                if self.drives is not None:
+                    self.drives.settle_update(operation.block)
                 self._staging = (operation.staging + 1) % max(1, self._gradients.num_staging)
+            case Kind.READ | Kind.PAGE | Kind.WRITE:
+                assert self.drives is not None
+                self.enqueue(operation, self.drives.work(operation))
             case Kind.SAVE:
                 self.stash.flush(key)
             case Kind.RESTORE:
                 self.stash.prefetch(key)
             case _:
                 raise AssertionError(f"{operation} is no copy and no update")
+
+    def enqueue(self, operation: Operation, function: Callable[[], object]) -> None:
+        """Enqueue an operation of the drives, and count its bytes."""
+        self.counts.drive_read_bytes += operation.nbytes if operation.kind in (Kind.READ, Kind.PAGE) else 0
+        self.counts.drive_write_bytes += operation.nbytes if operation.kind is Kind.WRITE else 0
+        self._enqueue(operation, function)
 
     def _enqueue(self, operation: Operation, function: Callable[[], object]) -> None:
         self.lanes.enqueue(
@@ -486,3 +565,7 @@ class Counts:
         self.offload_bytes = 0
         self.update_bytes = 0
         """Host memory that updates have read and written."""
+        self.drive_read_bytes = 0
+        """State and weights from the drives."""
+        self.drive_write_bytes = 0
+        """State to the drives, commits included."""

@@ -7,18 +7,19 @@ parameter for which autograd gave None in every round has no gradient and gets n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from megatrain.model.layout import BlockLayout
+from megatrain.model.layout import BlockLayout, Entry
 from megatrain.optim.adamw import sum_of_squares
 from megatrain.optim.pool import default_pool
-from megatrain.plan.program import Operation
+from megatrain.plan.program import Kind, Operation
 from megatrain.store.state import HostState, Precision, split_gradient
 from megatrain.stream.lanes import Lanes
+from megatrain.stream.waiting import NUM_STAGING, WaitingGradients, staging_bytes
 
 
 class Home(Enum):
@@ -33,19 +34,41 @@ class Home(Enum):
     """In the resident block's own fp32 buffer."""
     UPDATED = 4
     """Used up: the block was updated as soon as its gradient was complete."""
+    WAITING = 5
+    """On the device, in the working dtype, until the norm is known."""
 
 
 class Gradients:
     """The gradients of one step. The methods named after operations are what these operations run."""
 
-    def __init__(self, lanes: Lanes, host: HostState, streamed: Sequence[bool], num_buffers: int) -> None:
-        """Allocate the resident blocks' buffers; the ring of gradient buffers comes with `prepare`."""
+    def __init__(
+        self,
+        lanes: Lanes,
+        host: HostState,
+        streamed: Sequence[bool],
+        num_buffers: int,
+        *,
+        on_device: Collection[int] = (),
+        holds: bool = False,
+    ) -> None:
+        """Allocate the resident blocks' buffers; the ring of gradient buffers comes with `prepare`.
+
+        Args:
+            lanes: Where things run.
+            host: The model's state.
+            streamed: Which blocks stream.
+            num_buffers: Buffers of the ring.
+            on_device: Blocks that are updated on the device.
+            holds: Complete gradients wait on the device for the norm.
+        """
         self._lanes = lanes
         self._host = host
         self._streamed = list(streamed)
         self.num_buffers = num_buffers
-        self.num_staging = 0
-        """Host buffers through which gradients pass if updates use them up at once."""
+        self.num_staging = NUM_STAGING if holds else 0
+        """Host buffers through which gradients pass if updates use them up at once, or they wait here."""
+        self._staging_bytes = staging_bytes(host.layouts, on_device)
+        self.waiting = WaitingGradients(lanes, host.layouts, streamed) if holds else None
         self.is_staged = False
         """Whether this step's gradients pass through them: those of several rounds cannot."""
         self._ring: list[Tensor] = []
@@ -77,7 +100,7 @@ class Gradients:
             num_rounds: Rounds of the step; more than one need the accumulator plane in bf16.
         """
         if self._plane(num_rounds) == "staging":
-            self._staging = self._host.allocate_staging(self.num_staging)
+            self._staging = self._host.allocate_staging(self.num_staging, self._staging_bytes)
         else:
             self._host.allocate_gradients()
         if self._is_wide(num_rounds > 1):
@@ -91,8 +114,21 @@ class Gradients:
         self._ring = []
         self._ring = [self._lanes.allocate(need) for _ in range(self.num_buffers)]
 
+    def release(self) -> None:
+        """Give the device memory back."""
+        self._lanes.free([*self._ring, *self._resident.values()])
+        self._ring, self._resident, self._staging = [], {}, []
+        if self.waiting is not None:
+            self.waiting.release()
+
     def _plane(self, num_rounds: int) -> str:
-        return "staging" if self.num_staging and num_rounds == 1 else "gradient"
+        is_staged = self.waiting is not None or (self.num_staging and num_rounds == 1)
+        return "staging" if is_staged else "gradient"
+
+    @property
+    def holds_sums(self) -> bool:
+        """Whether what goes on adding up waits on the device too: in fp32 it takes no more room."""
+        return self.waiting is not None and self._host.precision is Precision.FP32
 
     def _is_wide(self, adds_up: bool) -> bool:
         return adds_up and self._host.precision is Precision.BF16
@@ -162,7 +198,10 @@ class Gradients:
         state = self._host.blocks[operation.block]
         edge = state.layout.num_split
         flat = self._ring[operation.gradient_buffer][: 4 * state.layout.num_state].view(torch.float32)
-        if self.homes[operation.block] is Home.ACCUMULATOR:
+        if operation.waiting >= 0:
+            assert self.waiting is not None
+            sources = split_gradient(self.waiting.place(operation.block), state.layout)
+        elif self.homes[operation.block] is Home.ACCUMULATOR:
             assert state.accumulator is not None
             sources = state.accumulator[:edge], state.accumulator[edge:]
         else:
@@ -201,13 +240,55 @@ class Gradients:
         if operation.gradient_buffer >= 0:  # a resident block's sum stays, for a backward that may follow
             self._lanes.freed(buffer)
 
+    def hold(self, operation: Operation) -> None:
+        """Round a gradient to the working dtype where it waits, and sum its squares (offload lane)."""
+        if operation.gradient_buffer < 0:
+            self.round_on_device(operation.block)
+            return
+        assert self.waiting is not None
+        layout = self._host.layouts[operation.block]
+        buffer = self._ring[operation.gradient_buffer]
+        place = self.waiting.place(operation.block)
+        parts = split_gradient(place, layout)
+        if operation.is_single:
+            place.copy_(buffer[: layout.gradient_bytes])
+        else:
+            flat = buffer[: 4 * layout.num_state].view(torch.float32)
+            for part, sums in zip(parts, (flat[: layout.num_split], flat[layout.num_split :]), strict=True):
+                part.copy_(sums)
+        self._lanes.sum_of_squares(parts, self._sums[operation.block])
+        self._lanes.freed(buffer)
+
+    def take_home(self, operation: Operation) -> None:
+        """Copy a gradient that has waited into its staging buffer (offload lane)."""
+        layout = self._host.layouts[operation.block]
+        home = self.home(operation)
+        if operation.waiting >= 0:
+            assert self.waiting is not None
+            place = self.waiting.place(operation.block)
+            home.copy_(place, non_blocking=True)
+            self._lanes.freed(place)
+            return
+        flat = self.on_device(operation.block)
+        for part, sums in zip(
+            split_gradient(home, layout), (flat[: layout.num_split], flat[layout.num_split :]), strict=True
+        ):
+            part.copy_(sums.to(part.dtype), non_blocking=True)  # rounded before, so this changes nothing
+
     def home(self, operation: Operation) -> Tensor:
-        """Return the (gradient_bytes,) host bytes of a complete gradient: of the plane, or of its staging."""
+        """Return the (gradient_bytes,) host bytes of a complete gradient.
+
+        They are of its staging buffer or of the gradient plane, or, without one, new: rounded from fp32 sums.
+        """
         state = self._host.blocks[operation.block]
         if operation.staging >= 0:
             return self._staging[operation.staging][: state.layout.gradient_bytes]
-        assert state.gradient is not None
-        return state.gradient
+        if state.gradient is not None:
+            return state.gradient
+        assert state.accumulator is not None
+        rounded = torch.empty(state.layout.gradient_bytes, dtype=torch.uint8)
+        _round_into(split_gradient(rounded, state.layout), state.accumulator)
+        return rounded
 
     def on_device(self, block: int) -> Tensor:
         """Return the (num_state,) fp32 sum of a resident block, on the device."""
@@ -228,19 +309,21 @@ class Gradients:
             self._is_filled[operation.gradient_buffer] = False
         wide = self._stays_wide(operation)
         if operation.gradient_buffer >= 0:
-            self.homes[operation.block] = Home.ACCUMULATOR if wide else Home.GRADIENT
+            complete = Home.WAITING if operation.kind is Kind.HOLD else Home.GRADIENT
+            self.homes[operation.block] = Home.ACCUMULATOR if wide else complete
         self._is_home[operation.block] = not wide
 
     def complete_on_host(self, block: int) -> None:
-        """Round a gradient from the accumulator into the gradient plane (host lane)."""
+        """Round a gradient from the accumulator into the gradient plane, if there is one (host lane)."""
         state = self._host.blocks[block]
         assert state.accumulator is not None
-        assert state.gradient is not None
-        low, full = split_gradient(state.gradient, state.layout)
-        low.copy_(state.accumulator[: state.layout.num_split])
-        full.copy_(state.accumulator[state.layout.num_split :])
+        if state.gradient is None:
+            parts = split_gradient(self.home(Operation(kind=Kind.UPDATE, block=block)), state.layout)
+        else:
+            parts = split_gradient(state.gradient, state.layout)
+            _round_into(parts, state.accumulator)
         pool = default_pool()
-        self._sums[block] = sum(sum_of_squares(pool, part) for part in (low, full))
+        self._sums[block] = sum(sum_of_squares(pool, part) for part in parts)
 
     def settle_on_host(self, block: int) -> None:
         """Note that a gradient is rounded into the gradient plane."""
@@ -255,13 +338,32 @@ class Gradients:
         values = self._sums.tolist()
         return [values[block] for block in blocks]
 
+    def held(self, blocks: Iterable[int], *, leave: Collection[int]) -> list[int]:
+        """List those of `blocks` whose complete gradients wait on the device, but for those in `leave`."""
+        if self.waiting is None:
+            return []
+        places = (Home.WAITING, Home.DEVICE)
+        return [block for block in blocks if self.homes[block] in places and block not in leave]
+
     def named(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield those of `names` that have a gradient, as (name, fp32 host tensor); fp32 ones are views."""
-        present = set().union(*self.present)
+        owner = {name: block for block, present in enumerate(self.present) for name in present}
         for name in names:
-            if name in present:
-                state, entry = self._host.find(name)
-                yield name, state.gradient_of(entry).to(torch.float32)
+            if name in owner:
+                yield name, self._gradient(owner[name], self._host.find(name)[1])
+
+    def _gradient(self, block: int, entry: Entry) -> Tensor:
+        """Return one complete gradient as an fp32 host tensor, from wherever it is."""
+        state = self._host.blocks[block]
+        if self.waiting is None:
+            return state.gradient_of(entry).to(torch.float32)
+        if self.homes[block] is Home.WAITING:
+            found = state.gradient_of(entry, self.waiting.place(block))
+        else:
+            sums = self.on_device(block) if self.homes[block] is Home.DEVICE else state.accumulator
+            assert sums is not None
+            found = state.plane_of(sums, entry).to(entry.dtype)
+        return found.to("cpu", torch.float32)
 
     def _stays_wide(self, operation: Operation) -> bool:
         return not operation.completes and self._host.precision is Precision.BF16
@@ -295,6 +397,12 @@ def _put(views: Sequence[Tensor], grads: Sequence[Tensor | None], *, adds: bool)
     for view, missing in zip(views, grads, strict=True):
         if missing is None:
             view.zero_()
+
+
+def _round_into(parts: tuple[Tensor, Tensor], sums: Tensor) -> None:
+    edge = parts[0].numel()
+    parts[0].copy_(sums[:edge])
+    parts[1].copy_(sums[edge:])
 
 
 def _zero_padding(parts: tuple[Tensor, Tensor], layout: BlockLayout) -> None:

@@ -56,6 +56,11 @@ class HostRing:
         """Make a buffer free; who takes it next waits, by its name, for who has used it."""
         self._free.append(buffer)
 
+    def trim(self) -> None:
+        """Give the memory of all free buffers back."""
+        for buffer in list(self._free):
+            self._unmake(buffer)
+
     def _smallest(self, nbytes: int) -> HostBuffer | None:
         found = min(
             (buffer for buffer in self._free if buffer.flat.numel() >= nbytes),
@@ -85,7 +90,7 @@ class HostRing:
         self.nbytes -= buffer.flat.numel()
         name = [("stash", buffer.index)]
         self._lanes.begin(Lane.CALLER, writes=name)  # copies may still use its memory
-        buffer.arena.unlock()
+        self._lanes.unlock(buffer.arena)
         buffer.arena.drop()
         self._lanes.end(Lane.CALLER, writes=name)
 

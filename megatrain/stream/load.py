@@ -11,13 +11,17 @@ from torch import Tensor, nn
 
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import find_blocks
-from megatrain.model.files import checkpoint_files, load_weights, model_directory
+from megatrain.model.files import checkpoint_files, load_weights, model_directory, take_generation_config
 from megatrain.model.initialise import initialise_weights
 from megatrain.model.layout import BlockLayout, Entry
+from megatrain.model.moments import Moments
 from megatrain.model.skeleton import build_skeleton, read_config
 from megatrain.store.arena import Arena
+from megatrain.store.drives.scratch import FileArena
+from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision, read_precision
-from megatrain.stream.bind import plan_layouts, require_host_memory
+from megatrain.store.tiered import TieredState
+from megatrain.stream.bind import make_host, plan_layouts, require_host_memory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -33,6 +37,9 @@ def load(
     accumulates: bool = False,
     host_limit: int | None = None,
     fragments: bool = False,
+    gradients: str = "host",
+    optimizer_state: str = "fp32",
+    tiers: Tiers | None = None,
 ) -> PreTrainedModel:
     """Load a Hugging Face causal LM into host state, ready for `megatrain.attach` with the same precision.
 
@@ -50,6 +57,10 @@ def load(
             the check before allocation uses it.
         host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
         fragments: As in `attach`: lays the weights out for it, so that they need not be moved later.
+        gradients: As in `attach`; only the check before allocation uses it.
+        optimizer_state: As in `attach`; only the check before allocation uses it.
+        tiers: As in `attach`: each block goes straight to where it belongs. With `tiers.resumes`, weights are
+            what is committed on the drives, and `path` gives the configuration.
 
     Returns:
         The model in evaluation mode, as `from_pretrained` does; its parameters are views of host memory.
@@ -65,14 +76,28 @@ def load(
     if path is not None:
         config = read_config(path)
         path = model_directory(path)
-        checkpoint_files(path)
+        if tiers is None or not tiers.resumes:
+            checkpoint_files(path)
     assert config is not None
     dtype = torch.float32 if kept is Precision.FP32 else torch.bfloat16
     model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
     layouts = plan_layouts(model, find_blocks(model, fragments=fragments), kept)
-    require_host_memory(layouts, kept, held=0, accumulates=accumulates, limit=host_limit)
-    host = HostState(layouts, kept)
-    if path is not None:
+    require_host_memory(
+        layouts,
+        kept,
+        held=0,
+        accumulates=accumulates,
+        limit=host_limit,
+        moments=Moments.read(optimizer_state),
+        on_device=None if gradients == "host" else (),
+        tiers=tiers,
+    )
+    host = make_host(layouts, kept, tiers, accumulates=accumulates)
+    if isinstance(host, TieredState) and host.is_resumed:
+        _bind_parameters(model, lambda name: _working(host, name))
+        if path is not None:
+            take_generation_config(model, path)
+    elif path is not None:
         _bind_parameters(model, lambda name: _working(host, name))
         load_weights(model, path, host)
     else:
@@ -83,12 +108,13 @@ def load(
 
 
 def _draw(model: PreTrainedModel, host: HostState, seed: int) -> None:
-    """Draw initial fp32 values: in place where the working plane is fp32, else in a scratch plane."""
-    if host.precision is Precision.FP32:
+    """Draw initial fp32 values: in place where the working plane is fp32 and in RAM, else in scratch room."""
+    tiered = isinstance(host, TieredState)
+    if host.precision is Precision.FP32 and not tiered:
         _bind_parameters(model, lambda name: _working(host, name))
         initialise_weights(model, seed=seed)
         return
-    scratch = _Scratch(host.layouts)
+    scratch = _Scratch(host.layouts, host.away.tiers.nvme[0] if isinstance(host, TieredState) else None)
     _bind_parameters(model, scratch.view)
     initialise_weights(model, seed=seed)
     for name in host.names():
@@ -96,16 +122,16 @@ def _draw(model: PreTrainedModel, host: HostState, seed: int) -> None:
 
 
 class _Scratch:
-    """fp32 room for every parameter, for as long as initial values are drawn."""
+    """fp32 room for every parameter, for as long as initial values are drawn: on a drive if there is one."""
 
-    def __init__(self, layouts: tuple[BlockLayout, ...]) -> None:
+    def __init__(self, layouts: tuple[BlockLayout, ...], directory: Path | None) -> None:
         self._places: dict[str, tuple[int, Entry]] = {}
         size = 0
         for layout in layouts:
             for entry in layout.entries:
                 self._places[entry.name] = (size, entry)
                 size += 4 * entry.numel
-        self._arena = Arena(size)
+        self._arena = Arena(size) if directory is None else FileArena(size, directory)
 
     def view(self, name: str) -> Tensor:
         start, entry = self._places[name]

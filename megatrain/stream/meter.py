@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -35,6 +36,8 @@ class Moved(NamedTuple):
     update_bytes: int
     saved_bytes: int
     restored_bytes: int
+    drive_read_bytes: int
+    drive_write_bytes: int
     chunked_tokens: int
 
     def since(self, earlier: Moved) -> Moved:
@@ -76,6 +79,8 @@ class _Step:
     is_counted: bool
     """All targets were known when the step began."""
     batches: list[Batch] = field(default_factory=list)
+    arranged: tuple[list[int], str] | None = None
+    """Set when the engine goes on in another way: how often each layer ran again, and the updates."""
     moved: Moved | None = None
     """Set by `opt.step()`."""
     ended_s: float = 0.0
@@ -92,7 +97,6 @@ class StepMeter:
     def __init__(self, engine: Engine) -> None:
         """Follow `engine`."""
         self._engine = engine
-        self._flops: ModelFlops | None = None
         self._open: _Step | None = None
         self._last: _Step | StepReport | None = None
         self._was_elsewhere = True
@@ -112,7 +116,7 @@ class StepMeter:
             left = self.take()
             # after an evaluation, or a step that was dropped, updates are all that belongs to training
             is_mixed = self._open is not None or self._was_elsewhere
-            kept = {Lane.HOST} if is_mixed else set(Lane) - {Lane.CALLER}
+            kept = {Lane.HOST, Lane.READ, Lane.WRITE} if is_mixed else set(Lane) - {Lane.CALLER}
             spans = [span for span in left.spans if span.lane in kept]
             waits = [wait for wait in left.waits if wait.cause.waiting in kept]
         self._was_elsewhere = False
@@ -120,13 +124,11 @@ class StepMeter:
         is_counted = targets is not None
         self._open = _Step(time.perf_counter(), self._moved(), spans, waits, counts, is_counted)
 
-    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Take note of a micro-batch; the first one after a step begins the next."""
+    def forward(self, named: Mapping[str, Any], batch: Batch | None) -> None:
+        """Take note of a micro-batch, given by name; the first one after a step begins the next."""
         if self._open is None or self._is_stepped:
             self.begin()
         assert self._open is not None
-        named = {"input_ids": args[0], **kwargs} if args else kwargs
-        batch = Batch.of(named)
         if batch is None:
             return
         self._open.batches.append(batch)
@@ -150,6 +152,13 @@ class StepMeter:
         if self._is_stepped:
             self._end()
         self._was_elsewhere = True
+
+    def settle(self) -> None:
+        """Note how the engine is arranged for the newest step: the next one is another way."""
+        if self._is_stepped:
+            self._end()
+        if isinstance(self._last, _Step) and self._last.arranged is None:
+            self._last.arranged = self._engine.forwards_again, self._engine.updates
 
     def take(self) -> Record:
         """Take what the lanes have recorded, for the step and for whoever listens."""
@@ -177,6 +186,8 @@ class StepMeter:
             counts.update_bytes,
             stash.saved_bytes,
             stash.restored_bytes,
+            counts.drive_read_bytes,
+            counts.drive_write_bytes,
             self._engine.chunked_tokens,
         )
 
@@ -201,12 +212,13 @@ class StepMeter:
         assert moved is not None
         # A stream's spans are times of the device and its waits those of the launching thread: no difference.
         work = Work(step.spans, [] if engine.lanes.device.type != "cpu" else step.waits)
-        bound, bound_s = work.bound(engine.updates)
+        forwards, updates = step.arranged or (engine.forwards_again, engine.updates)
+        bound, bound_s = work.bound(updates)
         waits: dict[str, float] = {}
         for wait in sorted(step.waits, key=lambda wait: wait.seconds, reverse=True):
             name = f"{wait.cause.waiting.value}<-{wait.cause.owner.value} {wait.cause.buffer}"
             waits[name] = waits.get(name, 0.0) + wait.seconds
-        model_flops, hardware_flops = self._count(step.batches, moved.chunked_tokens)
+        model_flops, hardware_flops = self._count(step.batches, forwards, moved.chunked_tokens)
         return StepReport(
             **{name: value for name, value in moved._asdict().items() if name != "chunked_tokens"},
             seconds=step.ended_s - step.began_s,
@@ -220,18 +232,21 @@ class StepMeter:
             bound_s=bound_s,
         )
 
-    def _count(self, batches: Iterable[Batch], chunked_tokens: int) -> tuple[float, float]:
-        engine = self._engine
-        if self._flops is None:
-            self._flops = count_flops(engine.model, engine.layer_modules)
-        forwards = engine.forwards_again
+    @cached_property
+    def flops(self) -> ModelFlops:
+        """What a token costs."""
+        return count_flops(self._engine.model, self._engine.layer_modules)
+
+    def _count(
+        self, batches: Iterable[Batch], forwards: Sequence[int], chunked_tokens: int
+    ) -> tuple[float, float]:
         model = hardware = 0.0
         for batch in batches:
-            flops = self._flops.model_flops(batch.row_tokens)
+            flops = self.flops.model_flops(batch.row_tokens)
             model += int(batch.present) * flops
-            again = self._flops.recomputed_flops(batch.row_tokens, forwards)
+            again = self.flops.recomputed_flops(batch.row_tokens, forwards)
             hardware += batch.positions * (flops + again)
-        return model, hardware + chunked_tokens * self._flops.head_flops
+        return model, hardware + chunked_tokens * self.flops.head_flops
 
 
 def recomputed_forwards(policies: Sequence[Activations], visits: Mapping[int, int], first: int) -> list[int]:

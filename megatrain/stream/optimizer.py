@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from enum import Enum
 from fnmatch import fnmatch
 from functools import partial
@@ -15,14 +16,17 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.layout import BlockLayout, Entry, aligned
-from megatrain.optim.adamw import AdamWStep, Planes, update_many
+from megatrain.model.moments import MOMENT_PLANES, Moments, moment_bytes, scale_ranges
+from megatrain.optim.adamw import AdamWStep, Planes, rounding_key, update_many
 from megatrain.optim.clip import clip_coefficient, global_norm
 from megatrain.optim.device import update_on_device
 from megatrain.optim.pool import default_pool
-from megatrain.plan.program import Kind, Operation
+from megatrain.plan.program import Operation
 from megatrain.plan.schedule import optimizer_program
 from megatrain.store.state import split_gradient
+from megatrain.store.tiered import TieredState
 from megatrain.stream.gradients import Home
+from megatrain.stream.waiting import NUM_STAGING
 
 if TYPE_CHECKING:
     from megatrain.stream.engine import Engine
@@ -79,6 +83,8 @@ class StepStats:
 class StreamedAdamW(torch.optim.Optimizer):
     """Decoupled-weight-decay Adam with fp32 masters, bitwise equal to `torch.optim.AdamW(fused=True)`.
 
+    With moments in bf16 or int8 it is not exact (`optim.compressed`), and otherwise the same.
+
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
     """
 
@@ -92,14 +98,17 @@ class StreamedAdamW(torch.optim.Optimizer):
         weight_decay: float,
         max_grad_norm: float | None,
         no_decay: Iterable[str] | None,
-        updates: Updates,
+        moments: Moments = Moments.FP32,
+        seed: int = 0,
     ) -> None:
         """Allocate the moments, and the gradients too if clipping holds them back; see `Engine.adamw`."""
         _check_ranges(lr, betas, eps, weight_decay, max_grad_norm)
-        check_updates(updates, max_grad_norm)
+        _check_moments(engine, moments)
         self._engine = engine
+        self._moments = moments
+        self._seed = seed
         self._max_grad_norm = max_grad_norm
-        self._updates = updates
+        check_updates(engine.updates, max_grad_norm)
         self._has_stepped = False
         self.num_skipped = 0
         """Steps that changed nothing, because their norm was not finite."""
@@ -135,17 +144,23 @@ class StreamedAdamW(torch.optim.Optimizer):
         }
         self.steps = dict.fromkeys(managed, 0)
         """Updates that each parameter has had: the t of its bias correction."""
-        engine.host.allocate_moments()
+        engine.host.allocate_moments(moments)
+        self.take_part()
+
+    def take_part(self) -> None:
+        """Take part in the engine's present arrangement, which is new."""
+        engine = self._engine
+        _plan_updates(engine, self._moments)
         engine.executor.states.allocate()
-        if updates is Updates.IMMEDIATE:
+        if self.updates is Updates.IMMEDIATE:
             if engine.gradients.blocks:
                 raise ConfigError(
                     "updates=immediate needs the optimizer before the first backward; call engine.adamw "
                     "first, or opt.zero_grad() before it"
                 )
-            engine.gradients.num_staging = _NUM_STAGING
+            engine.gradients.num_staging = NUM_STAGING
             engine.executor.update_at_once = self._update_at_once
-        elif max_grad_norm is not None:
+        elif self._max_grad_norm is not None and engine.gradients.waiting is None:
             engine.host.allocate_gradients()
 
     @torch.no_grad()
@@ -176,21 +191,27 @@ class StreamedAdamW(torch.optim.Optimizer):
         stats = StepStats(executor.wait_for_norm)
         blocks = self._in_forward_order(gradients.blocks)
         updated = [block for block in blocks if gradients.homes[block] is Home.UPDATED]
-        stats._can_skip = self._updates is not Updates.IMMEDIATE
-        norm_operation, *operations = optimizer_program(blocks, executor.sizes, updated=updated)
+        stats._can_skip = self.updates is not Updates.IMMEDIATE
+        if isinstance(engine.host, TieredState):
+            engine.host.drop_working()
+        norm_operation, *operations = optimizer_program(
+            blocks,
+            executor.sizes,
+            updated=updated,
+            held=gradients.held(blocks, leave=executor.states.blocks),
+            num_staging=gradients.num_staging,
+        )
         executor.run_on_host(norm_operation, partial(self._settle_norm, stats, blocks))
         groups = self._snapshot()
-        for operation in operations:
-            work = _Update(
-                self, operation.block, groups, frozenset(gradients.present[operation.block]), stats
-            )
+        for operation in executor.around_drives(operations):
+            work = _Update(self, operation, groups, frozenset(gradients.present[operation.block]), stats)
             executor.run_update(operation, work.run, work.run_on_device)
-        if self._max_grad_norm is None and self._updates is not Updates.IMMEDIATE:
+        if self._max_grad_norm is None and self.updates is not Updates.IMMEDIATE:
             executor.drop_gradients(blocks)
         gradients.clear()
         executor.invalidate()
-        if self._updates is Updates.SERIAL:
-            engine.sync()
+        if self.updates is Updates.SERIAL:
+            engine.settle()
         engine.meter.stepped()
         return stats
 
@@ -225,7 +246,7 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def _update_at_once(self, operation: Operation) -> Callable[[], object]:
         present = frozenset(self._engine.gradients.present[operation.block])
-        return _Update(self, operation.block, self._snapshot(), present, None, operation.staging).run
+        return _Update(self, operation, self._snapshot(), present, None).run
 
     def _snapshot(self) -> list[dict[str, Any]]:
         """Copy the hyper-parameters as they are now: a scheduler may change them before an update runs."""
@@ -245,6 +266,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         """Count one more update of the parameters in `present`, and list the state ranges that it covers."""
         layout = self._engine.host.blocks[block].layout
         runs: list[tuple[tuple[int, int], int, int]] = []
+        keys: dict[int, tuple[int, int]] = {}
         for entry in layout.trained:
             if entry.name not in present:
                 continue
@@ -252,10 +274,13 @@ class StreamedAdamW(torch.optim.Optimizer):
             key = (self._group_of[entry.name], self.steps[entry.name])
             assert entry.state_offset is not None
             stop = entry.state_offset + aligned(entry.numel)
-            if runs and runs[-1][0] == key and runs[-1][2] == entry.state_offset != layout.num_split:
+            adjoins = runs and runs[-1][0] == key and runs[-1][2] == entry.state_offset != layout.num_split
+            if adjoins and self._moments.is_exact:
                 runs[-1] = (key, runs[-1][1], stop)
             else:
                 runs.append((key, entry.state_offset, stop))
+                if not self._moments.is_exact:  # a range is one parameter: its own key and scales
+                    keys[entry.state_offset] = rounding_key(self._seed, entry.name, key[1])
         return [
             (
                 AdamWStep(
@@ -266,6 +291,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                     weight_decay=groups[number]["weight_decay"],
                     step=count,
                     grad_scale=scale,
+                    noise=(*keys.get(start, (0, 0)), 0),
                 ),
                 start,
                 stop,
@@ -281,7 +307,12 @@ class StreamedAdamW(torch.optim.Optimizer):
     @property
     def updates(self) -> Updates:
         """When blocks are updated."""
-        return self._updates
+        return Updates(self._engine.updates)
+
+    @property
+    def moments(self) -> Moments:
+        """How the moments are kept."""
+        return self._moments
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -305,18 +336,17 @@ class _Update:
     def __init__(
         self,
         optimizer: StreamedAdamW,
-        block: int,
+        operation: Operation,
         groups: Sequence[Mapping[str, Any]],
         present: frozenset[str],
         stats: StepStats | None,
-        staging: int = -1,
     ) -> None:
         self._optimizer = optimizer
-        self._block = block
+        self._block = operation.block
         self._groups = groups
         self._present = present
         self._stats = stats
-        self._operation = Operation(kind=Kind.UPDATE, block=block, staging=staging)
+        self._operation = operation
 
     def run(self) -> None:
         """Update the block's state on the host; nothing if the step is skipped."""
@@ -325,13 +355,15 @@ class _Update:
             return
         engine = self._optimizer.engine
         state = engine.host.blocks[self._block]
-        planes = {name: getattr(state, name) for name in _PLANES}
+        drives = engine.executor.drives if self._operation.drive_staging >= 0 else None
+        if drives is not None:
+            planes = drives.planes(self._operation)
+            drives.updated(self._operation)
+        else:
+            planes = {name: getattr(state, name) for name in _PLANES}
         gradient = split_gradient(engine.gradients.home(self._operation), state.layout)
         ranges = self._optimizer.ranges(self._block, self._groups, self._present, scale)
-        update_many(
-            default_pool(),
-            [(hyper, _view(planes, gradient, state.layout, start, stop)) for hyper, start, stop in ranges],
-        )
+        update_many(default_pool(), _view(planes, gradient, state.layout, ranges))
 
     def run_on_device(self) -> None:
         """Update a block whose state is on the device, there."""
@@ -345,9 +377,7 @@ class _Update:
         gradient = flat[: layout.num_split], flat[layout.num_split :]
         ranges = self._optimizer.ranges(self._block, self._groups, self._present, scale)
         with engine.lanes.computing():
-            update_on_device(
-                [(hyper, _view(planes, gradient, layout, start, stop)) for hyper, start, stop in ranges]
-            )
+            update_on_device(_view(planes, gradient, layout, ranges))
 
     def _scale(self) -> float | None:
         if self._stats is None:
@@ -357,49 +387,76 @@ class _Update:
         return clip_coefficient(self._stats.grad_norm, self._optimizer.max_grad_norm)
 
 
-_PLANES = ("working", "remainder", "exp_avg", "exp_avg_sq")
-
-_NUM_STAGING = 3
-"""Gradients on their way from the device to an immediate update: one arrives, one is used, one waits."""
+_PLANES = ("working", "remainder", *MOMENT_PLANES)
 
 
 def _view(
     planes: Mapping[str, Tensor | None],
     gradient: tuple[Tensor, Tensor],
     layout: BlockLayout,
-    start: int,
-    stop: int,
-) -> Planes:
-    """View a state range in all planes. Trained entries lie in the working bytes as in the state space."""
-    first = next(entry for entry in layout.trained if entry.state_offset == start)
-    nbytes = (stop - start) * first.dtype.itemsize
+    ranges: Iterable[tuple[AdamWStep, int, int]],
+) -> list[tuple[AdamWStep, Planes]]:
+    """View state ranges in all planes. Trained entries lie in the working bytes as in the state space."""
     working, remainder = planes["working"], planes["remainder"]
     exp_avg, exp_avg_sq = planes["exp_avg"], planes["exp_avg_sq"]
     assert working is not None
     assert exp_avg is not None
     assert exp_avg_sq is not None
-    is_split = start < layout.num_split
-    edge = 0 if is_split else layout.num_split
-    return Planes(
-        working=working[first.byte_offset : first.byte_offset + nbytes].view(first.dtype),
-        remainder=remainder[start:stop] if is_split and remainder is not None else None,
-        exp_avg=exp_avg[start:stop],
-        exp_avg_sq=exp_avg_sq[start:stop],
-        gradient=gradient[0 if is_split else 1][start - edge : stop - edge],
-    )
+    entries = {entry.state_offset: entry for entry in layout.trained}
+    scales = {name: plane for name, plane in planes.items() if name.endswith("_scale") and plane is not None}
+    places = scale_ranges(layout) if scales else {}
+    views = []
+    for hyper, start, stop in ranges:
+        first = entries[start]
+        nbytes = (stop - start) * first.dtype.itemsize
+        is_split = start < layout.num_split
+        edge = 0 if is_split else layout.num_split
+        view = Planes(
+            working=working[first.byte_offset : first.byte_offset + nbytes].view(first.dtype),
+            remainder=remainder[start:stop] if is_split and remainder is not None else None,
+            exp_avg=exp_avg[start:stop],
+            exp_avg_sq=exp_avg_sq[start:stop],
+            gradient=gradient[0 if is_split else 1][start - edge : stop - edge],
+            **{name: plane[slice(*places[first.name])] for name, plane in scales.items()},
+        )
+        views.append((hyper, view))
+    return views
 
 
-def check_updates(updates: Updates, max_grad_norm: float | None) -> None:
+def check_updates(updates: str, max_grad_norm: float | None) -> None:
     """Refuse a schedule that cannot clip to clip.
 
     Raises:
         ConfigError: `immediate` with clipping.
     """
-    if updates is Updates.IMMEDIATE and max_grad_norm is not None:
+    if updates == Updates.IMMEDIATE.value and max_grad_norm is not None:
         raise ConfigError(
             f"updates=immediate cannot clip (max_grad_norm is {max_grad_norm}): a block is updated before "
             "the norm of all gradients is known; use updates=deferred, or max_grad_norm=null"
         )
+
+
+def _check_moments(engine: Engine, moments: Moments) -> None:
+    """Refuse moments that take more memory than was planned.
+
+    Raises:
+        ConfigError: They do.
+    """
+    planned = engine.policies.moments
+    need, room = (sum(moment_bytes(lay, kind) for lay in engine.host.layouts) for kind in (moments, planned))
+    if need > room:
+        raise ConfigError(
+            f"state is {moments.value}, but memory was planned for {planned.value}, which is smaller; call "
+            f"megatrain.attach with optimizer_state={moments.value!r}"
+        )
+
+
+def _plan_updates(engine: Engine, moments: Moments) -> None:
+    """Let the program know the bytes of an update, where they are not those that `attach` reckoned with."""
+    planned, sizes = engine.policies.moments, engine.executor.sizes
+    for number, layout in enumerate(engine.host.layouts):
+        less = 2 * (moment_bytes(layout, planned) - moment_bytes(layout, moments))
+        sizes[number] = replace(sizes[number], update_bytes=sizes[number].update_bytes - less)
 
 
 def _decays(entry: Entry, patterns: tuple[str, ...] | None) -> bool:

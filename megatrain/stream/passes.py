@@ -19,6 +19,7 @@ from megatrain.stream.slots import Slots
 if TYPE_CHECKING:
     from megatrain.stream.activations import _Run
     from megatrain.stream.boundaries import Boundaries, Source
+    from megatrain.stream.stash import Stash
 
 
 class AttachedBlock:
@@ -72,28 +73,30 @@ class AttachedBlock:
 class AttachedLayer:
     """A decoder layer: its fragments (one, if it streams as a whole), its own forward, and its policy."""
 
-    def __init__(
-        self,
-        blocks: Sequence[AttachedBlock],
-        executor: Executor,
-        slots: Slots,
-        policy: Activations,
-        boundaries: Boundaries,
-    ) -> None:
-        """Tie a layer to its blocks, which are of one module."""
+    executor: Executor
+    slots: Slots
+    stash: Stash
+    policy: Activations
+    boundaries: Boundaries
+
+    def __init__(self, blocks: Sequence[AttachedBlock]) -> None:
+        """Tie a layer to its blocks, which are of one module; `arrange` comes before its first use."""
         module = blocks[0].block.module
         assert module is not None
         self.blocks = list(blocks)
         self.module: nn.Module = module
+        self.has_fragments = bool(blocks[0].block.entries)
+        self.inner: Callable[..., Any] = module.forward
+        self.run: _Run | None = None
+        """The run of the layer's forward that is going on."""
+
+    def arrange(self, executor: Executor, slots: Slots, policy: Activations, boundaries: Boundaries) -> None:
+        """Let the layer run through `executor` and `slots`, under `policy`."""
         self.executor = executor
         self.slots = slots
         self.stash = executor.stash
         self.policy = policy
-        self.has_fragments = bool(blocks[0].block.entries)
-        self.inner: Callable[..., Any] = module.forward
         self.boundaries = boundaries
-        self.run: _Run | None = None
-        """The run of the layer's forward that is going on."""
 
     @property
     def name(self) -> str:

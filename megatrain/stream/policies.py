@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megatrain.model.layout import BlockLayout
+from megatrain.model.moments import Moments, moment_bytes
 from megatrain.plan.program import BlockSize
 from megatrain.stream.activations import Activations
 
@@ -29,6 +30,14 @@ class Policies:
     compiles: bool = False
     """Layers run through `torch.compile`."""
     host_limit: int | None = None
+    fragments: bool = False
+    """Layers are cut into fragments, where they come apart."""
+    gradients_on_device: bool = False
+    """Where complete gradients of streamed blocks wait for the norm."""
+    updates: str = "deferred"
+    """When the optimizer updates: `deferred`, `immediate` or `serial`."""
+    moments: Moments = Moments.FP32
+    """For which format of the optimizer's state memory was planned."""
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -40,11 +49,14 @@ class Policies:
             f"layers: {len(self.activations)} through {self.num_slots} slots, {len(self.residents)} blocks "
             f"resident; activations: {activations}; boundaries on the "
             f"{'host' if self.boundaries_on_host else 'device'}; micro-batches in lockstep: {self.lockstep}; "
-            f"compiled: {'yes' if self.compiles else 'no'}"
+            f"gradients wait on the {'device' if self.gradients_on_device else 'host'}; "
+            f"compiled: {'yes' if self.compiles else 'no'}; optimizer state: {self.moments.describe()}"
         )
 
 
-def block_size(layout: BlockLayout, *, is_streamed: bool, on_device: bool) -> BlockSize:
+def block_size(
+    layout: BlockLayout, *, is_streamed: bool, on_device: bool, moments: Moments = Moments.FP32
+) -> BlockSize:
     """Say what the schedule must know of a block."""
     num_split, num_full = layout.num_split, layout.num_state - layout.num_split
     return BlockSize(
@@ -53,7 +65,8 @@ def block_size(layout: BlockLayout, *, is_streamed: bool, on_device: bool) -> Bl
         fetch_bytes=layout.working_bytes,
         offload_bytes=layout.gradient_bytes,
         accumulator_bytes=4 * layout.num_state,
-        # read 14 and write 12 bytes of a split master with bf16 gradient; 16 and 12 of an fp32 one
-        update_bytes=26 * num_split + 28 * num_full,
+        # with fp32 moments: read 14 and write 12 bytes of a split master with bf16 gradient, 16 and 12 of an
+        # fp32 one
+        update_bytes=10 * num_split + 12 * num_full + 2 * moment_bytes(layout, moments),
         updates_on_device=on_device,
     )

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
+from megatrain.model.moments import MOMENT_PLANES
 from megatrain.plan.program import Lane
 from megatrain.store.state import HostState
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.slots import Slots
 
-_PLANES = ("remainder", "exp_avg", "exp_avg_sq")
+_PLANES = ("remainder", *MOMENT_PLANES)
 
 
 class DeviceStates:
@@ -44,6 +46,14 @@ class DeviceStates:
                 if (plane := getattr(self._host.blocks[block], name)) is not None and plane.numel()
             }
             self._stale.add(block)
+
+    def release(self) -> None:
+        """Give the device memory back; what is newer there must have been pushed."""
+        assert not self._newer, f"blocks {sorted(self._newer)} are newer on the device"
+        self._lanes.free(
+            plane.view(torch.uint8) for planes in self._planes.values() for plane in planes.values()
+        )
+        self._planes.clear()
 
     def planes(self, block: int) -> dict[str, Tensor | None]:
         """Return the working bytes and the optimizer's planes of a block, on the device."""

@@ -69,6 +69,11 @@ class Rounds:
         return self._adds_up or self._passes_since_backward > 1
 
     @property
+    def is_open(self) -> bool:
+        """Whether a forward waits for its backward, or a backward is going on."""
+        return self._passes_since_backward > 0 or self._in_backward
+
+    @property
     def is_broken(self) -> bool:
         """Whether a backward of the caller's has ended in an exception."""
         return self._in_backward and torch._C._current_graph_task_id() == -1

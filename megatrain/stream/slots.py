@@ -24,6 +24,7 @@ class Slots:
         self, lanes: Lanes, layouts: Sequence[BlockLayout], streamed: Sequence[bool], num_slots: int
     ) -> None:
         """Allocate `num_slots` slots as large as the largest streamed block, and all resident places."""
+        self._lanes = lanes
         self._layouts = layouts
         streams = [layout.working_bytes for layout, flag in zip(layouts, streamed, strict=True) if flag]
         self.slot_bytes = max(streams, default=0)
@@ -34,6 +35,12 @@ class Slots:
             if not flag
         }
         self._aliases: dict[tuple[int, int], list[Tensor]] = {}
+
+    def release(self) -> None:
+        """Give the device memory back."""
+        self._lanes.free([*self._slots, *self._resident.values()])
+        self._slots, self._resident = [], {}
+        self._aliases.clear()
 
     def __len__(self) -> int:
         """Number of slots in the ring."""

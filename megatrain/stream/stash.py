@@ -305,6 +305,11 @@ class Stash:
         self._visits.clear()
         self._leaving.clear()
 
+    def trim(self) -> None:
+        """Drop everything, and give the host memory back; between two steps."""
+        self.clear()
+        self._ring.trim()
+
     def _is_worth_it(self, tensor: Tensor) -> bool:
         """Whether a tensor should leave the device.
 

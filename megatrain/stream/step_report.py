@@ -9,7 +9,7 @@ from typing import Literal
 from megatrain.plan.program import Kind, Lane
 from megatrain.stream.lanes import Span, Wait
 
-Bound = Literal["copies", "compute", "optimizer"]
+Bound = Literal["copies", "compute", "optimizer", "drives"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +38,10 @@ class StepReport:
     """Activations to the host."""
     restored_bytes: int
     """Activations back to the device."""
+    drive_read_bytes: int = 0
+    """State and weights from the drives, asked for since the step before."""
+    drive_write_bytes: int = 0
+    """State to the drives, likewise; the commit of the step before is part of it."""
     seconds: float
     lane_seconds: Mapping[str, float]
     """How long each lane worked, by its name; waits do not count."""
@@ -55,7 +59,8 @@ class StepReport:
     """FLOP/s of a large matrix product on the device, as measured; None: it could not be."""
     bound: Bound
     """What is longest, and bounds the step even if all the rest overlaps: `copies` in one direction,
-    `compute` (forward and backward), or the `optimizer` with what cannot run beside it."""
+    `compute` (forward and backward), the `optimizer` with what cannot run beside it, or the `drives` in one
+    direction, or as they read for the optimizer."""
     bound_s: float
     """How long that takes."""
 
@@ -113,11 +118,17 @@ class Work:
         ]
         after_s = self.busy_s(Lane.COMPUTE, start_s=min(backwards)) if backwards else 0.0
         apart_s = {"deferred": after_s, "immediate": 0.0, "serial": compute_s}[updates]
+        read_s = self.busy_s(Lane.READ)
         copies_s = max(self.busy_s(Lane.FETCH, Lane.RESTORE), self.busy_s(Lane.OFFLOAD, Lane.SAVE))
         seconds: dict[Bound, float] = {
             "compute": compute_s,
             "copies": copies_s,
             "optimizer": host_s + apart_s if host_s else 0.0,
+            "drives": max(
+                self.busy_s(Lane.READ, Lane.PAGE),
+                self.busy_s(Lane.WRITE),
+                read_s + apart_s if read_s else 0.0,
+            ),
         }
         name = max(seconds, key=lambda key: seconds[key])
         return name, seconds[name]

@@ -15,6 +15,9 @@ from megatrain.stream.lanes import Lanes
 
 NUM_BUFFERS = 5
 
+HOST_LANES = (Lane.CALLER, Lane.HOST, Lane.READ, Lane.PAGE, Lane.WRITE)
+"""Lanes that are threads of the host on every device: their functions do the work themselves."""
+
 Launch = Callable[[Callable[[], None]], None]
 """How a lane function does its work: at once, or by launching it into the lane's stream."""
 
@@ -49,7 +52,7 @@ def run_program(lanes: Lanes, seed: int, *, num_operations: int = 30, launch: La
         }
         work = operation(number, reads, writes)
         is_direct = lane is Lane.CALLER or (lane is Lane.COMPUTE and chance.random() < 0.5)
-        does = work if lane in (Lane.CALLER, Lane.HOST) else partial(launch, work)
+        does = work if lane in HOST_LANES else partial(launch, work)
         if is_direct:
             lanes.begin(lane, **names, label=f"op{number}")
             does()

@@ -120,24 +120,31 @@ class Lanes(ABC):
         self._access(lane, reads, writes)
         self._open_spans[lane].append((label, self._start_span(lane)))
 
-    def end(self, lane: Lane, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> None:
-        """Mark the end of the work that `begin` announced."""
+    def end(
+        self,
+        lane: Lane,
+        *,
+        reads: Iterable[Buffer] = (),
+        writes: Iterable[Buffer] = (),
+        work: float = 0.0,
+    ) -> None:
+        """Mark the end of the work that `begin` announced: so many FLOPs, for the record."""
         reads, writes = tuple(reads), tuple(writes)
         self._access(lane, reads, writes)
         event = self._note(lane, reads, writes)
         if self._open_spans[lane]:
             label, start = self._open_spans[lane].pop()
-            self._end_span(lane, label, start, event)
+            self._end_span(lane, label, start, event, work)
 
     def begin_span(self, lane: Lane, label: str) -> None:
         """Note in the record what the calling thread does until `end_span`; nothing is waited for."""
         self._open_spans[lane].append((label, self._start_span(lane)))
 
-    def end_span(self, lane: Lane) -> None:
+    def end_span(self, lane: Lane, *, work: float = 0.0) -> None:
         """Mark the end of what `begin_span`, or a `begin` whose buffers `end` comes to later, announced."""
         if self._open_spans[lane]:
             label, start = self._open_spans[lane].pop()
-            self._end_span(lane, label, start, None)
+            self._end_span(lane, label, start, None, work)
 
     def drain(self) -> None:  # noqa: B027 (nothing is ever left to do where operations run at once)
         """Block until every lane has done what was enqueued so far.
@@ -178,6 +185,9 @@ class Lanes(ABC):
     def lock(self, arena: Arena | None) -> None:  # noqa: B027 (nothing to do where the CPU is the device)
         """Make host memory ready for copies at the speed of the link; `close` undoes it."""
 
+    def unlock(self, arena: Arena | None) -> None:  # noqa: B027 (nothing is locked where the CPU is the device)
+        """Undo `lock`, before the memory is given back; all copies of it must be done."""
+
     def share(self, tensor: Tensor, lane: Lane) -> None:  # noqa: B027 (memory of a CPU has no streams)
         """Keep a device tensor's memory from reuse until `lane` has done what it has of it by then.
 
@@ -205,6 +215,11 @@ class Lanes(ABC):
     def peak_bytes(self) -> int:
         """Most bytes in use on the device so far: ours, and on CUDA everything that torch allocated."""
         return self.peak_device_bytes
+
+    @property
+    def matmul_flops_per_s(self) -> float | None:
+        """Rate of matrix products on a device that is not really there; None: it can be measured."""
+        return None
 
     def freed(self, flat: Tensor) -> None:  # noqa: B027 (most backends have nothing to do)
         """Take note that nobody may read a device buffer any more."""
@@ -239,8 +254,8 @@ class Lanes(ABC):
     def _start_span(self, lane: Lane) -> Any:
         return time.perf_counter()
 
-    def _end_span(self, lane: Lane, label: str, start: Any, event: Event | None) -> None:
-        self._recorder.span(lane, label, start, time.perf_counter())
+    def _end_span(self, lane: Lane, label: str, start: Any, event: Event | None, work: float) -> None:
+        self._recorder.span(lane, label, start, time.perf_counter(), work)
 
     def _run_now(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
         start_s = time.perf_counter()

@@ -37,6 +37,7 @@ from megatrain.stream.lanes.threads import Failure, ThreadedLanes, Worker
 _log = logging.getLogger(__name__)
 
 _COPY_LANES = (Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE)
+_HOST_LANES = (Lane.HOST, Lane.READ, Lane.PAGE, Lane.WRITE)
 MAX_UNRESOLVED = 512
 """CUDA events kept per lane before their times are looked up, should nobody take the record."""
 REBASE_S = 8.0
@@ -144,9 +145,9 @@ class HostWorker(Worker):
     compute.
     """
 
-    def __init__(self, failure: Failure, recorder: Recorder, stream: torch.cuda.Stream) -> None:
+    def __init__(self, lane: Lane, failure: Failure, recorder: Recorder, stream: torch.cuda.Stream) -> None:
         """Use `stream` for what functions read from the device."""
-        super().__init__(Lane.HOST, failure, recorder)
+        super().__init__(lane, failure, recorder)
         self._stream = stream
         self.launched_into: torch.cuda.Stream | None = None
         """Where the operation that runs has launched device work, which is not done when it returns."""
@@ -179,7 +180,7 @@ class CudaLanes(ThreadedLanes):
         index = torch.cuda.current_device() if device.index is None else device.index
         super().__init__(torch.device("cuda", index), device_limit)
         self._compute_stream = torch.cuda.current_stream(self.device)
-        self._streams = {lane: torch.cuda.Stream(self.device) for lane in (*_COPY_LANES, Lane.HOST)}
+        self._streams = {lane: torch.cuda.Stream(self.device) for lane in (*_COPY_LANES, *_HOST_LANES)}
         self._spans = DeviceSpans(self.device, self._recorder)
         self._locked: list[Arena] = []
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -210,6 +211,12 @@ class CudaLanes(ThreadedLanes):
             "%.1f GiB of host memory could not be page-locked: its copies will be slower than the link",
             arena.nbytes / (1 << 30),
         )
+
+    def unlock(self, arena: Arena | None) -> None:
+        """Undo `lock`."""
+        if arena is not None:
+            arena.unlock()
+            self._locked = [held for held in self._locked if held is not arena]
 
     def share(self, tensor: Tensor, lane: Lane) -> None:
         """Keep a device tensor's memory from reuse until what `lane` was given of it is done.
@@ -268,8 +275,8 @@ class CudaLanes(ThreadedLanes):
         return self._streams[lane] if lane in self._streams else torch.cuda.current_stream(self.device)
 
     def _make_worker(self, lane: Lane) -> Worker:
-        if lane is Lane.HOST:
-            return HostWorker(self._failure, self._recorder, self._streams[lane])
+        if lane in _HOST_LANES:
+            return HostWorker(lane, self._failure, self._recorder, self._streams[lane])
         return StreamWorker(lane, self._failure, self._recorder, self._streams[lane], self._spans)
 
     def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
@@ -287,12 +294,12 @@ class CudaLanes(ThreadedLanes):
         start.record(self._stream(lane))
         return start
 
-    def _end_span(self, lane: Lane, label: str, start: Any, event: Event | None) -> None:
+    def _end_span(self, lane: Lane, label: str, start: Any, event: Event | None, work: float) -> None:
         if lane is Lane.COMPUTE:
             end = _record_in(self._stream(lane)) if event is None else event.native
-            self._spans.add(lane, label, start, end)
+            self._spans.add(lane, label, start, end, work)
         else:
-            super()._end_span(lane, label, start, event)
+            super()._end_span(lane, label, start, event, work)
 
     def _set_now(self, event: Event) -> None:
         if event.lane is Lane.COMPUTE:  # in the calling thread: autograd has its own current stream

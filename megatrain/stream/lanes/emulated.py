@@ -6,7 +6,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,10 +15,11 @@ from torch import Tensor
 from megatrain.errors import ConfigError
 from megatrain.plan.program import Buffer, Lane
 from megatrain.stream.lanes.base import Event
+from megatrain.stream.lanes.launch import LaunchClock, sleep_until
 from megatrain.stream.lanes.records import Cause, Recorder
 from megatrain.stream.lanes.threads import Failure, ThreadedLanes, Worker
 
-_SHARERS = {Lane.RESTORE: Lane.FETCH, Lane.SAVE: Lane.OFFLOAD}
+_SHARERS = {Lane.RESTORE: Lane.FETCH, Lane.SAVE: Lane.OFFLOAD, Lane.PAGE: Lane.READ}
 """Lanes that use the link of another one."""
 
 
@@ -25,15 +27,22 @@ _SHARERS = {Lane.RESTORE: Lane.FETCH, Lane.SAVE: Lane.OFFLOAD}
 class EmulatedMachine:
     """Rates of an accelerator that does not exist. Zero means: no delay."""
 
+    RATES: ClassVar = ("compute_flops_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "host_bytes_per_s")
+    """Names of the rates."""
+
     compute_flops_per_s: float = 0.0
-    """Rate of operations enqueued in COMPUTE, which then has a thread. What the launching thread computes
-    itself takes as long as it takes."""
+    """Rate of operations enqueued in COMPUTE, which then has a thread, and of what the launching thread
+    computes itself, where `end` is told the FLOPs of it."""
     h2d_bytes_per_s: float = 0.0
     """Rate of the link to the device, which FETCH and RESTORE share."""
     d2h_bytes_per_s: float = 0.0
     """Rate of the link to the host, which OFFLOAD and SAVE share."""
     host_bytes_per_s: float = 0.0
     """Rate of host memory under the operations of HOST."""
+    nvme_read_bytes_per_s: float = 0.0
+    """Rate of the drives, all together, under READ and PAGE."""
+    nvme_write_bytes_per_s: float = 0.0
+    """Rate of the drives, all together, under WRITE."""
     device_bytes: int | None = None
     """Memory budget of the device for slots, gradients and resident blocks; None: unlimited."""
     jitter_s: float = 2e-4
@@ -48,7 +57,8 @@ class EmulatedMachine:
 
         Args:
             rates: `compute_flops_per_s`, `h2d_bytes_per_s`, `d2h_bytes_per_s`, `host_bytes_per_s`, and
-                `device_bytes`; other keys are ignored.
+                `device_bytes`; `nvme_read_bytes_per_s` and `nvme_write_bytes_per_s` if it has drives; other
+                keys are ignored.
             scale: Factor for every rate: with 0.5 everything takes twice as long. Memory stays as it is.
 
         Raises:
@@ -60,12 +70,28 @@ class EmulatedMachine:
                 h2d_bytes_per_s=rates["h2d_bytes_per_s"] * scale,
                 d2h_bytes_per_s=rates["d2h_bytes_per_s"] * scale,
                 host_bytes_per_s=rates["host_bytes_per_s"] * scale,
+                nvme_read_bytes_per_s=rates.get("nvme_read_bytes_per_s", 0.0) * scale,
+                nvme_write_bytes_per_s=rates.get("nvme_write_bytes_per_s", 0.0) * scale,
                 device_bytes=int(rates["device_bytes"]),
                 jitter_s=0.0,
                 catch_up_s=5e-2,
             )
         except KeyError as missing:
             raise ConfigError(f"the rates of the machine lack {missing.args[0]}; add it") from None
+
+    def with_rates(self, rates: Mapping[str, float]) -> EmulatedMachine:
+        """Return the machine with other rates, by the names of its fields.
+
+        Raises:
+            ConfigError: An unknown name, or a rate that is not positive.
+        """
+        for name, rate in rates.items():
+            if name not in self.RATES:
+                raise ConfigError(f"an emulated machine has no {name}; use one of {', '.join(self.RATES)}")
+            if not 0.0 < rate < float("inf"):
+                raise ConfigError(f"{name} of the emulated machine is {rate}; use a positive number")
+        changes: dict[str, Any] = dict(rates)
+        return replace(self, **changes)
 
     def rate(self, lane: Lane) -> float:
         """Return the work per second of a lane; 0: no delay."""
@@ -74,6 +100,8 @@ class EmulatedMachine:
             Lane.FETCH: self.h2d_bytes_per_s,
             Lane.OFFLOAD: self.d2h_bytes_per_s,
             Lane.HOST: self.host_bytes_per_s,
+            Lane.READ: self.nvme_read_bytes_per_s,
+            Lane.WRITE: self.nvme_write_bytes_per_s,
         }
         return rates[_SHARERS.get(lane, lane)]
 
@@ -87,12 +115,17 @@ class Link:
         self._lock = threading.Lock()
         self._free_s = 0.0
 
+    def set_rate(self, rate: float) -> None:
+        """Serve at another rate from the next operation on."""
+        with self._lock:
+            self._rate = rate
+
     def reserve(self, ready_s: float, work: float) -> tuple[float, float]:
         """Return when an operation that is ready at `ready_s` begins, and the seconds that it takes."""
-        seconds = work / self._rate if self._rate else 0.0
-        if not seconds:
-            return ready_s, 0.0
         with self._lock:
+            seconds = work / self._rate if self._rate else 0.0
+            if not seconds:
+                return ready_s, 0.0
             begin_s = max(ready_s, self._free_s)
             self._free_s = begin_s + seconds
         return begin_s, seconds
@@ -127,13 +160,13 @@ class PacedWorker(Worker):
         if self._jitter_s:
             ready_s += self._chance.random() * self._jitter_s
         begin_s, seconds = self._link.reserve(ready_s, work)
-        _sleep_until(begin_s)
+        sleep_until(begin_s)
         start_s = time.perf_counter()
         try:
             function()
         finally:
             self._free_s = begin_s + max(seconds, time.perf_counter() - start_s)
-            _sleep_until(self._free_s)
+            sleep_until(self._free_s)
         self._recorder.span(self.lane, label, begin_s, self._free_s, work)
 
     def _set(self, event: Event) -> None:
@@ -145,7 +178,8 @@ class EmulatedLanes(ThreadedLanes):
     """Every lane but the launching thread's is a thread, with a rate and jitter.
 
     COMPUTE is the launching thread, or a thread too if the machine has a rate for it; `begin` and `end` are
-    always for what the launching thread does itself.
+    always for what the launching thread does itself: with a rate, what `end` is told the FLOPs of takes as
+    long as they take.
     """
 
     def __init__(self, machine: EmulatedMachine | None = None) -> None:
@@ -154,6 +188,34 @@ class EmulatedLanes(ThreadedLanes):
         super().__init__(torch.device("cpu"), self.machine.device_bytes)
         self._links: dict[Lane, Link] = {}
         self._is_direct = False
+        chance = random.Random(self.machine.seed * len(Lane) + list(Lane).index(Lane.COMPUTE))
+        self._clock = LaunchClock(chance, self.machine.jitter_s, self.machine.catch_up_s)
+        self._spent: tuple[float, float] | None = None
+        """When, by the timetable, the span that is about to end began and ended."""
+
+    def set_rates(self, **rates: float) -> None:
+        """Change rates, by the names of `EmulatedMachine`'s fields; from the next operation on.
+
+        Any thread may call it.
+
+        Raises:
+            ConfigError: An unknown name, or a rate that is not positive.
+        """
+        self.machine = self.machine.with_rates(rates)
+        for lane, link in list(self._links.items()):
+            link.set_rate(self.machine.rate(lane))
+
+    @property
+    def matmul_flops_per_s(self) -> float | None:
+        """Rate of the emulated accelerator; None: the launching thread computes as fast as it does."""
+        return self.machine.compute_flops_per_s or None
+
+    def drain(self) -> None:
+        """Block until every lane has done what was enqueued so far."""
+        try:
+            super().drain()
+        finally:
+            self._clock.wait_until(time.perf_counter())
 
     def begin(
         self, lane: Lane, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = (), label: str = ""
@@ -163,6 +225,7 @@ class EmulatedLanes(ThreadedLanes):
         if compute is not None:
             start_s = time.perf_counter()
             compute.mark().wait()
+            self._clock.wait_until(time.perf_counter())
             self._recorder.waited(Cause(lane, lane, "everything"), start_s)
         self._is_direct = True
         try:
@@ -170,13 +233,26 @@ class EmulatedLanes(ThreadedLanes):
         finally:
             self._is_direct = False
 
-    def end(self, lane: Lane, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> None:
-        """Mark the end of the work that `begin` announced."""
+    def end(
+        self,
+        lane: Lane,
+        *,
+        reads: Iterable[Buffer] = (),
+        writes: Iterable[Buffer] = (),
+        work: float = 0.0,
+    ) -> None:
+        """Mark the end of the work that `begin` announced; it takes as long as its FLOPs do."""
         self._is_direct = True
         try:
-            super().end(lane, reads=reads, writes=writes)
+            self._spend(lane, work)
+            super().end(lane, reads=reads, writes=writes, work=work)
         finally:
             self._is_direct = False
+
+    def end_span(self, lane: Lane, *, work: float = 0.0) -> None:
+        """Mark the end of what `begin_span` announced; it takes as long as its FLOPs do."""
+        self._spend(lane, work)
+        super().end_span(lane, work=work)
 
     def freed(self, flat: Tensor) -> None:
         """Fill a freed buffer with NaN, so that a late reader shows."""
@@ -188,11 +264,31 @@ class EmulatedLanes(ThreadedLanes):
         return lane is not Lane.CALLER
 
     def _make_worker(self, lane: Lane) -> Worker:
+        return PacedWorker(lane, self._failure, self._recorder, self._link(lane), self.machine)
+
+    def _link(self, lane: Lane) -> Link:
         owner = _SHARERS.get(lane, lane)
-        link = self._links.setdefault(owner, Link(self.machine.rate(owner)))
-        return PacedWorker(lane, self._failure, self._recorder, link, self.machine)
+        return self._links.setdefault(owner, Link(self.machine.rate(owner)))
 
+    def _spend(self, lane: Lane, work: float) -> None:
+        if work and lane is Lane.COMPUTE and self.machine.compute_flops_per_s:
+            self._spent = self._clock.work(self._link(lane), work)
 
-def _sleep_until(time_s: float) -> None:
-    while (left_s := time_s - time.perf_counter()) > 0:
-        time.sleep(left_s)
+    def _end_span(self, lane: Lane, label: str, start: Any, event: Event | None, work: float) -> None:
+        spent, self._spent = self._spent, None
+        if spent is None:
+            super()._end_span(lane, label, start, event, work)
+        else:
+            self._recorder.span(lane, label, *spent, work)
+
+    def _launch_s(self) -> float:
+        return self._clock.now()
+
+    def _set_now(self, event: Event) -> None:
+        assert event.launched is not None
+        event.done_s = self._clock.now()
+        event.launched.set()
+
+    def _wait_now(self, event: Event, cause: Cause) -> None:
+        super()._wait_now(event, cause)
+        self._clock.wait_until(event.done_s)

@@ -31,7 +31,7 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     work: float = 0.0
-    """As given to `enqueue`: bytes, or FLOPs; 0 for what the launching thread does itself."""
+    """As given to `enqueue` or `end`: bytes, or FLOPs."""
 
 
 class Wait(NamedTuple):

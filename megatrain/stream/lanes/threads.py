@@ -94,9 +94,9 @@ class Worker(ABC):
         """Hold up what comes after until `event`."""
         self._add(partial(self._wait, event, cause))
 
-    def submit(self, function: Callable[[], object], work: float, label: str) -> None:
-        """Run a function, unless an operation fails before."""
-        self._add(partial(self._run, function, work, label, time.perf_counter()), is_work=True)
+    def submit(self, function: Callable[[], object], work: float, label: str, enqueued_s: float) -> None:
+        """Run a function that was enqueued at some time, unless an operation fails before."""
+        self._add(partial(self._run, function, work, label, enqueued_s), is_work=True)
 
     def record(self, event: Event) -> None:
         """Set `event` after what came before."""
@@ -233,9 +233,13 @@ class ThreadedLanes(Lanes):
 
     def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
         if self._is_threaded(lane):
-            self._worker(lane).submit(function, work, label)
+            self._worker(lane).submit(function, work, label, self._launch_s())
         else:
             self._run_now(lane, function, work, label)
+
+    def _launch_s(self) -> float:
+        """Return the launching thread's time."""
+        return time.perf_counter()
 
     def _record(self, lane: Lane) -> Event:
         event = Event(lane, is_recorded=True, launched=threading.Event())

@@ -1,0 +1,262 @@
+"""From a choice to policies, and from policies to what they decide: device memory, gradients, order.
+
+An `Arrangement` is all of an engine that can be changed between two steps: nothing in it outlives a step but
+the state of resident layers, which goes home first, so the one that follows begins as a new engine's would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatrain.errors import ConfigError
+from megatrain.model.blocks import Block, group_layers
+from megatrain.model.moments import Moments
+from megatrain.plan.choice import Choice
+from megatrain.stream.activations import Activations
+from megatrain.stream.activations import policies as read_activations
+from megatrain.stream.boundaries import Boundaries
+from megatrain.stream.drives import Drives
+from megatrain.stream.executor import Counts, Executor
+from megatrain.stream.gradients import Gradients
+from megatrain.stream.policies import Policies, block_size
+from megatrain.stream.residency import DeviceStates
+from megatrain.stream.rounds import Rounds
+from megatrain.stream.slots import Slots
+from megatrain.stream.stash import Stash
+
+if TYPE_CHECKING:
+    from megatrain.store.placement import Placement
+    from megatrain.stream.bind import Binding
+    from megatrain.stream.lanes import Lanes
+    from megatrain.stream.passes import AttachedBlock, AttachedLayer
+
+
+def policies_of(
+    choice: Choice,
+    blocks: Sequence[Block],
+    *,
+    micro_batch_size: int | None = None,
+    compiles: bool = False,
+    host_limit: int | None = None,
+    moments: Moments = Moments.FP32,
+) -> Policies:
+    """Translate a choice for a model's blocks, which must be cut as it says.
+
+    Args:
+        choice: What was chosen.
+        blocks: Of the model, from `find_blocks(model, fragments=choice.fragments)`.
+        micro_batch_size: As in `attach`.
+        compiles: Layers run through `torch.compile`.
+        host_limit: As in `attach`.
+        moments: What the optimizer's moments are kept in.
+
+    Raises:
+        ConfigError: The choice does not fit the model, or contradicts itself.
+    """
+    layers = group_layers(blocks)
+    if not 0 <= choice.resident_layers <= len(layers):
+        raise ConfigError(
+            f"resident_blocks is {choice.resident_layers}, but the model has {len(layers)} layers; use at "
+            "most that"
+        )
+    residents = [block for layer in layers[: choice.resident_layers] for block in layer]
+    residents += outer_of(blocks) if choice.outer_resident else []
+    policies = Policies(
+        num_slots=choice.num_slots,
+        num_gradient_buffers=choice.num_gradient_buffers,
+        activations=tuple(read_activations(choice.activations, len(layers))),
+        boundaries_on_host=_one_of("boundaries", choice.boundaries, ("device", "host")) == "host",
+        residents=frozenset(residents),
+        lockstep=choice.lockstep,
+        micro_batch_size=micro_batch_size,
+        head_chunk_tokens=choice.head_chunk_tokens,
+        compiles=compiles,
+        host_limit=host_limit,
+        moments=moments,
+        fragments=choice.fragments,
+        updates=_one_of("updates", choice.updates, ("deferred", "immediate", "serial")),
+        gradients_on_device=_one_of("gradients", choice.gradients, ("host", "device")) == "device",
+    )
+    check(policies, layers)
+    return policies
+
+
+def choice_of(policies: Policies, blocks: Sequence[Block]) -> Choice:
+    """Return the choice that policies are the translation of."""
+    layers = group_layers(blocks)
+    is_resident = [policies.residents.issuperset(layer) for layer in layers]
+    outer = outer_of(blocks)
+    return Choice(
+        num_slots=policies.num_slots,
+        num_gradient_buffers=policies.num_gradient_buffers,
+        activations=tuple(policy.value for policy in policies.activations),
+        boundaries="host" if policies.boundaries_on_host else "device",
+        fragments=policies.fragments,
+        resident_layers=[*is_resident, False].index(False),
+        outer_resident=bool(outer) and policies.residents.issuperset(outer),
+        lockstep=policies.lockstep,
+        updates=policies.updates,
+        gradients="device" if policies.gradients_on_device else "host",
+        head_chunk_tokens=policies.head_chunk_tokens,
+    )
+
+
+def with_tiers(choice: Choice, placement: Placement, num_blocks: int) -> Choice:
+    """Return a choice with what the store has put on drives."""
+    num_state, num_weights = len(placement.state_away), len(placement.working_away)
+    if not num_state:
+        return choice
+    planes = ("remainder", "moments", *(("working",) if num_weights else ()))
+    return replace(
+        choice,
+        tiers=frozenset((plane, "nvme") for plane in planes),
+        blocks_in_ram=num_blocks - num_state,
+        weights_in_ram=num_blocks - num_weights if num_weights else 0,
+    )
+
+
+def outer_of(blocks: Sequence[Block]) -> list[int]:
+    """List the blocks that are no part of a decoder layer."""
+    return [index for index, block in enumerate(blocks) if not block.is_streamed]
+
+
+def planes_to_drop(old: Policies, new: Policies) -> list[str]:
+    """List the host planes that what was chosen before may have left, and that are not needed now.
+
+    Fp32 sums go too if rounds are cut in another way: a step may be one round now. The next step makes what
+    it needs.
+    """
+    planes = ["staging"]  # of another size, perhaps
+    planes += ["gradient"] if new.updates == "immediate" or new.gradients_on_device else []
+    return planes + (["accumulator"] if old.lockstep != new.lockstep else [])
+
+
+def check(policies: Policies, layers: Sequence[Sequence[int]]) -> None:
+    """Refuse policies that contradict each other.
+
+    Raises:
+        ConfigError: They do.
+    """
+    for name in ("num_slots", "num_gradient_buffers", "lockstep"):
+        if getattr(policies, name) < 1:
+            raise ConfigError(f"{name} is {getattr(policies, name)}; use 1 or more")
+    most = max(map(len, layers))
+    if policies.num_slots < most:
+        raise ConfigError(
+            f"num_slots is {policies.num_slots}, but a layer has {most} fragments, which are on the device "
+            f"together in its backward; use num_slots={most} or more, or fragments=False"
+        )
+    if policies.lockstep > 1 and policies.num_gradient_buffers < most:
+        raise ConfigError(
+            f"num_gradient_buffers is {policies.num_gradient_buffers}, but the gradients of a layer's {most} "
+            f"fragments add up at the same time; use {most} or more, or fragments=False"
+        )
+    if policies.gradients_on_device and policies.updates == "immediate":
+        raise ConfigError(
+            "gradients=device lets gradients wait for the norm, and updates=immediate uses them up at once; "
+            "use gradients=host, or updates=deferred"
+        )
+    if policies.compiles and Activations.RECOMPUTE_CHEAP in policies.activations:
+        raise ConfigError(
+            "activations=recompute_cheap keeps the results of single operations, which a compiled layer does "
+            "not show; use compile=off, or activations=keep: a compiled layer keeps little by itself"
+        )
+
+
+class Arrangement:
+    """What an engine's policies decide, for as long as they are in force."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        binding: Binding,
+        policies: Policies,
+        layers: Sequence[AttachedLayer],
+        outer: Sequence[AttachedBlock],
+        *,
+        stash: Stash,
+        counts: Counts,
+        drives: Drives | None = None,
+    ) -> None:
+        """Allocate device memory, and let the layers use it.
+
+        Args:
+            lanes: Where things run.
+            binding: The model's blocks and state.
+            policies: What is decided.
+            layers: In forward order.
+            outer: The blocks in no layer.
+            stash: For saved activations; it goes from one arrangement to the next, as `counts` does.
+            counts: What has been moved so far.
+            drives: On which a part of the state is; None: all of it is in RAM.
+
+        Raises:
+            CapacityError: The device does not hold it.
+        """
+        self.policies = policies
+        blocks, host = binding.blocks, binding.host
+        streamed = [b.is_streamed and n not in policies.residents for n, b in enumerate(blocks)]
+        sizes = [
+            block_size(
+                layout,
+                is_streamed=streamed[n],
+                on_device=n in policies.residents,
+                moments=policies.moments,
+            )
+            for n, layout in enumerate(host.layouts)
+        ]
+        lanes.lock(host.arena("working"))
+        self.slots = Slots(lanes, host.layouts, streamed, policies.num_slots)
+        self.gradients = Gradients(
+            lanes,
+            host,
+            streamed,
+            policies.num_gradient_buffers,
+            on_device=policies.residents,
+            holds=policies.gradients_on_device,
+        )
+        self.executor = Executor(
+            lanes,
+            host,
+            sizes,
+            slots=self.slots,
+            gradients=self.gradients,
+            states=DeviceStates(lanes, host, self.slots, policies.residents),
+            stash=stash,
+            outer=outer_of(blocks),
+            counts=counts,
+            drives=drives,
+        )
+        for layer, policy, boundaries in zip(
+            layers, policies.activations, _boundaries(policies, stash), strict=True
+        ):
+            layer.arrange(self.executor, self.slots, policy, boundaries)
+        self.rounds = Rounds(self.executor, host, self.gradients, layers, outer, policies)
+
+    def release(self) -> None:
+        """Give the device memory back; nobody may use it any more."""
+        self.executor.states.release()
+        self.gradients.release()
+        self.slots.release()
+
+
+def _boundaries(policies: Policies, stash: Stash) -> list[Boundaries]:
+    drops = [policy is Activations.DROP_BOUNDARY for policy in policies.activations]
+    drops[0] = False  # there is no layer before the first
+    return [
+        Boundaries(
+            stash,
+            on_host=policies.boundaries_on_host and policy.is_recomputed,
+            drops=drops[number],
+            is_source=number + 1 < len(drops) and drops[number + 1],
+        )
+        for number, policy in enumerate(policies.activations)
+    ]
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; use {' or '.join(allowed)}")
+    return value
