@@ -6,20 +6,26 @@ the command that needs it, so that help and usage errors come at once.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from megatrain import __version__
 from megatrain.config import Config, build_config, config_keys, parse_override, read_config, set_keys
-from megatrain.errors import ConfigError, MegatrainError
+from megatrain.config_types import parse_bytes
+from megatrain.errors import CapacityError, ConfigError, MegatrainError
+
+if TYPE_CHECKING:
+    from megatrain.hardware import HardwareSpec
 
 app = typer.Typer(
     name="megatrain",
@@ -110,8 +116,13 @@ def train(
     resume: Annotated[
         str | None, typer.Option(metavar="auto|PATH|no", help="Continue a stopped run (checkpoint.resume).")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Plan, take two steps, show both side by side; write nothing.")
+    ] = False,
 ) -> None:
     """Train a model from a CONFIG file, from flags, or from both; flags and overrides win.
+
+    The plan is made first, and obeyed; with --dry-run it is held against two real steps.
 
     An argument with "=" in it is an override. A run that was stopped continues with the same command.
     """
@@ -127,13 +138,35 @@ def train(
         "checkpoint.resume": resume,
     }
     config = read_settings(arguments or [], {key: value for key, value in flags.items() if value is not None})
+    if dry_run:
+        from megatrain.train.dry_run import dry_run as try_out
+
+        try_out(config, print, measure=_measure())
+        return
     from megatrain.train.loop import train as run
 
-    run(config, resume=config.checkpoint.resume)
+    run(config, resume=config.checkpoint.resume, measure=_measure())
+
+
+def _measure() -> Callable[[], HardwareSpec] | None:
+    """Return how this machine is measured: on a CPU only what `doctor --bench` has kept is worth the time."""
+    import torch
+
+    if not torch.cuda.is_available() and not measured_file().exists():
+        return None
+    from megatrain.doctor import this_machine
+
+    return partial(this_machine, measured_file(), None)
 
 
 def read_settings(arguments: Sequence[str], flags: dict[str, Any]) -> Config:
     """Combine the arguments of `train`: at most one file, overrides, and flags by the key that each sets."""
+    raw, source = combine_settings(arguments, flags)
+    return build_config(raw, source=source or "command line")
+
+
+def combine_settings(arguments: Sequence[str], flags: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return nested keys, and the file that they begin with; empty: none."""
     files = [argument for argument in arguments if "=" not in argument]
     if len(files) > 1:
         raise ConfigError(
@@ -141,8 +174,90 @@ def read_settings(arguments: Sequence[str], flags: dict[str, Any]) -> Config:
         )
     raw = read_config(files[0]) if files else {}
     overrides = [parse_override(argument) for argument in arguments if "=" in argument]
-    source = files[0] if files else "command line"
-    return build_config(set_keys(raw, [*flags.items(), *overrides]), source=source)
+    return set_keys(raw, [*flags.items(), *overrides]), files[0] if files else ""
+
+
+@app.command()
+def plan(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CONFIG | section.key=value", help="As of train; the data are not needed."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model directory or hub id (model.path).")] = None,
+    hf_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file like a model directory's config.json.")
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="A bundled machine or a machine file; default: this one."),
+    ] = None,
+    ram: Annotated[str | None, typer.Option(metavar="1536GiB", help="Host memory of the machine.")] = None,
+    nvme: Annotated[
+        str | None, typer.Option(metavar="8TB|0", help="Free space on its drives; 0: none.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="20B", help="Tokens to train on, also 2e9; default: 1B.")
+    ] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Dollars per hour; default: rent, or price over 3 years.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence (data.seq_len).")] = None,
+    micro_batch_size: Annotated[int | None, typer.Option(help="(train.micro_batch_size)")] = None,
+    grad_accumulation: Annotated[int | None, typer.Option(help="(train.grad_accumulation)")] = None,
+    precision: Annotated[str | None, typer.Option(metavar="fp32|bf16", help="(train.precision)")] = None,
+    clip: Annotated[
+        bool | None, typer.Option("--clip/--no-clip", help="Clip gradients (optim.max_grad_norm).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say why, and what would be faster.")] = False,
+) -> None:
+    """Say whether a run fits a machine, how fast it is and what it costs; exit 3 if it does not fit.
+
+    No GPU is needed. Settings that are not given are chosen. Without a CONFIG: bf16, sequences of 4,096 and
+    131,072 tokens per step.
+    """
+    flags = {
+        "model.path": model,
+        "data.seq_len": seq_len,
+        "train.micro_batch_size": micro_batch_size,
+        "train.grad_accumulation": grad_accumulation,
+        "train.precision": precision,
+    }
+    given: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
+    if clip is not None:
+        given["optim.max_grad_norm"] = 1.0 if clip else None
+    raw, source = combine_settings(arguments or [], given)
+    spec = _machine(machine, ram, nvme)
+    from megatrain.train.plan_report import report
+    from megatrain.train.planning import plan_run
+
+    planned = plan_run(
+        raw, spec, source=source or "command line", hf_config=hf_config, is_complete=bool(source)
+    )
+    print(
+        report(planned, tokens=tokens, price_per_hour_usd=price_per_hour, as_json=as_json, explains=explain)
+    )
+    if not planned.plan.fits:
+        raise CapacityError(planned.plan.problem)
+
+
+def _machine(name: str | None, ram: str | None, nvme: str | None) -> HardwareSpec:
+    """Return a named machine, or this one, with the memory and the drives that options say."""
+    from megatrain.hardware import load_machine
+
+    host_bytes = None if ram is None else parse_bytes(ram, "--ram")
+    drive_bytes = None if nvme is None else parse_bytes(nvme, "--nvme")
+    if host_bytes == 0:
+        raise ConfigError("--ram is 0; give the machine's host memory, such as 64GiB")
+    if name is not None:
+        spec = load_machine(name)
+    else:
+        from megatrain.doctor import this_machine
+
+        spec = this_machine(measured_file(), Path() if drive_bytes else None)
+    if host_bytes is not None:
+        spec = spec.with_ram(host_bytes)
+    return spec if drive_bytes is None else spec.with_drive_bytes(drive_bytes)
 
 
 @app.command()
@@ -194,6 +309,37 @@ def trace(
     reports = run(config, out, steps=steps)
     print(describe(reports))
     print(out)
+
+
+@app.command()
+def doctor(
+    bench: Annotated[
+        bool, typer.Option("--bench", help="Measure rates too, for up to a minute, and keep them.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if a check fails.")] = False,
+    path: Annotated[Path, typer.Option(help="Directory that runs will write to.")] = Path("."),
+    out: Annotated[
+        Path | None, typer.Option(help="Machine file to write, for plan --machine; measures (--bench).")
+    ] = None,
+) -> None:
+    """Look at this machine: what is wrong with it for training, and with --bench how fast it is."""
+    from megatrain.doctor import examine, keep
+    from megatrain.hardware import save_machine
+
+    report = examine(path, omp_num_threads=os.environ.get("OMP_NUM_THREADS"), bench=bench or out is not None)
+    print(json.dumps(report.json()) if as_json else report.text())
+    if report.machine is not None:
+        if out is not None:
+            save_machine(report.machine, out)
+        keep(measured_file(), report.machine, path)
+    raise typer.Exit(report.exit_code(strict))
+
+
+def measured_file() -> Path:
+    """Return where `doctor --bench` keeps its rates, for `plan` and the engine."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "megatrain" / "machine.json"
 
 
 def _config_file(path: Path) -> Path:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -24,6 +25,7 @@ from megatrain.config_types import (
     Betas,
     Bytes,
     Count,
+    Device,
     LocalPath,
     Name,
     Paths,
@@ -31,6 +33,7 @@ from megatrain.config_types import (
     Rate,
     Schedule,
     Seed,
+    reads_as,
 )
 from megatrain.errors import ConfigError
 from megatrain.yaml12 import dump_yaml, parse_yaml
@@ -87,8 +90,12 @@ class TrainConfig(_Section):
     """Seed of random initialisation, dropout and the order of the data."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """`fp32`, or `bf16` compute with exact fp32 master weights; both take 12 bytes per parameter."""
-    device: Literal["auto", "cpu", "cuda", "emulated"] = "auto"
-    """Where blocks run. `auto` = the GPU if there is one; `emulated` = a simulated GPU, for tests."""
+    device: Device = "auto"
+    """Where blocks run. `auto` = the GPU if there is one; `emulated` = a simulated GPU, for tests, with the
+    rates of a JSON file if one is named."""
+    reproducible: bool = False
+    """Keep to the plan that was made at the start. false = plan anew between steps when the machine turns out
+    faster or slower; every choice is exact, but the times of steps then depend on the machine's mood."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Run layers through `torch.compile`, one compilation for all of a kind. `auto` = on a GPU."""
 
@@ -108,9 +115,14 @@ class OptimConfig(_Section):
     """Shell patterns of the parameter names without weight decay. null = biases and norms; [] = none."""
     max_grad_norm: Rate | None = 1.0
     """Clip the gradient's global norm to this. null = off."""
-    updates: Literal["deferred", "immediate", "serial"] = "deferred"
+    updates: Literal["auto", "deferred", "immediate", "serial"] = "deferred"
     """When AdamW runs: behind the next step's forward (`deferred`), as soon as each gradient is complete
-    (`immediate`; not with clipping), or before the step ends (`serial`). The numbers are the same."""
+    (`immediate`; no clipping, and no skipping of a step that is not finite), or before the step ends
+    (`serial`). The numbers are the same. `auto` = `deferred`, or `immediate` where it is faster and nothing
+    is clipped."""
+    state: Literal["fp32", "bf16", "int8"] = "fp32"
+    """What AdamW's two moments are kept in. `fp32` is exact: 12 bytes per parameter in all. Not exact: `bf16`
+    (stochastic rounding; 8 bytes) and `int8` (block-wise codes; 6.03 bytes)."""
     schedule: Schedule = "cosine"
     """Learning-rate schedule by its transformers name."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -121,32 +133,74 @@ class OptimConfig(_Section):
     """Stop (exit code 5) after this many steps in a row with a non-finite gradient norm; each is skipped."""
 
 
+_TIERS = "auto or a mapping of device and ram (sizes such as 20GiB) and nvme (directories on drives)"
+
+
+class TiersConfig(_Section):
+    """What the state may take of the device, of RAM and of drives."""
+
+    device: Bytes | None = None
+    ram: Bytes | None = None
+    nvme: Paths | None = None
+
+
+def _tiers(value: object) -> object:
+    """Check the mapping as a whole, so that one problem is told once; nothing means `auto`."""
+    if value is None or value == "auto":
+        return "auto"
+    if not isinstance(value, (Mapping, TiersConfig)):
+        raise ValueError(_TIERS)
+    try:
+        return TiersConfig.model_validate(value)
+    except ValidationError as error:
+        raise ValueError(_TIERS) from error
+
+
 class MemoryConfig(_Section):
-    """Where memory goes, and how much."""
+    """Where memory goes, and how much. What is not given is planned; `memory: auto` plans everything."""
 
     num_slots: Count | None = None
-    """Device buffers of one block each. null = 2, so that copies overlap with compute; 3 with fragments."""
+    """Device buffers of one block each. null = as planned: 2 or more overlap copies with compute."""
     activations: Literal["auto", "keep", "offload", "recompute_cheap", "recompute", "drop_boundary"] = "auto"
     """What stays of a layer until its backward: all (`keep`), all on the host (`offload`), products and
-    attention (`recompute_cheap`), its input (`recompute`), nothing (`drop_boundary`). `auto` = keep what
-    fits."""
-    boundaries: Literal["device", "host"] = "device"
+    attention (`recompute_cheap`), its input (`recompute`), nothing (`drop_boundary`). `auto` = for each
+    layer what is fastest."""
+    boundaries: Literal["auto", "device", "host"] = "auto"
     """Where the inputs of recomputed layers wait for the backward."""
-    fragments: bool = False
+    fragments: bool | Literal["auto"] = "auto"
     """Stream each layer in parts (attention; mlp or experts), through buffers as large as a part."""
     resident_blocks: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """First layers that stay on the device with all their state. `auto` = as many as fit; none on a CPU."""
+    """First layers that stay on the device with all their state. `auto` = as planned; none on a CPU."""
     lockstep: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Micro-batches that pass each layer together, so that it is copied once for all. `auto` = all of a step,
-    or as many as the device's memory holds."""
+    """Micro-batches that pass each layer together, so that it is copied once for all. `auto` = as planned."""
+    gradients: Literal["host", "device", "auto"] = "auto"
+    """Where complete gradients wait for the norm. `device` = in spare device memory, which saves the host 2
+    bytes per parameter; `auto` = as planned."""
     num_gradient_buffers: Count | None = None
-    """Device buffers in which a streamed layer's gradient adds up. null = as few as do not slow it down."""
+    """Device buffers in which a streamed layer's gradient adds up. null = as planned."""
     head_chunk_tokens: Annotated[int, Field(ge=0)] = 0
     """Tokens per chunk of head and loss. 0 = chosen from the vocabulary size; small batches are one chunk."""
     host_limit: Bytes | None = None
     """Host memory the run may take. null = what the machine or container has."""
     device_limit: Bytes | None = None
     """Device memory the run may take. null = what the device has."""
+    tiers: Annotated[TiersConfig | Literal["auto"], BeforeValidator(_tiers), reads_as(_TIERS)] = "auto"
+    """`{device: 20GiB, ram: 64GiB, nvme: [/mnt/a, /mnt/b]}`: state that does not fit into `ram` goes to the
+    drives of `nvme`, and no layer stays on the device; `device` and `ram` are the two limits above. `auto` =
+    no drives."""
+    commit_every: Count | None = 1
+    """Steps between commits of state on drives: a crash goes back to the last one. Each writes the weights,
+    2 bytes per parameter more, and all that lives in RAM. null = never, so back to the newest checkpoint."""
+
+    @property
+    def host_budget(self) -> int | None:
+        """Bytes of RAM that the run may take, by either name."""
+        return self.host_limit if self.tiers == "auto" or self.tiers.ram is None else self.tiers.ram
+
+    @property
+    def device_budget(self) -> int | None:
+        """Bytes of the device that the run may take, by either name."""
+        return self.device_limit if self.tiers == "auto" or self.tiers.device is None else self.tiers.device
 
 
 class CheckpointConfig(_Section):
@@ -158,6 +212,17 @@ class CheckpointConfig(_Section):
     """Newest checkpoints to keep. null = all."""
     resume: Name = "auto"
     """`auto` continues from the newest whole checkpoint in `out`, `no` refuses to, a path names one."""
+
+
+class HardwareConfig(_Section):
+    """What is known of the machine, and wished for it; nothing here is changed by megatrain."""
+
+    power_cap: Rate | None = None
+    """Watts that the device should take at most. A run compares the device's limit with it and says which
+    command sets it. null = no wish."""
+    rated_bytes_written: Bytes | None = None
+    """Endurance of the drives that the run writes to (TBW of their datasheet). A run that has written a
+    tenth of it says so. null = not known."""
 
 
 class LogConfig(_Section):
@@ -178,6 +243,7 @@ class Config(_Section):
     optim: OptimConfig = OptimConfig()
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    hardware: HardwareConfig = HardwareConfig()
     log: LogConfig = LogConfig()
     out: LocalPath = "runs/train"
     """Run directory: `config.yaml env.json metrics.jsonl checkpoints/ hf/`."""
@@ -288,7 +354,7 @@ def build_config(raw: Mapping[str, Any], *, source: str = "configuration") -> Co
     try:
         # A section that is left empty in YAML reads as null, and means its defaults.
         config = Config.model_validate(
-            {key: {} if value is None and key != "out" else value for key, value in raw.items()}
+            {key: {} if _is_empty(key, value) else value for key, value in raw.items()}
         )
     except ValidationError as error:
         raise _as_error(source, [_describe(problem) for problem in error.errors()]) from None
@@ -296,6 +362,11 @@ def build_config(raw: Mapping[str, Any], *, source: str = "configuration") -> Co
     if not problems:
         return config
     raise _as_error(source, problems)
+
+
+def _is_empty(key: str, value: object) -> bool:
+    """Whether a section says nothing; `memory: auto` says that all of it is planned."""
+    return (value is None and key != "out") or (key == "memory" and value == "auto")
 
 
 def _as_error(source: str, problems: Sequence[str]) -> ConfigError:
@@ -314,7 +385,12 @@ def _conflicts(config: Config) -> list[str]:
             "updated before the norm of all gradients is known; use optim.updates=deferred, or "
             "optim.max_grad_norm=null"
         )
-    if memory.fragments and memory.num_slots == 1:
+    if optim.updates == "immediate" and memory.gradients == "device":
+        problems.append(
+            "memory.gradients is device and optim.updates is immediate: gradients are used up at once, and "
+            "wait for nothing; use memory.gradients=host, or optim.updates=deferred"
+        )
+    if memory.fragments is True and memory.num_slots == 1:
         problems.append(
             "memory.fragments is true and memory.num_slots is 1: the parts of a layer are on the device "
             "together in its backward; use memory.num_slots=2 or more, or memory.fragments=false"
@@ -324,6 +400,20 @@ def _conflicts(config: Config) -> list[str]:
             f"memory.lockstep is {memory.lockstep}, but a step has {config.train.grad_accumulation} "
             "micro-batches (train.grad_accumulation); use at most as many, or auto"
         )
+    if memory.tiers != "auto":
+        given = {
+            "device": (memory.tiers.device, memory.device_limit),
+            "ram": (memory.tiers.ram, memory.host_limit),
+        }
+        for key, limit in (("device", "device_limit"), ("ram", "host_limit")):
+            if None not in given[key] and given[key][0] != given[key][1]:
+                problems.append(f"memory.tiers.{key} and memory.{limit} are both given and differ; keep one")
+        if memory.tiers.nvme is not None and memory.resident_blocks not in ("auto", 0):
+            problems.append(
+                f"memory.resident_blocks is {memory.resident_blocks}, but state is on drives "
+                "(memory.tiers.nvme), from where no layer goes to the device for good; use "
+                "memory.resident_blocks=0"
+            )
     return problems
 
 

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
+from megatrain.errors import ConfigError
+
 _BYTES_PER_UNIT = {
     "": 1,
     "B": 1,
@@ -23,6 +25,23 @@ def _bytes(value: object) -> object:
     return int(float(match[1]) * _BYTES_PER_UNIT[match[2]]) if match else value
 
 
+def parse_bytes(value: object, what: str) -> int:
+    """Read a size of the command line: `1536GiB`, `8TB`, `0`, or a number of bytes.
+
+    Args:
+        value: text or a number.
+        what: the option or field, named in the error.
+
+    Raises:
+        ConfigError: Not a size, negative, or a part of a byte.
+    """
+    size = _bytes(value)
+    is_part_of_a_byte = size == 0 and re.search("[1-9]", str(value)) is not None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0 or is_part_of_a_byte:
+        raise ConfigError(f"{what} is {value!r}; use bytes or a size such as 24GiB or 8TB")
+    return size
+
+
 def _one_or_more(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
@@ -31,26 +50,31 @@ def _list(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _reads_as(kind: str) -> WithJsonSchema:
+def reads_as(kind: str) -> WithJsonSchema:
     """Give a type the words that help, documentation and errors use for it."""
     return WithJsonSchema({"kind": kind})
 
 
 Name = Annotated[str, Field(min_length=1)]
-LocalPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser), _reads_as("a path")]
+LocalPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser), reads_as("a path")]
 Paths = Annotated[
     tuple[LocalPath, ...],
     BeforeValidator(_one_or_more),
     Field(min_length=1),
-    _reads_as("a path or a list of paths"),
+    reads_as("a path or a list of paths"),
 ]
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_list), _reads_as("a list of patterns")]
-Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1), _reads_as("bytes or a size such as 24GiB")]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_list), reads_as("a list of patterns")]
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1), reads_as("bytes or a size such as 24GiB")]
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=0, lt=2**63), _reads_as("a whole number (0 to 2^63 - 1)")]
+Device = Annotated[
+    str,
+    Field(pattern=r"^(auto|cpu|cuda|emulated(:.+)?)$"),
+    reads_as("auto | cpu | cuda | emulated | emulated:FILE"),
+]
+Seed = Annotated[int, Field(ge=0, lt=2**63), reads_as("a whole number (0 to 2^63 - 1)")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list), _reads_as("two numbers from 0 to below 1")]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list), reads_as("two numbers from 0 to below 1")]
 Schedule = Literal[
     "linear",
     "cosine",

@@ -76,3 +76,32 @@ def test_loss_curve_reads_text_that_is_named(tmp_path: Path) -> None:
     result = run("loss_curve.py", "--quick", "--precision", "bf16", "--data", str(text))
     assert result["data"]["name"] == "0.txt, 1.txt"
     assert result["max_abs_difference"] == result["max_weight_difference"] == 0
+
+
+@pytest.mark.parity
+def test_compressed_moments_train_like_fp32_and_say_how_fast(tmp_path: Path) -> None:
+    result = run("state_compression.py", "--quick", "--date", "2001-02-03", "--results", str(tmp_path))
+    found = result["scratch"]
+    assert result["pretrained"] is None
+    assert found["final_minus_fp32"].keys() == {"nudged", "bf16", "int8"}
+    assert all(value != 0 for value in found["final_minus_fp32"].values())
+    num_parameters, num_bytes = found["num_parameters"], found["host_bytes"]
+    assert num_bytes["fp32"] - num_bytes["bf16"] == 4 * num_parameters
+    assert set(result["kernels"]["speed_over_fp32"]) == {"bf16", "int8"}
+    stem = "2001-02-03-state-compression-cpu"
+    assert json.loads((tmp_path / f"{stem}.json").read_text()) == result
+    rows = list(csv.DictReader((tmp_path / f"{stem}-scratch.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, 13)]
+    plot = ElementTree.fromstring((tmp_path / f"{stem}-scratch.svg").read_text())
+    lines = plot.findall("{http://www.w3.org/2000/svg}polyline")
+    assert [len(line.attrib["points"].split()) for line in lines] == [12] * 7
+
+
+@pytest.mark.parity
+def test_drives_are_compared_with_what_is_there(tmp_path: Path) -> None:
+    result = run("nvme.py", "--directory", str(tmp_path), "--gib", "0.2", "--rounds", "1")
+    rival = next(name for name in result["rates_gb_per_s"] if name != "ours").split()[0]
+    assert result[f"write_over_{rival}"] > 0
+    assert result[f"read_over_{rival}"] > 0
+    assert result["config"]["bytes"] == 3 * (64 << 20)
+    assert list(tmp_path.iterdir()) == []

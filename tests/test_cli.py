@@ -22,8 +22,9 @@ def run(*arguments: str) -> int:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
     """Stand-ins for the modules that the commands call; returns what they were called with."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no rates that `doctor --bench` has kept here
     seen: list[tuple[Any, ...]] = []
 
     def stand_in(module: str, name: str, result: object = None) -> None:
@@ -51,7 +52,9 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setitem(sys.modules, "megatrain.train.loop", fake)
 
 
-@pytest.mark.parametrize("arguments", [None, ["--help"], ["train", "--help"], ["train", "--model", "m"]])
+@pytest.mark.parametrize(
+    "arguments", [None, ["--help"], ["train", "--help"], ["doctor", "--help"], ["train", "--model", "m"]]
+)
 def test_import_help_and_usage_errors_load_nothing_heavy(arguments: list[str] | None) -> None:
     call = "import megatrain" if arguments is None else f"from megatrain.cli import main; main({arguments!r})"
     code = (
@@ -70,7 +73,7 @@ def test_import_help_and_usage_errors_load_nothing_heavy(arguments: list[str] | 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     text = capsys.readouterr().out
-    for command in ("quickstart", "train", "sample", "export", "trace"):
+    for command in ("quickstart", "train", "sample", "export", "trace", "doctor"):
         assert command in text
     assert run("--version") == 0
     assert capsys.readouterr().out == "megatrain 0.1.0\n"
@@ -89,7 +92,7 @@ def test_train_from_flags(calls: list[tuple[Any, ...]]) -> None:
     numbers = ["--steps", "3", "--seq-len", "64", "--lr", "1e-3", "--precision", "bf16", "--device", "cpu"]
     assert run("train", *files, *numbers, "--resume", "no", "optim.weight_decay=0", "log.every=2") == 0
     ((name, config, options),) = calls
-    assert (name, options) == ("train", {"resume": "no"})
+    assert (name, options) == ("train", {"resume": "no", "measure": None})
     assert (config.model.path, config.data.path, config.out) == ("m", ("a.txt", "b.txt"), "o")
     assert (config.train.steps, config.data.seq_len, config.optim.lr) == (3, 64, 1e-3)
     assert (config.train.precision, config.train.device, config.checkpoint.resume) == ("bf16", "cpu", "no")
@@ -105,7 +108,7 @@ def test_train_from_a_file_with_overrides_and_flags(tmp_path: Path, calls: list[
         2.0,
         1e-6,
         7,
-        {"resume": "auto"},
+        {"resume": "auto", "measure": None},
     )
 
 

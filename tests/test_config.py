@@ -148,6 +148,10 @@ def test_sizes_are_exact(count: int, unit: str) -> None:
         ("train.lr=1", ["unknown key train.lr", "did you mean optim.lr?"]),
         ("learning_rat=1", ["unknown key learning_rat", "did you mean optim.lr?"]),
         ("memory.zzz=1", ["unknown key memory.zzz", "num_slots", "host_limit"]),
+        ("memory.tiers=3", ["memory.tiers is 3 (whole number)", "auto or a mapping of device and ram"]),
+        ("memory.tiers={ram: -1}", ["memory.tiers is {'ram': -1}", "nvme (directories on drives)"]),
+        ("memory.tiers={rams: 1GiB}", ["memory.tiers is {'rams': '1GiB'}", "auto or a mapping"]),
+        ("memory.tiers={ram: 64GiB, nvme: []}", ["'nvme': []", "auto or a mapping"]),
         ("zzz=1", ["unknown key zzz", "the sections are model, data"]),
         ("train.steps=1.5", ["train.steps is 1.5 (number)", "whole number (1 or more) or null"]),
         ("train.steps=true", ["train.steps is true;", "whole number"]),
@@ -261,7 +265,7 @@ def test_override_by_alias_wins_over_the_file_and_conflicts_with_its_key() -> No
 
 def test_every_key_is_described_and_the_page_is_fresh() -> None:
     keys = config_keys()
-    assert len(keys) == 45
+    assert len(keys) == 52
     assert all(key.description.endswith(".") for key in keys.values())
     assert [name for name, key in keys.items() if key.default == "required"] == ["model.path", "data.path"]
     page = Path(__file__).parents[1] / "docs" / "configuration.md"

@@ -67,11 +67,14 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     fakes: list[types.ModuleType] = []
     for module, name in (
         ("loop", "train"),
+        ("dry_run", "dry_run"),
         ("quickstart", "quickstart"),
         ("sample", "sample"),
         ("export", "export_run"),
         ("trace", "trace"),
         ("trace", "describe"),
+        ("planning", "plan_run"),
+        ("plan_report", "report"),
     ):
         name_of = f"megatrain.train.{module}"
         fake = sys.modules.get(name_of)
@@ -80,6 +83,12 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             fakes.append(fake)
         setattr(fake, name, lambda *arguments, name=name, **_: seen.append((name, *arguments)))
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    doctor = types.ModuleType("megatrain.doctor")
+    report = types.SimpleNamespace(machine=None, text=str, json=dict, exit_code=lambda strict: 0)
+    doctor.__dict__.update(examine=lambda *_, **__: report, keep=None)
+    monkeypatch.setitem(sys.modules, "megatrain.doctor", doctor)
+    planned = types.SimpleNamespace(plan=types.SimpleNamespace(fits=True))
+    monkeypatch.setattr(sys.modules["megatrain.train.planning"], "plan_run", lambda *_, **__: planned)
     return seen
 
 

@@ -20,6 +20,9 @@ from megatrain.config import Config
 from megatrain.errors import CheckpointError, DivergedError, OutputError
 from megatrain.model.head import count_targets
 from megatrain.train.directory import RunDirectory
+from megatrain.train.drives import find_commit
+from megatrain.train.machine import Measure
+from megatrain.train.memory import check_allocated
 from megatrain.train.metrics import MetricsLog, Progress, StepMetrics
 from megatrain.train.run import Run, changed_settings, prepare
 from megatrain.train.state import write_model
@@ -46,12 +49,18 @@ def train_step(run: Run) -> StepMetrics:
     # Here, where the step is over but for its updates, the launching thread waits for what compute has made.
     loss_value, grad_norm, is_skipped = float(loss), stats.grad_norm, stats.skipped
     report = run.engine.last_step
+    if run.planned is not None and not run.is_checked:
+        check_allocated(run.engine, run.planned.plan, is_cpu=run.planned.request.spec.is_cpu)
+        run.is_checked = True
+    if run.elastic is not None:
+        run.elastic.after_step(report)
 
     num_tokens = sum(map(count_targets, micro_batches))
     run.step += 1
     run.tokens += num_tokens
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_skipped else 0
     seconds = time.monotonic() - started
+    vitals = run.care.sample()
     return StepMetrics(
         step=run.step,
         loss=loss_value,
@@ -69,15 +78,23 @@ def train_step(run: Run) -> StepMetrics:
         fetch_bytes=report.fetch_bytes,
         offload_bytes=report.offload_bytes,
         waits=dict(list(report.waits.items())[:_NUM_WAITS]),
+        power_w=vitals.power_w,
+        temperature_c=vitals.temperature_c,
+        throttled=vitals.throttled,
+        energy_j_per_token=None if vitals.energy_j is None else vitals.energy_j / max(1, num_tokens),
+        ecc_errors=vitals.ecc_errors,
+        swap_bytes=vitals.swap_bytes,
+        drive_written_bytes=vitals.drive_written_bytes,
     )
 
 
-def train(config: Config, *, resume: str = "auto") -> Path:
+def train(config: Config, *, resume: str = "auto", measure: Measure | None = None) -> Path:
     """Train, or go on training, and leave the model in `hf/` of the run directory.
 
     Args:
         config: Complete and checked.
         resume: `auto`, `no`, or the path of a checkpoint.
+        measure: Returns this machine, for the plan; as in `machine_for`.
 
     Returns:
         The run directory.
@@ -99,14 +116,20 @@ def train(config: Config, *, resume: str = "auto") -> Path:
                     "; ".join(changed),
                 )
             return directory.path
-        run = prepare(config, *(found or (None, None)))
+        committed = find_commit(config, is_run=directory.is_run) if resume == "auto" else None
+        if committed is not None and found is not None and committed.step <= int(found[1]["step"]):
+            committed = None
+        checkpoint, meta = found or (None, None)
+        run = prepare(config, checkpoint, meta, committed, measure=measure)
         directory.begin(config)
+        is_done = False
         try:
             with _stop_flag() as stop:
                 _train_until_done(run, directory, stop, first_step=run.step)
             _export(run, directory)
+            is_done = True
         finally:
-            run.engine.lanes.close()
+            run.engine.close(removes=is_done)
     _log.info("done: %d steps, %s tokens; the model is in %s", run.step, f"{run.tokens:,}", directory.model)
     return directory.path
 
@@ -116,6 +139,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
     every = settings.checkpoint.every
     saved_step = first_step if first_step else -1
     progress = Progress(num_steps=run.num_steps, first_step=first_step, mode=settings.log.progress)
+    run.care.begin()
     with MetricsLog(directory.metrics, resume_step=first_step) as metrics, progress:
         while run.step < run.num_steps and not stop.is_set():
             row = train_step(run)
@@ -128,6 +152,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
                     f"step {run.step}; nothing was updated in them. Lower optim.lr, or resume from an "
                     "earlier checkpoint"
                 )
+            if settings.memory.commit_every is not None and row.step % settings.memory.commit_every == 0:
+                run.commit()
             if every is not None and row.step % every == 0:
                 _save(run, directory)
                 saved_step = row.step

@@ -52,7 +52,7 @@ class StepMetrics:
     mfu: float | None = None
     """Model FLOPs per second, as a share of the matrix products that the device was measured to do."""
     bound: str | None = None
-    """What bounds the step: copies, compute, or the optimizer."""
+    """What bounds the step: copies, compute, the optimizer, or the drives."""
     over_bound: float | None = None
     """The step's time over that of its bound; 1 if all the rest overlaps."""
     fetch_bytes: int = 0
@@ -61,6 +61,31 @@ class StepMetrics:
     """Gradients copied to the host in the step."""
     waits: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the longest waits: which lane waited, for which, with what buffer."""
+    power_w: float | None = None
+    """Of the device, at the end of the step. This and what follows is in a row only where it is known."""
+    temperature_c: float | None = None
+    throttled: tuple[str, ...] | None = None
+    """Why the device runs slower than it could; empty: it does not."""
+    energy_j_per_token: float | None = None
+    """Of the device, over the step and what came since the one before, per real token of the step."""
+    ecc_errors: int | None = None
+    """New memory errors of the device, corrected ones included."""
+    swap_bytes: int | None = None
+    """That the machine swapped in and out."""
+    drive_written_bytes: int | None = None
+    """That the run has written to drives so far, before a resume too."""
+
+
+_ONLY_WHERE_KNOWN = {
+    "power_w",
+    "temperature_c",
+    "throttled",
+    "energy_j_per_token",
+    "ecc_errors",
+    "swap_bytes",
+    "drive_written_bytes",
+}
+"""Fields that are left out of a row on a machine that does not tell them."""
 
 
 class MetricsLog:
@@ -84,7 +109,11 @@ class MetricsLog:
 
     def write(self, row: StepMetrics) -> None:
         """Append one row. Numbers that JSON has no form for (nan, inf) become null."""
-        values = {name: _finite(value) for name, value in asdict(row).items()}
+        values = {
+            name: _finite(value)
+            for name, value in asdict(row).items()
+            if value is not None or name not in _ONLY_WHERE_KNOWN
+        }
         self._file.write(json.dumps(values, allow_nan=False) + "\n")
 
     def close(self) -> None:
@@ -208,6 +237,10 @@ def describe_step(row: StepMetrics, *, eta_s: float | None) -> str:
         parts.append(f"{row.bound}-bound x{row.over_bound:.2f}")
     parts.append(f"host {format_bytes(row.host_bytes)}")
     parts.append(f"device {format_bytes(row.device_bytes)}")
+    if row.power_w is not None:
+        parts.append(f"{row.power_w:.0f} W")
+    if row.throttled:
+        parts.append(f"throttled: {', '.join(row.throttled)}")
     parts.append(f"eta {format_duration(eta_s)}")
     return "  ".join([*parts, "SKIPPED: gradient not finite"] if row.skipped else parts)
 

@@ -26,14 +26,21 @@ from megatrain.data.tokenizer import (
 )
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware import measure_matmul_peak
+from megatrain.hardware.care import Care, open_sensor, power_cap_advice
 from megatrain.model.liger import apply_liger, uses_liger
 from megatrain.model.skeleton import read_config
 from megatrain.optim.threads import update_threads, worker_threads
+from megatrain.store.drives.record import CommitRecord
 from megatrain.stream.attach import attach
-from megatrain.stream.devices import check_device, compute_device
+from megatrain.stream.devices import compute_device
 from megatrain.stream.engine import Engine
 from megatrain.stream.load import load
 from megatrain.stream.optimizer import StreamedAdamW
+from megatrain.train.drives import encode_buffers, laid_out_as, restore_buffers, resumed, tiers_of
+from megatrain.train.elastic import Elastic
+from megatrain.train.machine import Measure
+from megatrain.train.memory import plan_memory, planned_updates
+from megatrain.train.planning import Planned
 from megatrain.train.state import compact_counts, expand_counts, read_state, write_model, write_state
 
 if TYPE_CHECKING:
@@ -53,27 +60,47 @@ class Run:
     loader: PackedLoader
     tokenizer: PreTrainedTokenizerBase
     num_steps: int
+    care: Care
     step: int = 0
     """Steps done."""
     tokens: int = 0
     """Real tokens trained on so far."""
     skipped_in_a_row: int = 0
+    planned: Planned | None = None
+    """None: the model could not be counted, and rules of thumb have taken the plan's place."""
+    is_checked: bool = False
+    """What was allocated is what was planned."""
+    elastic: Elastic | None = None
+    """Plans anew between steps; None: the plan stays."""
 
     def meta(self) -> dict[str, Any]:
         """Return what a manifest keeps beside the tensors; plain values."""
-        self.engine.sync()  # updates in the background count themselves
+        self.engine.settle()  # updates in the background count themselves
+        return self._position() | self._counts()
+
+    def commit(self) -> None:
+        """Let a crash go back to this step, if the state is on drives; returns at once."""
+        if tiers_of(self.config) is not None:
+            position = self._position() | {"buffers": encode_buffers(self.engine.model)}
+            self.engine.commit(self.step, position, finish=self._counts)
+
+    def _position(self) -> dict[str, Any]:
         return {
             "step": self.step,
             "is_last": self.step >= self.num_steps,
             "tokens": self.tokens,
             "skipped": self.optimizer.num_skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
-            "updates": compact_counts(self.optimizer.steps),
             "schedule": {"last_epoch": self.scheduler.last_epoch},
             "data": self.loader.state(),
             "rng": encode_rng(),
+            "drive_written_bytes": self.care.written_bytes(),
+            "fragments": self.engine.policies.fragments,
             "config": self.config.model_dump(mode="json"),
         }
+
+    def _counts(self) -> dict[str, Any]:
+        return {"updates": compact_counts(self.optimizer.steps)}
 
     def write(self, directory: Path) -> None:
         """Write the tensors and the model files of a checkpoint."""
@@ -89,10 +116,19 @@ class Run:
         """
         read_state(self.engine.host, source)
         self.engine.weights_changed()
+        self.restore_position(meta)
+
+    def restore_position(self, meta: Mapping[str, Any]) -> None:
+        """Continue where a checkpoint or a commit was made; the engine has all of its state already.
+
+        Raises:
+            DataError: It does not belong to this data.
+        """
         self.step, self.tokens = int(meta["step"]), int(meta["tokens"])
         self.skipped_in_a_row = int(meta["skipped_in_a_row"])
         self.optimizer.num_skipped = int(meta["skipped"])
         self.optimizer.steps = expand_counts(meta["updates"], self.optimizer.steps)
+        self.care.resume(int(meta.get("drive_written_bytes") or 0))
         self.loader.restore(meta["data"])
         restore_rng(meta["rng"])
         with warnings.catch_warnings():
@@ -114,18 +150,26 @@ class Run:
         ]
 
 
-def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | None) -> Run:
-    """Make everything that a run needs; from a checkpoint, if there is one.
+def prepare(
+    config: Config,
+    checkpoint: Path | None,
+    meta: Mapping[str, Any] | None,
+    committed: CommitRecord | None = None,
+    *,
+    measure: Measure | None = None,
+) -> Run:
+    """Make everything that a run needs; from a checkpoint, or from what is committed on drives, if any.
 
-    Checks come first, then the data, then memory is taken.
+    Checks come first, then the data, then the plan, then memory is taken, as planned. `measure` is as in
+    `machine_for`.
 
     Raises:
         MegatrainError: Its subclasses say what is wrong with the model, the data, the configuration or the
         fit.
     """
+    asked, config = config, laid_out_as(committed, config)
     memory = config.memory
-    device = check_device(config.train.device)
-    liger = uses_liger(config.model.kernels, torch.device(device.replace("emulated", "cpu")).type)
+    liger = uses_liger(config.model.kernels, compute_device(config.train.device).type)
     source = str(checkpoint) if checkpoint is not None else config.model.path
     model_config = read_config(source)
     tokenizer = _tokenizer(config, checkpoint, model_config)
@@ -135,6 +179,11 @@ def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | N
     if liger:
         apply_liger(model_config.get_text_config().model_type)
     _measure_peak(config)
+    planned = plan_memory(config, model_config, measure)
+    choice = None if planned is None else planned.plan.choice
+    fragments = memory.fragments is True if choice is None else choice.fragments
+    together = memory.lockstep if choice is None else choice.lockstep
+    tiers = tiers_of(config, choice) if committed is None else resumed(tiers_of(config, choice))
     is_random = checkpoint is None and config.model.init == "random"
     model = load(
         None if is_random else source,
@@ -142,27 +191,39 @@ def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | N
         seed=config.train.seed,
         precision=config.train.precision,
         attn_implementation=config.model.attn_implementation,
-        accumulates=memory.lockstep != "auto" and config.train.grad_accumulation > memory.lockstep,
-        host_limit=memory.host_limit,
-        fragments=memory.fragments,
+        accumulates=together != "auto" and config.train.grad_accumulation > together,
+        host_limit=memory.host_budget,
+        fragments=fragments,
+        gradients="host" if memory.gradients == "auto" else memory.gradients,
+        optimizer_state=config.optim.state,
+        tiers=tiers,
     )
+    if committed is not None:
+        restore_buffers(model, committed.meta["buffers"])
+    gradients = memory.gradients
+    if gradients == "auto" and config.optim.updates == "immediate":
+        gradients = "host"  # they do not wait at all
     engine = attach(
         model.train(),
         device=config.train.device,
         precision=config.train.precision,
+        choice=choice,
         num_slots=memory.num_slots,
         activations=memory.activations,
-        boundaries=memory.boundaries,
-        fragments=memory.fragments,
+        boundaries="host" if memory.boundaries == "host" else "device",
+        fragments=fragments,
         resident_blocks=memory.resident_blocks,
         lockstep=memory.lockstep,
         num_micro_batches=config.train.grad_accumulation,
         tokens_per_micro_batch=config.train.micro_batch_size * config.data.seq_len,
         num_gradient_buffers=memory.num_gradient_buffers,
         head_chunk_tokens=memory.head_chunk_tokens or None,
+        gradients=gradients,
         compile=config.train.compile,
-        host_limit=memory.host_limit,
-        device_limit=memory.device_limit,
+        host_limit=memory.host_budget,
+        device_limit=memory.device_budget,
+        optimizer_state=config.optim.state,
+        tiers=tiers,
     )
     _log.info("%s", engine.policies.describe())
     optimizer = engine.adamw(
@@ -172,22 +233,42 @@ def prepare(config: Config, checkpoint: Path | None, meta: Mapping[str, Any] | N
         weight_decay=config.optim.weight_decay,
         max_grad_norm=config.optim.max_grad_norm,
         no_decay=config.optim.no_decay,
-        updates=config.optim.updates,
+        updates=planned_updates(config, choice),
+        seed=config.train.seed,
     )
     run = Run(
-        config=config,
+        config=asked,
         engine=engine,
         optimizer=optimizer,
         scheduler=_scheduler(config, optimizer, num_steps),
         loader=loader,
         tokenizer=tokenizer,
         num_steps=num_steps,
+        planned=planned,
+        care=_make_care(config),
     )
-    if checkpoint is not None:
+    if planned is not None and not planned.request.spec.is_cpu and not config.train.reproducible:
+        run.elastic = Elastic(engine, planned.request, planned.plan)
+    if committed is not None:
+        _report_changes(config, committed.meta)
+        run.restore_position(committed.meta)
+        _log.info("going on from step %d, as committed on the drives", run.step)
+    elif checkpoint is not None:
         assert meta is not None
         _report_changes(config, meta)
         run.restore(checkpoint, meta)
     return run
+
+
+def _make_care(config: Config) -> Care:
+    """Watch over the machine, and say how to set the power cap that is wished for."""
+    device = compute_device(config.train.device)
+    sensor = open_sensor(torch.cuda.get_device_properties(device)) if device.type == "cuda" else None
+    cap_w = config.hardware.power_cap
+    advice = None if cap_w is None else power_cap_advice(sensor, cap_w)
+    if advice is not None:
+        _log.warning("%s", advice)
+    return Care(sensor, rated_bytes_written=config.hardware.rated_bytes_written)
 
 
 def _choose_threads() -> None:
@@ -286,13 +367,19 @@ def _report_changes(config: Config, meta: Mapping[str, Any]) -> None:
     """Say which settings differ from the checkpoint's.
 
     Raises:
-        CheckpointError: The precision differs: the state is of another kind.
+        CheckpointError: The precision or the optimizer's state differs: the state is of another kind.
     """
     precision = meta["config"]["train"]["precision"]
     if precision != config.train.precision:
         raise CheckpointError(
             f"the checkpoint was trained with train.precision={precision}, not {config.train.precision}; use "
             "the same, or start a new run from its model directory"
+        )
+    state = meta["config"]["optim"].get("state", "fp32")  # the only one there was before there was a choice
+    if state != config.optim.state:
+        raise CheckpointError(
+            f"the checkpoint was trained with optim.state={state}, not {config.optim.state}; use the same, "
+            "or start a new run from its model directory"
         )
     changed = changed_settings(meta["config"], config)
     if changed:

@@ -20,11 +20,13 @@ from megatrain.errors import OutputError
 from megatrain.plan.program import Kind, Lane
 from megatrain.stream.lanes import Record, Span, Wait
 from megatrain.stream.step_report import StepReport
+from megatrain.train.drives import drives_apart
 from megatrain.train.loop import train_step
 from megatrain.train.metrics import format_bytes
 from megatrain.train.run import prepare
 
-_ROWS = (Lane.CALLER, Lane.COMPUTE, Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE, Lane.HOST)
+_DRIVES = (Lane.READ, Lane.PAGE, Lane.WRITE)
+_ROWS = (Lane.CALLER, Lane.COMPUTE, Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE, Lane.HOST, *_DRIVES)
 _PID = 1
 _KINDS = frozenset(kind.value for kind in Kind)
 
@@ -47,25 +49,30 @@ def trace(config: Config, out: Path, *, steps: int = 2) -> list[StepReport]:
         MegatrainError: As `prepare`; OutputError if `out` cannot be written.
     """
     _check_writable(out)
+    with drives_apart(config) as apart:
+        return _trace(apart, out, steps)
+
+
+def _trace(config: Config, out: Path, steps: int) -> list[StepReport]:
     run = prepare(config, None, None)
     meter = run.engine.meter
     records: list[Record] = []
     reports, began_s = [], []
     try:
         train_step(run)  # allocates, compiles, and touches memory for the first time
-        run.engine.sync()
+        run.engine.settle()
         meter.take()
         meter.on_record = records.append
         for _ in range(steps):
             began_s.append(time.perf_counter())
             train_step(run)
             reports.append(run.engine.last_step)
-        run.engine.sync()
+        run.engine.settle()
         run.engine.lanes.drain()
         meter.take()
     finally:
         meter.on_record = None
-        run.engine.lanes.close()
+        run.engine.close(removes=True)
     spans = [span for record in records for span in record.spans]
     waits = [wait for record in records for wait in record.waits]
     content = {"traceEvents": trace_events(spans, waits, began_s), "displayTimeUnit": "ms"}
@@ -105,7 +112,10 @@ def trace_events(
         }
 
     events = [{"name": "process_name", "ph": "M", "pid": _PID, "args": {"name": "megatrain"}}]
+    used = {span.lane for span in named}
     for number, lane in enumerate(_ROWS):
+        if lane in _DRIVES and lane not in used:
+            continue
         row: dict[str, Any] = {"ph": "M", "pid": _PID, "tid": number}
         events.append({**row, "name": "thread_name", "args": {"name": lane.value}})
         events.append({**row, "name": "thread_sort_index", "args": {"sort_index": number}})
@@ -161,6 +171,9 @@ def describe(reports: Sequence[StepReport]) -> str:
             add(f"{lane.value}, s", (f"{report.lane_seconds.get(lane.value, 0.0):.4g}" for report in reports))
     add("fetches", (f"{report.fetches}, {format_bytes(report.fetch_bytes)}" for report in reports))
     add("offloads", (f"{report.offloads}, {format_bytes(report.offload_bytes)}" for report in reports))
+    if any(report.drive_read_bytes for report in reports):
+        add("from drives", (format_bytes(report.drive_read_bytes) for report in reports))
+        add("to drives", (format_bytes(report.drive_write_bytes) for report in reports))
     if any(report.saved_bytes for report in reports):
         add("saved", (format_bytes(report.saved_bytes) for report in reports))
         add("restored", (format_bytes(report.restored_bytes) for report in reports))

@@ -1,24 +1,45 @@
-"""Trains one run through many kill -9s: `python -m tests.train.killed_run ROOT NUM_KILLS SEED STEPS`.
+"""Trains a run through many kill -9s: `python -m tests.train.killed_run ROOT NUM_KILLS SEED STEPS [drives]`.
 
-Everything is imported once; each attempt is a fork, so that a kill costs no start-up.
+Everything is imported once; each attempt is a fork, so that a kill costs no start-up. With `drives`, the
+killed run has its state on two drives and no checkpoint before the end, and `log.txt` says where it went on.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatrain.train.loop import train
 from tests.train.project import make_config
 
+ON_DRIVES: dict[str, dict[str, Any]] = {
+    "train": {"device": "emulated", "precision": "bf16"},
+    "memory": {"activations": "recompute", "lockstep": 2, "fragments": False},
+}
+IN_RAM: dict[str, dict[str, Any]] = {"train": {}, "checkpoint": {"every": 5}}
 
-def attempt(root: Path, out: str, steps: int) -> int:
+
+def sections_of(root: Path, out: str, steps: int, *, drives: bool) -> dict[str, dict[str, Any]]:
+    """Return the settings of a run; with drives, both runs have the same but for the drives."""
+    chosen = {name: dict(values) for name, values in (ON_DRIVES if drives else IN_RAM).items()}
+    chosen["train"]["steps"] = steps
+    if drives:
+        chosen["checkpoint"] = {"every": None}
+        if out == "killed":
+            nvme = [str(root / "drive0"), str(root / "drive1")]
+            chosen["memory"]["tiers"] = {"ram": 540_000, "nvme": nvme}
+    return chosen
+
+
+def attempt(root: Path, out: str, steps: int, *, drives: bool) -> int:
     """Run the training in a child; returns its process id."""
     child = os.fork()
     if child:
@@ -26,7 +47,9 @@ def attempt(root: Path, out: str, steps: int) -> int:
     code = 1
     try:
         torch.set_num_threads(1)
-        train(make_config(root, out, train={"steps": steps}, checkpoint={"every": 5}))
+        if drives:
+            logging.basicConfig(filename=root / "log.txt", level=logging.INFO)
+        train(make_config(root, out, **sections_of(root, out, steps, drives=drives)))
         code = 0
     finally:
         os._exit(code)
@@ -37,16 +60,16 @@ def wait(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def main(root: Path, num_kills: int, seed: int, steps: int) -> None:
+def main(root: Path, num_kills: int, seed: int, steps: int, *, drives: bool) -> None:
     """Train `whole` once and `killed` through `num_kills` kills at random times."""
     started = time.monotonic()
-    if wait(attempt(root, "whole", steps)):
+    if wait(attempt(root, "whole", steps, drives=drives)):
         sys.exit("the uninterrupted run failed")
     duration = time.monotonic() - started
     chance = random.Random(seed)
     kills = 0
     while kills < num_kills:
-        child = attempt(root, "killed", steps)
+        child = attempt(root, "killed", steps, drives=drives)
         time.sleep(chance.uniform(0.02, max(0.2, 1.5 * duration / num_kills)))
         os.kill(child, signal.SIGKILL)
         status = wait(child)
@@ -55,10 +78,10 @@ def main(root: Path, num_kills: int, seed: int, steps: int) -> None:
         elif status != -signal.SIGKILL:
             sys.exit(f"attempt {kills} failed by itself with {status}")
         kills += 1
-    if wait(attempt(root, "killed", steps)):
+    if wait(attempt(root, "killed", steps, drives=drives)):
         sys.exit("the last attempt failed")
     print(f"{kills} kills in {steps} steps, {time.monotonic() - started:.1f} s")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), drives=sys.argv[5:] == ["drives"])

@@ -71,6 +71,8 @@ def test_run_directory_holds_what_is_documented(whole: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s"} <= rows[0].keys()
     assert {"mfu", "bound", "over_bound", "fetch_bytes", "offload_bytes", "waits"} <= rows[0].keys()
+    assert {"swap_bytes", "drive_written_bytes"} <= rows[0].keys(), "what this machine tells"
+    assert not {"power_w", "ecc_errors"} & rows[0].keys(), "what it does not"
     assert rows[-1]["tokens"] == 12 * 4 * 31
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert rows[0]["lr"] == 0.0
@@ -83,6 +85,15 @@ def test_run_directory_holds_what_is_documented(whole: Path) -> None:
     final = AutoModelForCausalLM.from_pretrained(run / "hf")
     for (name, left), (_, right) in zip(checkpoint.named_parameters(), final.named_parameters(), strict=True):
         assert torch.equal(left, right), name
+
+
+def test_wished_power_cap_is_answered_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(make_config(tmp_path, train={"steps": 1}, optim={"warmup_steps": 0}, hardware={"power_cap": 300.0}))
+    advice = [message for message in caplog.messages if message.startswith("hardware.")]
+    assert advice == ["hardware.power_cap is 300 W, but the device's limit is not known; nothing is changed"]
+    assert len(rows_of(tmp_path / "run")) == 1
 
 
 def test_finished_run_is_left_alone(whole: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -222,8 +233,8 @@ def test_second_run_in_one_directory_is_refused(tmp_path: Path) -> None:
 def test_steps_that_stay_non_finite_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = loop.prepare
 
-    def poisoned(*args: Any) -> Any:
-        run = prepare(*args)
+    def poisoned(*args: Any, **options: Any) -> Any:
+        run = prepare(*args, **options)
         weight = next(parameter for parameter in run.engine.model.parameters() if parameter.ndim == 2)
         weight.data.fill_(float("nan"))
         return run

@@ -88,6 +88,21 @@ def test_row_has_every_number_and_is_on_disk_at_once(tmp_path: Path) -> None:
     log.close()
 
 
+def test_what_the_machine_tells_is_in_the_row_and_shown(tmp_path: Path) -> None:
+    row = replace(ROW, power_w=312.4, throttled=("power cap",), energy_j_per_token=0.2, swap_bytes=0)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write(row)
+    (written,) = rows_of(tmp_path / "metrics.jsonl")
+    assert (written["power_w"], written["throttled"], written["energy_j_per_token"]) == (
+        312.4,
+        ["power cap"],
+        0.2,
+    )
+    assert written["swap_bytes"] == 0
+    assert not {"temperature_c", "ecc_errors", "drive_written_bytes"} & written.keys()
+    assert "312 W  throttled: power cap  eta" in describe_step(row, eta_s=None)
+
+
 def test_loss_survives_bit_for_bit(tmp_path: Path) -> None:
     loss = float(torch.tensor(1 / 3))
     with MetricsLog(tmp_path / "metrics.jsonl") as log:

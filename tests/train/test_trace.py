@@ -70,8 +70,15 @@ def test_each_operation_of_the_program_is_one_span(
         return runs[0]
 
     monkeypatch.setattr(traces, "prepare", keep)
-    memory = {"num_slots": 2, "num_gradient_buffers": 1, "lockstep": lockstep}
-    config = make_config(tmp_path, train={"device": device}, memory=memory)
+    memory = {
+        "num_slots": 2,
+        "num_gradient_buffers": 1,
+        "lockstep": lockstep,
+        "resident_blocks": 0,
+        "fragments": False,
+        "gradients": "host",
+    }
+    config = make_config(tmp_path, train={"device": device, "reproducible": True}, memory=memory)
     out = tmp_path / "trace.json"
     reports = trace(config, out, steps=STEPS)
     expected = program_of(runs[0].engine, 2, lockstep)

@@ -1,0 +1,69 @@
+"""Where the memory of a run goes: planned before anything is allocated, and allocated as planned."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from megatrain.config import Config
+from megatrain.errors import ModelError
+from megatrain.hardware import GIB
+from megatrain.plan.choice import Choice, Plan
+from megatrain.stream.engine import Engine
+from megatrain.train.machine import Measure, machine_for
+from megatrain.train.planning import Planned, plan_training
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_log = logging.getLogger(__name__)
+
+
+def plan_memory(config: Config, model_config: PretrainedConfig, measure: Measure | None) -> Planned | None:
+    """Plan a run; None, and a warning, if the model cannot be counted.
+
+    Raises:
+        CapacityError: It does not fit; nothing was allocated.
+    """
+    spec = machine_for(config, measure)
+    try:
+        planned = plan_training(config, model_config, spec)
+    except ModelError as error:
+        _log.warning("no plan, so rules of thumb decide where memory goes: %s", error)
+        return None
+    plan = planned.plan
+    _log.info(
+        "plan: %.3g s per step, bound by %s; %.2f GiB on the host, %.2f GiB on the device (%.2f s, %d timed)",
+        plan.step_s,
+        plan.bound,
+        plan.tier_bytes("ram") / GIB,
+        plan.tier_bytes("device") / GIB,
+        planned.count_s + plan.plan_s,
+        plan.num_evaluated,
+    )
+    return planned
+
+
+def planned_updates(config: Config, choice: Choice | None) -> str:
+    """Return when the optimizer updates."""
+    if choice is not None:
+        return choice.updates
+    return "deferred" if config.optim.updates == "auto" else config.optim.updates
+
+
+def check_allocated(engine: Engine, plan: Plan, *, is_cpu: bool) -> None:
+    """Assert that what a step has allocated is what the plan says, byte for byte.
+
+    Args:
+        engine: After its first step: gradients are allocated with it.
+        plan: In force.
+        is_cpu: The device's pools are host memory.
+    """
+    exact = [pool for pool in plan.pools if pool.is_exact]
+    on_device = {"slots", "gradient buffers", "waiting gradients"}
+    device = sum(p.nbytes for p in exact if p.name in on_device or p.name.startswith("resident"))
+    host = sum(p.nbytes for p in exact if p.tier == "ram") - (device if is_cpu else 0)
+    found = engine.host.host_bytes
+    assert found == host, f"host planes take {found:,} bytes, and {host:,} were planned: {exact}"
+    found = engine.lanes.device_bytes
+    assert found == device, f"the device holds {found:,} bytes of pools, and {device:,} were planned: {exact}"
