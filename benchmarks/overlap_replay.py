@@ -12,14 +12,15 @@ import statistics
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from overlap_model import Rates, Step, Task
+from overlap_model import Rates, Step
 
-from megatrain.plan.program import Buffer, Lane
+from megatrain.plan.program import Lane
+from megatrain.plan.timing import Task as TimedTask
+from megatrain.plan.timing import Timetable
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, Span
 
 JITTER_S = 5e-5
@@ -29,7 +30,6 @@ PATIENCE_S = 0.2
 shows at the mark where it happens, and the median over steps leaves it out; it does not add up."""
 SWITCH_S = 2e-4
 """How long a thread may keep the interpreter while others want it: 5 ms by default, as long as a task."""
-_LINKS = {Lane.RESTORE: Lane.FETCH, Lane.SAVE: Lane.OFFLOAD}
 
 Interval = tuple[float, float]
 
@@ -185,61 +185,13 @@ def _overlap(these: list[Interval], those: list[Interval]) -> float:
 
 def step_seconds(step: Step) -> float:
     """Return the seconds of a steady step by arithmetic: no threads, no jitter."""
+    rates = step.costs.rates
+    tasks = [
+        TimedTask(task.lane, task.work / rates.rate(task.lane), task.reads, task.writes, task.kind)
+        for task in step.tasks
+    ]
+    timetable = Timetable()
     if step.marked < 0:
-        return max(_timetable(step.tasks, step.costs.rates)[1])
-    begins, _ = _timetable(step.tasks * 3, step.costs.rates)
-    count = len(step.tasks)
-    return (begins[2 * count + step.marked] - begins[step.marked]) / 2
-
-
-def _timetable(tasks: list[Task], rates: Rates) -> tuple[list[float], list[float]]:
-    """Return when each task begins and ends if all were enqueued at 0; SAVE and RESTORE share a link."""
-    needs = _dependencies(tasks)
-    queues: dict[Lane, deque[int]] = {}
-    for number, task in enumerate(tasks):
-        queues.setdefault(task.lane, deque()).append(number)
-    begins, ends = [0.0] * len(tasks), [-1.0] * len(tasks)
-    lane_free = dict.fromkeys(queues, 0.0)
-    link_free = dict.fromkeys(queues, 0.0)
-    while queues:
-        best: tuple[float, float, int] | None = None
-        for lane, line in queues.items():
-            number = line[0]
-            ready = lane_free[lane]
-            for other in needs[number]:
-                if ends[other] < 0:
-                    break
-                ready = max(ready, ends[other])
-            else:
-                link = link_free.get(_LINKS.get(lane, lane), 0.0) if tasks[number].work else 0.0
-                turn = max(ready, link), ready, number  # a link serves those first who came first
-                best = turn if best is None else min(best, turn)
-        assert best is not None, "tasks wait for each other"
-        begin, _, number = best
-        task = tasks[number]
-        begins[number] = begin
-        ends[number] = lane_free[task.lane] = begin + task.work / rates.rate(task.lane)
-        if task.work:
-            link_free[_LINKS.get(task.lane, task.lane)] = ends[number]
-        line = queues[task.lane]
-        line.popleft()
-        if not line:
-            del queues[task.lane]
-    return begins, ends
-
-
-def _dependencies(tasks: list[Task]) -> list[list[int]]:
-    """List whom each task waits for in other lanes: the lanes' own rule, from buffers alone."""
-    writer: dict[Buffer, int] = {}
-    readers: dict[Buffer, dict[Lane, int]] = {}
-    needs: list[list[int]] = []
-    for number, task in enumerate(tasks):
-        wanted = [writer[buffer] for buffer in task.reads + task.writes if buffer in writer]
-        wanted += [other for buffer in task.writes for other in readers.get(buffer, {}).values()]
-        needs.append([other for other in wanted if tasks[other].lane is not task.lane])
-        for buffer in task.writes:
-            writer[buffer] = number
-            readers.pop(buffer, None)
-        for buffer in task.reads:
-            readers.setdefault(buffer, {})[task.lane] = number
-    return needs
+        return max(span.end_s for span in timetable.place(tasks))
+    begins = [timetable.place(tasks)[step.marked].begin_s for _ in range(3)]
+    return (begins[2] - begins[0]) / 2

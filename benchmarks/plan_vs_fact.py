@@ -1,0 +1,235 @@
+"""Plan against fact: memory and step time of planned runs, measured from outside the engine.
+
+Each case is a process: it plans, obeys the plan, and takes steps. Host memory is the growth of the
+process's anonymous memory (RssAnon + RssShmem) from before the state is made, less what the device's
+tensors hold; a small run before it has compiled kernels and made threads. Device memory is the peak of all
+storages that torch makes, and of the lanes' buffers, followed operation by operation in a step of its own.
+The step's time is the median of several, on lanes that take as long as the machine's rates say, with
+jitter, or on the CPU itself with its measured rates.
+
+    python benchmarks/plan_vs_fact.py [--only NAME] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from report import emit, hardware
+
+ROOT = Path(__file__).parents[1]
+LLAMA = {
+    "model_type": "llama",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+    "max_position_embeddings": 8192,
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 2048,
+    "max_position_embeddings": 8192,
+}
+SMALL = {**LLAMA, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8}
+LARGE = {**LLAMA, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 4096}
+LONG = {**LLAMA, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 512}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 256,
+    "n_layer": 8,
+    "n_head": 8,
+    "vocab_size": 2048,
+    "n_positions": 1024,
+}
+QWEN2 = {**SMALL, "model_type": "qwen2", "tie_word_embeddings": True}
+GEMMA2 = {**SMALL, "model_type": "gemma2", "head_dim": 32, "sliding_window": 256}
+PHI3 = {**SMALL, "model_type": "phi3", "pad_token_id": 0}
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama 128 cpu": {"config": LARGE, "seq_len": 128, "device": "cpu"},
+    "llama 256 cpu, 2 micro-batches": {"config": SMALL, "seq_len": 256, "count": 2, "device": "cpu"},
+    "gpt2 256 cpu": {"config": GPT2, "seq_len": 256, "count": 2, "device": "cpu"},
+    "llama 128 emulated": {"config": LARGE, "seq_len": 128, "count": 2},
+    "llama 128 emulated, half": {"config": LARGE, "seq_len": 128, "count": 2, "share": 0.5},
+    "llama 128 emulated, tight": {"config": LARGE, "seq_len": 128, "count": 2, "share": 0.2},
+    "llama 128, no clipping": {"config": LARGE, "seq_len": 128, "count": 2, "clips": False, "share": 0.4},
+    "llama 128, state on a drive": {"config": LARGE, "seq_len": 128, "count": 2, "drive": 0.5},
+    "llama 512 emulated, tight": {"config": SMALL, "seq_len": 512, "count": 2, "share": 0.4},
+    "llama bf16 64 emulated": {"config": SMALL, "seq_len": 64, "count": 2, "precision": "bf16"},
+    "qwen2 tied 256 emulated": {"config": QWEN2, "seq_len": 256, "count": 2, "share": 0.5},
+    "gemma2 256 emulated": {"config": GEMMA2, "seq_len": 256, "count": 2, "share": 0.5},
+    "phi3 128 emulated": {"config": PHI3, "seq_len": 128, "count": 4, "share": 0.3},
+    "qwen3_moe 128 emulated": {"config": QWEN3_MOE, "seq_len": 128, "count": 2, "share": 0.5},
+    "gpt2 512 emulated": {"config": GPT2, "seq_len": 512, "count": 1, "share": 0.5},
+    "llama 2048 emulated": {"config": LONG, "seq_len": 2048, "count": 1, "share": 0.6},
+    "llama 8192 emulated": {"config": LONG, "seq_len": 8192, "share": 0.7},
+}
+"""`share`: the device's memory, of what it takes to keep everything there. `drive`: RAM, of the state."""
+
+TOKEN_SCALE = 16
+"""A token of the small model stands for this many: compute is slower by it, copies of weights are not."""
+
+REAL_FLOPS_PER_S = 6e9
+"""What a core of this computer surely does: the emulated machine is slower."""
+
+RATES = {"compute": 600e12, "h2d": 55e9, "d2h": 55e9, "host": 300e9}
+"""Of an H100 on PCIe 5; all slowed down together until a step takes about `--seconds`."""
+
+
+def main() -> None:
+    """Run all cases, or one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=CASES)
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=0.8)
+    parser.add_argument("--out")
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps(measure(CASES[arguments.case], arguments.seconds)))
+        return
+    results = []
+    for name in [arguments.only] if arguments.only else CASES:
+        command = [sys.executable, __file__, "--case", name, "--seconds", str(arguments.seconds)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            sys.exit(f"{name}: {done.stderr[-2000:]}")
+        result = {"case": name, **json.loads(done.stdout.splitlines()[-1])}
+        results.append(result)
+        print(
+            f"{name:<32} host {result['host_error']:+.1%}  device {result['device_error']:+.1%}  "
+            f"step {result['step_error']:+.1%} ({result['step_s']:.3f} s)  {result['choice']}",
+            flush=True,
+        )
+    emit({"benchmark": "plan_vs_fact", "hardware": hardware(), "results": results}, arguments.out)
+
+
+def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Plan a case, obey the plan, and compare; an error is (plan - fact) / fact."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+    from emulated_runs import Case, Run, machine_of, spec_of
+    from transformers import AutoConfig
+
+    from megatrain.plan.choice import Batch
+    from megatrain.plan.planner import make_plan
+
+    torch.set_num_threads(1)
+    config = AutoConfig.for_model(**case["config"])
+    batch = Batch(micro_batch_size=1, seq_len=case["seq_len"], num_micro_batches=case.get("count", 1))
+    planned = Case(
+        name="",
+        config=config,
+        batch=batch,
+        precision=case.get("precision", "fp32"),
+        clips=case.get("clips", True),
+    )
+    is_cpu = case.get("device") == "cpu"
+    machine = None
+    if is_cpu:
+        from megatrain.doctor import this_machine
+
+        spec = this_machine(None)
+    else:
+        anatomy = planned.anatomy()
+        flops = anatomy.model_flops_per_token * batch.tokens * 4 / 3
+        seconds = max(seconds, flops / REAL_FLOPS_PER_S)
+        factor = flops / (RATES["compute"] / TOKEN_SCALE) / seconds
+        rates = {
+            "compute_flops_per_s": RATES["compute"] / TOKEN_SCALE * factor,
+            **{f"{name}_bytes_per_s": RATES[name] * factor for name in ("h2d", "d2h", "host")},
+        }
+        machine = machine_of(rates, device_bytes=None)
+        spec = spec_of(machine)
+        everything = make_plan(planned.request(spec)).tier_bytes("device")
+        limit = int(case.get("share", 2.0) * everything)
+        spec = replace(spec, device_bytes=limit)
+    request = planned.request(spec)
+    tiers = None
+    if "drive" in case:
+        tiers, request = _on_a_drive(request, case["drive"])
+    plan = make_plan(request)
+    assert plan.fits, plan.problem
+    warm_up(planned, machine)
+    base = resident_bytes()
+    run = Run(planned, machine, plan.choice, tiers=tiers)
+    step_s = run.steady_s(3)
+    run.engine.settle()
+    held = run.engine.lanes.device_bytes
+    host = resident_bytes() - base - held
+    device = run.device_peak()
+    run.close()
+    planned_host = sum(pool.nbytes for pool in plan.pools if pool.tier == "ram" and pool.is_exact)
+    if is_cpu:
+        planned_host -= held
+    device_pools = [pool for pool in plan.pools if pool.tier == "device" or (is_cpu and pool.tier == "ram")]
+    planned_device = sum(pool.nbytes for pool in device_pools) - (planned_host if is_cpu else 0)
+    kinds = {
+        policy: plan.choice.activations.count(policy) for policy in dict.fromkeys(plan.choice.activations)
+    }
+    return {
+        "host_bytes": host,
+        "host_error": planned_host / host - 1,
+        "device_bytes": device,
+        "device_error": planned_device / device - 1,
+        "step_s": step_s,
+        "step_error": plan.step_s / step_s - 1,
+        "choice": f"{kinds}, {plan.choice.num_slots} slots, {plan.choice.resident_layers} resident, "
+        f"{plan.choice.lockstep} in lockstep, gradients on the {plan.choice.gradients}",
+        "plan_s": plan.plan_s,
+    }
+
+
+def _on_a_drive(request: Any, share: float) -> tuple[Any, Any]:
+    """Give a request less RAM than the state takes, and a drive."""
+    import tempfile
+
+    from megatrain.hardware import Drives
+    from megatrain.plan.planner import make_plan
+    from megatrain.store.placement import Tiers
+
+    whole = sum(p.nbytes for p in make_plan(request).pools if p.tier == "ram" and p.is_exact)
+    drives = Drives(nbytes=1 << 40, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
+    request = replace(request, spec=replace(request.spec, drives=drives), host_limit=int(share * whole))
+    directory = Path(tempfile.mkdtemp(dir="."))
+    return Tiers(nvme=(directory,), ram=int(share * whole)), request
+
+
+def warm_up(case: Any, machine: Any) -> None:
+    """Compile kernels, make threads, and load what is loaded late."""
+    from emulated_runs import Run, small
+
+    run = Run(small(case), machine, None)
+    run.step()
+    run.step()
+    run.close()
+
+
+def resident_bytes() -> int:
+    """Return this process's anonymous and shared memory, with freed memory given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    time.sleep(0.05)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Rss")}
+    return 1024 * (int(fields["RssAnon"]) + int(fields["RssShmem"]))
+
+
+if __name__ == "__main__":
+    main()
