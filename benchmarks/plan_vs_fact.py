@@ -167,17 +167,15 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     plan = make_plan(request)
     assert plan.fits, plan.problem
     warm_up(planned, machine)
-    base = resident_bytes()
+    base = settled_bytes()
     run = Run(planned, machine, plan.choice, tiers=tiers)
     step_s = run.steady_s(3)
     run.engine.settle()
     held = run.engine.lanes.device_bytes
-    host = resident_bytes() - base - held
+    host = settled_bytes() - base - held
     device = run.device_peak()
     run.close()
-    planned_host = sum(pool.nbytes for pool in plan.pools if pool.tier == "ram" and pool.is_exact)
-    if is_cpu:
-        planned_host -= held
+    planned_host = plan.host_plane_bytes
     device_pools = [pool for pool in plan.pools if pool.tier == "device" or (is_cpu and pool.tier == "ram")]
     planned_device = sum(pool.nbytes for pool in device_pools) - (planned_host if is_cpu else 0)
     kinds = {
@@ -221,14 +219,14 @@ def warm_up(case: Any, machine: Any) -> None:
     run.close()
 
 
-def resident_bytes() -> int:
+def settled_bytes() -> int:
     """Return this process's anonymous and shared memory, with freed memory given back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     time.sleep(0.05)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Rss")}
-    return 1024 * (int(fields["RssAnon"]) + int(fields["RssShmem"]))
+    from megatrain.hardware import resident_bytes
+
+    return resident_bytes()
 
 
 if __name__ == "__main__":

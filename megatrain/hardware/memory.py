@@ -85,6 +85,11 @@ def _own_limits(root: Path) -> list[MemoryLimit]:
     return limits
 
 
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Return the anonymous and shared memory of this process, 0 where the system does not say."""
+    return 1024 * sum(_status_kib(root, field) or 0 for field in ("RssAnon", "RssShmem"))
+
+
 def _status_kib(root: Path, field: str) -> int | None:
     try:
         lines = (root / "proc/self/status").read_text().splitlines()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PLANES = ("working", "remainder", "moments", "gradient", "boundaries")
-"""What has a tier of its own."""
+_DEVICE_POOLS = ("slots", "gradient buffers", "waiting gradients", "resident")
+"""How the names of pools begin that the device allocates; on a CPU they are in RAM, as state is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +97,17 @@ class Plan:
     num_evaluated: int
     """Choices that the search has timed."""
     plan_s: float
+
+    @property
+    def device_pool_bytes(self) -> int:
+        """Bytes that the device's lanes allocate for good."""
+        return sum(p.nbytes for p in self.pools if p.is_exact and p.name.startswith(_DEVICE_POOLS))
+
+    @property
+    def host_plane_bytes(self) -> int:
+        """Bytes of the planes of state in RAM, and of the buffers before drives."""
+        in_ram = (pool for pool in self.pools if pool.is_exact and pool.tier == "ram")
+        return sum(pool.nbytes for pool in in_ram if not pool.name.startswith(_DEVICE_POOLS))
 
     def tier_bytes(self, tier: str) -> int:
         """Return the bytes of all pools of a tier."""

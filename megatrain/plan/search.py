@@ -35,8 +35,6 @@ class Found:
     choice: Choice
     step: Step
     num_timed: int
-    is_proven: bool
-    """No listed choice can be better."""
 
 
 def search(request: Request, *, budget_s: float = SEARCH_S) -> Found | None:
@@ -57,7 +55,7 @@ def search(request: Request, *, budget_s: float = SEARCH_S) -> Found | None:
         race.run(neighbours(request, start))
     if race.best is None:
         return None
-    return Found(race.best.choice, race.best, race.num_timed, not race.is_over)
+    return Found(race.best.choice, race.best, race.num_timed)
 
 
 class _Race:

@@ -154,11 +154,6 @@ class LayerCosts:
         """Return the seconds of what is made again inside its backward."""
         return self._of(number)[3]
 
-    def again_s(self, number: int) -> float:
-        """Return the seconds of forwards that only make boundaries again."""
-        drops = self.choice.activations[number] == "drop_boundary"
-        return self._of(number)[0] if drops and number > 0 else 0.0
-
     def passes_again(self, number: int) -> bool:
         """Whether its forward runs again as a whole."""
         return self.choice.activations[number] in _PASSES_AGAIN

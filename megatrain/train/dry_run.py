@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from megatrain.config import Config
-from megatrain.hardware import GIB
+from megatrain.hardware import GIB, resident_bytes
 from megatrain.plan.choice import Plan
 from megatrain.stream.step_report import StepReport
 from megatrain.train.drives import drives_apart
@@ -40,7 +39,7 @@ def dry_run(config: Config, show: Callable[[str], object], *, measure: Measure |
 
 
 def _try(config: Config, show: Callable[[str], object], measure: Measure | None) -> None:
-    began = _resident_bytes()
+    began = resident_bytes()
     run = prepare(config, None, None, measure=measure)
     try:
         train_step(run)  # allocates, compiles, and touches memory for the first time
@@ -51,7 +50,7 @@ def _try(config: Config, show: Callable[[str], object], measure: Measure | None)
             show("no plan: the model cannot be counted; two steps were taken as rules of thumb say")
             show(f"step      {row.seconds:.4g} s, {row.tokens_per_s:,.0f} tokens/s")
             return
-        for line in _compare(run, run.planned.plan, report, row.seconds, _resident_bytes() - began):
+        for line in _compare(run, run.planned.plan, report, row.seconds, resident_bytes() - began):
             show(line)
     finally:
         run.engine.close(removes=True)
@@ -60,17 +59,13 @@ def _try(config: Config, show: Callable[[str], object], measure: Measure | None)
 def _compare(run: Run, plan: Plan, report: StepReport, seconds: float, grown: int) -> list[str]:
     """Return a table of what was planned and what was seen."""
     engine = run.engine
-    exact_host = sum(
-        p.nbytes for p in plan.pools if p.is_exact and p.tier == "ram" and not _is_device(p.name)
-    )
     lines = [
         f"{'':<26}{'planned':>12}{'seen':>12}",
-        _row("host planes", exact_host, engine.host_bytes),
+        _row("host planes", plan.host_plane_bytes, engine.host_bytes),
         _row("process memory", plan.tier_bytes("ram"), grown) + "   (grown since the start)",
     ]
     if "device" in plan.limits or plan.tier_bytes("device"):
-        pools = sum(p.nbytes for p in plan.pools if p.is_exact and _is_device(p.name))
-        lines.append(_row("device pools", pools, engine.lanes.device_bytes))
+        lines.append(_row("device pools", plan.device_pool_bytes, engine.lanes.device_bytes))
         if engine.lanes.device.type != "cpu":
             lines.append(_row("device peak", plan.tier_bytes("device"), engine.device_bytes_peak))
     lines.append(f"{'step':<26}{plan.step_s:>10.4g} s{seconds:>10.4g} s   ({_ratio(seconds, plan.step_s)})")
@@ -84,10 +79,6 @@ def _compare(run: Run, plan: Plan, report: StepReport, seconds: float, grown: in
     return lines
 
 
-def _is_device(name: str) -> bool:
-    return name in ("slots", "gradient buffers", "waiting gradients") or name.startswith("resident")
-
-
 def _row(name: str, planned: int, seen: int) -> str:
     return f"{name:<26}{_gib(planned):>12}{_gib(seen):>12}   ({_ratio(seen, planned)})"
 
@@ -98,13 +89,3 @@ def _ratio(seen: float, planned: float) -> str:
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.4f} GiB"
-
-
-def _resident_bytes() -> int:
-    """Return the anonymous and shared memory of this process, 0 where the system does not say."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    fields = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Rss")}
-    return 1024 * (int(fields.get("RssAnon", 0)) + int(fields.get("RssShmem", 0)))

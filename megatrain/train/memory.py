@@ -51,19 +51,14 @@ def planned_updates(config: Config, choice: Choice | None) -> str:
     return "deferred" if config.optim.updates == "auto" else config.optim.updates
 
 
-def check_allocated(engine: Engine, plan: Plan, *, is_cpu: bool) -> None:
+def check_allocated(engine: Engine, plan: Plan) -> None:
     """Assert that what a step has allocated is what the plan says, byte for byte.
 
     Args:
         engine: After its first step: gradients are allocated with it.
         plan: In force.
-        is_cpu: The device's pools are host memory.
     """
-    exact = [pool for pool in plan.pools if pool.is_exact]
-    on_device = {"slots", "gradient buffers", "waiting gradients"}
-    device = sum(p.nbytes for p in exact if p.name in on_device or p.name.startswith("resident"))
-    host = sum(p.nbytes for p in exact if p.tier == "ram") - (device if is_cpu else 0)
-    found = engine.host.host_bytes
-    assert found == host, f"host planes take {found:,} bytes, and {host:,} were planned: {exact}"
-    found = engine.lanes.device_bytes
-    assert found == device, f"the device holds {found:,} bytes of pools, and {device:,} were planned: {exact}"
+    found, planned = engine.host.host_bytes, plan.host_plane_bytes
+    assert found == planned, f"host planes take {found:,} bytes, and {planned:,} were planned: {plan.pools}"
+    found, planned = engine.lanes.device_bytes, plan.device_pool_bytes
+    assert found == planned, f"the device's pools hold {found:,} bytes, not {planned:,}: {plan.pools}"
