@@ -5,11 +5,11 @@ Pools that the engine allocates are exact. What comes and goes is the largest of
 
 from __future__ import annotations
 
-from megatrain.model.anatomy import IDS_BYTES, STASH_ALIGNMENT, Anatomy
+from megatrain.model.anatomy import STASH_ALIGNMENT, Anatomy
 from megatrain.model.layout import aligned
 from megatrain.plan.census import Census
 from megatrain.plan.choice import Batch, Choice, Pool
-from megatrain.plan.moments import Moment, Moments
+from megatrain.plan.moments import Moments
 from megatrain.plan.policy import is_boundary_on_host, policy_of
 from megatrain.plan.step import NUM_STAGING
 
@@ -21,24 +21,14 @@ def device_peak_bytes(anatomy: Anatomy, choice: Choice, batch: Batch, *, overlap
         anatomy: Of the model, for micro-batches as `batch` has them.
         choice: With one policy per layer.
         batch: Of a step.
-        overlaps: The lanes run at the same time, as on a GPU: what copies and updates take for a moment comes
-            on top of what compute takes. False: one after the other, as on the CPU.
+        overlaps: The lanes run at the same time, as on a GPU; see `Moments`.
     """
     pools = _allocated(anatomy, choice, batch)
-    moments = Moments(anatomy, choice, batch)
-    largest = max(moments.all(), key=lambda moment: moment.nbytes)
-    beside = moments.beside_compute()
-    if overlaps:
-        working = largest.working + max(beside)
-    else:
-        ids = IDS_BYTES * anatomy.tokens * min(choice.lockstep, batch.num_micro_batches)
-        after = Moment("update", working=moments.constant + ids + max(beside))
-        largest = max(largest, after, key=lambda moment: moment.nbytes)
-        working = largest.working
+    largest = max(Moments(anatomy, choice, batch, overlaps=overlaps).all(), key=lambda moment: moment.nbytes)
     pools += [
         Pool(tier="device", name="boundaries", nbytes=largest.boundaries, is_exact=False),
         Pool(tier="device", name="saved activations", nbytes=largest.saved, is_exact=False),
-        Pool(tier="device", name=f"working memory ({largest.name})", nbytes=working, is_exact=False),
+        Pool(tier="device", name=f"working memory ({largest.name})", nbytes=largest.working, is_exact=False),
     ]
     return [pool for pool in pools if pool.nbytes]
 

@@ -29,8 +29,8 @@ _MAX_ROUNDS = 3
 _MAX_GROUPS = 4
 """Micro-batches of a round that are tasks of their own; more follow each other in one task."""
 
-DEVICE_UPDATE_BYTES = 30
-"""Device memory that an update there reads and writes per parameter: 2 + 2, 8, and 4 of the gradient; 14."""
+DEVICE_UPDATE_BYTES = 650
+"""Device memory that an update there reads and writes per parameter, in 55 passes (`optim.device`)."""
 
 _MANY_LAYERS = 60
 """Of models with more layers, a visit is two tasks at most: a layer is a small part of a step."""
@@ -393,7 +393,8 @@ class _Builder:
     def _add(self, operation: Operation) -> None:
         number = operation.block
         kind, reads, writes = operation.kind, operation.reads, operation.writes
-        beside = self.rates.spec.both_share < 1.0 and operation.kind is not Kind.FETCH
+        spec = self.rates.spec
+        beside = spec.both_share < 1.0 and not spec.is_cpu and operation.kind is not Kind.FETCH
         match kind:
             case Kind.FETCH:
                 self._fetch(operation)
@@ -402,7 +403,7 @@ class _Builder:
                 self._update(number, follows_norm=False, staging=operation.staging)
                 return
             case Kind.LOAD:
-                seconds = self.rates.fetch_s(operation.nbytes, beside=True)
+                seconds = self.rates.fetch_s(operation.nbytes, beside=beside)
             case Kind.OFFLOAD:
                 seconds = self.rates.offload_s(operation.nbytes, beside=beside)
                 if self._waits_on_device(operation):
@@ -466,5 +467,5 @@ class _Builder:
         ring = ("arriving", self.num_restored % 2)
         self.num_restored += 1
         self.restored[number, operation.micro_batch] = ring
-        seconds = self.rates.fetch_s(nbytes, beside=True)
+        seconds = self.rates.fetch_s(nbytes, beside=not self.rates.spec.is_cpu)
         self.tasks.append(Task(operation.lane, seconds, (home,), (ring,), "restore"))
