@@ -6,12 +6,12 @@ Pools that the engine allocates are exact. What comes and goes is the largest of
 from __future__ import annotations
 
 from megatrain.model.anatomy import IDS_BYTES, STASH_ALIGNMENT, Anatomy
+from megatrain.model.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.model.layout import aligned
 from megatrain.plan.census import Census
 from megatrain.plan.choice import Batch, Choice, Pool
 from megatrain.plan.moments import Moment, Moments
 from megatrain.plan.policy import is_boundary_on_host, policy_of
-from megatrain.plan.step import NUM_STAGING
 
 
 def device_peak_bytes(anatomy: Anatomy, choice: Choice, batch: Batch, *, overlaps: bool = True) -> list[Pool]:
@@ -59,7 +59,7 @@ def host_planes(anatomy: Anatomy, choice: Choice, batch: Batch) -> dict[str, int
     }
     num_rounds = -(-batch.num_micro_batches // choice.lockstep)
     if choice.gradients == "device" or (choice.updates == "immediate" and num_rounds == 1):
-        planes["staging"] = NUM_STAGING * aligned(census.largest_away(choice))
+        planes["staging"] = NUM_GRADIENT_STAGING * aligned(census.largest_away(choice))
     else:
         planes["gradient"] = census.gradient_bytes(0, stop)
     if num_rounds > 1 and anatomy.precision == "bf16":

@@ -5,18 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatrain.model.anatomy import Anatomy
-from megatrain.plan.census import Block, Census
+from megatrain.model.host_buffers import padded, state_bytes
+from megatrain.plan.census import Census
 from megatrain.plan.choice import Batch, Choice, Pool
 from megatrain.plan.memory import device_peak_bytes, host_planes
-from megatrain.plan.step import NUM_STAGING
 
 _MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 """Of one moment of a parameter; int8 has scales beside."""
-
-PIECE_BYTES = 64 << 20
-"""What is in RAM is committed in pieces of at most this."""
-
-_PAGE = 4096
 
 _PEAKS = ("boundaries", "activations")
 
@@ -58,7 +53,10 @@ def drive_pools(anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str) -
     if not choice.tiers:
         return []
     census = Census.of(anatomy, choice.fragments)
-    nbytes = sum(_image_bytes(block, with_weights=True) for block in census.blocks)
+    nbytes = sum(
+        state_bytes(block.num_split, block.num_state) + padded(block.size.fetch_bytes)
+        for block in census.blocks
+    )
     return [Pool("nvme", "two copies of the state", 2 * nbytes)]
 
 
@@ -77,25 +75,9 @@ def _in_ram(census: Census, choice: Choice) -> dict[str, int]:
 
 
 def _buffers(census: Census, choice: Choice) -> dict[str, int]:
-    """Return the bytes of the buffers before the drives: `store.placement` allocates by the same rule."""
-    blocks = [census.blocks[number] for number in census.by_size]
-    weights_in_ram = choice.weights_in_ram if choice.tier("working") == "nvme" else len(blocks)
-    with_weights = [_image_bytes(block, with_weights=True) for block in blocks[weights_in_ram:]]
-    state = [_image_bytes(block) for block in blocks[choice.blocks_in_ram : weights_in_ram]]
-    pages = [_padded(block.size.fetch_bytes) for block in blocks]
-    pieces = [min(PIECE_BYTES, size) for block in blocks for size in (_image_bytes(block),)]
-    largest = max([0, *with_weights, *state[:1], *pieces, *(min(PIECE_BYTES, page) for page in pages)])
+    """Return the bytes of the buffers before the drives."""
+    weights_in_ram = choice.weights_in_ram if choice.tier("working") == "nvme" else census.num_blocks
     return {
-        "staging of state": NUM_STAGING * largest,
-        "staging of weights": NUM_STAGING * max(pages[weights_in_ram:], default=0),
+        "staging of state": census.drive_buffers.staging_bytes(weights_in_ram, choice.blocks_in_ram),
+        "staging of weights": census.drive_buffers.page_bytes(weights_in_ram),
     }
-
-
-def _image_bytes(block: Block, *, with_weights: bool = False) -> int:
-    """Return the bytes of a block's state on a drive: whole pages."""
-    weights = _padded(block.size.fetch_bytes) if with_weights else 0
-    return _padded(2 * block.num_split + 8 * block.num_state) + weights
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _PAGE) * _PAGE

@@ -11,6 +11,7 @@ from collections import Counter
 from functools import cached_property
 
 from megatrain.model.anatomy import Anatomy, Cost, Layer
+from megatrain.model.host_buffers import NUM_GRADIENT_STAGING, NUM_PAGES, NUM_STATE_STAGING
 from megatrain.plan.census import Block, Census, list_blocks
 from megatrain.plan.choice import Batch, Choice
 from megatrain.plan.cost import Rates
@@ -34,9 +35,6 @@ DEVICE_UPDATE_BYTES = 30
 
 _MANY_LAYERS = 60
 """Of models with more layers, a visit is two tasks at most: a layer is a small part of a step."""
-
-NUM_STAGING = 3
-"""Host buffers through which gradients or state pass on their way to an update."""
 
 
 class Step:
@@ -272,7 +270,7 @@ class _Builder:
             self.sizes,
             [None] * self.choice.num_slots,
             num_gradient_buffers=self.choice.num_gradient_buffers,
-            num_staging=NUM_STAGING if is_immediate else 0,
+            num_staging=NUM_GRADIENT_STAGING if is_immediate else 0,
             updates_at_once=is_immediate,
         )
         self._begin()
@@ -368,7 +366,7 @@ class _Builder:
         block = self.blocks[number]
         reads: tuple[Buffer, ...] = (("norm", 0),) if follows_norm else ()
         if follows_norm and self.choice.gradients == "device" and block.size.is_streamed:
-            home: Buffer = ("gradient_staging", self.num_staged % NUM_STAGING)
+            home: Buffer = ("gradient_staging", self.num_staged % NUM_GRADIENT_STAGING)
             seconds = self.rates.offload_s(block.size.offload_bytes)
             waiting = (("waiting_gradient", number), *reads)
             self.tasks.append(Task(Lane.OFFLOAD, seconds, waiting, (home,), "offload"))
@@ -380,7 +378,7 @@ class _Builder:
         if self.step.census.is_working_away(self.choice, number):
             nbytes += block.size.fetch_bytes
         if on_drive:
-            state = ("state_staging", self.num_staged % NUM_STAGING)
+            state = ("state_staging", self.num_staged % NUM_STATE_STAGING)
             self.tasks.append(Task(Lane.READ, self.rates.read_s(nbytes), (), (state,), "read"))
         self.num_staged += 1
         writes: tuple[Buffer, ...] = (("working", number), state)
@@ -437,7 +435,7 @@ class _Builder:
         seconds = self.rates.fetch_s(operation.nbytes)
         reads = operation.reads
         if self.step.census.is_working_away(self.choice, operation.block):
-            buffer: Buffer = ("weights_staging", self.num_staged % NUM_STAGING)
+            buffer: Buffer = ("weights_staging", self.num_staged % NUM_PAGES)
             self.num_staged += 1
             read_s = self.rates.read_s(operation.nbytes)
             self.tasks.append(Task(Lane.PAGE, read_s, reads, (buffer,), "page"))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError, ModelError
+from megatrain.model.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.model.layout import BlockLayout, Entry, aligned
 from megatrain.model.moments import MOMENT_PLANES, Moments, moment_bytes, scale_ranges
 from megatrain.optim.adamw import AdamWStep, Planes, rounding_key, update_many
@@ -26,7 +27,6 @@ from megatrain.plan.schedule import optimizer_program
 from megatrain.store.state import split_gradient
 from megatrain.store.tiered import TieredState
 from megatrain.stream.gradients import Home
-from megatrain.stream.waiting import NUM_STAGING
 
 if TYPE_CHECKING:
     from megatrain.stream.engine import Engine
@@ -158,7 +158,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                     "updates=immediate needs the optimizer before the first backward; call engine.adamw "
                     "first, or opt.zero_grad() before it"
                 )
-            engine.gradients.num_staging = NUM_STAGING
+            engine.gradients.num_staging = NUM_GRADIENT_STAGING
             engine.executor.update_at_once = self._update_at_once
         elif self._max_grad_norm is not None and engine.gradients.waiting is None:
             engine.host.allocate_gradients()
