@@ -1,46 +1,21 @@
-"""All pools of a choice, in the tier where each of them is."""
+"""The pools of a choice in RAM and on drives: planes of state that are away are in RAM for some blocks."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatrain.model.anatomy import Anatomy
 from megatrain.model.host_buffers import padded, state_bytes
+from megatrain.model.moments import Moments, moment_plane_bytes
 from megatrain.plan.census import Census
 from megatrain.plan.choice import Batch, Choice, Pool
-from megatrain.plan.memory import device_peak_bytes, host_planes
-
-_MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-"""Of one moment of a parameter; int8 has scales beside."""
+from megatrain.plan.memory import host_planes
 
 _PEAKS = ("boundaries", "activations")
 
 
-def device_pools(
-    anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str, overlaps: bool = True
-) -> list[Pool]:
-    """Return the device's pools; see `device_peak_bytes`."""
-    pools = device_peak_bytes(anatomy, choice, batch, overlaps=overlaps)
-    if state == "fp32":
-        return pools
+def host_pools(anatomy: Anatomy, choice: Choice, batch: Batch, state: Moments) -> list[Pool]:
+    """Return the pools in RAM, where moments are kept in a format."""
     census = Census.of(anatomy, choice.fragments)
-    saved = 2 * (4 - _MOMENT_BYTES[state]) * census.state_on_device(choice)
-    if state == "int8":
-        saved -= 2 * 4 * census.scales_on_device(choice)
-    return [
-        replace(pool, nbytes=pool.nbytes - saved) if pool.name == "resident optimizer state" else pool
-        for pool in pools
-    ]
-
-
-def host_pools(anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str) -> list[Pool]:
-    """Return the pools in RAM."""
-    census = Census.of(anatomy, choice.fragments)
-    sizes = host_planes(anatomy, choice, batch)
-    for plane in ("exp_avg", "exp_avg_sq"):
-        sizes[plane] = sizes[plane] * _MOMENT_BYTES[state] // 4
-        if state == "int8":
-            sizes[f"{plane}_scale"] = 4 * census.num_scales(0, census.num_blocks)
+    sizes = host_planes(anatomy, choice, batch, state=state)
     if choice.tiers:
         sizes |= _in_ram(census, choice) | _buffers(census, choice)
     return [
@@ -48,7 +23,7 @@ def host_pools(anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str) ->
     ]
 
 
-def drive_pools(anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str) -> list[Pool]:
+def drive_pools(anatomy: Anatomy, choice: Choice) -> list[Pool]:
     """Return what is on the drives: two copies of everything, so that a commit is whole."""
     if not choice.tiers:
         return []
@@ -61,7 +36,10 @@ def drive_pools(anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str) -
 
 
 def _in_ram(census: Census, choice: Choice) -> dict[str, int]:
-    """Return the bytes of the planes that are in RAM though others are on drives: the largest blocks'."""
+    """Return the bytes of the planes that are in RAM though others are on drives: the largest blocks'.
+
+    State on drives is kept in fp32.
+    """
     blocks = [census.blocks[number] for number in census.by_size]
     with_state = blocks[: choice.blocks_in_ram]
     with_weights = blocks[: choice.weights_in_ram] if choice.tier("working") == "nvme" else blocks
@@ -69,8 +47,7 @@ def _in_ram(census: Census, choice: Choice) -> dict[str, int]:
     return {
         "working": sum(block.size.fetch_bytes for block in with_weights),
         "remainder": 2 * sum(block.num_split for block in with_state),
-        "exp_avg": 4 * num_state,
-        "exp_avg_sq": 4 * num_state,
+        **moment_plane_bytes(num_state, 0, Moments.FP32),
     }
 
 
