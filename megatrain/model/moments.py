@@ -16,7 +16,7 @@ from enum import Enum
 
 import torch
 
-from megatrain.errors import ConfigError
+from megatrain.config_types import read_member
 from megatrain.model.layout import BlockLayout, aligned
 
 SCALE_NUMEL = 256
@@ -37,9 +37,7 @@ class Moments(str, Enum):
         Raises:
             ConfigError: There is none.
         """
-        if name not in {value.value for value in cls}:
-            raise ConfigError(f"the optimizer's state is {name!r}; use fp32, bf16 or int8")
-        return cls(name)
+        return read_member(cls, name, "the optimizer's state")
 
     @property
     def is_exact(self) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatrain.config_types import read_member
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.model.layout import BlockLayout, Entry, aligned
@@ -46,9 +47,7 @@ class Updates(str, Enum):
         Raises:
             ConfigError: There is none.
         """
-        if name not in {value.value for value in cls}:
-            raise ConfigError(f"updates is {name!r}; use deferred, immediate or serial")
-        return cls(name)
+        return read_member(cls, name, "updates")
 
 
 class StepStats:
