@@ -16,7 +16,7 @@ from enum import Enum
 
 import torch
 
-from megatrain.config_types import read_member
+from megatrain.config.types import read_member
 from megatrain.model.layout import BlockLayout, aligned
 
 SCALE_NUMEL = 256

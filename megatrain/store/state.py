@@ -21,7 +21,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megatrain.config_types import read_member
+from megatrain.config.types import read_member
 from megatrain.model.layout import BlockLayout, Entry
 from megatrain.model.moments import MOMENT_PLANES, Moments, moment_planes, scale_ranges
 from megatrain.store.arena import Arena

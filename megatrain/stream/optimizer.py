@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain.config_types import read_member
+from megatrain.config.types import read_member
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.model.layout import BlockLayout, Entry, aligned
