@@ -18,8 +18,9 @@ from megatrain.stream.activations import Activations
 from megatrain.stream.activations import policies as read_activations
 from megatrain.stream.boundaries import Boundaries
 from megatrain.stream.drives import Drives
-from megatrain.stream.executor import Counts, Executor
+from megatrain.stream.executor import Executor
 from megatrain.stream.gradients import Gradients
+from megatrain.stream.issuer import Counts
 from megatrain.stream.policies import Policies, block_size
 from megatrain.stream.residency import DeviceStates
 from megatrain.stream.rounds import Rounds

@@ -38,8 +38,9 @@ from megatrain.stream.bind import Binding, require_device_memory, room_for_activ
 from megatrain.stream.compiled import Compiler
 from megatrain.stream.drives import Drives
 from megatrain.stream.entrance import Entrance
-from megatrain.stream.executor import Counts, Executor
+from megatrain.stream.executor import Executor
 from megatrain.stream.gradients import Gradients, Home
+from megatrain.stream.issuer import Counts
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.meter import StepMeter, recomputed_forwards
 from megatrain.stream.passes import AttachedBlock, AttachedLayer
