@@ -24,10 +24,9 @@ from megatrain.model.anatomy import Anatomy
 from megatrain.model.count import count_anatomy
 from megatrain.optim import device as device_adamw
 from megatrain.plan.choice import Batch, Choice
-from megatrain.plan.memory import NUM_STAGING, device_peak_bytes, host_planes
+from megatrain.plan.cost import DEVICE_UPDATE_BYTES
+from megatrain.plan.memory import device_peak_bytes, host_planes
 from megatrain.plan.moments import UPDATE_CHUNK, UPDATE_SCRATCH_BYTES
-from megatrain.plan.step import DEVICE_UPDATE_BYTES
-from megatrain.stream import optimizer
 from tests.device_bytes import measure
 
 WIDE = {"num_attention_heads": 8, "num_hidden_layers": 3, "vocab_size": 256}
@@ -182,7 +181,6 @@ def test_updates_on_the_device_overlap_the_forward_of_earlier_residents_only() -
 
 
 def test_numbers_of_the_engine_are_its_own() -> None:
-    assert optimizer.NUM_STAGING == NUM_STAGING
     assert device_adamw.CHUNK_NUMEL == UPDATE_CHUNK
     assert device_adamw.TEMPORARY_BYTES == UPDATE_SCRATCH_BYTES
     assert device_adamw.MOVED_BYTES == DEVICE_UPDATE_BYTES
