@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from megatrain.errors import ModelError
@@ -120,10 +121,14 @@ class BlockUpdate:
         layout = engine.host.blocks[self._block].layout
         planes = engine.executor.states.planes(self._block)
         flat = engine.gradients.on_device(self._block)
-        gradient = flat[: layout.num_split], flat[layout.num_split :]
+        low, full = flat[: layout.num_split], flat[layout.num_split :]
         ranges = self._optimizer.ranges(self._block, self._groups, self._present, scale)
+        if engine.lanes.updates_with_kernels:
+            gradient = low.to(torch.bfloat16), full  # they were rounded to it before
+            update_many(default_pool(), _view(planes, gradient, layout, ranges))
+            return
         with engine.lanes.computing():
-            update_on_device(_view(planes, gradient, layout, ranges))
+            update_on_device(_view(planes, (low, full), layout, ranges))
 
     def _scale(self) -> float | None:
         if self._stats is None:

@@ -183,6 +183,8 @@ class EmulatedLanes(ThreadedLanes):
     long as they take.
     """
 
+    updates_with_kernels = True  # a GPU's operations take seconds here that no rate knows of
+
     def __init__(self, machine: EmulatedMachine | None = None) -> None:
         """Emulate `machine`; by default one without rates, but with jitter."""
         self.machine = machine or EmulatedMachine()
