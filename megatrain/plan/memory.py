@@ -5,12 +5,13 @@ Pools that the engine allocates are exact. What comes and goes is the largest of
 
 from __future__ import annotations
 
-from megatrain.model.anatomy import IDS_BYTES, STASH_ALIGNMENT, Anatomy
+from megatrain.model.anatomy import IDS_BYTES, Anatomy
 from megatrain.model.layout import aligned
 from megatrain.plan.census import Census
 from megatrain.plan.choice import Batch, Choice, Pool
+from megatrain.plan.drives import NUM_ACTIVATION_STAGING, in_pages
 from megatrain.plan.moments import Moment, Moments
-from megatrain.plan.policy import is_boundary_on_host, policy_of
+from megatrain.plan.policy import policy_of, visit_bytes
 from megatrain.plan.step import NUM_STAGING
 
 
@@ -67,11 +68,15 @@ def host_planes(anatomy: Anatomy, choice: Choice, batch: Batch) -> dict[str, int
     together = min(choice.lockstep, batch.num_micro_batches)
     boundary, offloaded = 0, 0
     if choice.boundaries != "device" or "offload" in choice.activations:
-        for number, layer in enumerate(anatomy.layers):
-            if policy_of(anatomy, choice, number) == "offload":
-                offloaded += together * layer.saved_bytes["offload"]
-            elif is_boundary_on_host(anatomy, choice, number):
-                boundary += together * -(-layer.boundary_bytes // STASH_ALIGNMENT) * STASH_ALIGNMENT
+        visits = [visit_bytes(anatomy, choice, number) for number in range(len(anatomy.layers))]
+        if choice.boundaries == "nvme":
+            return planes | {"staging of activations": NUM_ACTIVATION_STAGING * in_pages(max(visits))}
+        offloaded = sum(
+            together * visit
+            for number, visit in enumerate(visits)
+            if policy_of(anatomy, choice, number) == "offload"
+        )
+        boundary = together * sum(visits) - offloaded
     return planes | {"boundaries": boundary, "activations": offloaded}
 
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 from megatrain.model.anatomy import Anatomy
 from megatrain.plan.census import Block, Census
 from megatrain.plan.choice import Batch, Choice, Pool
+from megatrain.plan.drives import SCRATCH_CHUNK_BYTES, in_pages
 from megatrain.plan.memory import device_peak_bytes, host_planes
+from megatrain.plan.policy import visit_bytes
 from megatrain.plan.step import NUM_STAGING
 
 _MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
@@ -18,7 +20,7 @@ PIECE_BYTES = 64 << 20
 
 _PAGE = 4096
 
-_PEAKS = ("boundaries", "activations")
+_PEAKS = ("boundaries", "activations", "staging of activations")
 
 
 def device_pools(
@@ -48,6 +50,8 @@ def host_pools(anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str) ->
             sizes[f"{plane}_scale"] = 4 * census.num_scales(0, census.num_blocks)
     if choice.tiers:
         sizes |= _in_ram(census, choice) | _buffers(census, choice)
+    elif choice.boundaries == "nvme":  # a run with drives commits its state there, wherever it lives
+        sizes |= _buffers(census, replace(choice, blocks_in_ram=census.num_blocks))
     return [
         Pool("ram", name, nbytes, is_exact=name not in _PEAKS) for name, nbytes in sizes.items() if nbytes
     ]
@@ -55,11 +59,20 @@ def host_pools(anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str) ->
 
 def drive_pools(anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str) -> list[Pool]:
     """Return what is on the drives: two copies of everything, so that a commit is whole."""
-    if not choice.tiers:
+    if not choice.tiers and choice.boundaries != "nvme":
         return []
     census = Census.of(anatomy, choice.fragments)
     nbytes = sum(_image_bytes(block, with_weights=True) for block in census.blocks)
-    return [Pool("nvme", "two copies of the state", 2 * nbytes)]
+    pools = [Pool("nvme", "two copies of the state", 2 * nbytes)]
+    return pools + ([_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else [])
+
+
+def _scratch(anatomy: Anatomy, choice: Choice, batch: Batch) -> Pool:
+    """Return the room for saved activations: one copy, in whole chunks."""
+    visits = [in_pages(visit_bytes(anatomy, choice, number)) for number in range(len(anatomy.layers))]
+    chunks = sum(-(-visit // SCRATCH_CHUNK_BYTES) for visit in visits)
+    together = min(choice.lockstep, batch.num_micro_batches)
+    return Pool("nvme", "saved activations", together * chunks * SCRATCH_CHUNK_BYTES, is_exact=False)
 
 
 def _in_ram(census: Census, choice: Choice) -> dict[str, int]:

@@ -24,9 +24,11 @@ from megatrain.model.blocks import group_layers
 from megatrain.model.head import Head, Share, count_targets
 from megatrain.model.moments import Moments
 from megatrain.plan.choice import Choice
+from megatrain.store.drives.scratch import Scratch
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import (
+    NO_DRIVES,
     Arrangement,
     check,
     choice_of,
@@ -88,6 +90,7 @@ class Engine:
             self.host, policies.moments, keeps_gradients=not policies.gradients_on_device
         )
         stash = Stash(lanes, room)
+        self._scratch = None if self._tiered is None else Scratch(self._tiered.away.store.directories)
         self._arrangement = self._arrange(policies, stash, Counts())
         self.compiler = Compiler() if policies.compiles else None
         self._settings = ExitStack()
@@ -103,6 +106,7 @@ class Engine:
         self._shadow()
 
     def _arrange(self, policies: Policies, stash: Stash, counts: Counts) -> Arrangement:
+        stash.use(self._scratch if policies.activations_on_drives else None)
         return Arrangement(
             self.lanes,
             self._binding,
@@ -218,6 +222,8 @@ class Engine:
                 "blocks cannot become resident: the state is on drives, from where none goes to the device "
                 "for good; use resident_layers=0 and outer_resident=False"
             )
+        if policies.activations_on_drives and self._scratch is None:
+            raise ConfigError(NO_DRIVES)
         check(policies, group_layers(self._binding.blocks))
         if self._optimizer is not None:
             from megatrain.stream.optimizer import check_updates
@@ -559,6 +565,7 @@ class Engine:
         self._head.remove()
         self._settings.close()
         self.lanes.close()
+        self._close_scratch()
         self.model._megatrain_engine = None
         if self._tiered is not None:
             self._tiered.away.store.remove()
@@ -573,8 +580,13 @@ class Engine:
         try:
             self.lanes.close()
         finally:
+            self._close_scratch()
             if self._tiered is not None:
                 (self._tiered.away.store.remove if removes else self._tiered.away.store.close)()
+
+    def _close_scratch(self) -> None:
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _shadow(self) -> None:
         move_buffers(self.model, self.lanes.device)

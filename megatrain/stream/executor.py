@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatrain.errors import ModelError
+from megatrain.plan.drives import with_activations_through
 from megatrain.plan.program import BlockSize, Buffer, Kind, Lane, Operation, Visit, weights_buffer
 from megatrain.plan.schedule import fetch_residents, offload_residents, schedule
 from megatrain.store.state import HostState, Precision
@@ -152,7 +153,10 @@ class Executor:
             holds=self._gradients.waiting is not None,
             holds_sums=self._gradients.holds_sums,
         )
-        self._pending = deque(self.around_drives(program.operations))
+        operations: Sequence[Operation] = program.operations
+        if self.stash.is_on_drives:
+            operations = with_activations_through(operations)
+        self._pending = deque(self.around_drives(operations))
         self.seen = []
 
     def around_drives(self, operations: Sequence[Operation]) -> Sequence[Operation]:
@@ -522,6 +526,11 @@ class Executor:
                 self.enqueue(operation, self.drives.work(operation))
             case Kind.SAVE:
                 self.stash.flush(key)
+            case Kind.STOW:
+                what = f"block {operation.block} in micro-batch {operation.micro_batch} of its round"
+                self.stash.stow(key, what)
+            case Kind.RECALL:
+                self.stash.recall(key)
             case Kind.RESTORE:
                 self.stash.prefetch(key)
             case _:
@@ -566,6 +575,6 @@ class Counts:
         self.update_bytes = 0
         """Host memory that updates have read and written."""
         self.drive_read_bytes = 0
-        """State and weights from the drives."""
+        """State and weights from the drives; `Stash.drive_bytes` counts activations."""
         self.drive_write_bytes = 0
         """State to the drives, commits included."""
