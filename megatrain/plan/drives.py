@@ -105,7 +105,7 @@ def with_activations_through(
         result.append(Operation(kind=Kind.RECALL, block=visit[0], micro_batch=visit[1]))
 
     def read_ahead() -> None:
-        for visit in islice(upcoming, num_buffers - 1 - len(recalled)):
+        for visit in list(islice(upcoming, len(recalled), num_buffers - 1)):
             if visit not in stowed:
                 return
             recall(visit)

@@ -25,7 +25,14 @@ from megatrain.store.drives import system as calls
 from megatrain.store.drives.scratch import Place, Scratch
 from megatrain.store.placement import Tiers
 from megatrain.stream.engine import Engine
-from megatrain.stream.lanes import Cause, CheckedLanes, EmulatedLanes, EmulatedMachine, OrderingError
+from megatrain.stream.lanes import (
+    Cause,
+    CheckedLanes,
+    EmulatedLanes,
+    EmulatedMachine,
+    InlineLanes,
+    OrderingError,
+)
 from tests.families import FAMILIES
 from tests.reference import make_batches, make_model
 from tests.store.disks import Counted
@@ -276,26 +283,23 @@ def test_a_visit_is_restored_when_its_read_is_complete(
 
 
 def test_reads_run_two_visits_ahead(tmp_path: Path) -> None:
-    """On a drive that is as fast as compute, no visit but the first few is waited for."""
+    """Where every operation runs when it is enqueued, the order of spans is that of launches."""
     config = FAMILIES["llama_tied"]()
     config.num_hidden_layers = 10
-    lanes = EmulatedLanes(EmulatedMachine(jitter_s=0.0))
-    _, _, engine, optimizer = begin(tmp_path, device=lanes, config=config)
-    for step in range(2):
-        lanes.take_record()
-        engine.forward_backward(make_batches(1, seed=step))
-        optimizer.step()
-        engine.settle()
-    spans = sorted(lanes.take_record().spans, key=lambda span: span.start_s)
-    labels = [span.label for span in spans if span.lane in (Lane.RECALL, Lane.RESTORE)]
-    recalls = [label for label in labels if label.startswith("recall")]
-    restores = [label for label in labels if label.startswith("restore")]
-    assert len(recalls) == len(restores) == 8
-    backwards = [span for span in spans if span.label.startswith("backward")]
-    reads = [span for span in spans if span.lane is Lane.RECALL]
-    for number, read in enumerate(reads[2:], start=2):
-        # layer 9 - k is the k-th backward; read n is of layer 7 - n, and is enqueued two visits before
-        assert read.start_s < backwards[number + 2].start_s, read.label
+    lanes = InlineLanes()
+    _, _, engine, _ = begin(tmp_path, device=lanes, config=config)
+    engine.forward_backward(make_batches(1, seed=0))
+    labels = [span.label for span in sorted(lanes.take_record().spans, key=lambda span: span.start_s)]
+    places = {
+        kind: [place for place, label in enumerate(labels) if label.startswith(kind)]
+        for kind in ("recall", "restore", "backward")
+    }
+    assert len(places["recall"]) == len(places["restore"]) == 8  # layer 8's is still on the device
+    for number in range(8):
+        # the k-th backward is of layer 9 - k, and what is read as number n is of layer 7 - n
+        read, restored = places["recall"][number], places["restore"][number]
+        assert read < places["backward"][max(0, number - 1)], f"read {number} is not two visits ahead"
+        assert read < restored < places["backward"][number + 1], "not one visit ahead"
     engine.detach()
 
 
