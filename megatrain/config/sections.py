@@ -155,8 +155,9 @@ class MemoryConfig(_Section):
     """What stays of a layer until its backward: all (`keep`), all on the host (`offload`), products and
     attention (`recompute_cheap`), its input (`recompute`), nothing (`drop_boundary`). `auto` = for each
     layer what is fastest."""
-    boundaries: Literal["auto", "device", "host"] = "auto"
-    """Where the inputs of recomputed layers wait for the backward."""
+    boundaries: Literal["auto", "device", "host", "nvme"] = "auto"
+    """Where the inputs of recomputed layers wait for the backward. `nvme` = on the drives of
+    `memory.tiers`, where then also goes what `activations: offload` saves."""
     fragments: bool | Literal["auto"] = "auto"
     """Stream each layer in parts (attention; mlp or experts), through buffers as large as a part."""
     resident_blocks: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
@@ -305,6 +306,11 @@ def conflicts(config: Config) -> list[str]:
         problems.append(
             f"memory.lockstep is {memory.lockstep}, but a step has {config.train.grad_accumulation} "
             "micro-batches (train.grad_accumulation); use at most as many, or auto"
+        )
+    if memory.boundaries == "nvme" and (memory.tiers == "auto" or not memory.tiers.nvme):
+        problems.append(
+            "memory.boundaries is nvme, but memory.tiers names no drives; add memory.tiers={nvme: "
+            "[DIRECTORY]}, with one directory per drive, or use memory.boundaries=host"
         )
     if memory.tiers != "auto":
         given = {

@@ -14,6 +14,10 @@ NUM_STATE_STAGING = 3
 """State on its way from the drives to an update and back: one is read, one updated, one written."""
 NUM_PAGES = 3
 """Weights on their way from the drives to the device."""
+NUM_ACTIVATION_STAGING = 3
+"""Saved activations on their way to the drives or back: one is restored while two visits are read ahead."""
+SCRATCH_CHUNK_BYTES = 4 << 20
+"""Room for saved activations on drives is taken in chunks of this."""
 PAGE_BYTES = 4096
 """Direct I/O wants addresses, offsets and sizes in multiples of the logical block, which is at most this."""
 PIECE_BYTES = 64 << 20

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+BOUNDARIES = ("device", "host", "nvme")
+"""Where the inputs of recomputed layers can wait for their backward."""
+
 _DEVICE_POOLS = ("slots", "gradient buffers", "waiting gradients", "resident")
 """How the names of pools begin that the device allocates; on a CPU they are in RAM, as state is."""
 
@@ -18,7 +21,7 @@ class Choice:
     activations: tuple[str, ...]
     """One policy per decoder layer."""
     boundaries: str = "device"
-    """`device` or `host`."""
+    """`device`, `host` or `nvme`. With `nvme`, what `offload` saves goes to the drives too."""
     fragments: bool = False
     resident_layers: int = 0
     """First layers that stay on the device with all their state."""

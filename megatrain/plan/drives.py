@@ -6,9 +6,12 @@ n buffers allow, and no earlier.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import islice
 
+from megatrain.model.host_buffers import NUM_ACTIVATION_STAGING
 from megatrain.plan.program import Kind, Operation
 
 
@@ -66,4 +69,45 @@ def _read_ahead(
         number = numbers[place]
         result += pairs[number][1]
         result += [read for read, _ in pairs[number + num_buffers : number + num_buffers + 1]]
+    return result
+
+
+def with_activations_through(
+    operations: Sequence[Operation], num_buffers: int = NUM_ACTIVATION_STAGING
+) -> list[Operation]:
+    """Write what is saved on to the drives, and read it back ahead of its RESTORE.
+
+    One buffer is for what is being restored; as many visits as there are others are read ahead, from the
+    first backward on, and none before it was written.
+    """
+    upcoming = deque((op.block, op.micro_batch) for op in operations if op.kind is Kind.RESTORE)
+    stowed: set[tuple[int, int]] = set()
+    recalled: set[tuple[int, int]] = set()
+    result: list[Operation] = []
+
+    def recall(visit: tuple[int, int]) -> None:
+        stowed.remove(visit)
+        recalled.add(visit)
+        result.append(Operation(kind=Kind.RECALL, block=visit[0], micro_batch=visit[1]))
+
+    def read_ahead() -> None:
+        for visit in list(islice(upcoming, len(recalled), num_buffers - 1)):
+            if visit not in stowed:
+                return
+            recall(visit)
+
+    for operation in operations:
+        visit = operation.block, operation.micro_batch
+        if operation.kind is Kind.BACKWARD:
+            read_ahead()
+        elif operation.kind is Kind.RESTORE and visit in stowed:
+            recall(visit)
+        result.append(operation)
+        if operation.kind is Kind.SAVE:
+            stowed.add(visit)
+            result.append(Operation(kind=Kind.STOW, block=visit[0], micro_batch=visit[1]))
+        elif operation.kind is Kind.RESTORE:
+            upcoming.popleft()
+            recalled.discard(visit)
+            read_ahead()
     return result

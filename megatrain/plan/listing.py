@@ -37,6 +37,9 @@ def list_choices(request: Request, extent: Extent = Extent.ALL) -> Iterator[Choi
                 yield filled
         if found:
             return
+    on_drives = _with_activations_on_drives(request)
+    if on_drives is not None:
+        yield from list_choices(on_drives, extent)
 
 
 def first_fit(request: Request) -> Choice | None:
@@ -50,7 +53,8 @@ def first_fit(request: Request) -> Choice | None:
                 is_over[bare] = "device" in overflow(request, bare)
             if not is_over[bare] and not overflow(request, placed := _place_in_ram(request, frame)):
                 return placed
-    return None
+    on_drives = _with_activations_on_drives(request)
+    return None if on_drives is None else first_fit(on_drives)
 
 
 def least(request: Request) -> Choice:
@@ -70,7 +74,8 @@ def least(request: Request) -> Choice:
         fixed = ", ".join(f"{name} {value}" for name, value in (request.fixed or {}).items())
         raise ConfigError(
             f"these settings exclude each other: {fixed}; with fragments, num_slots and num_gradient_buffers "
-            "must be at least the parts of a layer, and gradients wait on the device in a single round only"
+            "must be at least the parts of a layer, gradients wait on the device in a single round only, and "
+            "boundaries on nvme need drives, moments in fp32 and no resident layer"
         )
     return min((_place_in_ram(request, frame) for frame in frames), key=excess)
 
@@ -120,7 +125,7 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
                     yield from _changed(request, frame, name, value, parts)
         if fixed.get("fragments") is None and most > 1:
             yield from _resplit(request, frame, 1 if choice.fragments else most)
-        if fixed.get("resident_layers") is None and not choice.tiers and not request.spec.is_cpu:
+        if fixed.get("resident_layers") is None and not _uses_drives(choice) and not request.spec.is_cpu:
             for number in (choice.resident_layers - 1, choice.resident_layers + 1):
                 if 0 <= number <= num_layers:
                     yield from _keep(request, replace(frame, resident_layers=number))
@@ -155,13 +160,26 @@ def _mixed(request: Request, choice: Choice) -> Iterator[Choice]:
     """Yield every combination of policies of the layers."""
     policies = [p for p in POLICIES if not (request.compiles and p == "recompute_cheap")]
     residents = {choice.resident_layers}
-    if (request.fixed or {}).get("resident_layers") is None and not request.spec.is_cpu and not choice.tiers:
+    is_free = (request.fixed or {}).get("resident_layers") is None and not request.spec.is_cpu
+    if is_free and not _uses_drives(choice):
         residents |= {choice.resident_layers - 1, choice.resident_layers + 1}
     for number in sorted(n for n in residents if 0 <= n <= len(choice.activations)):
         for activations in product(policies, repeat=len(choice.activations)):
             candidate = replace(choice, activations=activations, resident_layers=number)
             if not overflow(request, candidate):
                 yield candidate
+
+
+def _with_activations_on_drives(request: Request) -> Request | None:
+    """Return the same with saved activations on drives, the last resort; None: none, or it is set."""
+    fixed = request.fixed or {}
+    if request.spec.drives is None or request.state != "fp32" or fixed.get("boundaries") is not None:
+        return None
+    return replace(request, fixed={**fixed, "boundaries": "nvme"})
+
+
+def _uses_drives(choice: Choice) -> bool:
+    return bool(choice.tiers) or choice.boundaries == "nvme"
 
 
 def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
@@ -231,8 +249,10 @@ def _is_allowed(request: Request, choice: Choice) -> bool:
     parts = max(len(layer.fragments) for layer in request.anatomy.layers) if choice.fragments else 1
     if choice.lockstep > 1 and choice.num_gradient_buffers < parts:
         return False  # the gradients of a layer's fragments add up at the same time
-    if choice.tiers and choice.outer_resident:
+    if _uses_drives(choice) and (choice.outer_resident or choice.resident_layers):
         return False  # from drives no block goes to the device for good
+    if choice.boundaries == "nvme" and (request.spec.drives is None or request.state != "fp32"):
+        return False
     if choice.gradients == "device":  # they wait for one norm, so they must be of one round
         return choice.updates == "deferred" and choice.lockstep >= request.batch.num_micro_batches
     return True
@@ -264,7 +284,7 @@ def _fill(request: Request, frame: Choice) -> Iterator[Choice]:
     fixed = request.fixed or {}
     if fixed.get("resident_layers") is not None:
         residents: Sequence[object] = [fixed["resident_layers"]]
-    elif request.spec.is_cpu or frame.tiers:
+    elif request.spec.is_cpu or _uses_drives(frame):
         residents = [0]
     else:
         most = _most(num_layers, lambda n: not overflow(request, replace(frame, resident_layers=n)))

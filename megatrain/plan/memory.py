@@ -5,15 +5,15 @@ Pools that the engine allocates are exact. What comes and goes is the largest of
 
 from __future__ import annotations
 
-from megatrain.model.anatomy import STASH_ALIGNMENT, Anatomy
-from megatrain.model.host_buffers import NUM_GRADIENT_STAGING
+from megatrain.model.anatomy import Anatomy
+from megatrain.model.host_buffers import NUM_ACTIVATION_STAGING, NUM_GRADIENT_STAGING, padded
 from megatrain.model.layout import aligned
 from megatrain.model.moments import Moments as Format
 from megatrain.model.moments import moment_plane_bytes
 from megatrain.plan.census import Census
 from megatrain.plan.choice import Batch, Choice, Pool
 from megatrain.plan.moments import Moments
-from megatrain.plan.policy import is_boundary_on_host, policy_of
+from megatrain.plan.policy import policy_of, visit_bytes
 
 
 def device_peak_bytes(
@@ -68,11 +68,15 @@ def host_planes(
     together = min(choice.lockstep, batch.num_micro_batches)
     boundary, offloaded = 0, 0
     if choice.boundaries != "device" or "offload" in choice.activations:
-        for number, layer in enumerate(anatomy.layers):
-            if policy_of(anatomy, choice, number) == "offload":
-                offloaded += together * layer.saved_bytes["offload"]
-            elif is_boundary_on_host(anatomy, choice, number):
-                boundary += together * -(-layer.boundary_bytes // STASH_ALIGNMENT) * STASH_ALIGNMENT
+        visits = [visit_bytes(anatomy, choice, number) for number in range(len(anatomy.layers))]
+        if choice.boundaries == "nvme":
+            return planes | {"staging of activations": NUM_ACTIVATION_STAGING * padded(max(visits))}
+        offloaded = sum(
+            together * visit
+            for number, visit in enumerate(visits)
+            if policy_of(anatomy, choice, number) == "offload"
+        )
+        boundary = together * sum(visits) - offloaded
     return planes | {"boundaries": boundary, "activations": offloaded}
 
 

@@ -93,6 +93,8 @@ def _bytes(step: Step) -> dict[str, int]:
     fetched, offloaded = census.moved_bytes(choice, rounds)
     saved = int(LayerCosts(step.rates, step.anatomy, choice, step.batch).sums()[3]) * count
     read, written = census.drive_bytes(choice, rounds)
+    if choice.boundaries == "nvme":
+        read, written = read + saved, written + saved
     return {
         "fetched": fetched,
         "offloaded": offloaded,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatrain.model.anatomy import STASHED_BYTES, Anatomy
+from megatrain.model.anatomy import STASH_ALIGNMENT, STASHED_BYTES, Anatomy
 from megatrain.plan.choice import Choice
 
 
@@ -13,15 +13,25 @@ def policy_of(anatomy: Anatomy, choice: Choice, number: int) -> str:
 
 
 def is_boundary_on_host(anatomy: Anatomy, choice: Choice, number: int) -> bool:
-    """Whether a layer's boundary waits on the host: not the last one's, nor a small one."""
+    """Whether a layer's boundary leaves the device: not the last one's, nor a small one."""
     layer, policy = anatomy.layers[number], choice.activations[number]
     return (
-        choice.boundaries == "host"
+        choice.boundaries != "device"
         and number < len(anatomy.layers) - 1
         and policy in ("recompute", "recompute_cheap", "drop_boundary")
         and not is_dropped(choice, number)
         and layer.boundary_bytes >= STASHED_BYTES
     )
+
+
+def visit_bytes(anatomy: Anatomy, choice: Choice, number: int) -> int:
+    """Return the bytes on the host, or on drives, of what leaves the device after a layer's forward."""
+    layer = anatomy.layers[number]
+    if policy_of(anatomy, choice, number) == "offload":
+        return layer.saved_bytes["offload"]
+    if is_boundary_on_host(anatomy, choice, number):
+        return -(-layer.boundary_bytes // STASH_ALIGNMENT) * STASH_ALIGNMENT
+    return 0
 
 
 def is_dropped(choice: Choice, number: int) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatrain.model.anatomy import Anatomy
-from megatrain.model.host_buffers import padded, state_bytes
+from megatrain.model.host_buffers import SCRATCH_CHUNK_BYTES, padded, state_bytes
 from megatrain.model.moments import Moments, moment_plane_bytes
 from megatrain.plan.census import Census
 from megatrain.plan.choice import Batch, Choice, Pool
 from megatrain.plan.memory import host_planes
+from megatrain.plan.policy import visit_bytes
 
-_PEAKS = ("boundaries", "activations")
+_PEAKS = ("boundaries", "activations", "staging of activations")
 
 
 def host_pools(anatomy: Anatomy, choice: Choice, batch: Batch, state: Moments) -> list[Pool]:
@@ -18,21 +21,32 @@ def host_pools(anatomy: Anatomy, choice: Choice, batch: Batch, state: Moments) -
     sizes = host_planes(anatomy, choice, batch, state=state)
     if choice.tiers:
         sizes |= _in_ram(census, choice) | _buffers(census, choice)
+    elif choice.boundaries == "nvme":  # a run with drives commits its state there, wherever it lives
+        sizes |= _buffers(census, replace(choice, blocks_in_ram=census.num_blocks))
     return [
         Pool("ram", name, nbytes, is_exact=name not in _PEAKS) for name, nbytes in sizes.items() if nbytes
     ]
 
 
-def drive_pools(anatomy: Anatomy, choice: Choice) -> list[Pool]:
+def drive_pools(anatomy: Anatomy, choice: Choice, batch: Batch) -> list[Pool]:
     """Return what is on the drives: two copies of everything, so that a commit is whole."""
-    if not choice.tiers:
+    if not choice.tiers and choice.boundaries != "nvme":
         return []
     census = Census.of(anatomy, choice.fragments)
     nbytes = sum(
         state_bytes(block.num_split, block.num_state) + padded(block.size.fetch_bytes)
         for block in census.blocks
     )
-    return [Pool("nvme", "two copies of the state", 2 * nbytes)]
+    pools = [Pool("nvme", "two copies of the state", 2 * nbytes)]
+    return pools + ([_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else [])
+
+
+def _scratch(anatomy: Anatomy, choice: Choice, batch: Batch) -> Pool:
+    """Return the room for saved activations: one copy, in whole chunks."""
+    visits = [padded(visit_bytes(anatomy, choice, number)) for number in range(len(anatomy.layers))]
+    chunks = sum(-(-visit // SCRATCH_CHUNK_BYTES) for visit in visits)
+    together = min(choice.lockstep, batch.num_micro_batches)
+    return Pool("nvme", "saved activations", together * chunks * SCRATCH_CHUNK_BYTES, is_exact=False)
 
 
 def _in_ram(census: Census, choice: Choice) -> dict[str, int]:

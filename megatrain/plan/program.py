@@ -35,6 +35,11 @@ class Lane(str, Enum):
     """Weights on drives, on their way to the device."""
     WRITE = "nvme_write"
     """State on its way back to the drives, and its commits."""
+    STOW = "nvme_stow"
+    """Saved activations on their way to the drives. Not `WRITE`: a forward would wait there for the updates
+    of the step before."""
+    RECALL = "nvme_recall"
+    """Saved activations on their way back."""
 
 
 class Kind(str, Enum):
@@ -57,6 +62,10 @@ class Kind(str, Enum):
     """Copy a visit's saved activations to the host."""
     RESTORE = "restore"
     """Copy them back, one visit before they are needed."""
+    STOW = "stow"
+    """Write what a SAVE has brought to the host to the drives."""
+    RECALL = "recall"
+    """Read it back, ahead of its RESTORE."""
     NORM = "norm"
     """Turn the sums of squares into one scale for the step, or decide to skip it."""
     UPDATE = "update"
@@ -82,6 +91,8 @@ _LANES = {
     Kind.HOLD: Lane.OFFLOAD,
     Kind.SAVE: Lane.SAVE,
     Kind.RESTORE: Lane.RESTORE,
+    Kind.STOW: Lane.STOW,
+    Kind.RECALL: Lane.RECALL,
     Kind.NORM: Lane.HOST,
     Kind.UPDATE: Lane.HOST,
     Kind.READ: Lane.READ,
@@ -169,7 +180,7 @@ class Operation:
                 return (home_buffer(self.block, self.staging), *norm)
             case Kind.NORM:
                 return tuple(("squares", block) for block in self.blocks)
-            case Kind.SAVE | Kind.RESTORE:
+            case Kind.SAVE | Kind.RESTORE | Kind.STOW | Kind.RECALL:
                 return ()
 
     @property
@@ -180,7 +191,7 @@ class Operation:
                 return (weights_buffer(self.block, self.slot),)
             case Kind.LOAD:
                 return (gradients_buffer(self.block, self.gradient_buffer),)
-            case Kind.FORWARD | Kind.SAVE | Kind.RESTORE:
+            case Kind.FORWARD | Kind.SAVE | Kind.RESTORE | Kind.STOW | Kind.RECALL:
                 return ()
             case Kind.BACKWARD:
                 return (

@@ -7,14 +7,21 @@ by the names of buffers.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
 from functools import cached_property
 
 from megatrain.model.anatomy import Anatomy
-from megatrain.model.host_buffers import NUM_GRADIENT_STAGING, NUM_PAGES, NUM_STATE_STAGING
+from megatrain.model.host_buffers import (
+    NUM_ACTIVATION_STAGING,
+    NUM_GRADIENT_STAGING,
+    NUM_PAGES,
+    NUM_STATE_STAGING,
+)
 from megatrain.plan.census import Block, Census, list_blocks
 from megatrain.plan.choice import Batch, Choice
 from megatrain.plan.cost import Rates
+from megatrain.plan.drives import with_activations_through
 from megatrain.plan.layer_costs import RECOMPUTED, LayerCosts
 from megatrain.plan.program import Buffer, Kind, Lane, LayerPlan, Operation, Visit
 from megatrain.plan.schedule import fetch_residents, offload_residents, round_visits, schedule
@@ -121,8 +128,9 @@ def bounds(step: Step) -> dict[str, float]:
         by_then = compute - costs.step_s - forward * first_round
         limits["backward + optimizer"] = by_then + update_s
     drive = census.drive_bytes(choice, rounds)
-    if drive != (0, 0):
-        read_s, write_s = rates.read_s(drive[0]), rates.write_s(drive[1])
+    if drive != (0, 0) or choice.boundaries == "nvme":
+        stowed = saved if choice.boundaries == "nvme" else 0.0
+        read_s, write_s = rates.read_s(drive[0] + stowed), rates.write_s(drive[1] + stowed)
         if rates.drives.is_duplex:
             limits |= {"drive reads": read_s, "drive writes": write_s}
         else:
@@ -155,6 +163,9 @@ class _Builder:
         self.tasks: list[Task] = []
         self.num_saved = self.num_restored = self.num_staged = 0
         self.restored: dict[tuple[int, int], Buffer] = {}
+        self.staging = deque(range(NUM_ACTIVATION_STAGING))
+        """Host buffers before the drives that no visit has."""
+        self.staged: dict[tuple[int, int], int] = {}
         self.begins: dict[int, int] = {}
         """Visits with which a round begins, and its micro-batches."""
         self.turns: set[int] = set()
@@ -176,7 +187,10 @@ class _Builder:
         )
         self._begin()
         passed = 0
-        for operation in program.operations:
+        operations: Sequence[Operation] = program.operations
+        if self.choice.boundaries == "nvme":
+            operations = with_activations_through(operations)
+        for operation in operations:
             if operation.kind in (Kind.FORWARD, Kind.BACKWARD):
                 if passed in self.begins:
                     self._begin_round(self.begins[passed])
@@ -322,7 +336,7 @@ class _Builder:
                 # only what autograd has made needs the gradient buffer, not what makes it
                 self.tasks.append(Task(operation.lane, 0.0, (), writes, "collect"))
                 return
-            case Kind.SAVE | Kind.RESTORE:
+            case Kind.SAVE | Kind.RESTORE | Kind.STOW | Kind.RECALL:
                 self._carry(operation)
                 return
             case _:
@@ -357,6 +371,16 @@ class _Builder:
         number = operation.block
         home = ("activations", number * _MAX_GROUPS + operation.micro_batch)
         nbytes = self.costs.saved_of(self.blocks[number].layer) * self.weight
+        if self.choice.boundaries == "nvme":
+            drive, home = home, self._pass_staging(operation)
+            if operation.kind is Kind.STOW:
+                self.tasks.append(Task(operation.lane, self.rates.write_s(nbytes), (home,), (drive,), "stow"))
+                return
+            if operation.kind is Kind.RECALL:
+                self.tasks.append(
+                    Task(operation.lane, self.rates.read_s(nbytes), (drive,), (home,), "recall")
+                )
+                return
         if operation.kind is Kind.SAVE:
             ring = ("leaving", self.num_saved % 2)
             self.num_saved += 1
@@ -368,3 +392,13 @@ class _Builder:
         self.restored[number, operation.micro_batch] = ring
         seconds = self.rates.fetch_s(nbytes, beside=not self.rates.spec.is_cpu)
         self.tasks.append(Task(operation.lane, seconds, (home,), (ring,), "restore"))
+
+    def _pass_staging(self, operation: Operation) -> Buffer:
+        """Return the host buffer of a visit on its way to the drives or back, as the engine finds them."""
+        visit = operation.block, operation.micro_batch
+        if operation.kind in (Kind.SAVE, Kind.RECALL):
+            self.staged[visit] = self.staging.popleft()
+        buffer = self.staged.get(visit, -1)  # none: of a later round, restored when that is there
+        if buffer >= 0 and operation.kind in (Kind.STOW, Kind.RESTORE):
+            self.staging.append(self.staged.pop(visit))
+        return "activation_staging", buffer

@@ -19,10 +19,13 @@ _LINKS = {
     Lane.SAVE: Lane.OFFLOAD,
     Lane.READ: Lane.READ,
     Lane.PAGE: Lane.READ,
+    Lane.RECALL: Lane.READ,
+    Lane.WRITE: Lane.WRITE,
+    Lane.STOW: Lane.WRITE,
 }
 """Lanes that take turns, and on which link."""
 
-_DRIVES = (Lane.READ, Lane.PAGE, Lane.WRITE)
+_DRIVES = (Lane.READ, Lane.PAGE, Lane.RECALL, Lane.WRITE, Lane.STOW)
 
 _REMEMBERED = 16
 """Reservations of a link that are kept: later tasks never begin before all of them."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import Block, group_layers
 from megatrain.model.moments import Moments
-from megatrain.plan.choice import Choice
+from megatrain.plan.choice import BOUNDARIES, Choice
 from megatrain.stream.activations import Activations
 from megatrain.stream.activations import policies as read_activations
 from megatrain.stream.boundaries import Boundaries
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from megatrain.stream.bind import Binding
     from megatrain.stream.lanes import Lanes
     from megatrain.stream.passes import AttachedBlock, AttachedLayer
+
+
+NO_DRIVES = (
+    "boundaries is nvme, but there are no drives; name a directory on each of them (memory.tiers={nvme: "
+    "[DIRECTORY]}, or tiers=Tiers(nvme=...)), or use boundaries=host"
+)
 
 
 def policies_of(
@@ -68,7 +74,8 @@ def policies_of(
         num_slots=choice.num_slots,
         num_gradient_buffers=choice.num_gradient_buffers,
         activations=tuple(read_activations(choice.activations, len(layers))),
-        boundaries_on_host=_one_of("boundaries", choice.boundaries, ("device", "host")) == "host",
+        boundaries_on_host=_one_of("boundaries", choice.boundaries, BOUNDARIES) != "device",
+        activations_on_drives=choice.boundaries == "nvme",
         residents=frozenset(residents),
         lockstep=choice.lockstep,
         micro_batch_size=micro_batch_size,
@@ -131,7 +138,7 @@ def choice_of(policies: Policies, blocks: Sequence[Block]) -> Choice:
         num_slots=policies.num_slots,
         num_gradient_buffers=policies.num_gradient_buffers,
         activations=tuple(policy.value for policy in policies.activations),
-        boundaries="host" if policies.boundaries_on_host else "device",
+        boundaries=policies.boundaries,
         fragments=policies.fragments,
         resident_layers=[*is_resident, False].index(False),
         outer_resident=bool(outer) and policies.residents.issuperset(outer),

@@ -10,10 +10,10 @@ import torch
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.moments import Moments
-from megatrain.plan.choice import Choice
+from megatrain.plan.choice import BOUNDARIES, Choice
 from megatrain.store.placement import Tiers
 from megatrain.store.state import read_precision
-from megatrain.stream.arrange import policies_of
+from megatrain.stream.arrange import NO_DRIVES, policies_of
 from megatrain.stream.bind import bind, plan_layouts, require_device_memory
 from megatrain.stream.choose import Batch, Room, choose
 from megatrain.stream.compiled import is_compiled
@@ -32,7 +32,7 @@ def attach(
     precision: str = "fp32",
     num_slots: int | None = None,
     activations: str | Sequence[str] = "recompute",
-    boundaries: Literal["device", "host"] = "device",
+    boundaries: Literal["device", "host", "nvme"] = "device",
     fragments: bool = False,
     resident_blocks: int | Literal["auto"] = 0,
     lockstep: int | Literal["auto"] = 1,
@@ -63,7 +63,8 @@ def attach(
             `recompute_cheap` (matrix products and attention stay), `recompute` (the layer's input stays),
             `drop_boundary` (not even that: the layers before make it again), or `auto`. One for all layers,
             or a sequence with one per layer.
-        boundaries: Where the inputs of recomputed layers wait: on the `device`, or on the `host`.
+        boundaries: Where the inputs of recomputed layers wait: on the `device`, on the `host`, or on the
+            drives of `tiers` (`nvme`), where then also goes what `offload` saves.
         fragments: Stream each layer in parts (attention; mlp or experts), in slots as large as a part.
         resident_blocks: How many of the first layers stay on the device with their gradients and optimizer
             state, and are updated there; with all of them, the embedding and the head too. `auto`: as many
@@ -115,8 +116,10 @@ def attach(
             raise ConfigError(f"{name} is {value}; use 1 or more")
     if compile not in ("auto", "on", "off"):
         raise ConfigError(f"compile is {compile!r}; use auto, on or off")
-    if boundaries not in ("device", "host"):
-        raise ConfigError(f"boundaries is {boundaries!r}; use device or host")
+    if boundaries not in BOUNDARIES:
+        raise ConfigError(f"boundaries is {boundaries!r}; use {', '.join(BOUNDARIES)}")
+    if tiers is None and (boundaries if choice is None else choice.boundaries) == "nvme":
+        raise ConfigError(NO_DRIVES)
     if gradients not in ("host", "device", "auto"):
         raise ConfigError(f"gradients is {gradients!r}; use host, device or auto")
     if resident_blocks != "auto" and resident_blocks < 0:
@@ -155,7 +158,7 @@ def attach(
             num_gradient_buffers=num_gradient_buffers or most + 1,
             config=model.config,
             batch=Batch(tokens_per_micro_batch or 0, num_micro_batches),
-            boundaries_on_host=boundaries == "host",
+            boundaries=boundaries,
             moments=moments,
         )
         choice = choose(

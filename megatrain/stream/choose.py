@@ -49,7 +49,7 @@ class Room:
     num_gradient_buffers: int
     config: PretrainedConfig
     batch: Batch
-    boundaries_on_host: bool = False
+    boundaries: str = "device"
     moments: Moments = Moments.FP32
 
     def left(self, residents: frozenset[int], num_kept: int = 0) -> float | None:
@@ -108,7 +108,7 @@ class Room:
         logits = 4 * self.batch.tokens * vocab_size
         # larger ones are computed in chunks, one after the other; smaller ones wait for the backward
         heads = 3 * LOGITS_BYTES if logits > LOGITS_BYTES else 3 * logits * self.batch.num_micro_batches
-        num_boundaries = 2 if self.boundaries_on_host else len(self.layers)
+        num_boundaries = len(self.layers) if self.boundaries == "device" else 2
         return inside + heads + num_boundaries * self.boundary_bytes
 
 
@@ -145,7 +145,7 @@ def choose(
         num_slots=room.num_slots,
         num_gradient_buffers=buffers,
         activations=tuple(policy.value for policy in chosen),
-        boundaries="host" if room.boundaries_on_host else "device",
+        boundaries=room.boundaries,
         fragments=fragments,
         resident_layers=sum(residents.issuperset(layer) for layer in room.layers),
         outer_resident=bool(outer) and residents.issuperset(outer),

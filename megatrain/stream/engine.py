@@ -22,9 +22,11 @@ from megatrain.model.blocks import group_layers
 from megatrain.model.head import count_targets
 from megatrain.model.moments import Moments
 from megatrain.plan.choice import Choice
+from megatrain.store.drives.scratch import Scratch
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import (
+    NO_DRIVES,
     Arrangement,
     changed_policies,
     check,
@@ -85,6 +87,7 @@ class Engine:
             self.host, policies.moments, keeps_gradients=not policies.gradients_on_device
         )
         stash = Stash(lanes, room)
+        self._scratch = None if self._tiered is None else Scratch(self._tiered.away.store.directories)
         self._arrangement = self._arrange(policies, stash, Counts())
         self.compiler = Compiler() if policies.compiles else None
         self._settings = ExitStack()
@@ -98,6 +101,7 @@ class Engine:
         model.__dict__["_megatrain_engine"] = self
 
     def _arrange(self, policies: Policies, stash: Stash, counts: Counts) -> Arrangement:
+        stash.use(self._scratch if policies.activations_on_drives else None)
         return Arrangement(
             self.lanes,
             self._binding,
@@ -191,6 +195,8 @@ class Engine:
                 "blocks cannot become resident: the state is on drives, from where none goes to the device "
                 "for good; use resident_layers=0 and outer_resident=False"
             )
+        if policies.activations_on_drives and self._scratch is None:
+            raise ConfigError(NO_DRIVES)
         check(policies, group_layers(self._binding.blocks))
         if self._optimizer is not None:
             from megatrain.stream.optimizer import check_updates
@@ -484,6 +490,7 @@ class Engine:
         self._entrance.remove()
         self._settings.close()
         self.lanes.close()
+        self._close_scratch()
         self.model._megatrain_engine = None
         if self._tiered is not None:
             self._tiered.away.store.remove()
@@ -498,8 +505,13 @@ class Engine:
         try:
             self.lanes.close()
         finally:
+            self._close_scratch()
             if self._tiered is not None:
                 (self._tiered.away.store.remove if removes else self._tiered.away.store.close)()
+
+    def _close_scratch(self) -> None:
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _recover(self) -> None:
         """After an exception inside a step: drop the step."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatrain.errors import ModelError
+from megatrain.plan.drives import with_activations_through
 from megatrain.plan.program import BlockSize, Kind, Lane, Operation, Visit, weights_buffer
 from megatrain.plan.schedule import fetch_residents, offload_residents, schedule
 from megatrain.store.state import HostState, Precision
@@ -143,7 +144,10 @@ class Executor(Issuer):
             holds=self._gradients.waiting is not None,
             holds_sums=self._gradients.holds_sums,
         )
-        self._pending = deque(self.around_drives(program.operations))
+        operations: Sequence[Operation] = program.operations
+        if self.stash.is_on_drives:
+            operations = with_activations_through(operations)
+        self._pending = deque(self.around_drives(operations))
         self.seen = []
 
     def around_drives(self, operations: Sequence[Operation]) -> Sequence[Operation]:

@@ -48,9 +48,9 @@ class HostRing:
             The buffer (None if not one part fits), and for every part its byte offset there, or None where
             the limit leaves no room for it.
         """
-        nbytes = _filled(sizes)
+        nbytes = filled(sizes)
         buffer = self._smallest(nbytes) or self._make(nbytes) or self._make_do(sizes)
-        return buffer, _offsets(sizes, 0 if buffer is None else buffer.flat.numel())
+        return buffer, offsets_of(sizes, 0 if buffer is None else buffer.flat.numel())
 
     def give_back(self, buffer: HostBuffer) -> None:
         """Make a buffer free; who takes it next waits, by its name, for who has used it."""
@@ -97,8 +97,8 @@ class HostRing:
     def _make_do(self, sizes: Sequence[int]) -> HostBuffer | None:
         """Find the buffer that holds most of what does not fit as a whole: a free one, or all the room."""
         assert self._limit is not None
-        room = _filled(sizes, self._limit - self.nbytes)
-        held = [_filled(sizes, buffer.flat.numel()) for buffer in self._free]
+        room = filled(sizes, self._limit - self.nbytes)
+        held = [filled(sizes, buffer.flat.numel()) for buffer in self._free]
         if room > max(held, default=0):
             return self._make(room)
         if not any(held):
@@ -108,7 +108,7 @@ class HostRing:
         )
 
 
-def _offsets(sizes: Iterable[int], capacity: int) -> list[int | None]:
+def offsets_of(sizes: Iterable[int], capacity: int) -> list[int | None]:
     """Lay parts out in a buffer in order, and leave out what does not fit."""
     offsets: list[int | None] = []
     stop = 0
@@ -120,10 +120,10 @@ def _offsets(sizes: Iterable[int], capacity: int) -> list[int | None]:
     return offsets
 
 
-def _filled(sizes: Sequence[int], capacity: int | None = None) -> int:
+def filled(sizes: Sequence[int], capacity: int | None = None) -> int:
     """Count the bytes of a buffer that these parts fill."""
     aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     if capacity is None:
         return sum(aligned)
-    offsets = _offsets(sizes, capacity)
+    offsets = offsets_of(sizes, capacity)
     return sum(size for size, offset in zip(aligned, offsets, strict=True) if offset is not None)

@@ -117,6 +117,11 @@ class Issuer:
                 self.enqueue(operation, self.drives.work(operation))
             case Kind.SAVE:
                 self.stash.flush(key)
+            case Kind.STOW:
+                what = f"block {operation.block} in micro-batch {operation.micro_batch} of its round"
+                self.stash.stow(key, what)
+            case Kind.RECALL:
+                self.stash.recall(key)
             case Kind.RESTORE:
                 self.stash.prefetch(key)
             case _:
@@ -233,6 +238,6 @@ class Counts:
         self.update_bytes = 0
         """Host memory that updates have read and written."""
         self.drive_read_bytes = 0
-        """State and weights from the drives."""
+        """State and weights from the drives; `Stash.drive_bytes` counts activations."""
         self.drive_write_bytes = 0
         """State to the drives, commits included."""

@@ -178,6 +178,7 @@ class StepMeter:
 
     def _moved(self) -> Moved:
         counts, stash = self._engine.executor.counts, self._engine.executor.stash
+        recalled, stowed = stash.drive_bytes
         return Moved(
             counts.fetches,
             counts.offloads,
@@ -186,8 +187,8 @@ class StepMeter:
             counts.update_bytes,
             stash.saved_bytes,
             stash.restored_bytes,
-            counts.drive_read_bytes,
-            counts.drive_write_bytes,
+            counts.drive_read_bytes + recalled,
+            counts.drive_write_bytes + stowed,
             self._engine.chunked_tokens,
         )
 

@@ -20,6 +20,9 @@ class Policies:
     activations: tuple[Activations, ...]
     """One per decoder layer."""
     boundaries_on_host: bool = False
+    """The inputs of recomputed layers leave the device."""
+    activations_on_drives: bool = False
+    """All that leaves the device until its backward waits on drives."""
     residents: frozenset[int] = frozenset()
     """Blocks of which everything is on the device."""
     lockstep: int = 1
@@ -39,6 +42,13 @@ class Policies:
     moments: Moments = Moments.FP32
     """For which format of the optimizer's state memory was planned."""
 
+    @property
+    def boundaries(self) -> str:
+        """Where the inputs of recomputed layers wait: `device`, `host` or `nvme`."""
+        if self.boundaries_on_host:
+            return "nvme" if self.activations_on_drives else "host"
+        return "device"
+
     def describe(self) -> str:
         """Return one line for the log."""
         counts = Counter(policy.value for policy in self.activations)
@@ -48,7 +58,7 @@ class Policies:
         return (
             f"layers: {len(self.activations)} through {self.num_slots} slots, {len(self.residents)} blocks "
             f"resident; activations: {activations}; boundaries on the "
-            f"{'host' if self.boundaries_on_host else 'device'}; micro-batches in lockstep: {self.lockstep}; "
+            f"{self.boundaries}; micro-batches in lockstep: {self.lockstep}; "
             f"gradients wait on the {'device' if self.gradients_on_device else 'host'}; "
             f"compiled: {'yes' if self.compiles else 'no'}; optimizer state: {self.moments.describe()}"
         )

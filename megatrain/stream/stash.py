@@ -4,6 +4,9 @@ What autograd saves in one visit of a block leaves the device together and retur
 one copy operation each way. What is copied is the bytes that tensors span in their storages, so views come
 back as views, with their strides, and no more is copied than the tensors keep alive on the device.
 
+With `memory.boundaries=nvme` the host buffer is one of a few, and the bytes go on to the drives and come back
+from there (`Staging`).
+
 Device memory is never taken from autograd's hands early: a visit's tensors are dropped once compute has been
 made to wait for their copy, one visit later, and memory to return into is taken in compute's own order. So
 torch's allocator, which reuses memory in the order of the compute stream, needs to know of no other stream,
@@ -25,8 +28,10 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.plan.program import Buffer, Lane
+from megatrain.store.drives.scratch import Scratch
 from megatrain.stream.host_ring import ALIGNMENT, HostBuffer, HostRing
 from megatrain.stream.lanes import Lanes
+from megatrain.stream.staging import Staged, Staging
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +107,9 @@ class _Visit:
     where: _Where = _Where.OPEN
     saved: list[weakref.ref[Held]] = field(default_factory=list)
     spans: list[weakref.ref[_Span]] = field(default_factory=list)
-    host: HostBuffer | None = None
+    host: HostBuffer | Staged | None = None
+    what: str = ""
+    """Names it, for messages of drives."""
     copied: list[Tensor] = field(default_factory=list)
     """Device memory that a copy lane still reads or writes."""
 
@@ -127,7 +134,8 @@ class Stash:
     """Takes tensors that autograd saves to the host and back, by visit.
 
     The caller gives `save` and `load` to `torch.autograd.graph.saved_tensors_hooks`, and calls `flush` after
-    a visit's forward, `prefetch` one visit before its backward, and `drop` after it.
+    a visit's forward, `prefetch` one visit before its backward, and `drop` after it; with drives `stow` after
+    `flush`, and `recall` ahead of `prefetch`.
     """
 
     def __init__(
@@ -150,11 +158,13 @@ class Stash:
         self._lanes = lanes
         self._ring = HostRing(lanes, limit_bytes)
         self._limit = limit_bytes
+        self._staging: Staging | None = None
         self._min_bytes = min_bytes
         self._num_leaving = num_leaving
         self._visits: dict[Hashable, _Visit] = {}
         self._leaving: deque[_Visit] = deque()
         self._has_warned = False
+        self._moved = (0, 0)
         self.saved_bytes = 0
         """Copied to the host so far."""
         self.restored_bytes = 0
@@ -164,8 +174,26 @@ class Stash:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory in use or free in the ring."""
-        return self._ring.nbytes
+        """Host memory in use or free in the ring, or of the buffers before the drives."""
+        return self._ring.nbytes + (0 if self._staging is None else self._staging.nbytes)
+
+    @property
+    def is_on_drives(self) -> bool:
+        """Whether what leaves the device waits on drives."""
+        return self._staging is not None
+
+    @property
+    def drive_bytes(self) -> tuple[int, int]:
+        """Bytes read from the drives and written to them so far."""
+        return self._moved if self._staging is None else self._staging.moved
+
+    def use(self, scratch: Scratch | None) -> None:
+        """Let what leaves the device wait on drives; None: in RAM. Nothing is saved at the moment."""
+        self.trim()
+        self._moved = self.drive_bytes
+        self._staging = None
+        if scratch is not None:
+            self._staging = Staging(self._lanes, scratch, self._limit, moved=self._moved)
 
     def save(self, tensor: Tensor, key: Hashable) -> Held:
         """Take note of a saved tensor; it stays on the device until `flush`.
@@ -216,14 +244,15 @@ class Stash:
             return
         visit.spans = [weakref.ref(span) for span in placed]
         visit.copied = list(placed.values())
-        targets = [visit.host.flat[span.offset : span.offset + span.nbytes] for span in placed]
+        flat = _buffer_of(visit).flat
+        targets = [flat[span.offset : span.offset + span.nbytes] for span in placed]
         nbytes = sum(span.nbytes for span in placed)
         self._mark_compute(writes=_name("saved", visit))  # all that the visit has computed
         self._lanes.enqueue(
             Lane.SAVE,
             functools.partial(_copy, list(zip(targets, visit.copied, strict=True))),
             reads=_name("saved", visit),
-            writes=_name("stash", visit),
+            writes=[_buffer_name(visit)],
             work=nbytes,
             label=f"save {key}",
         )
@@ -231,6 +260,24 @@ class Stash:
         self._leaving.append(visit)
         while len(self._leaving) > self._num_leaving:
             self._settle(self._leaving.popleft())
+
+    def stow(self, key: Hashable, what: str) -> None:
+        """Start to write what a visit's `flush` copies on to the drives.
+
+        Args:
+            key: Of the visit.
+            what: Names it, for messages.
+        """
+        visit = self._visits.get(key)
+        if visit is not None and isinstance(visit.host, Staged):
+            visit.what = what
+            self._drives.stow(visit.host, what)
+
+    def recall(self, key: Hashable) -> None:
+        """Start to read a visit back from the drives, if it has left the device; its `prefetch` is near."""
+        visit = self._visits.get(key)
+        if visit is not None and visit.where is _Where.HOST and isinstance(visit.host, Staged):
+            self._drives.recall(visit.host, visit.what)
 
     def prefetch(self, key: Hashable) -> None:
         """Start to copy a visit's tensors back to the device; its backward is next."""
@@ -277,14 +324,14 @@ class Stash:
                     self._leaving.remove(visit)
             elif visit.where is _Where.ARRIVING:
                 self._mark_compute(reads=_name("restored", visit))
-            flat = visit.host.flat
-            self._lanes.enqueue(
-                Lane.RESTORE,
-                functools.partial(self._lanes.freed, flat),
-                writes=_name("stash", visit),
-                label=f"drop {key}",
-            )
-            self._ring.give_back(visit.host)
+            if isinstance(visit.host, HostBuffer):
+                self._lanes.enqueue(
+                    Lane.RESTORE,
+                    functools.partial(self._lanes.freed, visit.host.flat),
+                    writes=[_buffer_name(visit)],
+                    label=f"drop {key}",
+                )
+            self._give_back(visit.host)
         visit.end()
 
     def sweep(self) -> None:
@@ -300,15 +347,17 @@ class Stash:
             for tensor in visit.copied:
                 self._lanes.share(tensor, lane)  # the copy may not have run: the memory waits for it
             if visit.host is not None:
-                self._ring.give_back(visit.host)
+                self._give_back(visit.host)
             visit.end()
         self._visits.clear()
         self._leaving.clear()
 
     def trim(self) -> None:
-        """Drop everything, and give the host memory back; between two steps."""
+        """Drop everything, and give the host memory back, and room on drives; between two steps."""
         self.clear()
         self._ring.trim()
+        if self._staging is not None:
+            self._staging.trim()
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
         """Whether a tensor should leave the device.
@@ -331,14 +380,17 @@ class Stash:
         """Give a visit a host buffer; return the spans that fit, with their bytes on the device."""
         helds = [held for held in visit.helds() if held.is_intact]  # load will report the others
         spans = _cover(helds)
-        visit.host, offsets = self._ring.take([span.nbytes for span in spans]) if spans else (None, [])
+        offsets: list[int | None] = []
+        if spans:
+            source = self._ring if self._staging is None else self._staging
+            visit.host, offsets = source.take([span.nbytes for span in spans])
         placed, kept_bytes = {}, 0
-        for (span, source), offset in zip(spans.items(), offsets, strict=True):
+        for (span, flat), offset in zip(spans.items(), offsets, strict=True):
             if offset is None:
                 kept_bytes += span.nbytes
             else:
                 span.offset = offset
-                placed[span] = source
+                placed[span] = flat
         for held in helds:
             if held.span not in placed:
                 held.span = None
@@ -376,23 +428,39 @@ class Stash:
         visit.where = _Where.DEVICE
         if not spans:  # autograd has dropped them all
             return
+        if isinstance(visit.host, Staged):
+            self._drives.recall(visit.host, visit.what, waits=True)
         device = self._lanes.device
         for span in spans:
             span.restored = torch.empty(span.nbytes, dtype=torch.uint8, device=device)
         visit.copied = [span.restored for span in spans if span.restored is not None]
         self._mark_compute(writes=_name("restored", visit))  # done with what the memory was used for before
-        sources = [visit.host.flat[span.offset : span.offset + span.nbytes] for span in spans]
+        flat = _buffer_of(visit).flat
+        sources = [flat[span.offset : span.offset + span.nbytes] for span in spans]
         nbytes = sum(span.nbytes for span in spans)
         self._lanes.enqueue(
             Lane.RESTORE,
             functools.partial(_copy, list(zip(visit.copied, sources, strict=True))),
-            reads=_name("stash", visit),
+            reads=[_buffer_name(visit)],
             writes=_name("restored", visit),
             work=nbytes,
             label=f"restore {visit.key}",
         )
+        if isinstance(visit.host, Staged):
+            self._drives.release(visit.host)
         self.restored_bytes += nbytes
         visit.where = _Where.ARRIVING
+
+    @property
+    def _drives(self) -> Staging:
+        assert self._staging is not None
+        return self._staging
+
+    def _give_back(self, host: HostBuffer | Staged) -> None:
+        if isinstance(host, Staged):
+            self._drives.give_back(host)
+        else:
+            self._ring.give_back(host)
 
     def _mark_compute(self, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> None:
         """Make compute wait for the buffers, and others for what compute has been given to do so far."""
@@ -402,9 +470,20 @@ class Stash:
 
 
 def _name(kind: str, visit: _Visit) -> list[Buffer]:
-    """Name a visit's memory: ("saved", n) and ("restored", n) on the device, ("stash", n) on the host."""
+    """Name a visit's memory on the device: ("saved", n) and ("restored", n)."""
     assert visit.host is not None
     return [(kind, visit.host.index)]
+
+
+def _buffer_of(visit: _Visit) -> HostBuffer:
+    """Return the host buffer in which a visit's bytes are, or will be."""
+    buffer = visit.host.buffer if isinstance(visit.host, Staged) else visit.host
+    assert buffer is not None
+    return buffer
+
+
+def _buffer_name(visit: _Visit) -> Buffer:
+    return "stash", _buffer_of(visit).index
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -125,8 +125,8 @@ class Work:
             "copies": copies_s,
             "optimizer": host_s + apart_s if host_s else 0.0,
             "drives": max(
-                self.busy_s(Lane.READ, Lane.PAGE),
-                self.busy_s(Lane.WRITE),
+                self.busy_s(Lane.READ, Lane.PAGE, Lane.RECALL),
+                self.busy_s(Lane.WRITE, Lane.STOW),
                 read_s + apart_s if read_s else 0.0,
             ),
         }

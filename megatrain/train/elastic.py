@@ -102,6 +102,8 @@ class Elastic:
 def _lasting(choice: Choice) -> dict[str, object]:
     """Return what cannot change while an engine lives."""
     placed = {"updates": choice.updates} if choice.tiers else {}  # what is on drives depends on it
+    if choice.boundaries == "nvme":  # the last resort, and the buffers before drives are counted for it
+        placed["boundaries"] = choice.boundaries
     return {
         **placed,
         "fragments": choice.fragments,

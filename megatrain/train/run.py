@@ -210,7 +210,7 @@ def prepare(
         choice=choice,
         num_slots=memory.num_slots,
         activations=memory.activations,
-        boundaries="host" if memory.boundaries == "host" else "device",
+        boundaries="device" if memory.boundaries == "auto" else memory.boundaries,
         fragments=fragments,
         resident_blocks=memory.resident_blocks,
         lockstep=memory.lockstep,

@@ -25,7 +25,7 @@ from megatrain.train.loop import train_step
 from megatrain.train.metrics import format_bytes
 from megatrain.train.run import prepare
 
-_DRIVES = (Lane.READ, Lane.PAGE, Lane.WRITE)
+_DRIVES = (Lane.READ, Lane.PAGE, Lane.RECALL, Lane.WRITE, Lane.STOW)
 _ROWS = (Lane.CALLER, Lane.COMPUTE, Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE, Lane.HOST, *_DRIVES)
 _PID = 1
 _KINDS = frozenset(kind.value for kind in Kind)

@@ -230,7 +230,8 @@ def test_a_change_inside_a_step_is_refused(what: str) -> None:
         ({"activations": ("keep",) * 3}, "activations names 3 policies for 4 blocks"),
         ({"activations": ("keep",) * 3 + ("drop",)}, "activations is 'drop'; use one of keep"),
         ({"resident_layers": 5}, "resident_blocks is 5, but the model has 4 layers"),
-        ({"boundaries": "nvme"}, "boundaries is 'nvme'; use device or host"),
+        ({"boundaries": "disk"}, "boundaries is 'disk'; use device or host or nvme"),
+        ({"boundaries": "nvme"}, "boundaries is nvme, but there are no drives"),
         (
             {"tiers": frozenset({("moments", "nvme")})},
             r"puts a part of the state on drives \(tiers\), where nothing of it is; detach",

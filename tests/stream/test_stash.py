@@ -18,6 +18,7 @@ from megatrain.errors import ModelError
 from megatrain.plan.program import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream import host_ring
+from megatrain.stream.host_ring import HostBuffer
 from megatrain.stream.lanes import (
     Cause,
     CheckedLanes,
@@ -450,7 +451,7 @@ def test_longer_sequences_take_the_place_of_free_buffers() -> None:
 def test_dropped_host_buffers_are_poisoned() -> None:
     stash, (held,) = away([values(0, SIZE)])
     assert held.visit is not None
-    assert held.visit.host is not None
+    assert isinstance(held.visit.host, HostBuffer)
     flat = held.visit.host.flat
     assert not flat.view(torch.float32).isnan().any()
     stash.drop(0)

@@ -16,7 +16,9 @@ from megatrain.errors import CheckpointError, OutputError
 from megatrain.store.drives.record import read_record
 from megatrain.train import loop
 from megatrain.train.dry_run import dry_run
-from megatrain.train.loop import train
+from megatrain.train.loop import train, train_step
+from megatrain.train.memory import check_allocated
+from megatrain.train.run import prepare
 from megatrain.train.trace import trace
 from tests.train.project import make_config
 from tests.train.test_loop import assert_same_runs, rows_of
@@ -193,3 +195,38 @@ def test_a_trace_of_a_run_on_drives_leaves_the_run_s_state_alone(
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"nvme_read", "nvme_write"} <= names
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+@pytest.mark.parametrize("ram", [None, 540_000])
+def test_a_run_with_boundaries_on_drives_takes_what_was_planned_and_gives_the_same_losses(
+    ram: int | None, activations: str, tmp_path: Path
+) -> None:
+    """With all of the state in RAM, and with a part of it on the drives too."""
+    ram = None if ram is None else ram + (3 << 20 if activations == "offload" else 0)
+    losses = []
+    for boundaries in ("device", "nvme"):
+        memory: dict[str, Any] = {"activations": activations, "boundaries": boundaries}
+        if boundaries == "nvme":
+            memory["tiers"] = {"ram": ram, "nvme": [str(tmp_path / "drive0"), str(tmp_path / "drive1")]}
+        config = make_config(
+            tmp_path,
+            boundaries,
+            data={"seq_len": 64},
+            train={"steps": 3, "precision": "bf16", "device": "emulated", "micro_batch_size": 4},
+            memory={"fragments": False, **memory},
+        )
+        run = prepare(config, None, None)
+        losses.append([train_step(run).loss for _ in range(3)])
+        if boundaries == "nvme":
+            assert run.planned is not None
+            plan, stash = run.planned.plan, run.engine.executor.stash
+            pools = {(pool.tier, pool.name): pool.nbytes for pool in plan.pools}
+            check_allocated(run.engine, plan)
+            assert stash.host_bytes == pools["ram", "staging of activations"] > 0
+            assert run.engine._scratch is not None
+            assert run.engine._scratch.nbytes == pools["nvme", "saved activations"] > 0
+            assert stash.drive_bytes[1] > 0
+        run.engine.close(removes=True)
+    assert losses[0] == losses[1]
+    assert list((tmp_path / "drive0").iterdir()) == list((tmp_path / "drive1").iterdir()) == []

@@ -43,19 +43,20 @@ def raw(flat: Tensor) -> memoryview:
 
 
 class Drive:
-    """One directory's `state.bin`, open for this process alone."""
+    """One directory's `state.bin`, or another file there, open for this process alone."""
 
-    def __init__(self, directory: Path, *, num_threads: int) -> None:
+    def __init__(self, directory: Path, *, num_threads: int, name: str = STATE_NAME) -> None:
         """Open the file, or make an empty one, and lock it.
 
         Args:
             directory: From `check_places`.
             num_threads: For reads, and as many for writes.
+            name: Of the file.
 
         Raises:
             OutputError: The file cannot be opened, or another run uses it.
         """
-        self.path = directory / STATE_NAME
+        self.path = directory / name
         self.num_bytes = 0
         self.is_direct = False
         self._is_closed = False
@@ -71,8 +72,12 @@ class Drive:
             self.close()
             raise
 
-    def allocate(self, num_bytes: int) -> None:
+    def allocate(self, num_bytes: int, *, says_cost: bool = True) -> None:
         """Give the file `num_bytes` bytes, whole pages, of the drive; content that is there stays.
+
+        Args:
+            num_bytes: Of the whole file.
+            says_cost: Measure what I/O costs here, and log it, if it is not direct.
 
         Raises:
             CapacityError: The drive is full, though it was not when it was checked.
@@ -81,8 +86,29 @@ class Drive:
         self.num_bytes = num_bytes
         self._take_room()
         self.is_direct = self._try_direct()
-        if not self.is_direct and num_bytes:
+        if not self.is_direct and num_bytes and says_cost:
             self._say_cost()
+
+    def grow(self, num_bytes: int) -> None:
+        """Give the open file `num_bytes` bytes in all; nothing is lost if there is no room.
+
+        Raises:
+            CapacityError: The drive is full.
+            OutputError: It cannot be written.
+        """
+        more = num_bytes - self.num_bytes
+        with drive_errors(f"take {more:,} bytes more for", self.path):
+            try:
+                calls.system.fallocate(self._buffered, num_bytes)
+            except OSError:
+                calls.system.truncate(self._buffered, self.num_bytes)  # what was taken of it
+                raise
+        self.num_bytes = num_bytes
+
+    def forget_name(self) -> None:
+        """Remove the name of the open file: its room is free when this process ends, however it does."""
+        with drive_errors("remove", self.path):
+            calls.system.unlink(self.path)
 
     def submit_read(self, buffer: memoryview, offset: int, check: Check | None = None) -> Future[None]:
         """Fill `buffer` from `offset`, then `check` it.

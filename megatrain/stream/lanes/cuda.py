@@ -37,7 +37,7 @@ from megatrain.stream.lanes.threads import Failure, ThreadedLanes, Worker
 _log = logging.getLogger(__name__)
 
 _COPY_LANES = (Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE)
-_HOST_LANES = (Lane.HOST, Lane.READ, Lane.PAGE, Lane.WRITE)
+_HOST_LANES = (Lane.HOST, Lane.READ, Lane.PAGE, Lane.WRITE, Lane.STOW, Lane.RECALL)
 MAX_UNRESOLVED = 512
 """CUDA events kept per lane before their times are looked up, should nobody take the record."""
 REBASE_S = 8.0

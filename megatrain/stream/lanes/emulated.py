@@ -20,7 +20,13 @@ from megatrain.stream.lanes.launch import LaunchClock, sleep_until
 from megatrain.stream.lanes.records import Cause, Recorder
 from megatrain.stream.lanes.threads import Failure, ThreadedLanes, Worker
 
-_SHARERS = {Lane.RESTORE: Lane.FETCH, Lane.SAVE: Lane.OFFLOAD, Lane.PAGE: Lane.READ}
+_SHARERS = {
+    Lane.RESTORE: Lane.FETCH,
+    Lane.SAVE: Lane.OFFLOAD,
+    Lane.PAGE: Lane.READ,
+    Lane.RECALL: Lane.READ,
+    Lane.STOW: Lane.WRITE,
+}
 """Lanes that use the link of another one."""
 
 
@@ -41,9 +47,9 @@ class EmulatedMachine:
     host_bytes_per_s: float = 0.0
     """Rate of host memory under the operations of HOST."""
     nvme_read_bytes_per_s: float = 0.0
-    """Rate of the drives, all together, under READ and PAGE."""
+    """Rate of the drives, all together, under READ, PAGE and RECALL."""
     nvme_write_bytes_per_s: float = 0.0
-    """Rate of the drives, all together, under WRITE."""
+    """Rate of the drives, all together, under WRITE and STOW."""
     device_bytes: int | None = None
     """Memory budget of the device for slots, gradients and resident blocks; None: unlimited."""
     jitter_s: float = 2e-4
