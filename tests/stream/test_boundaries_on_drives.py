@@ -21,7 +21,6 @@ from megatrain.plan.choice import Batch
 from megatrain.plan.memory import host_planes
 from megatrain.plan.pools import drive_pools
 from megatrain.plan.program import Lane
-from megatrain.store.drives import scratch
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.scratch import Place, Scratch
 from megatrain.store.placement import Tiers
