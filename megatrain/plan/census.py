@@ -108,6 +108,8 @@ class Census:
         self.num_scales = Sums(b.num_scales for b in self.blocks)
         self.num_blocks = len(self.blocks)
         self._drive_bytes: dict[tuple[object, ...], tuple[int, int]] = {}
+        self.placed: dict[tuple[object, ...], dict[str, int]] = {}
+        """What `pools` has counted of a placement of blocks in RAM and on drives."""
         self.kinds = _kinds(anatomy.layers)
         """For each layer, the first one that is like it but for its name."""
 

@@ -10,6 +10,7 @@ from itertools import product
 from megatrain.errors import ConfigError
 from megatrain.model.anatomy import POLICIES
 from megatrain.plan.choice import Choice
+from megatrain.plan.pools import placed_bytes
 from megatrain.plan.request import Request, host_bytes, overflow, pools_of
 
 SMALL = 4
@@ -329,9 +330,11 @@ def _place_in_ram(request: Request, choice: Choice) -> Choice:
         others = sum(pool.nbytes for pool in pools_of(request, choice) if pool.tier == "ram")
         others -= host_bytes(request, choice)
 
+    others += host_bytes(request, choice) - placed_bytes(request.anatomy, choice)
+
     def fits_ram(**counts: int) -> bool:
         placed = replace(choice, **counts)  # type: ignore[arg-type]
-        return limit is None or host_bytes(request, placed) + others <= limit
+        return limit is None or placed_bytes(request.anatomy, placed) + others <= limit
 
     num_blocks = sum(len(layer.fragments) if choice.fragments else 1 for layer in request.anatomy.layers)
     num_blocks += len(request.anatomy.outer)

@@ -47,7 +47,7 @@ def host_pools(anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str) ->
         if state == "int8":
             sizes[f"{plane}_scale"] = 4 * census.num_scales(0, census.num_blocks)
     if choice.tiers:
-        sizes |= _in_ram(census, choice) | _buffers(census, choice)
+        sizes |= _placed(census, choice)
     return [
         Pool("ram", name, nbytes, is_exact=name not in _PEAKS) for name, nbytes in sizes.items() if nbytes
     ]
@@ -58,8 +58,28 @@ def drive_pools(anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str) -
     if not choice.tiers:
         return []
     census = Census.of(anatomy, choice.fragments)
-    nbytes = sum(_image_bytes(block, with_weights=True) for block in census.blocks)
-    return [Pool("nvme", "two copies of the state", 2 * nbytes)]
+    return [Pool("nvme", "two copies of the state", 2 * _all_bytes(census))]
+
+
+def _all_bytes(census: Census) -> int:
+    """Return the bytes of all blocks' state on a drive, counted once."""
+    if ("all",) not in census.placed:
+        nbytes = sum(_image_bytes(block, with_weights=True) for block in census.blocks)
+        census.placed["all",] = {"image": nbytes}
+    return census.placed["all",]["image"]
+
+
+def placed_bytes(anatomy: Anatomy, choice: Choice) -> int:
+    """Return what of `host_pools` depends on `blocks_in_ram` and `weights_in_ram`."""
+    return sum(_placed(Census.of(anatomy, choice.fragments), choice).values())
+
+
+def _placed(census: Census, choice: Choice) -> dict[str, int]:
+    """Return the pools in RAM that what is on drives decides: those of a placement are counted once."""
+    key = (choice.tier("working"), choice.blocks_in_ram, choice.weights_in_ram)
+    if key not in census.placed:
+        census.placed[key] = _in_ram(census, choice) | _buffers(census, choice)
+    return census.placed[key]
 
 
 def _in_ram(census: Census, choice: Choice) -> dict[str, int]:
