@@ -11,7 +11,7 @@ from megatrain.errors import ConfigError
 from megatrain.model.anatomy import POLICIES
 from megatrain.plan.choice import Choice
 from megatrain.plan.pools import placed_bytes
-from megatrain.plan.request import Request, host_bytes, overflow, pools_of
+from megatrain.plan.request import Request, excess, host_bytes, overflow, pools_of
 
 SMALL = 4
 """Layers up to which every number of resident and kept layers is listed."""
@@ -21,6 +21,7 @@ class Extent(Enum):
     """How many of the possible choices to list."""
 
     LEAST = "those that take least memory"
+    COARSE = "a few that differ much: enough for a good answer in a tenth of the time"
     MAIN = "all but other numbers of slots, and fragments"
     ALL = "all"
 
@@ -61,7 +62,7 @@ def least(request: Request) -> Choice:
         ConfigError: What the user has set excludes every choice.
     """
 
-    def excess(choice: Choice) -> tuple[float, ...]:
+    def shortage(choice: Choice) -> tuple[float, ...]:
         over, limits = overflow(request, choice), request.limits
         share = sum(nbytes / max(1, limits[tier] or 1) for tier, nbytes in over.items())
         return len(over), share, len(choice.tiers)  # too little of one tier before too little of two
@@ -73,7 +74,7 @@ def least(request: Request) -> Choice:
             f"these settings exclude each other: {fixed}; with fragments, num_slots and num_gradient_buffers "
             "must be at least the parts of a layer, and gradients wait on the device in a single round only"
         )
-    return min((_place_in_ram(request, frame) for frame in frames), key=excess)
+    return min((_place_in_ram(request, frame) for frame in frames), key=shortage)
 
 
 def least_bytes(request: Request, tier: str) -> int | None:
@@ -85,6 +86,31 @@ def least_bytes(request: Request, tier: str) -> int | None:
     """
     needs = [
         sum(pool.nbytes for pool in pools_of(request, frame) if pool.tier == tier)
+        for tiers in _tiers(request)
+        for frame in _frames(request, tiers, Extent.LEAST)
+        if not overflow(request, frame).keys() - {tier}
+    ]
+    return min(needs, default=None)
+
+
+def least_held(request: Request, tier: str) -> int | None:
+    """Return the fewest bytes of a tier that no shorter sequence and no smaller batch saves; None as above.
+
+    That is what is allocated, and the gradients of a streamed layer, or of its largest part, as they leave.
+    """
+    wide = request.batch.num_micro_batches > 1 and request.anatomy.precision == "bf16"
+
+    def leaving(choice: Choice) -> int:
+        parts = [f for layer in request.anatomy.layers for f in layer.fragments]
+        sizes = [f.gradient_bytes + 2 * f.num_split * wide for f in parts]
+        if choice.fragments:
+            return max(sizes)
+        numbers = iter(sizes)
+        return max(sum(next(numbers) for _ in layer.fragments) for layer in request.anatomy.layers)
+
+    needs = [
+        sum(pool.nbytes for pool in pools_of(request, frame) if pool.tier == tier and pool.is_exact)
+        + leaving(frame)
         for tiers in _tiers(request)
         for frame in _frames(request, tiers, Extent.LEAST)
         if not overflow(request, frame).keys() - {tier}
@@ -187,9 +213,16 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent)
     given = fixed.get("activations")
     bases = ["recompute", "drop_boundary", "offload", "keep"] if given is None else [None]
     is_least = extent is Extent.LEAST
-    locksteps = [1, batch.num_micro_batches] if is_least else _locksteps(batch.num_micro_batches)
+    is_coarse = extent is Extent.COARSE
+    locksteps = _locksteps(batch.num_micro_batches)
+    if is_least or is_coarse:
+        locksteps = [1, batch.num_micro_batches, *([locksteps[len(locksteps) // 2]] if is_coarse else [])]
     for fragments, lockstep, boundaries, updates, gradients, outer, base in product(
-        _values(fixed, "fragments", [False, True] if most > 1 and extent is not Extent.MAIN else [False]),
+        _values(
+            fixed,
+            "fragments",
+            [False, True] if most > 1 and extent in (Extent.LEAST, Extent.ALL) else [False],
+        ),
         _values(fixed, "lockstep", sorted(set(locksteps))),
         _values(fixed, "boundaries", ["device", "host"]),
         _values(fixed, "updates", ["deferred"] if request.clips else ["deferred", "immediate"]),
@@ -202,7 +235,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent)
         parts = most if fragments else 1
         default_buffers = parts + 1 if lockstep > 1 and not is_least else parts
         numbers = _slots(num_layers * parts, parts)
-        numbers = {Extent.LEAST: [parts], Extent.MAIN: [parts + 1], Extent.ALL: numbers}[extent]
+        numbers = {Extent.LEAST: [parts], Extent.ALL: numbers}.get(extent, [parts + 1])
         for slots in _values(fixed, "num_slots", numbers):
             if slots < parts:
                 continue
@@ -268,7 +301,7 @@ def _fill(request: Request, frame: Choice) -> Iterator[Choice]:
     elif request.spec.is_cpu or frame.tiers:
         residents = [0]
     else:
-        most = _most(num_layers, lambda n: not overflow(request, replace(frame, resident_layers=n)))
+        most = _most(num_layers, lambda n: excess(request, replace(frame, resident_layers=n)))
         residents = sorted(set(range(most + 1)) if num_layers <= SMALL else {0, most // 2, most})
     for number in residents:
         assert isinstance(number, int)
@@ -300,7 +333,7 @@ def _keep(request: Request, choice: Choice) -> Iterator[Choice]:
         def last(count: int, is_cheap: bool = is_cheap) -> Choice:
             return _with_last(choice, count * is_cheap, count * (not is_cheap))
 
-        most = _most(num_layers, lambda n, last=last: not overflow(request, last(n)))  # type: ignore[misc]
+        most = _most(num_layers, lambda n, last=last: excess(request, last(n)))  # type: ignore[misc]
         if not most:
             continue
         yield last(most)
@@ -309,7 +342,7 @@ def _keep(request: Request, choice: Choice) -> Iterator[Choice]:
             def mixed(count: int, most: int = most) -> Choice:
                 return _with_last(choice, most - count, count)
 
-            more = _most(most, lambda n, mixed=mixed: not overflow(request, mixed(n)))  # type: ignore[misc]
+            more = _most(most, lambda n, mixed=mixed: excess(request, mixed(n)))  # type: ignore[misc]
             if more:
                 yield mixed(more)
 
@@ -325,31 +358,43 @@ def _place_in_ram(request: Request, choice: Choice) -> Choice:
         return choice
 
     limit = request.limits["ram"]
-    others = 0
+    assert limit is not None
+    others = host_bytes(request, choice) - placed_bytes(request.anatomy, choice)
     if request.spec.is_cpu:  # what is on the device does not change
-        others = sum(pool.nbytes for pool in pools_of(request, choice) if pool.tier == "ram")
+        others += sum(pool.nbytes for pool in pools_of(request, choice) if pool.tier == "ram")
         others -= host_bytes(request, choice)
 
-    others += host_bytes(request, choice) - placed_bytes(request.anatomy, choice)
-
-    def fits_ram(**counts: int) -> bool:
+    def over(**counts: int) -> int:
         placed = replace(choice, **counts)  # type: ignore[arg-type]
-        return limit is None or placed_bytes(request.anatomy, placed) + others <= limit
+        return placed_bytes(request.anatomy, placed) + others - limit
 
     num_blocks = sum(len(layer.fragments) if choice.fragments else 1 for layer in request.anatomy.layers)
     num_blocks += len(request.anatomy.outer)
     weights = 0
     if choice.tier("working") == "nvme":
-        weights = _most(num_blocks, lambda n: fits_ram(weights_in_ram=n))
+        weights = _most(num_blocks, lambda n: over(weights_in_ram=n))
     most = weights if choice.tier("working") == "nvme" else num_blocks
-    state = _most(most, lambda n: fits_ram(blocks_in_ram=n, weights_in_ram=weights))
+    state = _most(most, lambda n: over(blocks_in_ram=n, weights_in_ram=weights))
     return replace(choice, blocks_in_ram=state, weights_in_ram=weights)
 
 
-def _most(limit: int, is_allowed: Callable[[int], bool]) -> int:
-    """Return the largest number up to `limit` that is allowed, if smaller ones are too; 0 is."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if is_allowed(middle) else (low, middle - 1)
+def _most(limit: int, over: Callable[[int], int]) -> int:
+    """Return the largest number up to `limit` that is not over by a byte; 0 is allowed anyway.
+
+    Bytes grow nearly evenly with the number, so a line through what is known guesses better than the middle.
+    """
+    above = over(limit)
+    if limit == 0 or above <= 0:
+        return limit
+    low, high, below = 0, limit, min(0, over(0))
+    is_even = True
+    while high - low > 1:
+        guess = low + int((high - low) * -below / (above - below)) if is_even else (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
+        bytes_over = over(guess)
+        is_even = not is_even or high - low < 2 * min(guess - low, high - guess)
+        if bytes_over <= 0:
+            low, below = guess, bytes_over
+        else:
+            high, above = guess, bytes_over
     return low

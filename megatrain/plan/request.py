@@ -80,18 +80,29 @@ def pools_of(request: Request, choice: Choice) -> list[Pool]:
 
 def host_bytes(request: Request, choice: Choice) -> int:
     """Return the bytes of all pools that are in RAM whatever the device is."""
-    pools = host_pools(request.anatomy, choice, request.batch, state=request.state)
-    return sum(pool.nbytes for pool in pools)
+    alike = replace(choice, num_slots=1, num_gradient_buffers=1)
+    key = (alike, request.batch, request.state)
+    known = _HOST_BYTES.setdefault(request.anatomy, {})
+    if key not in known:
+        pools = host_pools(request.anatomy, choice, request.batch, state=request.state)
+        known[key] = sum(pool.nbytes for pool in pools)
+    return known[key]
 
 
 def overflow(request: Request, choice: Choice) -> dict[str, int]:
     """Return by how many bytes a choice is over the limit of each tier that it does not fit into."""
+    return {tier: nbytes for tier, nbytes in _over(request, choice) if nbytes > 0}
+
+
+def excess(request: Request, choice: Choice) -> int:
+    """Return by how many bytes a choice is over the limit of the tier that it fits into least."""
+    return max(nbytes for _, nbytes in _over(request, choice))
+
+
+def _over(request: Request, choice: Choice) -> list[tuple[str, int]]:
+    limits = request.limits
     needs = _needs(request, choice)
-    return {
-        tier: needs[tier] - limit
-        for tier, limit in request.limits.items()
-        if limit is not None and needs[tier] > limit
-    }
+    return [(tier, needs[tier] - limit) for tier, limit in limits.items() if limit is not None]
 
 
 def _needs(request: Request, choice: Choice) -> dict[str, int]:
@@ -114,6 +125,7 @@ def _needs(request: Request, choice: Choice) -> dict[str, int]:
 
 
 _DEVICE_BYTES: WeakKeyDictionary[Anatomy, dict[tuple[object, ...], int]] = WeakKeyDictionary()
+_HOST_BYTES: WeakKeyDictionary[Anatomy, dict[tuple[object, ...], int]] = WeakKeyDictionary()
 
 
 def _least(*values: int | None) -> int | None:

@@ -45,6 +45,7 @@ def search(request: Request, *, budget_s: float = SEARCH_S) -> Found | None:
     """
     deadline_s = time.perf_counter() + budget_s
     race = _Race(request, deadline_s)
+    race.run(list_choices(request, Extent.COARSE))
     race.run(list_choices(request, Extent.MAIN))
     if race.best is None or len(request.anatomy.layers) <= SMALL:
         race.run(list_choices(request))
