@@ -121,7 +121,8 @@ def least_held(request: Request, tier: str) -> int | None:
 def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
     """Yield choices that differ in one question from a good one, with the device filled anew.
 
-    Of a small model also those that differ in the policies of any layers, with everything else as it is.
+    Of a small model also those that differ in the policies of any layers, with everything else as it is. Not
+    all of them fit: to find out takes longer than to see that they cannot be faster.
     """
     num_layers, fixed = len(request.anatomy.layers), request.fixed or {}
     most = max(len(layer.fragments) for layer in request.anatomy.layers)
@@ -151,6 +152,7 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
             for number in (choice.resident_layers - 1, choice.resident_layers + 1):
                 if 0 <= number <= num_layers:
                     yield from _keep(request, replace(frame, resident_layers=number))
+    yield from _thinned(request, choice)
     if num_layers <= SMALL and fixed.get("activations") is None:
         yield from _mixed(request, choice)
 
@@ -179,16 +181,37 @@ def _resplit(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
 
 
 def _mixed(request: Request, choice: Choice) -> Iterator[Choice]:
-    """Yield every combination of policies of the layers."""
+    """Yield every combination of policies of the layers, whether or not it fits."""
     policies = [p for p in POLICIES if not (request.compiles and p == "recompute_cheap")]
     residents = {choice.resident_layers}
     if (request.fixed or {}).get("resident_layers") is None and not request.spec.is_cpu and not choice.tiers:
         residents |= {choice.resident_layers - 1, choice.resident_layers + 1}
     for number in sorted(n for n in residents if 0 <= n <= len(choice.activations)):
         for activations in product(policies, repeat=len(choice.activations)):
-            candidate = replace(choice, activations=activations, resident_layers=number)
-            if not overflow(request, candidate):
-                yield candidate
+            yield replace(choice, activations=activations, resident_layers=number)
+
+
+def _thinned(request: Request, choice: Choice) -> Iterator[Choice]:
+    """Yield choices that leave device memory free: fewer resident layers, and fewer of the last ones kept.
+
+    More is nearly always faster, but not always: a timetable is a packing, and a copy that is spared in one
+    place may delay another. So a choice that fits in less memory is looked at where there is more, too.
+    """
+    fixed = request.fixed or {}
+    num_layers = len(choice.activations)
+    residents, kept = choice.resident_layers, 0
+    while kept < num_layers and choice.activations[num_layers - 1 - kept] == "keep":
+        kept += 1
+    numbers = {residents} if "resident_layers" in fixed else {residents, residents - 1, residents // 2}
+    counts = {kept, kept - 1, kept // 2}
+    bases = [choice.activations[0]] if choice.boundaries == "host" else ["recompute", "offload"]
+    for number in sorted(n for n in numbers if n >= 0):
+        if fixed.get("activations") is not None:
+            yield replace(choice, resident_layers=number)
+            continue
+        for count, base in product(sorted(n for n in counts if n >= 0), bases):
+            activations = (*[base] * (num_layers - count), *["keep"] * count)
+            yield replace(choice, activations=activations, resident_layers=number)
 
 
 def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
