@@ -109,6 +109,9 @@ class Census:
         self.num_scales = Sums(b.num_scales for b in self.blocks)
         self.num_blocks = len(self.blocks)
         self._drive_bytes: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._samples: dict[int, list[tuple[int, bool]]] = {}
+        self.placed: dict[tuple[object, ...], dict[str, int]] = {}
+        """What `pools` has counted of a placement of blocks in RAM and on drives."""
         self.kinds = _kinds(anatomy.layers)
         """For each layer, the first one that is like it but for its name."""
 
@@ -153,11 +156,14 @@ class Census:
             Its number, and whether it is outside all layers.
         """
         first = self.first_streamed(choice)
+        if first in self._samples:
+            return self._samples[first]
         sizes: dict[tuple[int, ...], int] = {}
         for number, size in enumerate(self._sizes):
             part = 2 if number >= self.first_outer else int(number >= first)
             sizes.setdefault((part, *size), number)
-        return [(number, key[0] == 2) for key, number in sizes.items()]
+        self._samples[first] = [(number, key[0] == 2) for key, number in sizes.items()]
+        return self._samples[first]
 
     @cached_property
     def _sizes(self) -> list[tuple[int, int]]:

@@ -10,7 +10,8 @@ from itertools import product
 from megatrain.errors import ConfigError
 from megatrain.model.anatomy import POLICIES
 from megatrain.plan.choice import Choice
-from megatrain.plan.request import Request, host_bytes, overflow, pools_of
+from megatrain.plan.pools import placed_bytes
+from megatrain.plan.request import Request, excess, host_bytes, overflow, pools_of
 
 SMALL = 4
 """Layers up to which every number of resident and kept layers is listed."""
@@ -20,6 +21,7 @@ class Extent(Enum):
     """How many of the possible choices to list."""
 
     LEAST = "those that take least memory"
+    COARSE = "a few that differ much: enough for a good answer in a tenth of the time"
     MAIN = "all but other numbers of slots, and fragments"
     ALL = "all"
 
@@ -64,7 +66,7 @@ def least(request: Request) -> Choice:
         ConfigError: What the user has set excludes every choice.
     """
 
-    def excess(choice: Choice) -> tuple[float, ...]:
+    def shortage(choice: Choice) -> tuple[float, ...]:
         over, limits = overflow(request, choice), request.limits
         share = sum(nbytes / max(1, limits[tier] or 1) for tier, nbytes in over.items())
         return len(over), share, len(choice.tiers)  # too little of one tier before too little of two
@@ -77,7 +79,7 @@ def least(request: Request) -> Choice:
             "must be at least the parts of a layer, gradients wait on the device in a single round only, and "
             "boundaries on nvme need drives, moments in fp32 and no resident layer"
         )
-    return min((_place_in_ram(request, frame) for frame in frames), key=excess)
+    return min((_place_in_ram(request, frame) for frame in frames), key=shortage)
 
 
 def least_bytes(request: Request, tier: str) -> int | None:
@@ -96,10 +98,36 @@ def least_bytes(request: Request, tier: str) -> int | None:
     return min(needs, default=None)
 
 
+def least_held(request: Request, tier: str) -> int | None:
+    """Return the fewest bytes of a tier that no shorter sequence and no smaller batch saves; None as above.
+
+    That is what is allocated, and the gradients of a streamed layer, or of its largest part, as they leave.
+    """
+    wide = request.batch.num_micro_batches > 1 and request.anatomy.precision == "bf16"
+
+    def leaving(choice: Choice) -> int:
+        parts = [f for layer in request.anatomy.layers for f in layer.fragments]
+        sizes = [f.gradient_bytes + 2 * f.num_split * wide for f in parts]
+        if choice.fragments:
+            return max(sizes)
+        numbers = iter(sizes)
+        return max(sum(next(numbers) for _ in layer.fragments) for layer in request.anatomy.layers)
+
+    needs = [
+        sum(pool.nbytes for pool in pools_of(request, frame) if pool.tier == tier and pool.is_exact)
+        + leaving(frame)
+        for tiers in _tiers(request)
+        for frame in _frames(request, tiers, Extent.LEAST)
+        if not overflow(request, frame).keys() - {tier}
+    ]
+    return min(needs, default=None)
+
+
 def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
     """Yield choices that differ in one question from a good one, with the device filled anew.
 
-    Of a small model also those that differ in the policies of any layers, with everything else as it is.
+    Of a small model also those that differ in the policies of any layers, with everything else as it is. Not
+    all of them fit: to find out takes longer than to see that they cannot be faster.
     """
     num_layers, fixed = len(request.anatomy.layers), request.fixed or {}
     most = max(len(layer.fragments) for layer in request.anatomy.layers)
@@ -129,6 +157,7 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
             for number in (choice.resident_layers - 1, choice.resident_layers + 1):
                 if 0 <= number <= num_layers:
                     yield from _keep(request, replace(frame, resident_layers=number))
+    yield from _thinned(request, choice)
     if num_layers <= SMALL and fixed.get("activations") is None:
         yield from _mixed(request, choice)
 
@@ -157,7 +186,7 @@ def _resplit(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
 
 
 def _mixed(request: Request, choice: Choice) -> Iterator[Choice]:
-    """Yield every combination of policies of the layers."""
+    """Yield every combination of policies of the layers, whether or not it fits."""
     policies = [p for p in POLICIES if not (request.compiles and p == "recompute_cheap")]
     residents = {choice.resident_layers}
     is_free = (request.fixed or {}).get("resident_layers") is None and not request.spec.is_cpu
@@ -165,9 +194,30 @@ def _mixed(request: Request, choice: Choice) -> Iterator[Choice]:
         residents |= {choice.resident_layers - 1, choice.resident_layers + 1}
     for number in sorted(n for n in residents if 0 <= n <= len(choice.activations)):
         for activations in product(policies, repeat=len(choice.activations)):
-            candidate = replace(choice, activations=activations, resident_layers=number)
-            if not overflow(request, candidate):
-                yield candidate
+            yield replace(choice, activations=activations, resident_layers=number)
+
+
+def _thinned(request: Request, choice: Choice) -> Iterator[Choice]:
+    """Yield choices that leave device memory free: fewer resident layers, and fewer of the last ones kept.
+
+    More is nearly always faster, but not always: a timetable is a packing, and a copy that is spared in one
+    place may delay another. So a choice that fits in less memory is looked at where there is more, too.
+    """
+    fixed = request.fixed or {}
+    num_layers = len(choice.activations)
+    residents, kept = choice.resident_layers, 0
+    while kept < num_layers and choice.activations[num_layers - 1 - kept] == "keep":
+        kept += 1
+    numbers = {residents} if "resident_layers" in fixed else {residents, residents - 1, residents // 2}
+    counts = {kept, kept - 1, kept // 2}
+    bases = [choice.activations[0]] if choice.boundaries == "host" else ["recompute", "offload"]
+    for number in sorted(n for n in numbers if n >= 0):
+        if fixed.get("activations") is not None:
+            yield replace(choice, resident_layers=number)
+            continue
+        for count, base in product(sorted(n for n in counts if n >= 0), bases):
+            activations = (*[base] * (num_layers - count), *["keep"] * count)
+            yield replace(choice, activations=activations, resident_layers=number)
 
 
 def _with_activations_on_drives(request: Request) -> Request | None:
@@ -204,9 +254,16 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent)
     given = fixed.get("activations")
     bases = ["recompute", "drop_boundary", "offload", "keep"] if given is None else [None]
     is_least = extent is Extent.LEAST
-    locksteps = [1, batch.num_micro_batches] if is_least else _locksteps(batch.num_micro_batches)
+    is_coarse = extent is Extent.COARSE
+    locksteps = _locksteps(batch.num_micro_batches)
+    if is_least or is_coarse:
+        locksteps = [1, batch.num_micro_batches, *([locksteps[len(locksteps) // 2]] if is_coarse else [])]
     for fragments, lockstep, boundaries, updates, gradients, outer, base in product(
-        _values(fixed, "fragments", [False, True] if most > 1 and extent is not Extent.MAIN else [False]),
+        _values(
+            fixed,
+            "fragments",
+            [False, True] if most > 1 and extent in (Extent.LEAST, Extent.ALL) else [False],
+        ),
         _values(fixed, "lockstep", sorted(set(locksteps))),
         _values(fixed, "boundaries", ["device", "host"]),
         _values(fixed, "updates", ["deferred"] if request.clips else ["deferred", "immediate"]),
@@ -219,7 +276,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent)
         parts = most if fragments else 1
         default_buffers = parts + 1 if lockstep > 1 and not is_least else parts
         numbers = _slots(num_layers * parts, parts)
-        numbers = {Extent.LEAST: [parts], Extent.MAIN: [parts + 1], Extent.ALL: numbers}[extent]
+        numbers = {Extent.LEAST: [parts], Extent.ALL: numbers}.get(extent, [parts + 1])
         for slots in _values(fixed, "num_slots", numbers):
             if slots < parts:
                 continue
@@ -287,7 +344,7 @@ def _fill(request: Request, frame: Choice) -> Iterator[Choice]:
     elif request.spec.is_cpu or _uses_drives(frame):
         residents = [0]
     else:
-        most = _most(num_layers, lambda n: not overflow(request, replace(frame, resident_layers=n)))
+        most = _most(num_layers, lambda n: excess(request, replace(frame, resident_layers=n)))
         residents = sorted(set(range(most + 1)) if num_layers <= SMALL else {0, most // 2, most})
     for number in residents:
         assert isinstance(number, int)
@@ -319,7 +376,7 @@ def _keep(request: Request, choice: Choice) -> Iterator[Choice]:
         def last(count: int, is_cheap: bool = is_cheap) -> Choice:
             return _with_last(choice, count * is_cheap, count * (not is_cheap))
 
-        most = _most(num_layers, lambda n, last=last: not overflow(request, last(n)))  # type: ignore[misc]
+        most = _most(num_layers, lambda n, last=last: excess(request, last(n)))  # type: ignore[misc]
         if not most:
             continue
         yield last(most)
@@ -328,7 +385,7 @@ def _keep(request: Request, choice: Choice) -> Iterator[Choice]:
             def mixed(count: int, most: int = most) -> Choice:
                 return _with_last(choice, most - count, count)
 
-            more = _most(most, lambda n, mixed=mixed: not overflow(request, mixed(n)))  # type: ignore[misc]
+            more = _most(most, lambda n, mixed=mixed: excess(request, mixed(n)))  # type: ignore[misc]
             if more:
                 yield mixed(more)
 
@@ -344,29 +401,43 @@ def _place_in_ram(request: Request, choice: Choice) -> Choice:
         return choice
 
     limit = request.limits["ram"]
-    others = 0
+    assert limit is not None
+    others = host_bytes(request, choice) - placed_bytes(request.anatomy, choice)
     if request.spec.is_cpu:  # what is on the device does not change
-        others = sum(pool.nbytes for pool in pools_of(request, choice) if pool.tier == "ram")
+        others += sum(pool.nbytes for pool in pools_of(request, choice) if pool.tier == "ram")
         others -= host_bytes(request, choice)
 
-    def fits_ram(**counts: int) -> bool:
+    def over(**counts: int) -> int:
         placed = replace(choice, **counts)  # type: ignore[arg-type]
-        return limit is None or host_bytes(request, placed) + others <= limit
+        return placed_bytes(request.anatomy, placed) + others - limit
 
     num_blocks = sum(len(layer.fragments) if choice.fragments else 1 for layer in request.anatomy.layers)
     num_blocks += len(request.anatomy.outer)
     weights = 0
     if choice.tier("working") == "nvme":
-        weights = _most(num_blocks, lambda n: fits_ram(weights_in_ram=n))
+        weights = _most(num_blocks, lambda n: over(weights_in_ram=n))
     most = weights if choice.tier("working") == "nvme" else num_blocks
-    state = _most(most, lambda n: fits_ram(blocks_in_ram=n, weights_in_ram=weights))
+    state = _most(most, lambda n: over(blocks_in_ram=n, weights_in_ram=weights))
     return replace(choice, blocks_in_ram=state, weights_in_ram=weights)
 
 
-def _most(limit: int, is_allowed: Callable[[int], bool]) -> int:
-    """Return the largest number up to `limit` that is allowed, if smaller ones are too; 0 is."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if is_allowed(middle) else (low, middle - 1)
+def _most(limit: int, over: Callable[[int], int]) -> int:
+    """Return the largest number up to `limit` that is not over by a byte; 0 is allowed anyway.
+
+    Bytes grow nearly evenly with the number, so a line through what is known guesses better than the middle.
+    """
+    above = over(limit)
+    if limit == 0 or above <= 0:
+        return limit
+    low, high, below = 0, limit, min(0, over(0))
+    is_even = True
+    while high - low > 1:
+        guess = low + int((high - low) * -below / (above - below)) if is_even else (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
+        bytes_over = over(guess)
+        is_even = not is_even or high - low < 2 * min(guess - low, high - guess)
+        if bytes_over <= 0:
+            low, below = guess, bytes_over
+        else:
+            high, above = guess, bytes_over
     return low

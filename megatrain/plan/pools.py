@@ -20,7 +20,7 @@ def host_pools(anatomy: Anatomy, choice: Choice, batch: Batch, state: Moments) -
     census = Census.of(anatomy, choice.fragments)
     sizes = host_planes(anatomy, choice, batch, state=state)
     if choice.tiers:
-        sizes |= _in_ram(census, choice) | _buffers(census, choice)
+        sizes |= _placed(census, choice)
     elif choice.boundaries == "nvme":  # a run with drives commits its state there, wherever it lives
         sizes |= _buffers(census, replace(choice, blocks_in_ram=census.num_blocks))
     return [
@@ -33,11 +33,7 @@ def drive_pools(anatomy: Anatomy, choice: Choice, batch: Batch) -> list[Pool]:
     if not choice.tiers and choice.boundaries != "nvme":
         return []
     census = Census.of(anatomy, choice.fragments)
-    nbytes = sum(
-        state_bytes(block.num_split, block.num_state) + padded(block.size.fetch_bytes)
-        for block in census.blocks
-    )
-    pools = [Pool("nvme", "two copies of the state", 2 * nbytes)]
+    pools = [Pool("nvme", "two copies of the state", 2 * _all_bytes(census))]
     return pools + ([_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else [])
 
 
@@ -47,6 +43,30 @@ def _scratch(anatomy: Anatomy, choice: Choice, batch: Batch) -> Pool:
     chunks = sum(-(-visit // SCRATCH_CHUNK_BYTES) for visit in visits)
     together = min(choice.lockstep, batch.num_micro_batches)
     return Pool("nvme", "saved activations", together * chunks * SCRATCH_CHUNK_BYTES, is_exact=False)
+
+
+def _all_bytes(census: Census) -> int:
+    """Return the bytes of all blocks' state on a drive, counted once."""
+    if ("all",) not in census.placed:
+        nbytes = sum(
+            state_bytes(block.num_split, block.num_state) + padded(block.size.fetch_bytes)
+            for block in census.blocks
+        )
+        census.placed["all",] = {"image": nbytes}
+    return census.placed["all",]["image"]
+
+
+def placed_bytes(anatomy: Anatomy, choice: Choice) -> int:
+    """Return what of `host_pools` depends on `blocks_in_ram` and `weights_in_ram`."""
+    return sum(_placed(Census.of(anatomy, choice.fragments), choice).values())
+
+
+def _placed(census: Census, choice: Choice) -> dict[str, int]:
+    """Return the pools in RAM that what is on drives decides: those of a placement are counted once."""
+    key = (choice.tier("working"), choice.blocks_in_ram, choice.weights_in_ram)
+    if key not in census.placed:
+        census.placed[key] = _in_ram(census, choice) | _buffers(census, choice)
+    return census.placed[key]
 
 
 def _in_ram(census: Census, choice: Choice) -> dict[str, int]:

@@ -11,7 +11,7 @@ from megatrain.config import config_keys
 from megatrain.hardware import GIB
 from megatrain.model.anatomy import Anatomy
 from megatrain.plan.choice import Batch, Choice
-from megatrain.plan.listing import first_fit, least, least_bytes
+from megatrain.plan.listing import first_fit, least, least_bytes, least_held
 from megatrain.plan.request import Request, pools_of
 
 KEYS: Mapping[str, str] = {
@@ -26,6 +26,8 @@ KEYS: Mapping[str, str] = {
     "updates": "optim.updates",
 }
 """Fields of `Choice` that are settings, by the setting's name."""
+
+_TERABYTE = 10**12
 
 _SHORTEST = 256
 """Tokens: shorter sequences are not proposed."""
@@ -81,8 +83,9 @@ def device_bytes_held(request: Request) -> int:
 
 def _is_short_of_passing_memory(request: Request) -> bool:
     """Whether activations make the difference: then a smaller batch may help."""
-    limit = request.limits["ram" if request.spec.is_cpu else "device"]
-    return limit is None or device_bytes_held(request) <= limit
+    tier = "ram" if request.spec.is_cpu else "device"
+    held, limit = least_held(request, tier), request.limits[tier]
+    return held is not None and (limit is None or held <= limit)
 
 
 def size_option(nbytes: int) -> str:
@@ -164,13 +167,16 @@ def _drives(request: Request) -> Iterator[Remedy]:
     """Yield drives, or larger ones, if they hold two copies of all state and nothing else is too large."""
     if request.fixed is not None and "tiers" in request.fixed:
         return
-    size = 10**12
-    need = 2 * 16 * request.anatomy.num_params
+    nbytes = enough_drives(request)
     have = 0 if request.spec.drives is None else request.spec.drives.nbytes
-    if need > have:
-        terabytes = -(-need // size)
-        spec = request.spec.with_drive_bytes(terabytes * size)
-        yield Remedy(lambda: replace(request, spec=spec, drive_limit=None), f"--nvme {terabytes}TB")
+    if nbytes > have:
+        spec = request.spec.with_drive_bytes(nbytes)
+        yield Remedy(lambda: replace(request, spec=spec, drive_limit=None), f"--nvme {nbytes // _TERABYTE}TB")
+
+
+def enough_drives(request: Request) -> int:
+    """Return the bytes of drives that hold two copies of all state, in whole terabytes."""
+    return -(-2 * 16 * request.anatomy.num_params // _TERABYTE) * _TERABYTE
 
 
 def _ram(request: Request) -> Iterator[Remedy]:
@@ -189,18 +195,33 @@ def _unclipped(request: Request) -> Request:
 
 
 def _lengths(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Remedy]:
-    """Yield shorter sequences, with as many tokens per step."""
-    batch = request.batch
-    for part in (2, 4, 8, 16, 32, 64):
-        seq_len = batch.seq_len // part
-        if seq_len < _SHORTEST:
-            return
-        count = batch.num_micro_batches * part
-        shorter = replace(batch, seq_len=seq_len, num_micro_batches=count)
-        yield Remedy(
-            partial(_shortened, request, recount, shorter),
-            f"data.seq_len={seq_len} train.grad_accumulation={count}",
-        )
+    """Yield shorter sequences, with as many tokens per step.
+
+    To count a model anew takes a second, so that not every length is tried: the shortest shows whether any
+    helps, and a line from there to the length that does not fit, which one may be long enough. Memory grows
+    with the length along that line or below, but for a head that is computed in chunks; it is tried as well.
+    """
+    batch, tier = request.batch, "ram" if request.spec.is_cpu else "device"
+    lengths = [length for part in (2, 4, 8, 16, 32, 64) if (length := batch.seq_len // part) >= _SHORTEST]
+    if not lengths:
+        return
+
+    def remedy(length: int) -> Remedy:
+        count = batch.num_micro_batches * (batch.seq_len // length)
+        shorter = replace(batch, seq_len=length, num_micro_batches=count)
+        text = f"data.seq_len={length} train.grad_accumulation={count}"
+        return Remedy(partial(_shortened, request, recount, shorter), text)
+
+    last = remedy(lengths[-1])
+    shortest = last.request()
+    if shortest is None or first_fit(shortest) is None:
+        return
+    low, high, limit = least_bytes(shortest, tier), least_bytes(request, tier), request.limits[tier]
+    if low is not None and high is not None and limit is not None and high > low:
+        share = (limit - low) / (high - low)
+        longest = lengths[-1] + share * (batch.seq_len - lengths[-1])
+        yield from (remedy(length) for length in [n for n in lengths if n <= longest][:1])
+    yield last
 
 
 def _shortened(request: Request, recount: Callable[..., Anatomy], batch: Batch) -> Request:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from megatrain.hardware import HardwareSpec
 from megatrain.model.anatomy import Anatomy
@@ -83,19 +84,52 @@ def pools_of(request: Request, choice: Choice) -> list[Pool]:
 
 def host_bytes(request: Request, choice: Choice) -> int:
     """Return the bytes of all pools that are in RAM whatever the device is."""
-    pools = host_pools(request.anatomy, choice, request.batch, request.moments)
-    return sum(pool.nbytes for pool in pools)
+    alike = replace(choice, num_slots=1, num_gradient_buffers=1)
+    key = (alike, request.batch, request.state)
+    known = _HOST_BYTES.setdefault(request.anatomy, {})
+    if key not in known:
+        pools = host_pools(request.anatomy, choice, request.batch, request.moments)
+        known[key] = sum(pool.nbytes for pool in pools)
+    return known[key]
 
 
 def overflow(request: Request, choice: Choice) -> dict[str, int]:
     """Return by how many bytes a choice is over the limit of each tier that it does not fit into."""
-    pools = pools_of(request, choice)
-    excess = {}
-    for tier, limit in request.limits.items():
-        need = sum(pool.nbytes for pool in pools if pool.tier == tier)
-        if limit is not None and need > limit:
-            excess[tier] = need - limit
-    return excess
+    return {tier: nbytes for tier, nbytes in _over(request, choice) if nbytes > 0}
+
+
+def excess(request: Request, choice: Choice) -> int:
+    """Return by how many bytes a choice is over the limit of the tier that it fits into least."""
+    return max(nbytes for _, nbytes in _over(request, choice))
+
+
+def _over(request: Request, choice: Choice) -> list[tuple[str, int]]:
+    limits = request.limits
+    needs = _needs(request, choice)
+    return [(tier, needs[tier] - limit) for tier, limit in limits.items() if limit is not None]
+
+
+def _needs(request: Request, choice: Choice) -> dict[str, int]:
+    """Return a choice's bytes by tier; the device's, which take longest to count, once per process.
+
+    Choices that differ only in when updates run, or in what is on drives, take the same of the device.
+    """
+    anatomy, batch, state = request.anatomy, request.batch, request.state
+    is_cpu = request.spec.is_cpu
+    alike = replace(choice, updates="deferred", tiers=frozenset(), blocks_in_ram=0, weights_in_ram=0)
+    key = (alike, batch, state, is_cpu)
+    known = _DEVICE_BYTES.setdefault(anatomy, {})
+    if key not in known:
+        pools = device_peak_bytes(anatomy, choice, batch, state=request.moments, overlaps=not is_cpu)
+        known[key] = sum(pool.nbytes for pool in pools)
+    needs = {"device": 0, "ram": host_bytes(request, choice), "nvme": 0}
+    needs["ram" if is_cpu else "device"] += known[key]
+    needs["nvme"] = sum(pool.nbytes for pool in drive_pools(anatomy, choice, batch))
+    return needs
+
+
+_DEVICE_BYTES: WeakKeyDictionary[Anatomy, dict[tuple[object, ...], int]] = WeakKeyDictionary()
+_HOST_BYTES: WeakKeyDictionary[Anatomy, dict[tuple[object, ...], int]] = WeakKeyDictionary()
 
 
 def _least(*values: int | None) -> int | None:

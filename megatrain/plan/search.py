@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatrain.plan.choice import Choice
 from megatrain.plan.listing import SMALL, Extent, list_choices, neighbours
-from megatrain.plan.request import Request
+from megatrain.plan.request import Request, overflow
 from megatrain.plan.step import Step
 
 SEARCH_S = 0.8
@@ -45,6 +45,7 @@ def search(request: Request, *, budget_s: float = SEARCH_S) -> Found | None:
     """
     deadline_s = time.perf_counter() + budget_s
     race = _Race(request, deadline_s)
+    race.run(list_choices(request, Extent.COARSE))
     race.run(list_choices(request, Extent.MAIN))
     if race.best is None or len(request.anatomy.layers) <= SMALL:
         race.run(list_choices(request))
@@ -100,6 +101,8 @@ class _Race:
                 return
             step = Step(request.rates, request.anatomy, choice, request.batch)
             limits = step.bounds_s.values()
+            if self.best is not None and max(limits) > self.best.step_s * (1 + _TOLERANCE):
+                continue
             listed.append((_estimate(limits), len(listed), max(limits), step))
         listed.sort(key=lambda item: item[:2])
         for _, _, bound_s, step in listed:
@@ -108,6 +111,8 @@ class _Race:
             if self.best is not None and time.perf_counter() > self._deadline_s:
                 self.is_over = True
                 return
+            if overflow(request, step.choice):
+                continue
             self.num_timed += 1
             self._timed[step.choice] = step.step_s
             if self.best is None or _is_better(step, self.best):

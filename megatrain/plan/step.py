@@ -25,7 +25,7 @@ from megatrain.plan.drives import with_activations_through
 from megatrain.plan.layer_costs import RECOMPUTED, LayerCosts
 from megatrain.plan.program import Buffer, Kind, Lane, LayerPlan, Operation, Visit
 from megatrain.plan.schedule import fetch_residents, offload_residents, round_visits, schedule
-from megatrain.plan.timing import Task, steady
+from megatrain.plan.timing import Task, steady_ends
 
 _MAX_ROUNDS = 3
 """Rounds that are timed; more go on as the last of these did."""
@@ -67,14 +67,14 @@ class Step:
             more = sum(task.seconds for task in tasks[marked[-2] + 1 : marked[-1] + 1]) if rounds > 1 else 0.0
             return sum(task.seconds for task in tasks) + max(0, rounds - _MAX_ROUNDS) * more
         shares = spec.drives is not None and not spec.drives.is_duplex
-        spans, before = steady(tasks, waits_for_compute=spec.launches_inline, drives_share=shares)
-        step_s = spans[marked[-1]].end_s - before[marked[-1]].end_s
+        ends, before = steady_ends(tasks, waits_for_compute=spec.launches_inline, drives_share=shares)
+        step_s = ends[marked[-1]] - before[marked[-1]]
         if rounds <= _MAX_ROUNDS:
             lanes: Counter[Lane] = Counter()
             for task in tasks:
                 lanes[task.lane] += task.seconds  # type: ignore[assignment]
             return max(step_s, *lanes.values())  # two steps do not show a backlog that grows with each
-        return step_s + (rounds - _MAX_ROUNDS) * (spans[marked[1]].end_s - spans[marked[0]].end_s)
+        return step_s + (rounds - _MAX_ROUNDS) * (ends[marked[1]] - ends[marked[0]])
 
     def tasks(self, num_rounds: int | None = None) -> tuple[list[Task], list[int]]:
         """Return the tasks of a step of so many rounds, and the number of each round's last backward."""

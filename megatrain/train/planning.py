@@ -23,7 +23,7 @@ from megatrain.model.count import count_anatomy
 from megatrain.model.skeleton import read_config_or_tower
 from megatrain.plan.choice import Batch, Plan
 from megatrain.plan.planner import make_plan
-from megatrain.plan.remedies import KEYS, Remedy, device_bytes_held, list_remedies
+from megatrain.plan.remedies import KEYS, Remedy, device_bytes_held, enough_drives, list_remedies
 from megatrain.plan.request import Request
 from megatrain.train.machine import with_layers_timed
 
@@ -278,13 +278,16 @@ def _remedies(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Rem
 
 
 def _other_machines(request: Request) -> Iterator[Remedy]:
-    """Yield larger devices, the smallest first: in this host, then in the host of their machine file."""
+    """Yield larger devices, the smallest first: in this host, in their machine file's, with more drives."""
     machines = [load_machine(name) for name in machine_names()]
     own = request.spec
     least = max(own.device_bytes or 0, device_bytes_held(request))
     larger = [m for m in machines if not m.is_cpu and (m.device_bytes or 0) > least]
     for spec in sorted(larger, key=lambda machine: machine.device_bytes or 0) if not own.is_cpu else ():
-        hosts = (replace(spec.with_ram(own.host_bytes), drives=own.drives), spec)
+        larger_drives = enough_drives(request)
+        hosts = [replace(spec.with_ram(own.host_bytes), drives=own.drives), spec]
+        if larger_drives > (0 if spec.drives is None else spec.drives.nbytes):
+            hosts.append(spec.with_drive_bytes(larger_drives))
         for other in hosts:
             drives = 0 if other.drives is None else other.drives.nbytes
             sizes = f"--ram {_exact(other.host_bytes)} --nvme {_exact(drives)}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -40,13 +42,21 @@ def request_for(name: str, num_layers: int, batch: str, *, clips: bool) -> Reque
     return Request(spec=MACHINES[name], anatomy=anatomy, batch=shape, clips=clips)
 
 
-def everything(request: Request) -> Iterator[Choice]:
-    """Yield every choice that the engine can run, whether or not it fits."""
+def everything(
+    request: Request, *, policies: tuple[str, ...] = POLICIES, coarsely: bool = False
+) -> Iterator[Choice]:
+    """Yield every choice that the engine can run, whether or not it fits.
+
+    Args:
+        request: What is asked for.
+        policies: Of activations; each layer has any of them.
+        coarsely: Of slots, buffers and micro-batches of a round, only the fewest, one more, and all.
+    """
     num_layers, count = len(request.anatomy.layers), request.batch.num_micro_batches
     updates = ["deferred"] if request.clips else ["deferred", "immediate"]
     for fragments, lockstep, boundaries, when, gradients, outer, residents in product(
         (False, True),
-        range(1, count + 1),
+        sorted({1, count}) if coarsely else range(1, count + 1),
         ("device", "host"),
         updates,
         ("host", "device"),
@@ -56,10 +66,12 @@ def everything(request: Request) -> Iterator[Choice]:
         if gradients == "device" and (when != "deferred" or lockstep < count):
             continue  # they wait for a norm, which is of one round
         parts = 2 if fragments else 1
-        for slots, buffers in product(
-            range(parts, num_layers * parts + 1), (parts, parts + 1, 2 * parts + 1)
-        ):
-            for activations in product(POLICIES, repeat=num_layers):
+        most = num_layers * parts
+        all_slots = sorted({parts, parts + 1, most} if coarsely else range(parts, most + 1))
+        all_buffers = (parts, parts + 1) if coarsely else (parts, parts + 1, 2 * parts + 1)
+        combined = product(policies, repeat=num_layers)
+        for slots, buffers, activations in product(all_slots, all_buffers, combined):
+            if slots <= most:
                 yield Choice(
                     num_slots=slots,
                     num_gradient_buffers=buffers,
@@ -74,24 +86,24 @@ def everything(request: Request) -> Iterator[Choice]:
                 )
 
 
-def fastest(request: Request, than_s: float) -> tuple[float, Choice | None]:
-    """Return the best of everything that is faster than so many seconds; bounds rule most of it out."""
+def fastest(request: Request, than_s: float, choices: Iterable[Choice]) -> tuple[float, Choice | None]:
+    """Return the best of the choices that is faster than so many seconds; bounds rule most of them out."""
     best_s, best = than_s, None
-    for choice in everything(request):
+    for choice in choices:
         step = Step(request.rates, request.anatomy, choice, request.batch)
         if max(step.bounds_s.values()) < best_s and not overflow(request, choice) and step.step_s < best_s:
             best_s, best = step.step_s, choice
     return best_s, best
 
 
-def check(request: Request) -> None:
-    found = search(request, budget_s=60)
+def check(request: Request, **grid: Any) -> None:
+    found = search(request, budget_s=1e6)
     if found is None:
-        assert all(overflow(request, choice) for choice in everything(request))
+        assert all(overflow(request, choice) for choice in everything(request, **grid))
         return
     assert not overflow(request, found.choice)
     limit_s = 0.999 * found.step.step_s
-    better_s, better = fastest(request, limit_s)
+    better_s, better = fastest(request, limit_s, everything(request, **grid))
     assert better is None, f"{better_s / found.step.step_s:.4f} of {found.choice}: {better}"
 
 
@@ -119,6 +131,44 @@ def test_nothing_that_fits_is_faster(name: str, num_layers: int, batch: str, cli
 @pytest.mark.parametrize("name", MACHINES)
 def test_nothing_that_fits_is_faster_on_any(name: str, num_layers: int, batch: str, clips: bool) -> None:
     check(request_for(name, num_layers, batch, clips=clips))
+
+
+def random_request(seed: int, num_layers: int, num_micro_batches: int) -> Request:
+    """Return a request to a machine whose rates and sizes are drawn evenly on a logarithmic scale."""
+    draw = random.Random(f"{seed} {num_layers} {num_micro_batches}")
+    batch = Batch(micro_batch_size=1, seq_len=draw.choice((256, 1024)), num_micro_batches=num_micro_batches)
+    spec = machine(
+        device_bytes=int(2 ** draw.uniform(5.2, 8)) << 20,
+        link=10 ** draw.uniform(8.5, 11),
+        update_rate=10 ** draw.uniform(7, 10),
+        flops=10 ** draw.uniform(11, 13.5),
+        both_share=draw.choice((0.7, 1.0)),
+        launch_s=draw.choice((0.0, 1e-5)),
+    )
+    anatomy = llama_like(Shape(num_layers=num_layers), seq_len=batch.seq_len)
+    return Request(spec=spec, anatomy=anatomy, batch=batch, clips=draw.random() < 0.5)
+
+
+EXTREMES = ("keep", "offload", "recompute")
+
+
+@pytest.mark.parametrize(("seed", "num_layers", "num_micro_batches"), [(0, 3, 1), (2, 3, 2), (1, 4, 1)])
+def test_nothing_coarse_that_fits_is_faster(seed: int, num_layers: int, num_micro_batches: int) -> None:
+    check(random_request(seed, num_layers, num_micro_batches), policies=EXTREMES, coarsely=True)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_coarse_that_fits_is_faster_with_3_layers(seed: int, num_micro_batches: int) -> None:
+    check(random_request(seed, 3, num_micro_batches), coarsely=True)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_coarse_that_fits_is_faster_with_4_layers(seed: int, num_micro_batches: int) -> None:
+    check(random_request(seed, 4, num_micro_batches), policies=EXTREMES, coarsely=True)
 
 
 def test_nothing_is_found_where_nothing_fits() -> None:
