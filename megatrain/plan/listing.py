@@ -101,8 +101,10 @@ def least_bytes(request: Request, tier: str) -> int | None:
 def least_held(request: Request, tier: str) -> int | None:
     """Return the fewest bytes of a tier that no shorter sequence and no smaller batch saves; None as above.
 
-    That is what is allocated, and the gradients of a streamed layer, or of its largest part, as they leave.
+    That is what is allocated, and the gradients of a streamed layer, or of its largest part, as they leave;
+    in a round of all micro-batches also their boundaries, as a step keeps its tokens.
     """
+    count = request.batch.num_micro_batches
     wide = request.batch.num_micro_batches > 1 and request.anatomy.precision == "bf16"
 
     def leaving(choice: Choice) -> int:
@@ -114,7 +116,12 @@ def least_held(request: Request, tier: str) -> int | None:
         return max(sum(next(numbers) for _ in layer.fragments) for layer in request.anatomy.layers)
 
     needs = [
-        sum(pool.nbytes for pool in pools_of(request, frame) if pool.tier == tier and pool.is_exact)
+        sum(
+            pool.nbytes
+            for pool in pools_of(request, frame)
+            if pool.tier == tier
+            and (pool.is_exact or (pool.name == "boundaries" and 1 < count <= frame.lockstep))
+        )
         + leaving(frame)
         for tiers in _tiers(request)
         for frame in _frames(request, tiers, Extent.LEAST)
@@ -155,7 +162,11 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
             yield from _resplit(request, frame, 1 if choice.fragments else most)
         if fixed.get("resident_layers") is None and not _uses_drives(choice) and not request.spec.is_cpu:
             for number in (choice.resident_layers - 1, choice.resident_layers + 1):
-                if 0 <= number <= num_layers:
+                if not 0 <= number <= num_layers:
+                    continue
+                if "activations" in fixed:
+                    yield replace(frame, resident_layers=number)
+                else:
                     yield from _keep(request, replace(frame, resident_layers=number))
     yield from _thinned(request, choice)
     if num_layers <= SMALL and fixed.get("activations") is None:
@@ -212,7 +223,7 @@ def _thinned(request: Request, choice: Choice) -> Iterator[Choice]:
     counts = {kept, kept - 1, kept // 2}
     bases = [choice.activations[0]] if choice.boundaries == "host" else ["recompute", "offload"]
     for number in sorted(n for n in numbers if n >= 0):
-        if fixed.get("activations") is not None:
+        if "activations" in fixed:
             yield replace(choice, resident_layers=number)
             continue
         for count, base in product(sorted(n for n in counts if n >= 0), bases):
