@@ -37,7 +37,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     results = []
     for name, rates in MACHINES.items():
-        batch = Batch(micro_batch_size=1, seq_len=128, num_micro_batches=4)
+        batch = Batch(micro_batch_size=1, seq_len=64, num_micro_batches=4)
         case = Case(name="llama", config=models()["llama"], batch=batch)
         result = throttle(case, scale(case, rates, arguments.seconds))
         results.append({"machine": name, **result})

@@ -113,21 +113,25 @@ class Run:
         self._generator = torch.Generator().manual_seed(0)
         self._step = 0
 
-    def step(self) -> float:
-        """Take one step, and return its seconds."""
-        batch = self.case.batch
-        vocab_size = self.case.config.get_text_config().vocab_size
-        shape = (batch.micro_batch_size, batch.seq_len)
-        ids = [
-            torch.randint(0, vocab_size, shape, generator=self._generator)
-            for _ in range(batch.num_micro_batches)
-        ]
+    def step(self, rows: list[torch.Tensor] | None = None) -> float:
+        """Take one step on `rows`, or on new ones, and return its seconds."""
+        rows = rows or self.draw()
         began_s = time.perf_counter()
-        seeds = [self._step * 1000 + number for number in range(len(ids))]
-        self.engine.forward_backward([{"input_ids": x, "labels": x} for x in ids], seeds=seeds)
+        seeds = [self._step * 1000 + number for number in range(len(rows))]
+        self.engine.forward_backward([{"input_ids": x, "labels": x} for x in rows], seeds=seeds)
         self.optimizer.step()
         self._step += 1
         return time.perf_counter() - began_s
+
+    def draw(self) -> list[torch.Tensor]:
+        """Draw the tokens of a step."""
+        batch = self.case.batch
+        vocab_size = self.case.config.get_text_config().vocab_size
+        shape = (batch.micro_batch_size, batch.seq_len)
+        return [
+            torch.randint(0, vocab_size, shape, generator=self._generator)
+            for _ in range(batch.num_micro_batches)
+        ]
 
     def steady_s(self, num_steps: int) -> float:
         """Return the median seconds of so many steps, after two that are not counted."""
@@ -137,9 +141,9 @@ class Run:
 
     def device_peak(self) -> int:
         """Take a step, and return the most bytes of all storages that torch makes, and of the lanes' own."""
-        batch = self.case.batch
+        batch, rows = self.case.batch, self.draw()
         with DeviceBytes(self.lanes) as device:
-            self.step()
+            self.step(rows)
             self.engine.settle()
         together = min(batch.num_micro_batches, self.engine.choice.lockstep)
         # on a device, a round's tokens and labels; buffers of the model were there before

@@ -21,7 +21,7 @@ import typer
 
 from megatrain import __version__
 from megatrain.config import Config, build_config, config_keys, parse_override, read_config, set_keys
-from megatrain.config_types import parse_bytes
+from megatrain.config.types import parse_bytes
 from megatrain.errors import CapacityError, ConfigError, MegatrainError
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.config import (
-    ALIASES,
     Config,
     apply_overrides,
     build_config,
@@ -21,7 +20,8 @@ from megatrain.config import (
     load_config,
     read_config,
 )
-from megatrain.config_page import configuration_page
+from megatrain.config.page import configuration_page
+from megatrain.config.sections import ALIASES
 from megatrain.errors import ConfigError
 
 NEEDED = ["model.path=m", "data.path=a.txt"]
@@ -270,7 +270,7 @@ def test_every_key_is_described_and_the_page_is_fresh() -> None:
     assert [name for name, key in keys.items() if key.default == "required"] == ["model.path", "data.path"]
     page = Path(__file__).parents[1] / "docs" / "configuration.md"
     assert page.read_text(encoding="utf-8") == configuration_page(), (
-        "run: python -c 'from megatrain.config_page import write_configuration_page as write; write()'"
+        "run: python -c 'from megatrain.config.page import write_configuration_page as write; write()'"
     )
 
 

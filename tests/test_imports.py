@@ -32,9 +32,6 @@ EQUALS_THAT_MAY = {
 }
 """The pairs of one row that import all the same, each with its reason. A pair that stops doing so must go."""
 
-FILES_OF_A_PART = {"yaml12": "config", "config_types": "config", "config_page": "config"}
-"""Modules beside the parts that belong to one of them."""
-
 PICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 EXECUTING = {"eval", "exec", "__import__"}
 
@@ -44,7 +41,7 @@ RANK = {part: rank for rank, row in enumerate(LAYERS) for part in row}
 def part_of(module: str) -> str:
     """Name the part that a dotted name inside the package belongs to; "" is the package itself."""
     part = module.split(".")[1] if "." in module else ""
-    return "" if part == "__init__" else FILES_OF_A_PART.get(part, part)
+    return "" if part == "__init__" else part
 
 
 def imported(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
@@ -170,7 +167,7 @@ def test_every_module_is_read() -> None:
         ("megatrain.train.loop", "from megatrain.cli import app"),
         ("megatrain.errors", "from megatrain.config import Config"),
         ("megatrain.hardware.memory", "from megatrain.config import Config"),
-        ("megatrain.yaml12", "from megatrain.hardware import host_memory"),
+        ("megatrain.config.yaml12", "from megatrain.hardware import host_memory"),
         ("megatrain.leftovers", "import os"),
     ],
 )
@@ -186,7 +183,7 @@ def test_import_against_the_order_is_found(module: str, source: str) -> None:
         ("megatrain.stream.engine", "from .slots import Slots\nfrom ..plan.program import Visit"),
         ("megatrain.store.state", "import torch\nfrom megatrain.model.layout import Entry"),
         ("megatrain.config", "from megatrain.errors import ConfigError"),
-        ("megatrain.config", "from megatrain.yaml12 import dump_yaml"),
+        ("megatrain.config", "from megatrain.config.yaml12 import dump_yaml"),
         ("megatrain.train.state", "import megatrainer"),
     ],
 )

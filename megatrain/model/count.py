@@ -41,7 +41,7 @@ from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.metering import Meter
 from megatrain.model.moments import num_scales
 from megatrain.model.passing import Traces, WholePass, WholePassTracer
-from megatrain.model.towers import build_language_model
+from megatrain.model.towers import Built, build_language_model
 from megatrain.model.tracing import FakeBlock, LayerCall, Trace, trace_layer
 
 if TYPE_CHECKING:
@@ -79,35 +79,20 @@ def count_anatomy(
         ModelError: The model cannot be built or streamed, or decides by values what it computes.
         ConfigError: A shape or a precision that there is not.
     """
-    if micro_batch_size < 1 or seq_len < 1:
-        raise ConfigError(
-            f"a micro-batch of {micro_batch_size} rows of {seq_len} tokens; both must be 1 or more"
-        )
-    if precision not in ("fp32", "bf16"):
-        raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    built = build_language_model(config, dtype=dtype, attn_implementation=attn_implementation)
-    model = built.model.train()
-    _leave_out_router_loss(model)
-    blocks = find_blocks(model, fragments=True)
-    layouts = lay_out_blocks(model, blocks, splits=precision == "bf16")
-    groups = group_layers(blocks)
-    layers = [module for group in groups if (module := blocks[group[0]].module) is not None]
-    flops = count_flops(model, layers)
-    counter = _Counter(model, blocks, layouts, groups, layers)
-    kernels = nullcontext() if device_type == "cpu" else accelerator_attention()
+    counter = Counter.of(
+        config,
+        micro_batch_size=micro_batch_size,
+        seq_len=seq_len,
+        precision=precision,
+        attn_implementation=attn_implementation,
+    )
+    built, model = counter.built, counter.model
+    flops = count_flops(model, counter.layers)
     num_active = active_parameters(model)
     num_own = sum(parameter.numel() for parameter in model.parameters())
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    try:
-        with kernels, _no_collection():
-            whole = counter.run(micro_batch_size, seq_len, head_chunk_tokens)
-    except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise ModelError(
-            f"the {config.model_type} model decides by the values of its activations what it computes "
-            f"({error.func}), so its cost cannot be counted before a run"
-        ) from error
+    whole = counter.run(head_chunk_tokens, device_type=device_type)
     ids = IDS_BYTES * micro_batch_size * seq_len
     return Anatomy(
         model_type=config.model_type,
@@ -115,10 +100,10 @@ def count_anatomy(
         precision=precision,
         micro_batch_size=micro_batch_size,
         seq_len=seq_len,
-        layers=counter.layers(whole),
+        layers=counter.describe(whole),
         outer=tuple(
             _fragment(block, layout, _kind_of_outer(model, block), Cost())
-            for block, layout in zip(blocks, layouts, strict=True)
+            for block, layout in zip(counter.blocks, counter.layouts, strict=True)
             if block.module is None
         ),
         num_params=built.num_params,
@@ -129,7 +114,7 @@ def count_anatomy(
         head_peak_bytes=max(whole.head_forward_peak_bytes, whole.head_backward_peak_bytes),
         head_saved_bytes=whole.head_saved_bytes,
         constant_bytes=buffers + whole.forward_bytes + ids,
-        checkpoint_bytes=_checkpoint_bytes(layouts),
+        checkpoint_bytes=_checkpoint_bytes(counter.layouts),
         pass_bytes=whole.forward_bytes + ids,
         graph_bytes=whole.graph_bytes + ids,
         holds_embedding=whole.holds_embedding,
@@ -167,57 +152,96 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Counter:
-    """Runs a model's parts in one fake mode."""
+class Counter:
+    """A model without weights, cut into blocks, whose parts are run in one fake mode."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        blocks: Sequence[Block],
-        layouts: Sequence[BlockLayout],
-        groups: Sequence[Sequence[int]],
-        layers: Sequence[nn.Module],
+        self, built: Built, *, micro_batch_size: int, seq_len: int, precision: Literal["fp32", "bf16"]
     ) -> None:
-        self._model = model
-        self._blocks = blocks
-        self._layouts = layouts
-        self._groups = groups
-        self._layers = layers
+        """Cut a model into blocks."""
+        self.built = built
+        self.model = built.model.train()
+        _leave_out_router_loss(self.model)
+        self._shape = micro_batch_size, seq_len
+        self.blocks = find_blocks(self.model, fragments=True)
+        self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
+        self.groups = group_layers(self.blocks)
+        """Blocks of each layer."""
+        self.layers = [
+            module for group in self.groups if (module := self.blocks[group[0]].module) is not None
+        ]
 
-    def run(self, micro_batch_size: int, seq_len: int, head_chunk_tokens: int | None) -> WholePass:
-        """Run the whole model, with one layer of every kind."""
+    @classmethod
+    def of(
+        cls,
+        config: PretrainedConfig,
+        *,
+        micro_batch_size: int,
+        seq_len: int,
+        precision: Literal["fp32", "bf16"],
+        attn_implementation: str | None = None,
+    ) -> Counter:
+        """Build a model; see `count_anatomy` for the arguments and what is raised."""
+        if micro_batch_size < 1 or seq_len < 1:
+            raise ConfigError(
+                f"a micro-batch of {micro_batch_size} rows of {seq_len} tokens; both must be 1 or more"
+            )
+        if precision not in ("fp32", "bf16"):
+            raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        built = build_language_model(config, dtype=dtype, attn_implementation=attn_implementation)
+        return cls(built, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
+
+    def run(
+        self, head_chunk_tokens: int | None, *, device_type: str, policies: Sequence[str] = _TRACED
+    ) -> WholePass:
+        """Run the whole model, with one layer of every kind under some policies; `keep` is one of them."""
+        kernels = nullcontext() if device_type == "cpu" else accelerator_attention()
+        try:
+            with kernels, _no_collection():
+                return self._run(head_chunk_tokens, policies)
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise ModelError(
+                f"the {self.model.config.model_type} model decides by the values of its activations what it "
+                f"computes ({error.func}), so its cost cannot be counted before a run"
+            ) from error
+
+    def group_of(self, module: nn.Module) -> Sequence[int]:
+        """Return the blocks of a layer."""
+        return self.groups[[id(layer) for layer in self.layers].index(id(module))]
+
+    def _run(self, head_chunk_tokens: int | None, policies: Sequence[str]) -> WholePass:
         # transformers would take another way for fake tensors than for real ones: whole masks
         as_real = mock.patch.object(import_utils, "is_fake_tensor", return_value=False)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_real, torch.enable_grad():
-            for module in self._model.modules():
+            for module in self.model.modules():
                 for leaf, buffer in module._buffers.items():
                     if buffer is not None:
                         module._buffers[leaf] = mode.from_tensor(buffer)
-            outer = [self._fake(n) for n, block in enumerate(self._blocks) if block.module is None]
+            outer = [self._fake(n) for n, block in enumerate(self.blocks) if block.module is None]
             with Meter() as meter:
 
                 def trace(call: LayerCall) -> dict[str, Trace]:
-                    group = self._groups[[id(layer) for layer in self._layers].index(id(call.module))]
                     with meter.pausing():
-                        fakes = [self._fake(number) for number in group]
-                    return {policy: trace_layer(call, fakes, policy, meter) for policy in _TRACED}
+                        fakes = [self._fake(number) for number in self.group_of(call.module)]
+                    return {policy: trace_layer(call, fakes, policy, meter) for policy in policies}
 
-                tracer = WholePassTracer(self._model, self._layers, outer, meter, head_chunk_tokens, trace)
-                return tracer.run(micro_batch_size, seq_len)
+                tracer = WholePassTracer(self.model, self.layers, outer, meter, head_chunk_tokens, trace)
+                return tracer.run(*self._shape)
 
     def _fake(self, number: int) -> FakeBlock:
-        return FakeBlock(self._blocks[number], self._layouts[number])
+        return FakeBlock(self.blocks[number], self.layouts[number])
 
-    def layers(self, whole: WholePass) -> tuple[Layer, ...]:
+    def describe(self, whole: WholePass) -> tuple[Layer, ...]:
         """Describe every layer by the trace of its kind."""
         return tuple(self._layer(number, whole.traces[kind]) for number, kind in enumerate(whole.kinds))
 
     def _layer(self, number: int, traces: Traces) -> Layer:
-        group = self._groups[number]
+        group = self.groups[number]
         costs = traces["keep"].forward
         keep = traces["keep"]
         fragments = tuple(
-            _fragment(self._blocks[n], self._layouts[n], _kind_of_fragment(self._blocks[n]), cost)
+            _fragment(self.blocks[n], self.layouts[n], _kind_of_fragment(self.blocks[n]), cost)
             for n, cost in zip(group, costs, strict=True)
         )
         every = dict(traces) | {policy: traces[source] for policy, source in _AFTER.items()}

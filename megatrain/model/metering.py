@@ -238,11 +238,11 @@ def _grouped_output(func: Any, args: tuple[Any, ...]) -> Tensor | None:
 
 def _known_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
     """Compute an operation on integers that are known; None: something that it reads is not."""
-    if not all(_value_of(tensor) is not None for tensor in tensors):
+    if not all(known_value(tensor) is not None for tensor in tensors):
         return None
     if not tensors and not _makes_few_integers(func, args, kwargs):
         return None
-    real_args, real_kwargs = tree_map_only(Tensor, _value_of, (args, kwargs))
+    real_args, real_kwargs = tree_map_only(Tensor, known_value, (args, kwargs))
     with torch._C._DisableTorchDispatch():
         value = func(*real_args, **real_kwargs)
     if isinstance(value, Tensor) and (value.is_floating_point() or value.numel() > _SHADOW_ELEMENTS):
@@ -250,7 +250,7 @@ def _known_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
     return value
 
 
-def _value_of(tensor: Tensor) -> Tensor | None:
+def known_value(tensor: Tensor) -> Tensor | None:
     """Return the real tensor beside a fake one, if it is known."""
     value: Tensor | None = vars(tensor).get(_SHADOW)
     if value is None:  # a number or a list in the model's code

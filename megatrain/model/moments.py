@@ -16,7 +16,7 @@ from enum import Enum
 
 import torch
 
-from megatrain.errors import ConfigError
+from megatrain.config.types import read_member
 from megatrain.model.layout import BlockLayout, aligned
 
 SCALE_NUMEL = 256
@@ -37,9 +37,7 @@ class Moments(str, Enum):
         Raises:
             ConfigError: There is none.
         """
-        if name not in {value.value for value in cls}:
-            raise ConfigError(f"the optimizer's state is {name!r}; use fp32, bf16 or int8")
-        return cls(name)
+        return read_member(cls, name, "the optimizer's state")
 
     @property
     def is_exact(self) -> bool:
@@ -72,20 +70,33 @@ def scale_ranges(layout: BlockLayout) -> dict[str, tuple[int, int]]:
 
 def moment_planes(layout: BlockLayout, moments: Moments) -> dict[str, tuple[int, torch.dtype]]:
     """Return the elements and the type of each plane of a block's moments."""
-    size = layout.num_state
-    if moments is Moments.FP32:
-        return {"exp_avg": (size, torch.float32), "exp_avg_sq": (size, torch.float32)}
-    if moments is Moments.BF16:
-        return {"exp_avg": (size, torch.bfloat16), "exp_avg_sq": (size, torch.bfloat16)}
-    scales = sum(num_scales(entry.numel) for entry in layout.trained)
-    return {
-        "exp_avg": (size, torch.uint8),
-        "exp_avg_sq": (size, torch.uint8),
-        "exp_avg_scale": (scales, torch.float32),
-        "exp_avg_sq_scale": (scales, torch.float32),
-    }
+    return _planes(layout.num_state, sum(num_scales(entry.numel) for entry in layout.trained), moments)
 
 
 def moment_bytes(layout: BlockLayout, moments: Moments) -> int:
     """Return the bytes of a block's moments."""
     return sum(numel * dtype.itemsize for numel, dtype in moment_planes(layout, moments).values())
+
+
+def moment_plane_bytes(num_state: int, scales: int, moments: Moments) -> dict[str, int]:
+    """Return the bytes of each plane, for blocks of which only the sums are known.
+
+    Args:
+        num_state: State elements in all.
+        scales: What one moment of theirs has in `int8`.
+        moments: The format.
+    """
+    planes = _planes(num_state, scales, moments)
+    return {name: numel * dtype.itemsize for name, (numel, dtype) in planes.items()}
+
+
+def _planes(num_state: int, scales: int, moments: Moments) -> dict[str, tuple[int, torch.dtype]]:
+    dtype = {
+        Moments.FP32: torch.float32,
+        Moments.BF16: torch.bfloat16,
+        Moments.INT8: torch.uint8,
+    }[moments]
+    planes = {"exp_avg": (num_state, dtype), "exp_avg_sq": (num_state, dtype)}
+    if moments is Moments.INT8:
+        planes |= {"exp_avg_scale": (scales, torch.float32), "exp_avg_sq_scale": (scales, torch.float32)}
+    return planes

@@ -82,6 +82,11 @@ class FakeBlock:
         for site in self._sites:
             site.module._parameters[site.leaf] = by_name[site.name]  # type: ignore[assignment]
 
+    def draw(self, generator: torch.Generator) -> None:
+        """Draw weights of a common size, where the tensors have memory."""
+        for weight in self._weights:
+            weight.normal_(std=0.02, generator=generator)
+
     def storages(self) -> set[int]:
         """Name the storages of the weights, as `Meter` names them."""
         return {weight.untyped_storage()._cdata for weight in self._weights}

@@ -40,6 +40,8 @@ CHUNK_NUMEL = 1 << 22
 takes as long as the launch of its kernel."""
 TEMPORARY_BYTES = 35
 """Scratch memory per element of a chunk, in bytes: three fp64, two fp32, three bools."""
+MOVED_BYTES = 650
+"""Device memory that 55 kernels read and write per element, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Scratch:
 def update_on_device(ranges: Iterable[tuple[AdamWStep, Planes]], chunk_numel: int = CHUNK_NUMEL) -> None:
     """Update ranges in place, bit for bit as `adamw.update_many` does; see the module for what that rests on.
 
-    Runs 55 kernels per chunk on the device's current stream, which move 650 bytes per element, and never
+    Runs 55 kernels per chunk on the device's current stream, which move `MOVED_BYTES` per element, and never
     waits for it. Scratch memory is `TEMPORARY_BYTES` (35) per element of the largest chunk: 560 MiB for the
     default. On the CPU, where it exists for tests, torch adds copies where types mix. Compressed moments take
     8 bytes per element more, and `device_moments.TEMPORARY_BYTES` (40) for a moment, in smaller chunks.

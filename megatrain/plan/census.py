@@ -9,6 +9,7 @@ from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 from megatrain.model.anatomy import Anatomy, Fragment, Layer
+from megatrain.model.host_buffers import DriveBuffers, largest_first, state_bytes
 from megatrain.plan.choice import Choice
 from megatrain.plan.program import BlockSize
 
@@ -201,7 +202,14 @@ class Census:
     @cached_property
     def by_size(self) -> list[int]:
         """Return the blocks in the order in which RAM takes them: the largest first."""
-        return sorted(range(self.num_blocks), key=lambda block: (-self.blocks[block].num_state, block))
+        return largest_first([block.num_state for block in self.blocks])
+
+    @cached_property
+    def drive_buffers(self) -> DriveBuffers:
+        """Return the sizes of the buffers before the drives."""
+        blocks = [self.blocks[number] for number in self.by_size]
+        state = [state_bytes(block.num_split, block.num_state) for block in blocks]
+        return DriveBuffers(state, [block.size.fetch_bytes for block in blocks])
 
     @cached_property
     def rank(self) -> list[int]:

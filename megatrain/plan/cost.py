@@ -13,6 +13,9 @@ UPDATE_BYTES = 26
 _STATE_BYTES = {"fp32": 26, "bf16": 18, "int8": 14}
 """The same by how moments are kept: 4, 2 or 1 byte each, read and written."""
 
+DEVICE_UPDATE_BYTES = 650
+"""Device memory that an update there reads and writes per parameter, in 55 passes (`optim.device`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -53,6 +56,12 @@ class Rates:
         each = _STATE_BYTES[self.state]
         nbytes = each * num_split + (each + 2) * num_full
         return nbytes / (UPDATE_BYTES * self.spec.update_rate)
+
+    def device_update_s(self, num_params: int) -> float:
+        """Return the seconds of AdamW on the device; where a CPU computes, it is the host's."""
+        if self.spec.is_cpu or self.spec.launches_inline:
+            return self.update_s(num_params, 0)
+        return self.device_pass_s(DEVICE_UPDATE_BYTES * num_params)
 
     @property
     def drives(self) -> Drives:

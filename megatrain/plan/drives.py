@@ -11,22 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from megatrain.model.host_buffers import NUM_ACTIVATION_STAGING
 from megatrain.plan.program import Kind, Operation
-
-NUM_ACTIVATION_STAGING = 3
-"""Host buffers through which saved activations pass: one is restored while two visits are read ahead."""
-
-
-PAGE_BYTES = 4096
-"""What is on drives takes whole pages of this."""
-
-SCRATCH_CHUNK_BYTES = 4 << 20
-"""Room for saved activations is taken in chunks of this, as in `store.drives.scratch`."""
-
-
-def in_pages(nbytes: int) -> int:
-    """Round up to whole pages."""
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def with_state_through(

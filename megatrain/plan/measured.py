@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from megatrain.hardware import HardwareSpec
-from megatrain.plan.cost import UPDATE_BYTES
+from megatrain.model.anatomy import Anatomy
+from megatrain.model.timing import LayerSeconds
+from megatrain.plan.cost import UPDATE_BYTES, Rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +50,16 @@ class Measured:
             update_bytes_per_s=rate("host", "host"),
             compute_scale=compute_s / predicted_compute_s if compute_s > least_s else None,
         )
+
+    @classmethod
+    def of_layers(cls, rates: Rates, anatomy: Anatomy, timed: Sequence[LayerSeconds]) -> Measured:
+        """Compare layers that were timed alone with what their work comes to at the rates of a machine."""
+        taken_s = predicted_s = 0.0
+        for kind in timed:
+            layer = anatomy.layers[kind.numbers[0]]
+            taken_s += len(kind.numbers) * (kind.forward_s + kind.backward_s)
+            predicted_s += len(kind.numbers) * rates.compute_s(layer.forward + layer.backward)
+        return cls(compute_scale=taken_s / predicted_s if predicted_s else None)
 
     def applied(self, spec: HardwareSpec) -> HardwareSpec:
         """Return the machine with what was measured."""

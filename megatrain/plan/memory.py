@@ -5,46 +5,47 @@ Pools that the engine allocates are exact. What comes and goes is the largest of
 
 from __future__ import annotations
 
-from megatrain.model.anatomy import IDS_BYTES, Anatomy
+from megatrain.model.anatomy import Anatomy
+from megatrain.model.host_buffers import NUM_ACTIVATION_STAGING, NUM_GRADIENT_STAGING, padded
 from megatrain.model.layout import aligned
+from megatrain.model.moments import Moments as Format
+from megatrain.model.moments import moment_plane_bytes
 from megatrain.plan.census import Census
 from megatrain.plan.choice import Batch, Choice, Pool
-from megatrain.plan.drives import NUM_ACTIVATION_STAGING, in_pages
-from megatrain.plan.moments import Moment, Moments
+from megatrain.plan.moments import Moments
 from megatrain.plan.policy import policy_of, visit_bytes
-from megatrain.plan.step import NUM_STAGING
 
 
-def device_peak_bytes(anatomy: Anatomy, choice: Choice, batch: Batch, *, overlaps: bool = True) -> list[Pool]:
+def device_peak_bytes(
+    anatomy: Anatomy,
+    choice: Choice,
+    batch: Batch,
+    *,
+    state: Format = Format.FP32,
+    overlaps: bool = True,
+) -> list[Pool]:
     """Return the device's pools, as they are when all together are largest.
 
     Args:
         anatomy: Of the model, for micro-batches as `batch` has them.
         choice: With one policy per layer.
         batch: Of a step.
-        overlaps: The lanes run at the same time, as on a GPU: what copies and updates take for a moment comes
-            on top of what compute takes. False: one after the other, as on the CPU.
+        state: How the moments of AdamW are kept.
+        overlaps: The lanes run at the same time, as on a GPU; see `Moments`.
     """
-    pools = _allocated(anatomy, choice, batch)
-    moments = Moments(anatomy, choice, batch)
-    largest = max(moments.all(), key=lambda moment: moment.nbytes)
-    beside = moments.beside_compute()
-    if overlaps:
-        working = largest.working + max(beside)
-    else:
-        ids = IDS_BYTES * anatomy.tokens * min(choice.lockstep, batch.num_micro_batches)
-        after = Moment("update", working=moments.constant + ids + max(beside))
-        largest = max(largest, after, key=lambda moment: moment.nbytes)
-        working = largest.working
+    pools = _allocated(anatomy, choice, batch, state)
+    largest = max(Moments(anatomy, choice, batch, overlaps=overlaps).all(), key=lambda moment: moment.nbytes)
     pools += [
         Pool(tier="device", name="boundaries", nbytes=largest.boundaries, is_exact=False),
         Pool(tier="device", name="saved activations", nbytes=largest.saved, is_exact=False),
-        Pool(tier="device", name=f"working memory ({largest.name})", nbytes=working, is_exact=False),
+        Pool(tier="device", name=f"working memory ({largest.name})", nbytes=largest.working, is_exact=False),
     ]
     return [pool for pool in pools if pool.nbytes]
 
 
-def host_planes(anatomy: Anatomy, choice: Choice, batch: Batch) -> dict[str, int]:
+def host_planes(
+    anatomy: Anatomy, choice: Choice, batch: Batch, *, state: Format = Format.FP32
+) -> dict[str, int]:
     """Return the bytes of every plane of state on the host, and of what waits there of activations.
 
     Planes that are on a drive are counted too: `Choice.tier` says where each is.
@@ -55,12 +56,11 @@ def host_planes(anatomy: Anatomy, choice: Choice, batch: Batch) -> dict[str, int
     planes = {
         "working": census.fetch_bytes(0, stop),
         "remainder": 2 * census.num_split(0, stop),
-        "exp_avg": 4 * num_state,
-        "exp_avg_sq": 4 * num_state,
+        **moment_plane_bytes(num_state, census.num_scales(0, stop), state),
     }
     num_rounds = -(-batch.num_micro_batches // choice.lockstep)
     if choice.gradients == "device" or (choice.updates == "immediate" and num_rounds == 1):
-        planes["staging"] = NUM_STAGING * aligned(census.largest_away(choice))
+        planes["staging"] = NUM_GRADIENT_STAGING * aligned(census.largest_away(choice))
     else:
         planes["gradient"] = census.gradient_bytes(0, stop)
     if num_rounds > 1 and anatomy.precision == "bf16":
@@ -70,7 +70,7 @@ def host_planes(anatomy: Anatomy, choice: Choice, batch: Batch) -> dict[str, int
     if choice.boundaries != "device" or "offload" in choice.activations:
         visits = [visit_bytes(anatomy, choice, number) for number in range(len(anatomy.layers))]
         if choice.boundaries == "nvme":
-            return planes | {"staging of activations": NUM_ACTIVATION_STAGING * in_pages(max(visits))}
+            return planes | {"staging of activations": NUM_ACTIVATION_STAGING * padded(max(visits))}
         offloaded = sum(
             together * visit
             for number, visit in enumerate(visits)
@@ -80,7 +80,7 @@ def host_planes(anatomy: Anatomy, choice: Choice, batch: Batch) -> dict[str, int
     return planes | {"boundaries": boundary, "activations": offloaded}
 
 
-def _allocated(anatomy: Anatomy, choice: Choice, batch: Batch) -> list[Pool]:
+def _allocated(anatomy: Anatomy, choice: Choice, batch: Batch, state: Format) -> list[Pool]:
     """Return what the engine allocates and keeps."""
     census = Census.of(anatomy, choice.fragments)
     first, outer, stop = census.first_streamed(choice), census.first_outer, census.num_blocks
@@ -88,11 +88,12 @@ def _allocated(anatomy: Anatomy, choice: Choice, batch: Batch) -> list[Pool]:
     ring = 4 * census.largest("num_state", choice) if wide else census.largest("offload_bytes", choice)
     last = stop if choice.outer_resident else outer
     num_split = census.num_split(0, first) + census.num_split(outer, last)
+    moments = moment_plane_bytes(census.state_on_device(choice), census.scales_on_device(choice), state)
     sizes = {
         "slots": choice.num_slots * census.largest("fetch_bytes", choice),
         "resident weights": census.fetch_bytes(0, first) + census.fetch_bytes(outer, stop),
         "resident gradients": 4 * (census.num_state(0, first) + census.num_state(outer, stop)),
-        "resident optimizer state": 2 * num_split + 8 * census.state_on_device(choice),
+        "resident optimizer state": 2 * num_split + sum(moments.values()),
         "gradient buffers": choice.num_gradient_buffers * ring,
         "waiting gradients": census.gradient_bytes(first, outer) if choice.gradients == "device" else 0,
     }

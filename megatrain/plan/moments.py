@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatrain.model.anatomy import Anatomy, Layer
-from megatrain.plan.census import Census
+from megatrain.model.anatomy import IDS_BYTES, Anatomy, Layer
+from megatrain.plan.census import Block, Census
 from megatrain.plan.choice import Batch, Choice
 from megatrain.plan.policy import is_boundary_on_host, is_dropped, policy_of
 
@@ -45,7 +45,18 @@ class Moment:
 class Moments:
     """The moments of a round."""
 
-    def __init__(self, anatomy: Anatomy, choice: Choice, batch: Batch) -> None:
+    def __init__(self, anatomy: Anatomy, choice: Choice, batch: Batch, *, overlaps: bool = True) -> None:
+        """Add up what earlier layers leave.
+
+        Args:
+            anatomy: Of the model.
+            choice: With one policy per layer.
+            batch: Of a step.
+            overlaps: The lanes run at the same time: gradients are rounded on their way home while backward
+                goes on, and blocks update on the device while the first layers' forward does. False: one
+                after the other, as on a CPU.
+        """
+        self._overlaps = overlaps
         self._anatomy = anatomy
         self._choice = choice
         self._layers = anatomy.layers
@@ -54,6 +65,10 @@ class Moments:
         self._m = min(choice.lockstep, batch.num_micro_batches)
         self._is_wide = batch.num_micro_batches > 1 and anatomy.precision == "bf16"
         self._census = Census.of(anatomy, choice.fragments)
+        self._rounded = max(self._rounded_bytes(), default=0) if overlaps else 0
+        """What the rounding of one gradient takes beside a backward."""
+        self._scratch = self._scratch_of_layers()
+        """What updates on the device still take while the forward is in each layer."""
         sums = 8 * self._census.num_blocks
         self.constant = anatomy.constant_bytes - anatomy.pass_bytes + sums + SCALAR_BYTES
         self._away = [number for number in range(len(self._layers)) if self._travels(number, back=True)]
@@ -87,7 +102,7 @@ class Moments:
                 one, two = kind, one
         newest = self._away[-1] if self._away else -1
         later = [number < newest for number in range(len(kinds))]
-        return list(zip(before, kinds, after, nearest, second, later, strict=False))
+        return list(zip(before, kinds, after, nearest, second, later, self._scratch, strict=False))
 
     def all(self) -> Iterator[Moment]:
         """Yield every moment that may be the largest of compute's."""
@@ -102,19 +117,38 @@ class Moments:
             yield self._head_forward(place)
             yield self._head_backward(place)
         yield self._embedding()
+        ids = IDS_BYTES * self._anatomy.tokens * self._m
+        after = max([*self._scratch_bytes(), *self._rounded_bytes()], default=0)
+        yield Moment("update", working=self.constant + ids + after)
 
-    def beside_compute(self) -> list[int]:
-        """Return what copies and updates take for a moment: rounded gradients, and AdamW's scratch."""
-        sizes = [0]
-        census, choice = self._census, self._choice
-        for number, is_outer in census.sample(choice):
-            block = census.blocks[number]
-            is_resident = is_outer or number < census.first_streamed(choice)
-            if self._is_wide or is_resident:  # an fp32 sum is rounded before it leaves, or is used
-                sizes.append(2 * block.num_split)
-            if is_resident and (not is_outer or choice.outer_resident):
-                sizes.append(UPDATE_SCRATCH_BYTES * min(block.largest_run, UPDATE_CHUNK))
-        return sizes
+    def _rounded_bytes(self) -> Iterator[int]:
+        """Yield what rounding takes of each gradient whose fp32 sum is rounded before it is used."""
+        first = self._census.first_streamed(self._choice)
+        for number, is_outer in self._census.sample(self._choice):
+            if self._is_wide or is_outer or number < first:
+                yield 2 * self._census.blocks[number].num_split
+
+    def _scratch_bytes(self) -> Iterator[int]:
+        """Yield the scratch of each update on the device."""
+        first = self._census.first_streamed(self._choice)
+        for number, is_outer in self._census.sample(self._choice):
+            if self._choice.outer_resident if is_outer else number < first:
+                yield _update_scratch(self._census.blocks[number])
+
+    def _scratch_of_layers(self) -> list[int]:
+        """Return for each layer the most scratch of updates that may run during its forward.
+
+        Blocks outside all layers update first, then layers in forward order, and a layer's forward waits for
+        its own update: so what is left are the updates of the resident layers after it.
+        """
+        residents = self._choice.resident_layers if self._overlaps else 0
+        left = [0] * len(self._layers)
+        after = 0
+        for number in reversed(range(residents)):
+            left[number] = after
+            blocks = self._census.blocks[self._census.starts[number] : self._census.starts[number + 1]]
+            after = max([after, *map(_update_scratch, blocks)])
+        return left
 
     def _stays(self, number: int, layer: Layer) -> tuple[int, int]:
         """Return what a micro-batch leaves of a layer on the device: its boundary, and the rest."""
@@ -185,6 +219,7 @@ class Moments:
         passed = self._anatomy.head_saved_bytes if is_last else layer.boundary_bytes
         leaving = self._leaving(number, place)
         working = layer.forward_peak_bytes[policy] + self._full(number) - layer.boundary_bytes
+        working += self._scratch[number]
         return Moment(
             f"forward of layer {number}",
             boundaries=self._held[number] + place * boundary + (self._m - place) * layer.boundary_bytes,
@@ -222,7 +257,7 @@ class Moments:
         )
 
     def _in_backward(self) -> int:
-        return self.constant + self._m * self._anatomy.graph_bytes
+        return self.constant + self._m * self._anatomy.graph_bytes + self._rounded
 
     def _backward(self, number: int, layer: Layer, place: int) -> Moment:
         """The backward of a micro-batch is in a layer, and those of `place` others have left it."""
@@ -303,3 +338,7 @@ class Moments:
             + (self._m - 1) * first.boundary_bytes
             + self._in_backward(),
         )
+
+
+def _update_scratch(block: Block) -> int:
+    return UPDATE_SCRATCH_BYTES * min(block.largest_run, UPDATE_CHUNK)

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from megatrain.hardware import GIB
 from megatrain.plan.choice import Choice, Plan, Pool
+from megatrain.plan.layer_costs import LayerCosts
 from megatrain.plan.listing import least
 from megatrain.plan.remedies import Remedy
 from megatrain.plan.request import Request, overflow, pools_of
 from megatrain.plan.search import SEARCH_S, search
-from megatrain.plan.step import LayerCosts, Step
+from megatrain.plan.step import Step
 
 _PATIENCE_S = (1.5, 0.5)
 """Seconds of looking for a first way out, and for a second one."""

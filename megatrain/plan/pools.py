@@ -1,53 +1,24 @@
-"""All pools of a choice, in the tier where each of them is."""
+"""The pools of a choice in RAM and on drives: planes of state that are away are in RAM for some blocks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from megatrain.model.anatomy import Anatomy
-from megatrain.plan.census import Block, Census
+from megatrain.model.host_buffers import SCRATCH_CHUNK_BYTES, padded, state_bytes
+from megatrain.model.moments import Moments, moment_plane_bytes
+from megatrain.plan.census import Census
 from megatrain.plan.choice import Batch, Choice, Pool
-from megatrain.plan.drives import SCRATCH_CHUNK_BYTES, in_pages
-from megatrain.plan.memory import device_peak_bytes, host_planes
+from megatrain.plan.memory import host_planes
 from megatrain.plan.policy import visit_bytes
-from megatrain.plan.step import NUM_STAGING
-
-_MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-"""Of one moment of a parameter; int8 has scales beside."""
-
-PIECE_BYTES = 64 << 20
-"""What is in RAM is committed in pieces of at most this."""
-
-_PAGE = 4096
 
 _PEAKS = ("boundaries", "activations", "staging of activations")
 
 
-def device_pools(
-    anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str, overlaps: bool = True
-) -> list[Pool]:
-    """Return the device's pools; see `device_peak_bytes`."""
-    pools = device_peak_bytes(anatomy, choice, batch, overlaps=overlaps)
-    if state == "fp32":
-        return pools
+def host_pools(anatomy: Anatomy, choice: Choice, batch: Batch, state: Moments) -> list[Pool]:
+    """Return the pools in RAM, where moments are kept in a format."""
     census = Census.of(anatomy, choice.fragments)
-    saved = 2 * (4 - _MOMENT_BYTES[state]) * census.state_on_device(choice)
-    if state == "int8":
-        saved -= 2 * 4 * census.scales_on_device(choice)
-    return [
-        replace(pool, nbytes=pool.nbytes - saved) if pool.name == "resident optimizer state" else pool
-        for pool in pools
-    ]
-
-
-def host_pools(anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str) -> list[Pool]:
-    """Return the pools in RAM."""
-    census = Census.of(anatomy, choice.fragments)
-    sizes = host_planes(anatomy, choice, batch)
-    for plane in ("exp_avg", "exp_avg_sq"):
-        sizes[plane] = sizes[plane] * _MOMENT_BYTES[state] // 4
-        if state == "int8":
-            sizes[f"{plane}_scale"] = 4 * census.num_scales(0, census.num_blocks)
+    sizes = host_planes(anatomy, choice, batch, state=state)
     if choice.tiers:
         sizes |= _in_ram(census, choice) | _buffers(census, choice)
     elif choice.boundaries == "nvme":  # a run with drives commits its state there, wherever it lives
@@ -57,26 +28,32 @@ def host_pools(anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str) ->
     ]
 
 
-def drive_pools(anatomy: Anatomy, choice: Choice, batch: Batch, *, state: str) -> list[Pool]:
-    """Return what is on the drives: two copies of everything, so that a commit is whole."""
+def drive_pools(anatomy: Anatomy, choice: Choice, batch: Batch) -> list[Pool]:
+    """Return what is on the drives: two copies of all state, so that a commit is whole, and activations."""
     if not choice.tiers and choice.boundaries != "nvme":
         return []
     census = Census.of(anatomy, choice.fragments)
-    nbytes = sum(_image_bytes(block, with_weights=True) for block in census.blocks)
+    nbytes = sum(
+        state_bytes(block.num_split, block.num_state) + padded(block.size.fetch_bytes)
+        for block in census.blocks
+    )
     pools = [Pool("nvme", "two copies of the state", 2 * nbytes)]
     return pools + ([_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else [])
 
 
 def _scratch(anatomy: Anatomy, choice: Choice, batch: Batch) -> Pool:
     """Return the room for saved activations: one copy, in whole chunks."""
-    visits = [in_pages(visit_bytes(anatomy, choice, number)) for number in range(len(anatomy.layers))]
+    visits = [padded(visit_bytes(anatomy, choice, number)) for number in range(len(anatomy.layers))]
     chunks = sum(-(-visit // SCRATCH_CHUNK_BYTES) for visit in visits)
     together = min(choice.lockstep, batch.num_micro_batches)
     return Pool("nvme", "saved activations", together * chunks * SCRATCH_CHUNK_BYTES, is_exact=False)
 
 
 def _in_ram(census: Census, choice: Choice) -> dict[str, int]:
-    """Return the bytes of the planes that are in RAM though others are on drives: the largest blocks'."""
+    """Return the bytes of the planes that are in RAM though others are on drives: the largest blocks'.
+
+    State on drives is kept in fp32.
+    """
     blocks = [census.blocks[number] for number in census.by_size]
     with_state = blocks[: choice.blocks_in_ram]
     with_weights = blocks[: choice.weights_in_ram] if choice.tier("working") == "nvme" else blocks
@@ -84,31 +61,14 @@ def _in_ram(census: Census, choice: Choice) -> dict[str, int]:
     return {
         "working": sum(block.size.fetch_bytes for block in with_weights),
         "remainder": 2 * sum(block.num_split for block in with_state),
-        "exp_avg": 4 * num_state,
-        "exp_avg_sq": 4 * num_state,
+        **moment_plane_bytes(num_state, 0, Moments.FP32),
     }
 
 
 def _buffers(census: Census, choice: Choice) -> dict[str, int]:
-    """Return the bytes of the buffers before the drives: `store.placement` allocates by the same rule."""
-    blocks = [census.blocks[number] for number in census.by_size]
-    weights_in_ram = choice.weights_in_ram if choice.tier("working") == "nvme" else len(blocks)
-    with_weights = [_image_bytes(block, with_weights=True) for block in blocks[weights_in_ram:]]
-    state = [_image_bytes(block) for block in blocks[choice.blocks_in_ram : weights_in_ram]]
-    pages = [_padded(block.size.fetch_bytes) for block in blocks]
-    pieces = [min(PIECE_BYTES, size) for block in blocks for size in (_image_bytes(block),)]
-    largest = max([0, *with_weights, *state[:1], *pieces, *(min(PIECE_BYTES, page) for page in pages)])
+    """Return the bytes of the buffers before the drives."""
+    weights_in_ram = choice.weights_in_ram if choice.tier("working") == "nvme" else census.num_blocks
     return {
-        "staging of state": NUM_STAGING * largest,
-        "staging of weights": NUM_STAGING * max(pages[weights_in_ram:], default=0),
+        "staging of state": census.drive_buffers.staging_bytes(weights_in_ram, choice.blocks_in_ram),
+        "staging of weights": census.drive_buffers.page_bytes(weights_in_ram),
     }
-
-
-def _image_bytes(block: Block, *, with_weights: bool = False) -> int:
-    """Return the bytes of a block's state on a drive: whole pages."""
-    weights = _padded(block.size.fetch_bytes) if with_weights else 0
-    return _padded(2 * block.num_split + 8 * block.num_state) + weights
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _PAGE) * _PAGE

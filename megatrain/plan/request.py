@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 from megatrain.hardware import HardwareSpec
 from megatrain.model.anatomy import Anatomy
+from megatrain.model.moments import Moments
 from megatrain.plan.choice import Batch, Choice, Pool
 from megatrain.plan.cost import Rates
-from megatrain.plan.pools import device_pools, drive_pools, host_pools
+from megatrain.plan.memory import device_peak_bytes
+from megatrain.plan.pools import drive_pools, host_pools
 
 USABLE_DEVICE = 0.95
 """Of an accelerator's memory: the rest is the allocator's, which gives out whole pages of several sizes."""
@@ -58,6 +60,11 @@ class Request:
         }
 
     @property
+    def moments(self) -> Moments:
+        """Return the format of the moments."""
+        return Moments(self.state)
+
+    @property
     def rates(self) -> Rates:
         """Return the machine in the dtype and with the moments of the run."""
         return Rates(self.spec, self.anatomy.precision, self.state)
@@ -67,19 +74,19 @@ def pools_of(request: Request, choice: Choice) -> list[Pool]:
     """Return all pools of a choice, in all tiers."""
     anatomy, batch = request.anatomy, request.batch
     is_cpu = request.spec.is_cpu
-    pools = device_pools(anatomy, choice, batch, state=request.state, overlaps=not is_cpu)
+    pools = device_peak_bytes(anatomy, choice, batch, state=request.moments, overlaps=not is_cpu)
     if is_cpu:
         pools = [replace(pool, tier="ram") for pool in pools]
     return [
         *pools,
-        *host_pools(anatomy, choice, batch, state=request.state),
-        *drive_pools(anatomy, choice, batch, state=request.state),
+        *host_pools(anatomy, choice, batch, request.moments),
+        *drive_pools(anatomy, choice, batch),
     ]
 
 
 def host_bytes(request: Request, choice: Choice) -> int:
     """Return the bytes of all pools that are in RAM whatever the device is."""
-    pools = host_pools(request.anatomy, choice, request.batch, state=request.state)
+    pools = host_pools(request.anatomy, choice, request.batch, request.moments)
     return sum(pool.nbytes for pool in pools)
 
 

@@ -11,19 +11,21 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from functools import cached_property
 
-from megatrain.model.anatomy import Anatomy, Cost, Layer
+from megatrain.model.anatomy import Anatomy
+from megatrain.model.host_buffers import (
+    NUM_ACTIVATION_STAGING,
+    NUM_GRADIENT_STAGING,
+    NUM_PAGES,
+    NUM_STATE_STAGING,
+)
 from megatrain.plan.census import Block, Census, list_blocks
 from megatrain.plan.choice import Batch, Choice
 from megatrain.plan.cost import Rates
-from megatrain.plan.drives import NUM_ACTIVATION_STAGING, with_activations_through
+from megatrain.plan.drives import with_activations_through
+from megatrain.plan.layer_costs import RECOMPUTED, LayerCosts
 from megatrain.plan.program import Buffer, Kind, Lane, LayerPlan, Operation, Visit
 from megatrain.plan.schedule import fetch_residents, offload_residents, round_visits, schedule
 from megatrain.plan.timing import Task, steady
-
-RECOMPUTED = frozenset({"recompute", "recompute_cheap", "drop_boundary"})
-"""Policies under which a layer's forward runs again, whole or in part."""
-
-_PASSES_AGAIN = frozenset({"recompute", "drop_boundary"})
 
 _MAX_ROUNDS = 3
 """Rounds that are timed; more go on as the last of these did."""
@@ -31,14 +33,8 @@ _MAX_ROUNDS = 3
 _MAX_GROUPS = 4
 """Micro-batches of a round that are tasks of their own; more follow each other in one task."""
 
-DEVICE_UPDATE_BYTES = 30
-"""Device memory that an update there reads and writes per parameter: 2 + 2, 8, and 4 of the gradient; 14."""
-
 _MANY_LAYERS = 60
 """Of models with more layers, a visit is two tasks at most: a layer is a small part of a step."""
-
-NUM_STAGING = 3
-"""Host buffers through which gradients or state pass on their way to an update."""
 
 
 class Step:
@@ -85,13 +81,23 @@ class Step:
         rounds = -(-self.batch.num_micro_batches // self.choice.lockstep)
         return _Builder(self, num_rounds or rounds).build()
 
-    @property
+    @cached_property
+    def costs(self) -> LayerCosts:
+        """What the layers cost."""
+        return LayerCosts(self.rates, self.anatomy, self.choice, self.batch)
+
+    @cached_property
+    def sums(self) -> list[float]:
+        """`LayerCosts.sums` of all micro-batches."""
+        return [value * self.batch.num_micro_batches for value in self.costs.sums()]
+
+    @cached_property
     def compute_s(self) -> float:
         """Seconds of all that the device computes."""
-        costs = LayerCosts(self.rates, self.anatomy, self.choice, self.batch)
-        forward, backward, again, _ = costs.sums()
-        each = forward + backward + again + costs.head_s + costs.outer_s
-        return each * self.batch.num_micro_batches + costs.step_s
+        costs = self.costs
+        forward, backward, again, _ = self.sums
+        outside = (costs.head_s + costs.outer_s) * self.batch.num_micro_batches + costs.step_s
+        return forward + backward + again + outside
 
     @cached_property
     def bounds_s(self) -> dict[str, float]:
@@ -104,14 +110,11 @@ def bounds(step: Step) -> dict[str, float]:
     rates, choice, batch = step.rates, step.choice, step.batch
     count = batch.num_micro_batches
     rounds = -(-count // choice.lockstep)
-    costs = LayerCosts(rates, step.anatomy, choice, batch)
-    census = step.census
-    forward, backward, again, saved = (value * count for value in costs.sums())
-    outside = (costs.head_s + costs.outer_s) * count + costs.step_s
+    costs, census, compute = step.costs, step.census, step.compute_s
+    forward, _, _, saved = step.sums
     fetched, offloaded = census.moved_bytes(choice, rounds)
     up, down = rates.fetch_s(fetched + saved), rates.offload_s(offloaded + saved)
     update_s = rates.update_s(*census.updated_on_host(choice))
-    compute = forward + backward + again + outside
     if rates.spec.is_cpu:
         return {"everything in turn": compute + up + down + update_s}
     limits = {"compute": compute, "copies to the device": up, "copies to the host": down}
@@ -135,105 +138,6 @@ def bounds(step: Step) -> dict[str, float]:
     return limits
 
 
-class LayerCosts:
-    """Seconds and bytes of one micro-batch in each layer."""
-
-    def __init__(self, rates: Rates, anatomy: Anatomy, choice: Choice, batch: Batch) -> None:
-        """Precompute them for layers that are alike."""
-        self.rates, self.anatomy, self.choice, self.batch = rates, anatomy, choice, batch
-        self.layers = anatomy.layers
-        self._kinds = Census.of(anatomy, choice.fragments).kinds
-        self._known: dict[tuple[int, str], tuple[float, float, float, float]] = {}
-
-    def forward_s(self, number: int) -> float:
-        """Return the seconds of a layer's forward."""
-        return self._of(number)[0]
-
-    def backward_s(self, number: int) -> float:
-        """Return the seconds of its backward, without recomputation."""
-        return self._of(number)[1]
-
-    def inside_s(self, number: int) -> float:
-        """Return the seconds of what is made again inside its backward."""
-        return self._of(number)[3]
-
-    def passes_again(self, number: int) -> bool:
-        """Whether its forward runs again as a whole."""
-        return self.choice.activations[number] in _PASSES_AGAIN
-
-    def saved_of(self, number: int) -> float:
-        """Return the bytes that leave the device after its forward and come back."""
-        return self._of(number)[2]
-
-    def sums(self) -> tuple[float, float, float, float]:
-        """Return the seconds of all forwards, all backwards and all forwards again, and the bytes saved.
-
-        Backwards are with what is made again inside them; forwards again only make boundaries.
-        """
-        kinds = Counter(zip(self._kinds, self.choice.activations, strict=True))
-        forward = backward = again = saved = 0.0
-        for (kind, policy), count in kinds.items():
-            forward_s, backward_s, nbytes, inside_s = self._known_of(kind, policy)
-            forward += count * forward_s
-            backward += count * (backward_s + inside_s)
-            again += count * forward_s if policy == "drop_boundary" else 0.0
-            saved += count * nbytes
-        first = self.choice.activations[0]
-        again -= self.forward_s(0) if first == "drop_boundary" else 0.0
-        # what is saved last is needed first, and stays
-        return forward, backward, again, saved - self.saved_of(len(self.layers) - 1)
-
-    @property
-    def head_s(self) -> float:
-        """Return the seconds of head and loss, forward and backward."""
-        forward = self.rates.compute_s(self.anatomy.head_forward)
-        return forward * (4 if self.anatomy.head_saved_bytes == 0 else 3)
-
-    @property
-    def outer_s(self) -> float:
-        """Return the seconds of a visit's launch, for what is between visits."""
-        return self.rates.spec.launch_s
-
-    @property
-    def step_s(self) -> float:
-        """Return the seconds of what the device does once per step: updates of its own state."""
-        state = Census.of(self.anatomy, self.choice.fragments).state_on_device(self.choice)
-        return self.rates.device_pass_s(DEVICE_UPDATE_BYTES * state)
-
-    def _of(self, number: int) -> tuple[float, float, float, float]:
-        return self._known_of(self._kinds[number], self.choice.activations[number])
-
-    def _known_of(self, kind: int, policy: str) -> tuple[float, float, float, float]:
-        key = (kind, policy)
-        if key not in self._known:
-            self._known[key] = self._count(self.layers[kind], policy)
-        return self._known[key]
-
-    def _count(self, layer: Layer, policy: str) -> tuple[float, float, float, float]:
-        launch_s = self.rates.spec.launch_s
-        forward = self.rates.compute_s(layer.forward) + launch_s
-        backward = self.rates.compute_s(layer.backward) + self._sums_s(layer) + launch_s
-        inside = 0.0
-        if policy in _PASSES_AGAIN:
-            inside = forward
-        elif policy == "recompute_cheap":
-            inside = self.rates.compute_s(Cost(moved_bytes=layer.forward.moved_bytes)) + launch_s
-        saved = 0.0
-        if policy == "offload":
-            saved = layer.saved_bytes["offload"]
-        elif self.choice.boundaries != "device" and policy in RECOMPUTED and policy != "drop_boundary":
-            saved = layer.boundary_bytes
-        return forward, backward, saved, inside
-
-    def _sums_s(self, layer: Layer) -> float:
-        """Return the seconds in which gradients add up and their squares are summed, per micro-batch."""
-        count = self.batch.num_micro_batches
-        params = sum(fragment.num_state for fragment in layer.fragments)
-        # one micro-batch: read on the way out. More: working dtype in, fp32 read and written, rounded
-        passes = 2 if count == 1 else 6 + (count - 1) * 10 + 6
-        return self.rates.device_pass_s(passes * params) / count
-
-
 def _update_s(rates: Rates, block: Block) -> float:
     return rates.update_s(block.num_split, block.num_state - block.num_split)
 
@@ -255,7 +159,7 @@ class _Builder:
         """Tasks of a visit of a whole round."""
         self.weight = together / self.groups
         """Micro-batches in one task."""
-        self.costs = LayerCosts(step.rates, step.anatomy, step.choice, step.batch)
+        self.costs = step.costs
         self.tasks: list[Task] = []
         self.num_saved = self.num_restored = self.num_staged = 0
         self.restored: dict[tuple[int, int], Buffer] = {}
@@ -278,7 +182,7 @@ class _Builder:
             self.sizes,
             [None] * self.choice.num_slots,
             num_gradient_buffers=self.choice.num_gradient_buffers,
-            num_staging=NUM_STAGING if is_immediate else 0,
+            num_staging=NUM_GRADIENT_STAGING if is_immediate else 0,
             updates_at_once=is_immediate,
         )
         self._begin()
@@ -377,7 +281,7 @@ class _Builder:
         block = self.blocks[number]
         reads: tuple[Buffer, ...] = (("norm", 0),) if follows_norm else ()
         if follows_norm and self.choice.gradients == "device" and block.size.is_streamed:
-            home: Buffer = ("gradient_staging", self.num_staged % NUM_STAGING)
+            home: Buffer = ("gradient_staging", self.num_staged % NUM_GRADIENT_STAGING)
             seconds = self.rates.offload_s(block.size.offload_bytes)
             waiting = (("waiting_gradient", number), *reads)
             self.tasks.append(Task(Lane.OFFLOAD, seconds, waiting, (home,), "offload"))
@@ -389,7 +293,7 @@ class _Builder:
         if self.step.census.is_working_away(self.choice, number):
             nbytes += block.size.fetch_bytes
         if on_drive:
-            state = ("state_staging", self.num_staged % NUM_STAGING)
+            state = ("state_staging", self.num_staged % NUM_STATE_STAGING)
             self.tasks.append(Task(Lane.READ, self.rates.read_s(nbytes), (), (state,), "read"))
         self.num_staged += 1
         writes: tuple[Buffer, ...] = (("working", number), state)
@@ -402,7 +306,8 @@ class _Builder:
     def _add(self, operation: Operation) -> None:
         number = operation.block
         kind, reads, writes = operation.kind, operation.reads, operation.writes
-        beside = self.rates.spec.both_share < 1.0 and operation.kind is not Kind.FETCH
+        spec = self.rates.spec
+        beside = spec.both_share < 1.0 and not spec.is_cpu and operation.kind is not Kind.FETCH
         match kind:
             case Kind.FETCH:
                 self._fetch(operation)
@@ -411,7 +316,7 @@ class _Builder:
                 self._update(number, follows_norm=False, staging=operation.staging)
                 return
             case Kind.LOAD:
-                seconds = self.rates.fetch_s(operation.nbytes, beside=True)
+                seconds = self.rates.fetch_s(operation.nbytes, beside=beside)
             case Kind.OFFLOAD:
                 seconds = self.rates.offload_s(operation.nbytes, beside=beside)
                 if self._waits_on_device(operation):
@@ -446,7 +351,7 @@ class _Builder:
         seconds = self.rates.fetch_s(operation.nbytes)
         reads = operation.reads
         if self.step.census.is_working_away(self.choice, operation.block):
-            buffer: Buffer = ("weights_staging", self.num_staged % NUM_STAGING)
+            buffer: Buffer = ("weights_staging", self.num_staged % NUM_PAGES)
             self.num_staged += 1
             read_s = self.rates.read_s(operation.nbytes)
             self.tasks.append(Task(Lane.PAGE, read_s, reads, (buffer,), "page"))
@@ -485,7 +390,7 @@ class _Builder:
         ring = ("arriving", self.num_restored % 2)
         self.num_restored += 1
         self.restored[number, operation.micro_batch] = ring
-        seconds = self.rates.fetch_s(nbytes, beside=True)
+        seconds = self.rates.fetch_s(nbytes, beside=not self.rates.spec.is_cpu)
         self.tasks.append(Task(operation.lane, seconds, (home,), (ring,), "restore"))
 
     def _pass_staging(self, operation: Operation) -> Buffer:

@@ -40,6 +40,10 @@ class Arena:
         else:  # no such call on this system: the bytes stay ours, and their content does not matter
             self._bytes.zero_()
 
+    def touch(self) -> None:
+        """Take all pages now, as locking them does; nobody else may write meanwhile."""
+        self._bytes[:: mmap.PAGESIZE].add_(0)
+
     def lock(self) -> bool:
         """Page-lock the memory for DMA by the CUDA device; False where the driver refuses.
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatrain.model.host_buffers import PIECE_BYTES, padded, state_bytes
 from megatrain.model.layout import BlockLayout
-from megatrain.store.drives.drive import padded
 from megatrain.store.drives.striped import Extent, StripedStore, wait
-from megatrain.store.placement import PIECE_BYTES, Placement, Tiers, place, state_bytes
+from megatrain.store.placement import Placement, Tiers, place
 
 PLANES = ("remainder", "exp_avg", "exp_avg_sq")
 """What an image holds beside `working`, in order."""
@@ -43,7 +43,7 @@ class Image:
     @property
     def working_start(self) -> int:
         """First byte of the working weights."""
-        return state_bytes(self.layout, is_split=self.is_split)
+        return state_bytes(self.layout.num_split if self.is_split else 0, self.layout.num_state)
 
     @property
     def num_bytes(self) -> int:
@@ -161,7 +161,7 @@ class Away:
 
 def _image(number: int, layout: BlockLayout, is_split: bool, extents: list[Extent]) -> Image:
     """Cut a block's image into pieces, and add them to the extents."""
-    edge = state_bytes(layout, is_split=is_split)
+    edge = state_bytes(layout.num_split if is_split else 0, layout.num_state)
     end = edge + padded(layout.working_bytes)
     pieces = []
     for first, last, part in ((0, edge, "state"), (edge, end, "weights")):

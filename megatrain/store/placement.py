@@ -13,17 +13,8 @@ from pathlib import Path
 
 from megatrain.errors import CapacityError
 from megatrain.hardware import GIB, host_memory
+from megatrain.model.host_buffers import NUM_GRADIENT_STAGING, DriveBuffers, largest_first, state_bytes
 from megatrain.model.layout import BlockLayout, aligned
-from megatrain.store.drives.drive import padded
-
-NUM_STAGING = 3
-"""Host buffers through which state passes on its way to an update: one is read, one updated, one written."""
-NUM_PAGES = 3
-"""Host buffers through which weights on drives pass on their way to the device."""
-PIECE_BYTES = 64 << 20
-"""State is written and committed in pieces of at most this."""
-NUM_GRADIENT_STAGING = 3
-"""As the optimizer's, for gradients of immediate updates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,16 +59,10 @@ class Placement:
         )
 
 
-def state_bytes(layout: BlockLayout, *, is_split: bool) -> int:
-    """Return the bytes of a block's remainder and moments on a drive: whole pages."""
-    return padded((2 * layout.num_split if is_split else 0) + 8 * layout.num_state)
-
-
 def place(layouts: Sequence[BlockLayout], tiers: Tiers, *, is_split: bool, accumulates: bool) -> Placement:
     """Keep in RAM what fits: first all working weights, then the state of as many blocks as possible.
 
-    The largest blocks come first, because the buffers before the drives are as large as the largest block
-    that passes them; blocks of equal size in their order, because the first ones are needed first.
+    Blocks are kept in the order of `largest_first`.
 
     Args:
         layouts: All blocks.
@@ -106,7 +91,7 @@ def place(layouts: Sequence[BlockLayout], tiers: Tiers, *, is_split: bool, accum
 
 def by_size(layouts: Sequence[BlockLayout]) -> list[int]:
     """Order blocks, the largest first, as they are kept in RAM."""
-    return sorted(range(len(layouts)), key=lambda block: (-layouts[block].num_state, block))
+    return largest_first([layout.num_state for layout in layouts])
 
 
 class _Totals:
@@ -130,13 +115,10 @@ class _Totals:
             accumulate((2 * lay.num_split if is_split else 0 for lay in ordered), initial=0)
         )
         self._moments = list(accumulate((8 * lay.num_state for lay in ordered), initial=0))
-        self._state = [state_bytes(lay, is_split=is_split) for lay in ordered]
-        weights = [padded(lay.working_bytes) for lay in ordered]
-        whole = [sum(both) for both in zip(self._state, weights, strict=True)]
-        self._largest_page = [max(weights[first:], default=0) for first in range(len(ordered) + 1)]
-        self._largest_whole = [max(whole[first:], default=0) for first in range(len(ordered) + 1)]
-        # at a commit, what lives in RAM passes through the buffers of state, a piece at a time
-        self._piece = max(min(PIECE_BYTES, size) for size in (*self._state, *weights))
+        self._buffers = DriveBuffers(
+            [state_bytes(lay.num_split if is_split else 0, lay.num_state) for lay in ordered],
+            [lay.working_bytes for lay in ordered],
+        )
         gradients = [lay.gradient_bytes for lay in ordered]
         staged = NUM_GRADIENT_STAGING * max(map(aligned, gradients))
         sums = 4 * sum(lay.num_state for lay in ordered)
@@ -147,14 +129,13 @@ class _Totals:
 
     def pools(self, num_working: int, num_state: int) -> dict[str, int]:
         """Return the bytes by plane and buffer."""
-        most = max(self._largest_whole[num_working], *self._state[num_state:num_working][:1], self._piece)
         return {
             "working": self._working[num_working],
             "remainder": self._remainder[num_state],
             "moments": self._moments[num_state],
             **self._fixed,
-            "drive_staging": NUM_STAGING * most,
-            "pages": NUM_PAGES * self._largest_page[num_working],
+            "drive_staging": self._buffers.staging_bytes(num_working, num_state),
+            "pages": self._buffers.page_bytes(num_working),
         }
 
     def total(self, num_working: int, num_state: int) -> int:

@@ -21,7 +21,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megatrain.errors import ConfigError
+from megatrain.config.types import read_member
 from megatrain.model.layout import BlockLayout, Entry
 from megatrain.model.moments import MOMENT_PLANES, Moments, moment_planes, scale_ranges
 from megatrain.store.arena import Arena
@@ -41,9 +41,7 @@ def read_precision(name: str) -> Precision:
     Raises:
         ConfigError: There is none.
     """
-    if name not in {value.value for value in Precision}:
-        raise ConfigError(f"precision is {name!r}; use fp32 or bf16")
-    return Precision(name)
+    return read_member(Precision, name, "precision")
 
 
 class BlockState:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware import GIB, host_memory
+from megatrain.model.host_buffers import NUM_PAGES, NUM_STATE_STAGING
 from megatrain.model.layout import BlockLayout
 from megatrain.model.moments import MOMENT_PLANES, Moments
 from megatrain.store.arena import Arena
 from megatrain.store.away import PLANES, Away
-from megatrain.store.placement import NUM_PAGES, NUM_STAGING, Tiers
+from megatrain.store.placement import Tiers
 from megatrain.store.state import BlockState, HostState, Precision, write_value
 
 
@@ -98,7 +99,7 @@ class TieredState(HostState):
         """Return the buffers for state on its way to updates, and those for weights on their way out."""
         pools = self.away.placement.ram_bytes
         found = []
-        for name, count in (("drive_staging", NUM_STAGING), ("pages", NUM_PAGES)):
+        for name, count in (("drive_staging", NUM_STATE_STAGING), ("pages", NUM_PAGES)):
             self._allocate(name, [pools[name] // count] * count, torch.uint8)
             arena = self._arenas[name]
             found.append(

@@ -18,8 +18,9 @@ from megatrain.stream.activations import Activations
 from megatrain.stream.activations import policies as read_activations
 from megatrain.stream.boundaries import Boundaries
 from megatrain.stream.drives import Drives
-from megatrain.stream.executor import Counts, Executor
+from megatrain.stream.executor import Executor
 from megatrain.stream.gradients import Gradients
+from megatrain.stream.issuer import Counts
 from megatrain.stream.policies import Policies, block_size
 from megatrain.stream.residency import DeviceStates
 from megatrain.stream.rounds import Rounds
@@ -88,6 +89,44 @@ def policies_of(
     )
     check(policies, layers)
     return policies
+
+
+def changed_policies(choice: Choice, old: Choice, now: Policies, blocks: Sequence[Block]) -> Policies:
+    """Translate a choice for an engine that goes on with its state as it is.
+
+    Args:
+        choice: What is wanted.
+        old: What is in force.
+        now: Its translation.
+        blocks: Of the model.
+
+    Raises:
+        ConfigError: The state would have to be another, or the choice does not fit the model.
+    """
+    if choice.fragments != now.fragments:
+        raise ConfigError(
+            f"fragments is {choice.fragments}, but the state is laid out for fragments={now.fragments}; "
+            "detach the engine, and attach again"
+        )
+    if choice.head_chunk_tokens not in (None, now.head_chunk_tokens):
+        raise ConfigError(
+            f"head_chunk_tokens is {choice.head_chunk_tokens}, and was {now.head_chunk_tokens}: the loss "
+            "would be rounded in another way; detach the engine, and attach again"
+        )
+    now_there, wanted = ("nvme" in dict(c.tiers).values() for c in (old, choice))
+    if now_there != wanted:
+        raise ConfigError(
+            f"the choice puts {'a part' if wanted else 'nothing'} of the state on drives (tiers), where "
+            f"{'a part' if now_there else 'nothing'} of it is; detach the engine, and attach again"
+        )
+    return policies_of(
+        replace(choice, head_chunk_tokens=now.head_chunk_tokens),
+        blocks,
+        micro_batch_size=now.micro_batch_size,
+        compiles=now.compiles,
+        host_limit=now.host_limit,
+        moments=now.moments,
+    )
 
 
 def choice_of(policies: Policies, blocks: Sequence[Block]) -> Choice:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.hardware import GIB, host_memory
 from megatrain.model.blocks import Block, find_blocks
+from megatrain.model.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.model.layout import BlockLayout
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.moments import Moments, moment_bytes
@@ -21,7 +22,7 @@ from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision, planned_host_bytes
 from megatrain.store.tiered import TieredState
 from megatrain.stream.gradients import ring_bytes
-from megatrain.stream.waiting import NUM_STAGING, staging_bytes, waiting_bytes
+from megatrain.stream.waiting import staging_bytes, waiting_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -202,7 +203,7 @@ def require_host_memory(
         precision,
         keeps_gradients=on_device is None,
         accumulates=accumulates,
-        staging_bytes=0 if on_device is None else NUM_STAGING * staging_bytes(layouts, on_device),
+        staging_bytes=0 if on_device is None else NUM_GRADIENT_STAGING * staging_bytes(layouts, on_device),
         moments=moments,
     )
     total = sum(planes.values())

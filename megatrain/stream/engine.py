@@ -1,17 +1,15 @@
 """The engine: attach to a Hugging Face model, run steps, detach.
 
-The model keeps its own forward. Its parameters become views of the host's working plane; each decoder layer's
-`forward` is shadowed on the instance by one that fetches the layer's weights and runs the same forward on
-them.
+The model keeps its own forward, and its parameters become views of the host's working plane. How its calls
+come in here is `Entrance`'s; what can be changed between two steps is in an `Arrangement`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +19,7 @@ from torch.utils.checkpoint import CheckpointError
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.model.blocks import group_layers
-from megatrain.model.head import Head, Share, count_targets
+from megatrain.model.head import count_targets
 from megatrain.model.moments import Moments
 from megatrain.plan.choice import Choice
 from megatrain.store.drives.scratch import Scratch
@@ -30,30 +28,29 @@ from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import (
     NO_DRIVES,
     Arrangement,
+    changed_policies,
     check,
     choice_of,
     outer_of,
     planes_to_drop,
-    policies_of,
     with_tiers,
 )
 from megatrain.stream.attention import attention_of, attention_order
 from megatrain.stream.bind import Binding, require_device_memory, room_for_activations
 from megatrain.stream.compiled import Compiler
 from megatrain.stream.drives import Drives
-from megatrain.stream.executor import Counts, Executor
+from megatrain.stream.entrance import Entrance
+from megatrain.stream.executor import Executor
 from megatrain.stream.gradients import Gradients, Home
+from megatrain.stream.issuer import Counts
 from megatrain.stream.lanes import Lanes
-from megatrain.stream.lockstep import Lockstep
-from megatrain.stream.meter import Batch, StepMeter, recomputed_forwards
-from megatrain.stream.passes import AttachedBlock, AttachedLayer, Pass, move_buffers, to_device
+from megatrain.stream.meter import StepMeter, recomputed_forwards
+from megatrain.stream.passes import AttachedBlock, AttachedLayer
 from megatrain.stream.policies import Policies
 from megatrain.stream.rounds import Rounds
-from megatrain.stream.shadows import Shadows
-from megatrain.stream.split import join_outputs, split_batch
+from megatrain.stream.slots import Slots
 from megatrain.stream.stash import Stash
 from megatrain.stream.step_report import StepReport
-from megatrain.stream.work import ComputeWork
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,14 +93,12 @@ class Engine:
         self._settings = ExitStack()
         self._settings.enter_context(attention_order(attention_of(lanes.device)))
         self._names = [name for name, _ in model.named_parameters()]
-        self._pass: Pass | None = None
-        self._head = Head(model, policies.head_chunk_tokens, self._bring_again)
-        self._lockstep = Lockstep(self, lanes.device)
+        self._entrance = Entrance(self, binding, self._layers, self._outer, policies.head_chunk_tokens)
         self._optimizer: StreamedAdamW | None = None
-        self._shadows = Shadows(model)
         self.meter = StepMeter(self)
         """Measures every step: what `last_step` reports."""
-        self._shadow()
+        self._entrance.shadow(self.compiler)
+        model.__dict__["_megatrain_engine"] = self
 
     def _arrange(self, policies: Policies, stash: Stash, counts: Counts) -> Arrangement:
         stash.use(self._scratch if policies.activations_on_drives else None)
@@ -145,6 +140,11 @@ class Engine:
         return self._arrangement.executor
 
     @property
+    def slots(self) -> Slots:
+        """The device memory of weights."""
+        return self._arrangement.slots
+
+    @property
     def rounds(self) -> Rounds:
         """What passes of the model are expected."""
         return self._arrangement.rounds
@@ -165,7 +165,7 @@ class Engine:
         """
         self.require_attached()
         if isinstance(choice, Choice):
-            choice = self._policies_of(choice)
+            choice = changed_policies(choice, self.choice, self.policies, self._binding.blocks)
         self._refuse_change(choice)
         self.meter.settle()
         old = self._arrangement
@@ -182,37 +182,10 @@ class Engine:
             raise
         _log.info("the engine goes on with: %s", choice.describe())
 
-    def _policies_of(self, choice: Choice) -> Policies:
-        now = self.policies
-        if choice.fragments != now.fragments:
-            raise ConfigError(
-                f"fragments is {choice.fragments}, but the state is laid out for fragments={now.fragments}; "
-                "detach the engine, and attach again"
-            )
-        if choice.head_chunk_tokens not in (None, now.head_chunk_tokens):
-            raise ConfigError(
-                f"head_chunk_tokens is {choice.head_chunk_tokens}, and was {now.head_chunk_tokens}: the loss "
-                "would be rounded in another way; detach the engine, and attach again"
-            )
-        now_there, wanted = ("nvme" in dict(c.tiers).values() for c in (self.choice, choice))
-        if now_there != wanted:
-            raise ConfigError(
-                f"the choice puts {'a part' if wanted else 'nothing'} of the state on drives (tiers), where "
-                f"{'a part' if now_there else 'nothing'} of it is; detach the engine, and attach again"
-            )
-        return policies_of(
-            replace(choice, head_chunk_tokens=now.head_chunk_tokens),
-            self._binding.blocks,
-            micro_batch_size=now.micro_batch_size,
-            compiles=now.compiles,
-            host_limit=now.host_limit,
-            moments=now.moments,
-        )
-
     def _refuse_change(self, policies: Policies) -> None:
         if self.rounds.is_broken:
             self.rounds.drop()
-        if self._pass is not None or self.rounds.is_open or self.gradients.blocks:
+        if self._entrance.is_open or self.rounds.is_open or self.gradients.blocks:
             raise ConfigError(
                 "engine.reconfigure is for the time between two steps: finish the backward, then call "
                 "opt.step() or opt.zero_grad()"
@@ -275,29 +248,8 @@ class Engine:
             seeds = torch.randint(2**62, (len(batches),)).tolist()
         self.zero_grad()
         self.meter.begin(sum(counts))
-        rounds = [
-            range(len(batches))[first : first + self.policies.lockstep]
-            for first in range(0, len(batches), self.policies.lockstep)
-        ]
         try:
-            self.rounds.foresee_step([len(numbers) for numbers in rounds])
-            total = torch.zeros((), device=self.lanes.device)
-            for numbers in rounds:
-                self.rounds.num_together = len(numbers)
-                calls = [
-                    partial(
-                        self._forward,
-                        place,
-                        batches[n],
-                        Share(sum(counts), counts[n]),
-                        seeds[n] if seeds is not None else None,
-                    )
-                    for place, n in enumerate(numbers)
-                ]
-                losses = self._lockstep.run(calls)
-                torch.autograd.backward(losses)
-                for loss in losses:
-                    total = loss.detach() if numbers[0] == 0 and loss is losses[0] else total + loss.detach()
+            return self._entrance.run_step(batches, counts, seeds)
         except CheckpointError as error:
             self._recover()
             raise ModelError(
@@ -307,31 +259,6 @@ class Engine:
         except BaseException:
             self._recover()
             raise
-        return total
-
-    def _forward(self, place: int, batch: Mapping[str, Any], share: Share, seed: int | None) -> Tensor:
-        """Run one micro-batch, the `place`-th of its round, and return its part of the step's loss."""
-        if seed is not None:
-            torch.manual_seed(seed)
-        self.rounds.micro_batch = place
-        with torch.enable_grad(), self._head.over(share):
-            loss: Tensor = share.scaled(self.model(**{**batch, "return_dict": True}).loss)
-        return loss
-
-    def put_away(self) -> tuple[Pass | None, Share | None]:
-        """Take out what belongs to the running micro-batch: others run until `put_back`."""
-        kept = self._pass, self._head.share
-        if self._pass is not None:
-            self._pass.restore()
-        self._pass = self._head.share = None
-        return kept
-
-    def put_back(self, kept: object) -> None:
-        """Put in place what `put_away` returned."""
-        assert isinstance(kept, tuple)
-        self._pass, self._head.share = kept
-        if self._pass is not None:
-            self._pass.put()
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, gradient) lazily: fp32 host tensors, valid until `opt.step()`.
@@ -525,7 +452,7 @@ class Engine:
     @property
     def chunked_tokens(self) -> int:
         """Tokens that have passed the head in chunks since attach; their backward passes it again."""
-        return self._head.chunked_tokens
+        return self._entrance.chunked_tokens
 
     @property
     def layer_modules(self) -> list[nn.Module]:
@@ -560,9 +487,7 @@ class Engine:
         if self.model.__dict__.get("_megatrain_engine") is not self:
             return
         self.sync()
-        self._shadows.remove()
-        move_buffers(self.model, torch.device("cpu"))
-        self._head.remove()
+        self._entrance.remove()
         self._settings.close()
         self.lanes.close()
         self._close_scratch()
@@ -587,157 +512,6 @@ class Engine:
     def _close_scratch(self) -> None:
         if self._scratch is not None:
             self._scratch.close()
-
-    def _shadow(self) -> None:
-        move_buffers(self.model, self.lanes.device)
-        for number, layer in enumerate(self._layers):
-            self._shadow_layer(layer, number)
-        entries = {id(module): module for module in (self.model, self.model.base_model)}
-        for module in entries.values():
-            inner = module.forward
-
-            is_causal_lm = module is self.model
-
-            def enter(
-                *args: Any,
-                inner: Callable[..., Any] = inner,
-                is_causal_lm: bool = is_causal_lm,
-                **kwargs: Any,
-            ) -> Any:
-                return self._enter(inner, args, kwargs, is_causal_lm=is_causal_lm)
-
-            self._shadows.replace(module, enter)
-            # `save_pretrained` and Trainer read the weights this way, with updates still running
-            self._shadows.before_state_dict(module, self.sync)
-        self._shadows.refuse_moves()
-        self.model.__dict__["_megatrain_engine"] = self
-
-    def _shadow_layer(self, layer: AttachedLayer, number: int) -> None:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._pass is None:
-                raise ModelError(f"block {layer.name} was called outside the model's forward; call the model")
-            self._lockstep.give_way(number)
-            return layer.forward(self._pass, args, kwargs)
-
-        if self.compiler is not None and not layer.has_fragments:
-            layer.inner = self.compiler.runner(layer.module, layer.inner)
-        self._shadows.replace(layer.module, forward)
-        for block in layer.blocks:
-            for module in block.block.entries:
-                self._shadow_entry(layer, block, module)
-
-    def _shadow_entry(self, layer: AttachedLayer, block: AttachedBlock, module: nn.Module) -> None:
-        inner = module.forward
-        if self.compiler is not None and module is block.block.entries[0]:  # norms beside it are not worth it
-            inner = self.compiler.runner(module, inner)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            layer.enter(block)
-            return inner(*args, **kwargs)
-
-        self._shadows.replace(module, forward)
-
-    def _enter(
-        self,
-        inner: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_causal_lm: bool,
-    ) -> Any:
-        """Run a forward of the model with its resident weights in place."""
-        if self._pass is not None:
-            return inner(*args, **kwargs)
-        args, kwargs = to_device(args, self.lanes.device), to_device(kwargs, self.lanes.device)
-        if self.rounds.is_broken:
-            self.rounds.drop()
-        is_whole = self._head.share is None and not self._lockstep.is_running
-        if is_causal_lm and torch.is_grad_enabled() and is_whole:
-            pieces = split_batch(self._head.named(args, kwargs), self.policies.micro_batch_size)
-            if pieces is not None:
-                return self._enter_pieces(inner, pieces)
-        named = {"input_ids": args[0], **kwargs} if args else kwargs
-        batch = Batch.of(named)
-        if torch.is_grad_enabled():
-            self._binding.check()
-            self.meter.forward(named, batch)
-            self.rounds.begin_pass()
-        else:
-            self.meter.pause()
-            self.rounds.foresee_evaluation()
-        work, place = self._count_work(), self.rounds.micro_batch
-        if batch is not None:
-            work.begin_pass(place, batch.row_tokens, batch.positions)
-        self.executor.begin_pass()
-        self._pass = current = self._make_pass()
-        try:
-            with current:
-                output = self._head.call(inner, args, kwargs) if is_causal_lm else inner(*args, **kwargs)
-            if is_causal_lm:
-                work.head_forward(place, self._head.chunked_tokens)
-            self._watch_backward(output, partial(work.head_backward, place))
-            return output
-        finally:
-            self._pass = None
-            self.executor.end_pass()
-
-    def _watch_backward(self, output: Any, passes_head: Callable[[], object]) -> None:
-        """Let the time that the head's backward takes count as compute's: no visit ends before it."""
-        loss = getattr(output, "loss", None)
-        if isinstance(loss, Tensor) and loss.requires_grad:
-
-            def begin(_: Tensor) -> None:
-                passes_head()
-                self.executor.begin_between()
-
-            loss.register_hook(begin)
-
-    def _count_work(self) -> ComputeWork:
-        """Return what says how much each visit computes."""
-        if self.executor.work is None:
-            layers = [
-                [(block.index, sum(entry.numel for entry in block.layout.entries)) for block in layer.blocks]
-                for layer in self._layers
-            ]
-            self.executor.work = ComputeWork(self.meter.flops, layers, self.policies.activations)
-        return self.executor.work
-
-    def _enter_pieces(self, inner: Callable[..., Any], pieces: Sequence[dict[str, Any]]) -> Any:
-        """Run one large batch as micro-batches in lockstep, and return what the whole would."""
-        self.rounds.foresee_round(len(pieces))
-        as_tuple = pieces[0].get("return_dict") is False
-        # Each piece draws on from the same state, so equal rows would get equal masks.
-        seeds = torch.randint(2**62, (len(pieces),)).tolist()
-        counts = [count_targets(piece) for piece in pieces]
-        given = pieces[0].get("num_items_in_batch") is not None
-
-        def call(place: int) -> Any:
-            torch.manual_seed(seeds[place])
-            self.rounds.micro_batch = place
-            share = None if given else Share(sum(counts), counts[place])
-            with self._head.over(share):
-                named = {**pieces[place], "return_dict": True}
-                output = self._enter(inner, (), named, is_causal_lm=True)
-            if share is not None:
-                output["loss"] = share.scaled(output["loss"])
-            return output
-
-        output = join_outputs(self._lockstep.run([partial(call, n) for n in range(len(pieces))]))
-        return output.to_tuple() if as_tuple else output
-
-    def _make_pass(self) -> Pass:
-        return Pass(
-            self._outer,
-            self.executor,
-            self._arrangement.slots,
-            self.rounds.begin_backward,
-            micro_batch=self.rounds.micro_batch,
-            adds_up=self.rounds.adds_up,
-        )
-
-    def _bring_again(self) -> AbstractContextManager[Any]:
-        """Bring the outer blocks once more, for a part of a pass whose gradients must add up in fp32."""
-        return self._make_pass()
 
     def _recover(self) -> None:
         """After an exception inside a step: drop the step."""

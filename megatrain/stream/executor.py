@@ -7,11 +7,9 @@ visit gets a program of its own, and the order seen in one round is what is fore
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,11 +17,12 @@ from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.plan.drives import with_activations_through
-from megatrain.plan.program import BlockSize, Buffer, Kind, Lane, Operation, Visit, weights_buffer
+from megatrain.plan.program import BlockSize, Kind, Lane, Operation, Visit, weights_buffer
 from megatrain.plan.schedule import fetch_residents, offload_residents, schedule
 from megatrain.store.state import HostState, Precision
 from megatrain.stream.drives import Drives
 from megatrain.stream.gradients import Gradients, Home
+from megatrain.stream.issuer import Counts, Issuer
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.residency import DeviceStates
 from megatrain.stream.slots import Slots
@@ -37,11 +36,8 @@ _VISITS = (Kind.FORWARD, Kind.BACKWARD)
 BETWEEN = "outer"
 """Label of what compute does between two visits; of no operation."""
 
-Updater = Callable[[Operation], Callable[[], object]]
-"""Returns what an UPDATE operation runs, made at the moment when it is issued."""
 
-
-class Executor:
+class Executor(Issuer):
     """Runs operations in program order as the model goes along; one block is open at a time."""
 
     def __init__(
@@ -59,20 +55,20 @@ class Executor:
         drives: Drives | None = None,
     ) -> None:
         """Start with empty slots and stale resident blocks; `outer` blocks are in use during a whole pass."""
-        self.lanes = lanes
+        super().__init__(
+            lanes,
+            host,
+            slots=slots,
+            gradients=gradients,
+            states=states,
+            stash=stash,
+            counts=counts,
+            drives=drives,
+        )
         self.sizes = list(sizes)
-        self.states = states
-        self.stash = stash
-        self.drives = drives
-        """None: the whole state is in RAM."""
-        self._host = host
-        self._slots = slots
-        self._gradients = gradients
         self._outer = [weights_buffer(block, -1) for block in outer]
-        self.contents: list[int | None] = [None] * len(slots)
         self._pending: deque[Operation] = deque()
         self._ring = 0
-        self._staging = 0
         self._stale_residents = True
         self._surprised = False
         self.open_visit: Operation | None = None
@@ -84,11 +80,6 @@ class Executor:
         """Compute works on outer blocks: embedding, head and loss, between two visits."""
         self._pinned: dict[int, list[_Pin]] = {}
         """By block: once per recomputation that waits for its backward."""
-        self.update_at_once: Updater | None = None
-        """Set by an optimizer that updates a block as soon as its gradient is complete."""
-        self._visit_names: dict[tuple[int, int], int] = {}
-        self._new_name = itertools.count()
-        self.counts = counts
         self.seen: list[Visit] = []
 
     # -- a pass of the model --------------------------------------------------------------------------------
@@ -202,11 +193,6 @@ class Executor:
         self._is_again = False
         return operation
 
-    def name_visit(self, block: int, micro_batch: int) -> int:
-        """Return a name for what a new visit saves; the program's copies of it mean the newest visit."""
-        self._visit_names[block, micro_batch] = next(self._new_name)
-        return self._visit_names[block, micro_batch]
-
     def pin(self, operation: Operation, owner: object) -> None:
         """Let a recomputed fragment keep its slot until its backward: saved tensors point into it."""
         pin = _Pin(operation.slot, operation.micro_batch, owner)
@@ -287,15 +273,7 @@ class Executor:
             for part in self.around_drives([update]):
                 self._issue(part)
         for block in self._gradients.still_at(Home.ACCUMULATOR):
-            self.lanes.enqueue(
-                Lane.HOST,
-                lambda block=block: self._gradients.complete_on_host(block),  # type: ignore[misc]
-                reads=[("gradient", block)],
-                writes=[("gradient", block), ("squares", block)],
-                work=10 * self._host.layouts[block].num_state,
-                label=f"round     b{block}",
-            )
-            self._gradients.settle_on_host(block)
+            self.round_on_host(block)
 
     def wait_for_gradients(self) -> None:
         """Let the caller read the gradients, at home or where they wait; what adds up may go on adding up."""
@@ -308,78 +286,10 @@ class Executor:
         with self.touching(reads=[(kind, block) for kind in kinds for block in self._gradients.blocks]):
             pass
 
-    def wait_for_norm(self) -> None:
-        """Block until the last step's norm is known; raises what kept it from that."""
-        with self.touching(reads=[("norm", 0)]):
-            pass
-
-    def run_on_host(self, operation: Operation, function: Callable[[], object]) -> None:
-        """Run the norm, or one block's update, in the host lane."""
-        self.counts.update_bytes += operation.nbytes
-        self._enqueue(operation, function)
-
-    def round_on_device(self, block: int) -> None:
-        """Complete the gradient of a block that is updated on the device."""
-        self.lanes.enqueue(
-            Lane.OFFLOAD,
-            lambda: self._gradients.round_on_device(block),
-            reads=[("resident_gradient", block)],
-            writes=[("resident_gradient", block), ("squares", block)],
-            label=f"round     b{block}",
-        )
-
-    def run_update(
-        self, operation: Operation, on_host: Callable[[], object], on_device: Callable[[], object]
-    ) -> None:
-        """Update a block where its state is; other operations between updates are copies."""
-        block = operation.block
-        if operation.kind is not Kind.UPDATE:
-            self._issue(operation)
-            return
-        if block not in self.states.blocks:
-            self.run_on_host(operation, on_host)
-            if self.drives is not None:
-                self.drives.settle_update(block)
-            return
-        self.lanes.enqueue(
-            Lane.HOST,
-            on_device,
-            reads=[("resident_gradient", block), ("norm", 0)],
-            writes=[("resident", block), ("device_moments", block)],
-            label=str(operation),
-        )
-        self.states.settle_update(block)
-
-    def drop_gradients(self, blocks: Iterable[int]) -> None:
-        """Give the gradient plane's memory back once it has been used up."""
-        self.lanes.enqueue(
-            Lane.HOST, self._host.drop_gradients, writes=[("gradient", block) for block in blocks]
-        )
-
-    def sync(self) -> None:
-        """Wait for every update, and bring home what is newer on the device: the host state is whole."""
-        self.states.push()
-        blocks = range(len(self.sizes))
-        whole = [(plane, block) for plane in ("working", "moments", "gradient", "drive") for block in blocks]
-        with self.touching(reads=whole):
-            pass
-
-    @contextmanager
-    def touching(self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> Iterator[None]:
-        """Let the launching thread use host memory, once all others are done with it."""
-        self.lanes.begin(Lane.CALLER, reads=reads, writes=writes)
-        try:
-            yield
-        finally:
-            self.lanes.end(Lane.CALLER, reads=reads, writes=writes)
-
     def invalidate(self) -> None:
         """Forget what the device holds: the host has, or will have, new weights."""
         assert self.open_visit is None
-        for slot, block in enumerate(self.contents):
-            if block is not None:
-                self._poison(block, slot)
-        self.contents = [None] * len(self._slots)
+        self.forget_slots()
         self._pending.clear()
         self._stale_residents = True
 
@@ -475,82 +385,9 @@ class Executor:
             )
             self._issue(sums)
 
-    def _poison(self, block: int, slot: int) -> None:
-        place = self._slots.place(block, slot)
-        self.lanes.enqueue(Lane.FETCH, lambda: self.lanes.freed(place), writes=[weights_buffer(block, slot)])
-
     def _advance(self) -> None:
         while self._pending and self._pending[0].kind not in _VISITS:
             self._issue(self._pending.popleft())
-
-    def _issue(self, operation: Operation) -> None:
-        key = self._visit_names.get((operation.block, operation.micro_batch), -1)
-        match operation.kind:
-            case Kind.FETCH:
-                if operation.slot >= 0:
-                    self.contents[operation.slot] = operation.block
-                source = self._host.blocks[operation.block].working
-                if operation.page >= 0:
-                    assert self.drives is not None
-                    source = self.drives.page(operation)
-                target = self._slots.target(operation)
-                self._enqueue(operation, lambda: target.copy_(source, non_blocking=True))
-                self.counts.fetches += operation.slot >= 0
-                self.counts.fetch_bytes += operation.nbytes
-            case Kind.LOAD:
-                if self._gradients.homes[operation.block] is Home.WAITING:
-                    operation = replace(operation, waiting=operation.block, nbytes=0)
-                self._enqueue(operation, self._gradients.load(operation))
-                self.counts.fetch_bytes += operation.nbytes
-            case Kind.HOLD:
-                self._enqueue(operation, lambda: self._gradients.hold(operation))
-                self._gradients.settle(operation)
-            case Kind.OFFLOAD if operation.is_held:
-                self._enqueue(operation, lambda: self._gradients.take_home(operation))
-                self.counts.offloads += operation.waiting >= 0
-                self.counts.offload_bytes += operation.nbytes
-            case Kind.OFFLOAD:
-                self._enqueue(operation, lambda: self._gradients.offload(operation))
-                self._gradients.settle(operation)
-                self.counts.offloads += operation.gradient_buffer >= 0
-                self.counts.offload_bytes += operation.nbytes
-            case Kind.UPDATE:
-                assert self.update_at_once is not None
-                self.run_on_host(operation, self.update_at_once(operation))
-                self._gradients.settle_update(operation.block)
-                if self.drives is not None:
-                    self.drives.settle_update(operation.block)
-                self._staging = (operation.staging + 1) % max(1, self._gradients.num_staging)
-            case Kind.READ | Kind.PAGE | Kind.WRITE:
-                assert self.drives is not None
-                self.enqueue(operation, self.drives.work(operation))
-            case Kind.SAVE:
-                self.stash.flush(key)
-            case Kind.STOW:
-                what = f"block {operation.block} in micro-batch {operation.micro_batch} of its round"
-                self.stash.stow(key, what)
-            case Kind.RECALL:
-                self.stash.recall(key)
-            case Kind.RESTORE:
-                self.stash.prefetch(key)
-            case _:
-                raise AssertionError(f"{operation} is no copy and no update")
-
-    def enqueue(self, operation: Operation, function: Callable[[], object]) -> None:
-        """Enqueue an operation of the drives, and count its bytes."""
-        self.counts.drive_read_bytes += operation.nbytes if operation.kind in (Kind.READ, Kind.PAGE) else 0
-        self.counts.drive_write_bytes += operation.nbytes if operation.kind is Kind.WRITE else 0
-        self._enqueue(operation, function)
-
-    def _enqueue(self, operation: Operation, function: Callable[[], object]) -> None:
-        self.lanes.enqueue(
-            operation.lane,
-            function,
-            reads=operation.reads,
-            writes=operation.writes,
-            work=operation.nbytes,
-            label=str(operation),
-        )
 
 
 class _Pin(NamedTuple):
@@ -560,21 +397,3 @@ class _Pin(NamedTuple):
     """-1 where the block is resident."""
     micro_batch: int
     owner: object
-
-
-class Counts:
-    """What the engine has moved since attach."""
-
-    def __init__(self) -> None:
-        self.fetches = 0
-        """Fetches of streamed blocks."""
-        self.offloads = 0
-        """Offloads of streamed blocks' gradients."""
-        self.fetch_bytes = 0
-        self.offload_bytes = 0
-        self.update_bytes = 0
-        """Host memory that updates have read and written."""
-        self.drive_read_bytes = 0
-        """State and weights from the drives; `Stash.drive_bytes` counts activations."""
-        self.drive_write_bytes = 0
-        """State to the drives, commits included."""

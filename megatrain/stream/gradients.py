@@ -13,13 +13,14 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from megatrain.model.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.model.layout import BlockLayout, Entry
 from megatrain.optim.adamw import sum_of_squares
 from megatrain.optim.pool import default_pool
 from megatrain.plan.program import Kind, Operation
 from megatrain.store.state import HostState, Precision, split_gradient
 from megatrain.stream.lanes import Lanes
-from megatrain.stream.waiting import NUM_STAGING, WaitingGradients, staging_bytes
+from megatrain.stream.waiting import WaitingGradients, staging_bytes
 
 
 class Home(Enum):
@@ -65,7 +66,7 @@ class Gradients:
         self._host = host
         self._streamed = list(streamed)
         self.num_buffers = num_buffers
-        self.num_staging = NUM_STAGING if holds else 0
+        self.num_staging = NUM_GRADIENT_STAGING if holds else 0
         """Host buffers through which gradients pass if updates use them up at once, or they wait here."""
         self._staging_bytes = staging_bytes(host.layouts, on_device)
         self.waiting = WaitingGradients(lanes, host.layouts, streamed) if holds else None

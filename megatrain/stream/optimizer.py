@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
 from fnmatch import fnmatch
@@ -12,21 +11,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
+from megatrain.config.types import read_member
 from megatrain.errors import ConfigError, ModelError
-from megatrain.model.layout import BlockLayout, Entry, aligned
-from megatrain.model.moments import MOMENT_PLANES, Moments, moment_bytes, scale_ranges
-from megatrain.optim.adamw import AdamWStep, Planes, rounding_key, update_many
-from megatrain.optim.clip import clip_coefficient, global_norm
-from megatrain.optim.device import update_on_device
-from megatrain.optim.pool import default_pool
+from megatrain.model.host_buffers import NUM_GRADIENT_STAGING
+from megatrain.model.layout import Entry, aligned
+from megatrain.model.moments import Moments, moment_bytes
+from megatrain.optim.adamw import AdamWStep, rounding_key
+from megatrain.optim.clip import global_norm
 from megatrain.plan.program import Operation
 from megatrain.plan.schedule import optimizer_program
-from megatrain.store.state import split_gradient
 from megatrain.store.tiered import TieredState
 from megatrain.stream.gradients import Home
-from megatrain.stream.waiting import NUM_STAGING
+from megatrain.stream.update import BlockUpdate, StepStats
 
 if TYPE_CHECKING:
     from megatrain.stream.engine import Engine
@@ -46,38 +43,7 @@ class Updates(str, Enum):
         Raises:
             ConfigError: There is none.
         """
-        if name not in {value.value for value in cls}:
-            raise ConfigError(f"updates is {name!r}; use deferred, immediate or serial")
-        return cls(name)
-
-
-class StepStats:
-    """What one optimizer step did. Reading it waits until the step's norm is known."""
-
-    def __init__(self, wait: Callable[[], object]) -> None:
-        """Expect a norm; `wait` returns when it is known, or raises why it never will be."""
-        self._wait = wait
-        self._norm: Future[float] = Future()
-        self._can_skip = True
-
-    @property
-    def grad_norm(self) -> float:
-        """Global norm of the step's gradients before clipping: an fp32 value.
-
-        Raises:
-            BaseException: What kept the norm from being known.
-            ModelError: Something did, and it was raised before.
-        """
-        if not self._norm.done():
-            self._wait()
-            if not self._norm.done():
-                raise ModelError("the norm of this step is not known: one of the step's operations failed")
-        return self._norm.result()
-
-    @property
-    def skipped(self) -> bool:
-        """The norm was not finite, and nothing was changed."""
-        return self._can_skip and not math.isfinite(self.grad_norm)
+        return read_member(cls, name, "updates")
 
 
 class StreamedAdamW(torch.optim.Optimizer):
@@ -158,7 +124,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                     "updates=immediate needs the optimizer before the first backward; call engine.adamw "
                     "first, or opt.zero_grad() before it"
                 )
-            engine.gradients.num_staging = NUM_STAGING
+            engine.gradients.num_staging = NUM_GRADIENT_STAGING
             engine.executor.update_at_once = self._update_at_once
         elif self._max_grad_norm is not None and engine.gradients.waiting is None:
             engine.host.allocate_gradients()
@@ -188,10 +154,9 @@ class StreamedAdamW(torch.optim.Optimizer):
         on_device = [block for block in gradients.blocks if block in executor.states.blocks]
         for block in on_device:
             executor.round_on_device(block)
-        stats = StepStats(executor.wait_for_norm)
+        stats = StepStats(executor.wait_for_norm, can_skip=self.updates is not Updates.IMMEDIATE)
         blocks = self._in_forward_order(gradients.blocks)
         updated = [block for block in blocks if gradients.homes[block] is Home.UPDATED]
-        stats._can_skip = self.updates is not Updates.IMMEDIATE
         if isinstance(engine.host, TieredState):
             engine.host.drop_working()
         norm_operation, *operations = optimizer_program(
@@ -204,7 +169,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         executor.run_on_host(norm_operation, partial(self._settle_norm, stats, blocks))
         groups = self._snapshot()
         for operation in executor.around_drives(operations):
-            work = _Update(self, operation, groups, frozenset(gradients.present[operation.block]), stats)
+            work = BlockUpdate(self, operation, groups, frozenset(gradients.present[operation.block]), stats)
             executor.run_update(operation, work.run, work.run_on_device)
         if self._max_grad_norm is None and self.updates is not Updates.IMMEDIATE:
             executor.drop_gradients(blocks)
@@ -239,14 +204,14 @@ class StreamedAdamW(torch.optim.Optimizer):
         try:
             norm = global_norm(self._engine.gradients.sums(blocks))
         except BaseException as error:
-            stats._norm.set_exception(error)
+            stats.fail(error)
             raise
-        self.num_skipped += stats._can_skip and not math.isfinite(norm)
-        stats._norm.set_result(norm)
+        self.num_skipped += stats.can_skip and not math.isfinite(norm)
+        stats.settle(norm)
 
     def _update_at_once(self, operation: Operation) -> Callable[[], object]:
         present = frozenset(self._engine.gradients.present[operation.block])
-        return _Update(self, operation, self._snapshot(), present, None).run
+        return BlockUpdate(self, operation, self._snapshot(), present, None).run
 
     def _snapshot(self) -> list[dict[str, Any]]:
         """Copy the hyper-parameters as they are now: a scheduler may change them before an update runs."""
@@ -328,99 +293,6 @@ class StreamedAdamW(torch.optim.Optimizer):
                         "of the model was called on its own; compute the loss through model(...), and attach "
                         "with fragments=False if its layers call methods of their parts"
                     )
-
-
-class _Update:
-    """One block's update, with everything that it needs as it was when the step ended."""
-
-    def __init__(
-        self,
-        optimizer: StreamedAdamW,
-        operation: Operation,
-        groups: Sequence[Mapping[str, Any]],
-        present: frozenset[str],
-        stats: StepStats | None,
-    ) -> None:
-        self._optimizer = optimizer
-        self._block = operation.block
-        self._groups = groups
-        self._present = present
-        self._stats = stats
-        self._operation = operation
-
-    def run(self) -> None:
-        """Update the block's state on the host; nothing if the step is skipped."""
-        scale = self._scale()
-        if scale is None:
-            return
-        engine = self._optimizer.engine
-        state = engine.host.blocks[self._block]
-        drives = engine.executor.drives if self._operation.drive_staging >= 0 else None
-        if drives is not None:
-            planes = drives.planes(self._operation)
-            drives.updated(self._operation)
-        else:
-            planes = {name: getattr(state, name) for name in _PLANES}
-        gradient = split_gradient(engine.gradients.home(self._operation), state.layout)
-        ranges = self._optimizer.ranges(self._block, self._groups, self._present, scale)
-        update_many(default_pool(), _view(planes, gradient, state.layout, ranges))
-
-    def run_on_device(self) -> None:
-        """Update a block whose state is on the device, there."""
-        scale = self._scale()
-        if scale is None:
-            return
-        engine = self._optimizer.engine
-        layout = engine.host.blocks[self._block].layout
-        planes = engine.executor.states.planes(self._block)
-        flat = engine.gradients.on_device(self._block)
-        gradient = flat[: layout.num_split], flat[layout.num_split :]
-        ranges = self._optimizer.ranges(self._block, self._groups, self._present, scale)
-        with engine.lanes.computing():
-            update_on_device(_view(planes, gradient, layout, ranges))
-
-    def _scale(self) -> float | None:
-        if self._stats is None:
-            return 1.0
-        if self._stats.skipped:
-            return None
-        return clip_coefficient(self._stats.grad_norm, self._optimizer.max_grad_norm)
-
-
-_PLANES = ("working", "remainder", *MOMENT_PLANES)
-
-
-def _view(
-    planes: Mapping[str, Tensor | None],
-    gradient: tuple[Tensor, Tensor],
-    layout: BlockLayout,
-    ranges: Iterable[tuple[AdamWStep, int, int]],
-) -> list[tuple[AdamWStep, Planes]]:
-    """View state ranges in all planes. Trained entries lie in the working bytes as in the state space."""
-    working, remainder = planes["working"], planes["remainder"]
-    exp_avg, exp_avg_sq = planes["exp_avg"], planes["exp_avg_sq"]
-    assert working is not None
-    assert exp_avg is not None
-    assert exp_avg_sq is not None
-    entries = {entry.state_offset: entry for entry in layout.trained}
-    scales = {name: plane for name, plane in planes.items() if name.endswith("_scale") and plane is not None}
-    places = scale_ranges(layout) if scales else {}
-    views = []
-    for hyper, start, stop in ranges:
-        first = entries[start]
-        nbytes = (stop - start) * first.dtype.itemsize
-        is_split = start < layout.num_split
-        edge = 0 if is_split else layout.num_split
-        view = Planes(
-            working=working[first.byte_offset : first.byte_offset + nbytes].view(first.dtype),
-            remainder=remainder[start:stop] if is_split and remainder is not None else None,
-            exp_avg=exp_avg[start:stop],
-            exp_avg_sq=exp_avg_sq[start:stop],
-            gradient=gradient[0 if is_split else 1][start - edge : stop - edge],
-            **{name: plane[slice(*places[first.name])] for name, plane in scales.items()},
-        )
-        views.append((hyper, view))
-    return views
 
 
 def check_updates(updates: str, max_grad_norm: float | None) -> None:

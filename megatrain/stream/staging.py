@@ -17,10 +17,9 @@ import torch
 
 from megatrain.errors import CapacityError
 from megatrain.hardware import GIB
-from megatrain.plan.drives import NUM_ACTIVATION_STAGING
+from megatrain.model.host_buffers import NUM_ACTIVATION_STAGING, padded
 from megatrain.plan.program import Buffer, Lane
 from megatrain.store.arena import Arena
-from megatrain.store.drives.drive import padded
 from megatrain.store.drives.scratch import Place, Scratch
 from megatrain.stream.host_ring import HostBuffer, filled, offsets_of
 from megatrain.stream.lanes import Lanes

@@ -14,9 +14,6 @@ from torch import Tensor
 from megatrain.model.layout import BlockLayout, aligned
 from megatrain.stream.lanes import Lanes
 
-NUM_STAGING = 3
-"""Gradients on their way from the device to their update: one arrives, one is used, one waits."""
-
 
 class WaitingGradients:
     """Device memory for the complete gradients of all streamed blocks, in one piece."""

@@ -29,8 +29,8 @@ CHANGE = 0.1
 WARM_UP_STEPS = 2
 """Steps that allocate, compile and touch memory for the first time: their times say little."""
 
-SEARCH_S = 0.5
-"""Time that planning may take between two steps."""
+SEARCH_S, MOST_SEARCH_S = 0.5, 4.0
+"""Time that planning may take between two steps; a search that it ends has twice as much after the next."""
 
 
 class Elastic:
@@ -44,6 +44,10 @@ class Elastic:
         self._known = Measured()
         """What the present plan was made with."""
         self._steps_to_wait = WARM_UP_STEPS
+        self._search_s = SEARCH_S
+        self._is_done = True
+        """The last search ended before its time did."""
+        self._reason = ""
         self.num_changes = 0
 
     def after_step(self, report: StepReport) -> str:
@@ -53,18 +57,22 @@ class Elastic:
             return ""
         measured = self._measure(report)
         reason = measured.differs(self._known, CHANGE) or self._is_first()
-        if not reason:
+        if reason:
+            self._search_s, self._reason = SEARCH_S, reason
+        elif self._is_done:
             return ""
         self._known = measured
         request = replace(self._request, spec=measured.applied(self._request.spec))
         now = plan_of(request, self._choice)
-        best = make_plan(request, budget_s=SEARCH_S)
+        best = make_plan(request, budget_s=self._search_s)
+        self._is_done = best.plan_s < self._search_s or self._search_s >= MOST_SEARCH_S
+        self._search_s *= 2
         gain = 1 - best.step_s / now.step_s
         if not best.fits or best.choice == self._choice or gain < GAIN:
             return ""
         self._engine.reconfigure(best.choice)
         message = (
-            f"new plan ({reason}): {describe_change(self._choice, best.choice)}; a step should take "
+            f"new plan ({self._reason}): {describe_change(self._choice, best.choice)}; a step should take "
             f"{best.step_s:.4g} s in place of {now.step_s:.4g} s"
         )
         _log.info("%s", message)

@@ -6,16 +6,25 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
 from megatrain.config import Config
 from megatrain.errors import ConfigError
 from megatrain.hardware import Drives, HardwareSpec, MemoryNode, host_memory, measure_matmul_peak
+from megatrain.model.anatomy import Anatomy
+from megatrain.model.timing import time_layers
 from megatrain.optim.threads import update_threads, worker_threads
+from megatrain.plan.cost import Rates
+from megatrain.plan.measured import Measured
 from megatrain.stream.devices import check_device, make_lanes
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from megatrain.stream.machine import emulated_spec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +35,13 @@ _COPY_BYTES_PER_S = 8e9
 _UPDATES_PER_S = 1.2e9
 """Of a thread."""
 _DRIVE_BYTES_PER_S = 1e9
+_VISIT_S = 1.5e-3
+"""Of Python, beside a layer's own."""
+
+_MOST_LAYER_S = 1.0
+"""A layer that takes longer is not run for a plan."""
+_MOST_MEMORY = 0.25
+"""Of what is left, that such a run may take."""
 
 
 def machine_for(config: Config, measure: Measure | None = None) -> HardwareSpec:
@@ -53,6 +69,42 @@ def machine_for(config: Config, measure: Measure | None = None) -> HardwareSpec:
     return replace(spec, drives=_drives(config, spec))
 
 
+def with_layers_timed(
+    spec: HardwareSpec, anatomy: Anatomy, model_config: PretrainedConfig, config: Config
+) -> HardwareSpec:
+    """Return this CPU at the rates that the model's own layers reach on it.
+
+    One layer of every kind is run a few times; where that would take long, or much of the memory that is
+    left, the rates stay as they are.
+    """
+    known = _TIMED.setdefault(anatomy, {})
+    num_threads = torch.get_num_threads()
+    if num_threads not in known:
+        known[num_threads] = _time(spec, anatomy, model_config, config)
+    return known[num_threads].applied(spec)
+
+
+_TIMED: WeakKeyDictionary[Anatomy, dict[int, Measured]] = WeakKeyDictionary()
+"""By model and number of threads: a process times it once."""
+
+
+def _time(spec: HardwareSpec, anatomy: Anatomy, model_config: PretrainedConfig, config: Config) -> Measured:
+    rates = Rates(spec, config.train.precision)
+    weights = max(sum(part.working_bytes for part in layer.fragments) for layer in anatomy.layers)
+    need = 3 * weights + 2 * max(layer.saved_bytes["keep"] for layer in anatomy.layers)
+    seconds = max(rates.compute_s(layer.forward + layer.backward) for layer in anatomy.layers)
+    if seconds > _MOST_LAYER_S or need > _MOST_MEMORY * host_memory().available_bytes:
+        return Measured()
+    timed = time_layers(
+        model_config,
+        micro_batch_size=anatomy.micro_batch_size,
+        seq_len=anatomy.seq_len,
+        precision=config.train.precision,
+        attn_implementation=config.model.attn_implementation,
+    )
+    return Measured.of_layers(rates, anatomy, timed)
+
+
 def common_cpu(precision: str) -> HardwareSpec:
     """Return this computer without a GPU: its own cores, memory and matrix products, other rates assumed."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
@@ -70,6 +122,7 @@ def common_cpu(precision: str) -> HardwareSpec:
         memory=(MemoryNode(nbytes=host_memory().available_bytes, bytes_per_s=2 * _COPY_BYTES_PER_S),),
         update_params_per_s={threads: threads * _UPDATES_PER_S},
         num_cores=worker_threads(),
+        launch_s=_VISIT_S,
         sources={"matmul_flops_per_s": "measured", "others": "assumed of a common computer"},
     )
 

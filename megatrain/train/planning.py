@@ -25,6 +25,7 @@ from megatrain.plan.choice import Batch, Plan
 from megatrain.plan.planner import make_plan
 from megatrain.plan.remedies import KEYS, Remedy, device_bytes_held, list_remedies
 from megatrain.plan.request import Request
+from megatrain.train.machine import with_layers_timed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -50,7 +51,7 @@ class Planned:
     """As it was given."""
     notes: tuple[str, ...]
     count_s: float
-    """Seconds that counting the model took, beside `plan.plan_s`."""
+    """Seconds that counting the model took, and timing its layers on a CPU, beside `plan.plan_s`."""
 
 
 def plan_run(
@@ -112,6 +113,8 @@ def plan_training(config: Config, model_config: PretrainedConfig, spec: Hardware
     began_s = time.perf_counter()
     recount = partial(_count_once, model_config, config, _device_type(spec))
     anatomy = recount()
+    if spec.is_cpu:
+        spec = with_layers_timed(spec, anatomy, model_config, config)
     count_s = time.perf_counter() - began_s
     request = make_request(config, anatomy, spec)
     plan = make_plan(request, remedies=list_remedies(request, recount), budget_s=_TRAINING_SEARCH_S)

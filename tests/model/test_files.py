@@ -343,29 +343,26 @@ def test_bad_generation_settings_are_refused(llama: Path) -> None:
 PEAK_SCRIPT = """
 import sys, threading, time
 import torch
+from megatrain.hardware import resident_bytes
 from megatrain.model.files import load_weights
 from megatrain.model.skeleton import build_skeleton, read_config
 from tests.model.resident import CopySink, bind_parameters
 
-def measure():
-    with open("/proc/self/status") as file:
-        return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("RssAnon", "RssShmem")))
-
 class Sink(CopySink):
     def put(self, name, value, region=()):
-        peaks.append(measure())
+        peaks.append(resident_bytes())
         super().put(name, value, region)
-        peaks.append(measure())
+        peaks.append(resident_bytes())
 
 def watch():
     while not done:
-        peaks.append(measure())
+        peaks.append(resident_bytes())
         time.sleep(0.001)
 
 directory = sys.argv[1]
 model = build_skeleton(read_config(directory), dtype=torch.bfloat16)
 torch.zeros(1 << 20).add_(1).bfloat16()  # what torch itself takes once
-before, peaks, done = measure(), [], False
+before, peaks, done = resident_bytes(), [], False
 thread = threading.Thread(target=watch)
 thread.start()
 bind_parameters(model)

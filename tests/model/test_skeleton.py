@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, T5Config
 
 from megatrain.errors import ModelError
+from megatrain.hardware import resident_bytes
 from megatrain.model.files import model_directory
 from megatrain.model.skeleton import build_skeleton, read_config, tied_names
 from tests.families import FAMILIES
@@ -18,11 +19,6 @@ from tests.families import FAMILIES
 def _write_config(directory: Path, **values: Any) -> Path:
     (directory / "config.json").write_text(json.dumps(values))
     return directory
-
-
-def _anonymous_bytes() -> int:
-    status = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in status if line.startswith(("RssAnon", "RssShmem")))
 
 
 def test_config_equals_transformers(tmp_path: Path) -> None:
@@ -35,12 +31,12 @@ def test_config_equals_transformers(tmp_path: Path) -> None:
 
 def test_a_large_model_is_built_without_its_weights() -> None:
     config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, vocab_size=128256)
-    before = _anonymous_bytes()
+    before = resident_bytes()
     model = build_skeleton(config, dtype=torch.bfloat16)
     assert sum(parameter.numel() for parameter in model.parameters()) > 60e9
     assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
-    assert _anonymous_bytes() - before < 200 << 20
+    assert resident_bytes() - before < 200 << 20
 
 
 def test_ties_training_mode_and_random_state_are_those_of_from_pretrained() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.hardware import Drives
+from megatrain.model.host_buffers import NUM_ACTIVATION_STAGING
 from megatrain.plan.choice import Batch, Choice
 from megatrain.plan.drives import (
-    NUM_ACTIVATION_STAGING,
     with_activations_through,
     with_state_through,
     with_weights_through,

@@ -16,12 +16,11 @@ import megatrain
 from megatrain.config import build_config
 from megatrain.errors import CapacityError, CheckpointError, ConfigError
 from megatrain.model.count import count_anatomy
-from megatrain.plan import drives as plan_drives
+from megatrain.model.host_buffers import NUM_ACTIVATION_STAGING, SCRATCH_CHUNK_BYTES
 from megatrain.plan.choice import Batch
 from megatrain.plan.memory import host_planes
 from megatrain.plan.pools import drive_pools
 from megatrain.plan.program import Lane
-from megatrain.store.drives import scratch
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.scratch import Place, Scratch
 from megatrain.store.placement import Tiers
@@ -137,7 +136,7 @@ def test_a_boundary_is_written_once_and_read_once(tmp_path: Path) -> None:
     _, reference, engine, optimizer = begin(tmp_path, config=config, num_micro_batches=2, lockstep=2)
     assert_same_steps(engine, optimizer, reference, num_micro_batches=2)
     stash = engine.executor.stash
-    size = stash.host_bytes // plan_drives.NUM_ACTIVATION_STAGING
+    size = stash.host_bytes // NUM_ACTIVATION_STAGING
     assert size % 4096 == 0
     assert stash.drive_bytes == (2 * (2 * 5 - 1) * size, 2 * 2 * 5 * size)
     report = engine.last_step
@@ -170,9 +169,8 @@ def test_bytes_are_those_of_the_plan(count: int, activations: str, tmp_path: Pat
     planes = host_planes(anatomy, engine.choice, batch)
     assert engine.choice.boundaries == "nvme"
     assert planes["staging of activations"] == engine.executor.stash.host_bytes > 0
-    pools = {pool.name: pool.nbytes for pool in drive_pools(anatomy, engine.choice, batch, state="fp32")}
-    assert pools["saved activations"] == scratch_of(engine).nbytes == 4 * count * scratch.CHUNK_BYTES
-    assert scratch.CHUNK_BYTES == plan_drives.SCRATCH_CHUNK_BYTES
+    pools = {pool.name: pool.nbytes for pool in drive_pools(anatomy, engine.choice, batch)}
+    assert pools["saved activations"] == scratch_of(engine).nbytes == 4 * count * SCRATCH_CHUNK_BYTES
     engine.detach()
 
 

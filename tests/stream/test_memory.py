@@ -23,14 +23,13 @@ from tests.stream.runs import HYPER, assert_same_steps
 HOST_PROBE = """
 import gc, json
 import torch
-from pathlib import Path
 from transformers import LlamaConfig
 import megatrain
+from megatrain.hardware import resident_bytes
 
 def held():
     gc.collect()
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(l.split()[1]) * 1024 for l in lines if l.startswith(("RssAnon", "RssShmem")))
+    return resident_bytes()
 
 def shape(**sizes):
     return LlamaConfig(num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=False, **sizes)

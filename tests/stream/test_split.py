@@ -37,13 +37,13 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
 def num_rounds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record how many micro-batches each round of the lockstep has."""
     sizes: list[int] = []
-    run = engine._lockstep.run
+    run = engine._entrance.lockstep.run
 
     def record(calls: Any) -> Any:
         sizes.append(len(calls))
         return run(calls)
 
-    monkeypatch.setattr(engine._lockstep, "run", record)
+    monkeypatch.setattr(engine._entrance.lockstep, "run", record)
     return sizes
 
 

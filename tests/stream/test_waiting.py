@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 import megatrain
 from megatrain.config import apply_overrides, build_config
 from megatrain.errors import CapacityError, ConfigError
+from megatrain.model.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.plan.program import BlockSize, Kind, Lane, LayerPlan
 from megatrain.plan.schedule import optimizer_program, round_visits, schedule
 from megatrain.store.state import planned_host_bytes
 from megatrain.stream.bind import device_pools
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, EmulatedLanes, EmulatedMachine, OrderingError
-from megatrain.stream.waiting import NUM_STAGING, staging_bytes
+from megatrain.stream.waiting import staging_bytes
 from megatrain.train.loop import train
 from tests.families import FAMILIES
 from tests.reference import Resident, make_batches, make_model
@@ -325,7 +326,7 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
     host, _ = trained("cpu", make_model(FAMILIES["llama"]()), num, **settings)
     engine, optimizer = trained("cpu", make_model(FAMILIES["llama"]()), num, **settings, gradients="device")
     layouts = engine.host.layouts
-    staging = NUM_STAGING * staging_bytes(layouts, engine.policies.residents)
+    staging = NUM_GRADIENT_STAGING * staging_bytes(layouts, engine.policies.residents)
     gradients = sum(layout.gradient_bytes for layout in layouts)
     assert engine.host_bytes == host.host_bytes - gradients + staging
     planes = planned_host_bytes(layouts, engine.host.precision, keeps_gradients=False, staging_bytes=staging)

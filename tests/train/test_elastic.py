@@ -101,6 +101,28 @@ def test_a_throttled_link_is_planned_around(monkeypatch: pytest.MonkeyPatch) -> 
     assert elastic.num_changes == 1
 
 
+def test_a_search_that_ran_out_of_time_goes_on_after_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, plan = planned()
+    slow = replace(
+        request, spec=replace(request.spec, h2d_bytes_per_s=2e8, d2h_bytes_per_s=2e8, launch_s=0.0)
+    )
+    better, given = make_plan(slow, budget_s=5.0).choice, []
+
+    def search(asked: Request, *, budget_s: float) -> Plan:
+        given.append(budget_s)
+        if len(given) < 3:  # nothing better so far
+            return replace(plan_of(asked, plan.choice), plan_s=budget_s)
+        return replace(plan_of(asked, better), plan_s=0.1)
+
+    monkeypatch.setattr(elastic_module, "make_plan", search)
+    engine = Engine()
+    elastic = Elastic(engine, request, plan)  # type: ignore[arg-type]
+    for _ in range(WARM_UP_STEPS + 5):
+        elastic.after_step(report_of(slow, plan.choice if not engine.given else better))
+    assert engine.given == [better]
+    assert given[:3] == [0.5, 1.0, 2.0]
+
+
 def test_warm_up_is_not_measured() -> None:
     request, plan = planned()
     engine = Engine()

@@ -23,24 +23,18 @@ from torch import Tensor
 
 from megatrain.errors import CheckpointError, OutputError
 from megatrain.hardware import GIB
+from megatrain.model.host_buffers import PAGE_BYTES
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.places import STATE_NAME, drive_errors, make_place
 
 _log = logging.getLogger(__name__)
 
-PAGE_BYTES = 4096
-"""Direct I/O wants addresses, offsets and sizes in multiples of the logical block, which is at most this."""
 _TRIAL_BYTES = 16 << 20
 """Written and read back to say what buffered I/O costs where direct I/O is not to be had."""
 
 
 Check = Callable[[memoryview], None]
 """Called in the thread that has read, or is about to write, some bytes."""
-
-
-def padded(num_bytes: int) -> int:
-    """Round up to whole pages."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def raw(flat: Tensor) -> memoryview:

@@ -21,15 +21,14 @@ import xxhash
 from torch import Tensor
 
 from megatrain.errors import CheckpointError
+from megatrain.model.host_buffers import PAGE_BYTES, SCRATCH_CHUNK_BYTES, padded
 from megatrain.store.drives import system as calls
-from megatrain.store.drives.drive import PAGE_BYTES, Drive, padded, raw
+from megatrain.store.drives.drive import Drive, raw
 from megatrain.store.drives.places import drive_errors
 from megatrain.store.drives.striped import threads_per_drive, wait
 
 SCRATCH_NAME = "scratch.bin"
 """The file of scratch room in each directory, for the moment between its making and the loss of its name."""
-CHUNK_BYTES = 4 << 20
-"""Room is taken in chunks of this: large enough for a drive's full rate, small beside what is saved."""
 
 
 class FileArena:
@@ -77,10 +76,10 @@ class Scratch:
 
         Args:
             directories: One per drive.
-            chunk_bytes: Whole pages; 0: `CHUNK_BYTES`.
+            chunk_bytes: Whole pages; 0: `SCRATCH_CHUNK_BYTES`.
         """
         self.directories = list(directories)
-        self.chunk_bytes = chunk_bytes or CHUNK_BYTES
+        self.chunk_bytes = chunk_bytes or SCRATCH_CHUNK_BYTES
         assert self.chunk_bytes % PAGE_BYTES == 0
         self._drives: list[Drive] = []
         weakref.finalize(self, _close, self._drives)

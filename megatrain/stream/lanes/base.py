@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,10 @@ class Lanes(ABC):
     One thread at a time calls the methods: the launching thread, or autograd's while that one waits for it.
     Lane functions may call `sum_of_squares`, `freed` and `share`, and nothing else.
     """
+
+    updates_with_kernels: ClassVar[bool] = False
+    """Blocks on the device update by the host's kernels, which give the same bits, in place of the operations
+    of a GPU."""
 
     def __init__(self, device: torch.device, device_limit: int | None = None) -> None:
         """Work on `device`, and allocate at most `device_limit` bytes there."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError
 from megatrain.plan.program import Buffer, Lane
+from megatrain.store.arena import Arena
 from megatrain.stream.lanes.base import Event
 from megatrain.stream.lanes.launch import LaunchClock, sleep_until
 from megatrain.stream.lanes.records import Cause, Recorder
@@ -188,11 +189,14 @@ class EmulatedLanes(ThreadedLanes):
     long as they take.
     """
 
+    updates_with_kernels = True  # a GPU's operations take seconds here that no rate knows of
+
     def __init__(self, machine: EmulatedMachine | None = None) -> None:
         """Emulate `machine`; by default one without rates, but with jitter."""
         self.machine = machine or EmulatedMachine()
         super().__init__(torch.device("cpu"), self.machine.device_bytes)
         self._links: dict[Lane, Link] = {}
+        self._locked: list[Arena] = []
         self._is_direct = False
         chance = random.Random(self.machine.seed * len(Lane) + list(Lane).index(Lane.COMPUTE))
         self._clock = LaunchClock(chance, self.machine.jitter_s, self.machine.catch_up_s)
@@ -259,6 +263,16 @@ class EmulatedLanes(ThreadedLanes):
         """Mark the end of what `begin_span` announced; it takes as long as its FLOPs do."""
         self._spend(lane, work)
         super().end_span(lane, work=work)
+
+    def lock(self, arena: Arena | None) -> None:
+        """Take all pages, as page-locking does."""
+        if arena is not None and not any(held is arena for held in self._locked):
+            self._locked.append(arena)
+            arena.touch()
+
+    def unlock(self, arena: Arena | None) -> None:
+        """Forget about it; its pages stay."""
+        self._locked = [held for held in self._locked if held is not arena]
 
     def freed(self, flat: Tensor) -> None:
         """Fill a freed buffer with NaN, so that a late reader shows."""

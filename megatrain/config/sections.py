@@ -1,16 +1,8 @@
-"""Every setting a user has: read from YAML and overrides, checked, written out, and documented.
-
-A `Config` is complete and checked when it exists: nothing downstream checks a type or a range again.
-"""
+"""Every setting a user has, and which of them exclude each other."""
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,7 +13,7 @@ from pydantic import (
     ValidationError,
 )
 
-from megatrain.config_types import (
+from megatrain.config.types import (
     Betas,
     Bytes,
     Count,
@@ -35,8 +27,6 @@ from megatrain.config_types import (
     Seed,
     reads_as,
 )
-from megatrain.errors import ConfigError
-from megatrain.yaml12 import dump_yaml, parse_yaml
 
 
 class _Section(BaseModel):
@@ -292,91 +282,7 @@ ALIASES: Mapping[str, str] = {
 }
 
 
-def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a YAML configuration file as nested keys, aliases replaced; `build_config` checks them.
-
-    Raises:
-        ConfigError: not readable, not YAML, a key given twice, or not a mapping.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the configuration ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    raw = parse_yaml(text, source=str(path))
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{path}: expected sections ({', '.join(Config.model_fields)}), found {_given(raw)}"
-        )
-    return _expand_aliases(raw, source=str(path))
-
-
-def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return `raw` with `a.b=value` overrides applied; values are YAML scalars, lists or mappings.
-
-    Raises:
-        ConfigError: an override without `=` or with an unreadable value, or two that set one key.
-    """
-    return set_keys(raw, [parse_override(override) for override in overrides])
-
-
-def set_keys(raw: Mapping[str, Any], settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return `raw` with each dotted key of `settings` (or its alias) set to its value."""
-    result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
-    spelled: dict[str, str] = {}
-    for spelling, value in settings:
-        key, value = _resolve_alias(spelling, value)
-        if key in spelled:
-            both = "" if spelling == spelled[key] else f" (as {spelled[key]} and as {spelling})"
-            raise ConfigError(f"{key} is set twice on the command line{both}; keep one")
-        spelled[key] = spelling
-        *sections, leaf = key.split(".")
-        target = result
-        for section in sections:
-            inner = target.get(section)
-            # An unknown or misplaced section is kept, for `build_config` to name with every other problem.
-            target[section] = inner = dict(inner) if isinstance(inner, Mapping) else {}
-            target = inner
-        target[leaf] = value
-    return result
-
-
-def build_config(raw: Mapping[str, Any], *, source: str = "configuration") -> Config:
-    """Check nested keys and fill in the defaults.
-
-    Args:
-        raw: sections of keys, as `read_config` and `apply_overrides` return them.
-        source: where they came from, named in every problem.
-
-    Raises:
-        ConfigError: every problem at once: unknown keys, wrong types, values out of range, missing keys.
-    """
-    try:
-        # A section that is left empty in YAML reads as null, and means its defaults.
-        config = Config.model_validate(
-            {key: {} if _is_empty(key, value) else value for key, value in raw.items()}
-        )
-    except ValidationError as error:
-        raise _as_error(source, [_describe(problem) for problem in error.errors()]) from None
-    problems = _conflicts(config)
-    if not problems:
-        return config
-    raise _as_error(source, problems)
-
-
-def _is_empty(key: str, value: object) -> bool:
-    """Whether a section says nothing; `memory: auto` says that all of it is planned."""
-    return (value is None and key != "out") or (key == "memory" and value == "auto")
-
-
-def _as_error(source: str, problems: Sequence[str]) -> ConfigError:
-    if len(problems) == 1:
-        return ConfigError(f"{source}: {problems[0]}")
-    return ConfigError("\n  - ".join([f"{source} has {len(problems)} problems:", *problems]))
-
-
-def _conflicts(config: Config) -> list[str]:
+def conflicts(config: Config) -> list[str]:
     """List the settings that exclude each other, each with a way out."""
     problems = []
     optim, memory = config.optim, config.memory
@@ -421,153 +327,3 @@ def _conflicts(config: Config) -> list[str]:
                 "memory.resident_blocks=0"
             )
     return problems
-
-
-def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
-    """Read, override and check a configuration file.
-
-    Raises:
-        ConfigError: see `read_config`, `apply_overrides` and `build_config`.
-    """
-    return build_config(apply_overrides(read_config(path), overrides), source=str(path))
-
-
-def dump_config(config: Config) -> str:
-    """Return `config` as YAML with every default written out; `load_config` reads the same value back."""
-    return dump_yaml(config.model_dump(mode="json"))
-
-
-def parse_override(override: str) -> tuple[str, Any]:
-    """Split `a.b=value` into its key and its value, read as YAML.
-
-    Raises:
-        ConfigError: no `=`, no key, or a value that is not YAML.
-    """
-    key, equals, text = override.partition("=")
-    key = key.strip().removeprefix("--")
-    if not equals or not all(key.split(".")):
-        raise ConfigError(f"the override {override!r} is not of the form section.key=value")
-    try:
-        return key, parse_yaml(text, source=override)
-    except ConfigError as error:
-        raise ConfigError(
-            f"the override {override!r} has no readable value; quote it: {key}='\"...\"'"
-        ) from error
-
-
-def _resolve_alias(spelling: str, value: Any) -> tuple[str, Any]:
-    if spelling == "max_grad_norm" and value in (0, 0.0) and not isinstance(value, bool):
-        value = None  # transformers' way to turn clipping off
-    return ALIASES.get(spelling, spelling), value
-
-
-def _expand_aliases(raw: Mapping[Any, Any], *, source: str) -> dict[str, Any]:
-    """Move top-level aliases to their nested keys; a nested key that is given as well is a conflict."""
-    nested = {key: value for key, value in raw.items() if key not in ALIASES}
-    aliased = [(key, value) for key, value in raw.items() if key in ALIASES]
-    given = {key for key, value in nested.items() if not isinstance(value, dict)}
-    given |= {f"{key}.{inner}" for key, value in nested.items() if isinstance(value, dict) for inner in value}
-    spelled: dict[str, str] = {}
-    for spelling, _ in aliased:
-        key = ALIASES[spelling]
-        other = key if key in given else spelled.get(key)
-        if other:
-            raise ConfigError(f"{source}: {spelling} and {other} both set {key}; keep one")
-        spelled[key] = spelling
-    return set_keys(nested, aliased)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Key:
-    """One setting, as help, documentation and errors show it."""
-
-    name: str
-    kind: str
-    """What a value may be."""
-    default: str
-    """As YAML; "required" if there is none."""
-    description: str
-
-
-@cache
-def config_keys() -> Mapping[str, Key]:
-    """Every setting by its dotted name, in the order of the sections."""
-    return {key.name: key for key in _keys(Config, "")}
-
-
-def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
-    schemas = section.model_json_schema()["properties"]
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
-            continue
-        yield Key(
-            name=prefix + name,
-            kind=_kind_of(schemas[name]),
-            default="required" if field.is_required() else dump_yaml(field.default, flow=True),
-            description=" ".join((field.description or "").split()),
-        )
-
-
-def _kind_of(schema: Mapping[str, Any]) -> str:
-    if "kind" in schema:
-        return str(schema["kind"])
-    if "anyOf" in schema:
-        return " or ".join(_kind_of(option) for option in schema["anyOf"])
-    if "enum" in schema:
-        return " | ".join(schema["enum"])
-    kinds = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
-    kind = (kinds | {"object": "a mapping", "null": "null"})[schema["type"]]
-    for bound, words in (("minimum", "{} or more"), ("exclusiveMinimum", "above {}")):
-        if bound in schema:
-            kind += f" ({words.format(schema[bound])})"
-    return kind
-
-
-def _given(value: object) -> str:
-    kinds = {bool: "", int: "whole number", float: "number", str: "text", dict: "section", list: "list"}
-    text = dump_yaml(value, flow=True) if isinstance(value, (bool, int, float)) else repr(value)
-    kind = kinds.get(type(value), type(value).__name__)
-    text = text if len(text) <= 60 else text[:57] + "..."
-    return "null" if value is None else f"{text} ({kind})" if kind else text
-
-
-def _describe(problem: Any) -> str:
-    """Say in words what pydantic found."""
-    name = str(problem["loc"][0]) + "".join(f".{part}" for part in problem["loc"][1:2])
-    key = config_keys().get(name)
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {name}; {_suggestion(name)}"
-    if problem["type"] == "missing":
-        required = [known for known in config_keys().values() if known.default == "required"]
-        return "; ".join(
-            f"{known.name} is required: {known.description}"
-            for known in required
-            if known.name == name or known.name.startswith(name + ".")
-        )
-    if key is None:
-        inner = ", ".join(
-            known.removeprefix(name + ".") for known in config_keys() if known.startswith(name + ".")
-        )
-        return f"{name} is {_given(problem['input'])}; it must be a section with keys from {inner}"
-    kind = key.kind.replace(" | ", " or ")
-    where = "".join(f"[{part}]" for part in problem["loc"][2:] if isinstance(part, int))
-    hint = "; put it in quotes" if problem["type"] == "string_type" and problem["input"] is not None else ""
-    return f"{name}{where} is {_given(problem['input'])}; it must be {kind}{hint}"
-
-
-def _suggestion(name: str) -> str:
-    keys = list(config_keys())
-    section, _, leaf = name.rpartition(".")
-    by_leaf = {key.rpartition(".")[2]: key for key in keys}
-    targets = {**{key: key for key in keys}, **ALIASES}
-    close = [leaf] if leaf in by_leaf else difflib.get_close_matches(name, targets, n=1, cutoff=0.75)
-    close = close or difflib.get_close_matches(leaf, by_leaf, n=1)
-    if close:
-        return f"did you mean {targets.get(close[0]) or by_leaf[close[0]]}?"
-    inside = [key.removeprefix(f"{section}.") for key in keys if section and key.startswith(f"{section}.")]
-    return (
-        f"{section} has {', '.join(inside)}"
-        if inside
-        else f"the sections are {', '.join(Config.model_fields)}"
-    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatrain.config import ALIASES, Config, config_keys
+from megatrain.config.keys import config_keys
+from megatrain.config.sections import ALIASES, Config
 
 
 def configuration_page() -> str:
@@ -46,4 +47,4 @@ both; overrides win. `megatrain train --help` lists the same keys. Paths are rel
 the command runs in. A value means what it looks like (YAML 1.2): `1e-3` is a number, `no` is text, `null` is
 nothing.
 
-This page is generated from `megatrain/config.py`."""
+This page is generated from `megatrain/config/sections.py`."""

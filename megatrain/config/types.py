@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Literal
+from enum import Enum
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
@@ -16,6 +17,7 @@ _BYTES_PER_UNIT = {
     **{prefix + "B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
     **{prefix + "iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
+_Member = TypeVar("_Member", bound=Enum)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*")
 
 
@@ -40,6 +42,23 @@ def parse_bytes(value: object, what: str) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or size < 0 or is_part_of_a_byte:
         raise ConfigError(f"{what} is {value!r}; use bytes or a size such as 24GiB or 8TB")
     return size
+
+
+def read_member(kind: type[_Member], name: str, what: str) -> _Member:
+    """Return the member of an enumeration that has a name as its value.
+
+    Args:
+        kind: The enumeration.
+        name: What a user or caller has given.
+        what: The setting, at the beginning of the error.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    values = [member.value for member in kind]
+    if name not in values:
+        raise ConfigError(f"{what} is {name!r}; use {', '.join(values[:-1])} or {values[-1]}")
+    return kind(name)
 
 
 def _one_or_more(value: object) -> object:

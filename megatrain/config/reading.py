@@ -1,0 +1,151 @@
+"""Reads settings from YAML and overrides, checks them, and writes them out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatrain.config.keys import describe, given
+from megatrain.config.sections import ALIASES, Config, conflicts
+from megatrain.config.yaml12 import dump_yaml, parse_yaml
+from megatrain.errors import ConfigError
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a YAML configuration file as nested keys, aliases replaced; `build_config` checks them.
+
+    Raises:
+        ConfigError: not readable, not YAML, a key given twice, or not a mapping.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    raw = parse_yaml(text, source=str(path))
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected sections ({', '.join(Config.model_fields)}), found {given(raw)}")
+    return _expand_aliases(raw, source=str(path))
+
+
+def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return `raw` with `a.b=value` overrides applied; values are YAML scalars, lists or mappings.
+
+    Raises:
+        ConfigError: an override without `=` or with an unreadable value, or two that set one key.
+    """
+    return set_keys(raw, [parse_override(override) for override in overrides])
+
+
+def set_keys(raw: Mapping[str, Any], settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return `raw` with each dotted key of `settings` (or its alias) set to its value."""
+    result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
+    spelled: dict[str, str] = {}
+    for spelling, value in settings:
+        key, value = _resolve_alias(spelling, value)
+        if key in spelled:
+            both = "" if spelling == spelled[key] else f" (as {spelled[key]} and as {spelling})"
+            raise ConfigError(f"{key} is set twice on the command line{both}; keep one")
+        spelled[key] = spelling
+        *sections, leaf = key.split(".")
+        target = result
+        for section in sections:
+            inner = target.get(section)
+            # An unknown or misplaced section is kept, for `build_config` to name with every other problem.
+            target[section] = inner = dict(inner) if isinstance(inner, Mapping) else {}
+            target = inner
+        target[leaf] = value
+    return result
+
+
+def build_config(raw: Mapping[str, Any], *, source: str = "configuration") -> Config:
+    """Check nested keys and fill in the defaults.
+
+    Args:
+        raw: sections of keys, as `read_config` and `apply_overrides` return them.
+        source: where they came from, named in every problem.
+
+    Raises:
+        ConfigError: every problem at once: unknown keys, wrong types, values out of range, missing keys.
+    """
+    try:
+        # A section that is left empty in YAML reads as null, and means its defaults.
+        config = Config.model_validate(
+            {key: {} if _is_empty(key, value) else value for key, value in raw.items()}
+        )
+    except ValidationError as error:
+        raise _as_error(source, [describe(problem) for problem in error.errors()]) from None
+    problems = conflicts(config)
+    if not problems:
+        return config
+    raise _as_error(source, problems)
+
+
+def _is_empty(key: str, value: object) -> bool:
+    """Whether a section says nothing; `memory: auto` says that all of it is planned."""
+    return (value is None and key != "out") or (key == "memory" and value == "auto")
+
+
+def _as_error(source: str, problems: Sequence[str]) -> ConfigError:
+    if len(problems) == 1:
+        return ConfigError(f"{source}: {problems[0]}")
+    return ConfigError("\n  - ".join([f"{source} has {len(problems)} problems:", *problems]))
+
+
+def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
+    """Read, override and check a configuration file.
+
+    Raises:
+        ConfigError: see `read_config`, `apply_overrides` and `build_config`.
+    """
+    return build_config(apply_overrides(read_config(path), overrides), source=str(path))
+
+
+def dump_config(config: Config) -> str:
+    """Return `config` as YAML with every default written out; `load_config` reads the same value back."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """Split `a.b=value` into its key and its value, read as YAML.
+
+    Raises:
+        ConfigError: no `=`, no key, or a value that is not YAML.
+    """
+    key, equals, text = override.partition("=")
+    key = key.strip().removeprefix("--")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"the override {override!r} is not of the form section.key=value")
+    try:
+        return key, parse_yaml(text, source=override)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the override {override!r} has no readable value; quote it: {key}='\"...\"'"
+        ) from error
+
+
+def _resolve_alias(spelling: str, value: Any) -> tuple[str, Any]:
+    if spelling == "max_grad_norm" and value in (0, 0.0) and not isinstance(value, bool):
+        value = None  # transformers' way to turn clipping off
+    return ALIASES.get(spelling, spelling), value
+
+
+def _expand_aliases(raw: Mapping[Any, Any], *, source: str) -> dict[str, Any]:
+    """Move top-level aliases to their nested keys; a nested key that is given as well is a conflict."""
+    nested = {key: value for key, value in raw.items() if key not in ALIASES}
+    aliased = [(key, value) for key, value in raw.items() if key in ALIASES]
+    given = {key for key, value in nested.items() if not isinstance(value, dict)}
+    given |= {f"{key}.{inner}" for key, value in nested.items() if isinstance(value, dict) for inner in value}
+    spelled: dict[str, str] = {}
+    for spelling, _ in aliased:
+        key = ALIASES[spelling]
+        other = key if key in given else spelled.get(key)
+        if other:
+            raise ConfigError(f"{source}: {spelling} and {other} both set {key}; keep one")
+        spelled[key] = spelling
+    return set_keys(nested, aliased)
