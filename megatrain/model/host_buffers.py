@@ -15,14 +15,13 @@ NUM_STATE_STAGING = 3
 NUM_PAGES = 3
 """Weights on their way from the drives to the device."""
 NUM_ACTIVATION_STAGING = 3
-"""Saved activations on their way to drives and back: one visit is restored while two are read ahead."""
+"""Saved activations on their way to the drives or back: one is restored while two visits are read ahead."""
+SCRATCH_CHUNK_BYTES = 4 << 20
+"""Room for saved activations on drives is taken in chunks of this."""
 PAGE_BYTES = 4096
 """Direct I/O wants addresses, offsets and sizes in multiples of the logical block, which is at most this."""
 PIECE_BYTES = 64 << 20
 """State is written and committed in pieces of at most this."""
-SCRATCH_CHUNK_BYTES = 4 << 20
-"""Room for saved activations on drives is taken in chunks of this: large enough for a drive's full rate, and
-small beside what is saved."""
 
 
 def padded(num_bytes: int) -> int:

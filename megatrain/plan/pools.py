@@ -29,7 +29,7 @@ def host_pools(anatomy: Anatomy, choice: Choice, batch: Batch, state: Moments) -
 
 
 def drive_pools(anatomy: Anatomy, choice: Choice, batch: Batch) -> list[Pool]:
-    """Return what is on the drives: two copies of all state, so that a commit is whole, and activations."""
+    """Return what is on the drives: two copies of everything, so that a commit is whole."""
     if not choice.tiers and choice.boundaries != "nvme":
         return []
     census = Census.of(anatomy, choice.fragments)

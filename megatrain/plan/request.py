@@ -77,11 +77,8 @@ def pools_of(request: Request, choice: Choice) -> list[Pool]:
     pools = device_peak_bytes(anatomy, choice, batch, state=request.moments, overlaps=not is_cpu)
     if is_cpu:
         pools = [replace(pool, tier="ram") for pool in pools]
-    return [
-        *pools,
-        *host_pools(anatomy, choice, batch, request.moments),
-        *drive_pools(anatomy, choice, batch),
-    ]
+    pools += host_pools(anatomy, choice, batch, request.moments)
+    return pools + drive_pools(anatomy, choice, batch)
 
 
 def host_bytes(request: Request, choice: Choice) -> int:

@@ -76,7 +76,8 @@ class Scratch:
 
         Args:
             directories: One per drive.
-            chunk_bytes: Whole pages; 0: `SCRATCH_CHUNK_BYTES`.
+            chunk_bytes: Whole pages; 0: `SCRATCH_CHUNK_BYTES`, large enough for a drive's full rate, and
+                small beside what is saved.
         """
         self.directories = list(directories)
         self.chunk_bytes = chunk_bytes or SCRATCH_CHUNK_BYTES
