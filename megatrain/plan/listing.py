@@ -252,7 +252,8 @@ def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
     if request.spec.drives is None or request.state != "fp32":
         return [frozenset()]
     moments = frozenset({("remainder", "nvme"), ("moments", "nvme")})
-    return [frozenset(), moments, moments | {("working", "nvme")}]
+    on_drives = [moments, moments | {("working", "nvme")}]  # of which RAM takes what fits
+    return on_drives if request.commits else [frozenset(), *on_drives]
 
 
 def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent) -> Iterator[Choice]:

@@ -36,6 +36,8 @@ class Request:
     state: str = "fp32"
     """How moments are kept."""
     compiles: bool = False
+    commits: bool = False
+    """The run has named its drives: all of its state is committed there, wherever it lives."""
     device_limit: int | None = None
     """Bytes of the device that the run may take; None: what the machine has."""
     host_limit: int | None = None

@@ -141,6 +141,7 @@ def make_request(config: Config, anatomy: Anatomy, spec: HardwareSpec) -> Reques
         ),
         clips=config.optim.max_grad_norm is not None,
         state=config.optim.state,
+        commits=config.memory.tiers != "auto" and bool(config.memory.tiers.nvme),
         compiles=config.train.compile == "on" or (config.train.compile == "auto" and not spec.is_cpu),
         device_limit=config.memory.device_budget,
         host_limit=config.memory.host_budget,

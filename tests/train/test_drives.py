@@ -230,3 +230,28 @@ def test_a_run_with_boundaries_on_drives_takes_what_was_planned_and_gives_the_sa
         run.engine.close(removes=True)
     assert losses[0] == losses[1]
     assert list((tmp_path / "drive0").iterdir()) == list((tmp_path / "drive1").iterdir()) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("fragments", [False, "auto"])
+def test_named_drives_that_ram_does_not_need_take_the_commits(
+    device: str, fragments: bool | str, tmp_path: Path
+) -> None:
+    """Whatever else is left to the plan: no layer is resident, and the buffers before drives are counted."""
+    losses = []
+    for name, tiers in (("ram", {}), ("drives", {"tiers": {"nvme": [str(tmp_path / "drive")]}})):
+        config = make_config(
+            tmp_path,
+            name,
+            train={"steps": 3, "precision": "bf16", "device": device},
+            memory={"fragments": fragments, **tiers},
+        )
+        run = prepare(config, None, None)
+        losses.append([train_step(run).loss for _ in range(2)])
+        assert run.planned is not None
+        check_allocated(run.engine, run.planned.plan)
+        if tiers:
+            assert run.planned.plan.choice.resident_layers == run.engine.choice.resident_layers == 0
+            assert run.planned.plan.tier_bytes("nvme") > 0
+        run.engine.close(removes=True)
+    assert losses[0] == losses[1]
