@@ -161,13 +161,17 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
         if fixed.get("fragments") is None and most > 1:
             yield from _resplit(request, frame, 1 if choice.fragments else most)
         if fixed.get("resident_layers") is None and not _uses_drives(choice) and not request.spec.is_cpu:
-            for number in (choice.resident_layers - 1, choice.resident_layers + 1):
-                if not 0 <= number <= num_layers:
+            # what is resident updates on the device: the best share of it is one of layers and outer blocks
+            outers = _values(fixed, "outer_resident", [True, False])
+            for change, outer in product((-1, 0, 1), outers):
+                number = choice.resident_layers + change
+                changed = replace(frame, resident_layers=number, outer_resident=outer)
+                if not 0 <= number <= num_layers or (change, outer) == (0, choice.outer_resident):
                     continue
                 if "activations" in fixed:
-                    yield replace(frame, resident_layers=number)
+                    yield changed
                 else:
-                    yield from _keep(request, replace(frame, resident_layers=number))
+                    yield from _keep(request, changed)
     yield from _thinned(request, choice)
     if num_layers <= SMALL and fixed.get("activations") is None:
         yield from _mixed(request, choice)
@@ -188,7 +192,6 @@ def _resplit(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
     """Yield a frame whose layers stream in so many parts, through fewer slots and more."""
     fixed = request.fixed or {}
     buffers = fixed.get("num_gradient_buffers") or parts + (frame.lockstep > 1)
-    assert isinstance(buffers, int)
     assert isinstance(buffers, int)
     for slots in _values(fixed, "num_slots", [parts + 1, parts]):
         split = replace(frame, fragments=parts > 1, num_slots=slots, num_gradient_buffers=buffers)
