@@ -175,6 +175,9 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
     yield from _thinned(request, choice)
     if num_layers <= SMALL and fixed.get("activations") is None:
         yield from _mixed(request, choice)
+        if fixed.get("fragments") is None and most > 1:
+            for split in _splits(request, choice, 1 if choice.fragments else most):
+                yield from _mixed(request, split, residents=[choice.resident_layers])
 
 
 def _changed(request: Request, frame: Choice, name: str, value: object, parts: int) -> Iterator[Choice]:
@@ -189,24 +192,36 @@ def _changed(request: Request, frame: Choice, name: str, value: object, parts: i
 
 
 def _resplit(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
-    """Yield a frame whose layers stream in so many parts, through fewer slots and more."""
+    """Yield a frame whose layers stream in so many parts, with the device filled anew."""
+    for split in _splits(request, frame, parts):
+        yield from _fill(request, split)
+
+
+def _splits(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
+    """Yield a choice whose layers stream in so many parts, through fewer slots and more."""
     fixed = request.fixed or {}
     buffers = fixed.get("num_gradient_buffers") or parts + (frame.lockstep > 1)
     assert isinstance(buffers, int)
     for slots in _values(fixed, "num_slots", [parts + 1, parts]):
         split = replace(frame, fragments=parts > 1, num_slots=slots, num_gradient_buffers=buffers)
         if slots >= parts and _is_allowed(request, split):
-            yield from _fill(request, split)
+            yield split
 
 
-def _mixed(request: Request, choice: Choice) -> Iterator[Choice]:
-    """Yield every combination of policies of the layers, whether or not it fits."""
+def _mixed(request: Request, choice: Choice, residents: Sequence[int] = ()) -> Iterator[Choice]:
+    """Yield every combination of policies of the layers, whether or not it fits.
+
+    Args:
+        request: What is asked for.
+        choice: With everything else.
+        residents: Numbers of resident layers; none: as many as the choice has, one less and one more.
+    """
     policies = [p for p in POLICIES if not (request.compiles and p == "recompute_cheap")]
-    residents = {choice.resident_layers}
+    numbers = set(residents) or {choice.resident_layers}
     is_free = (request.fixed or {}).get("resident_layers") is None and not request.spec.is_cpu
-    if is_free and not _uses_drives(choice):
-        residents |= {choice.resident_layers - 1, choice.resident_layers + 1}
-    for number in sorted(n for n in residents if 0 <= n <= len(choice.activations)):
+    if is_free and not _uses_drives(choice) and not residents:
+        numbers |= {choice.resident_layers - 1, choice.resident_layers + 1}
+    for number in sorted(n for n in numbers if 0 <= n <= len(choice.activations)):
         for activations in product(policies, repeat=len(choice.activations)):
             yield replace(choice, activations=activations, resident_layers=number)
 

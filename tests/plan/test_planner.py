@@ -117,7 +117,7 @@ DRAWN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("rates", DRAWN)
 def test_more_device_memory_is_never_slower(rates: str) -> None:
-    sizes = [36 << 20, 60 << 20, 110 << 20, 200 << 20, 1 << 30]
+    sizes = [36 << 20, 80 << 20, 200 << 20, 1 << 30]
     specs = [machine(device_bytes=size, **DRAWN[rates]) for size in sizes]
     check_never_slower(steps(request(spec=spec, anatomy=small(), batch=SHORT) for spec in specs))
 
@@ -127,7 +127,7 @@ def test_a_faster_link_is_never_slower(rates: str) -> None:
     drawn = DRAWN[rates]
     specs = [
         machine(device_bytes=60 << 20, **{**drawn, "link": drawn["link"] * factor})
-        for factor in (1.0, 1.3, 2.0, 5.0)
+        for factor in (1.0, 1.5, 5.0)
     ]
     check_never_slower(steps(request(spec=spec, anatomy=small(), batch=SHORT) for spec in specs))
 

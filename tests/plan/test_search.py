@@ -69,9 +69,8 @@ def everything(
         most = num_layers * parts
         all_slots = sorted({parts, parts + 1, most} if coarsely else range(parts, most + 1))
         all_buffers = (parts, parts + 1) if coarsely else (parts, parts + 1, 2 * parts + 1)
-        combined = product(policies, repeat=num_layers)
-        for slots, buffers, activations in product(all_slots, all_buffers, combined):
-            if slots <= most:
+        for slots, buffers in product([n for n in all_slots if n <= most], all_buffers):
+            for activations in product(policies, repeat=num_layers):
                 yield Choice(
                     num_slots=slots,
                     num_gradient_buffers=buffers,
@@ -159,14 +158,14 @@ def test_nothing_coarse_that_fits_is_faster(seed: int, num_layers: int, num_micr
 
 @pytest.mark.parity
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_nothing_coarse_that_fits_is_faster_with_3_layers(seed: int, num_micro_batches: int) -> None:
     check(random_request(seed, 3, num_micro_batches), coarsely=True)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_nothing_coarse_that_fits_is_faster_with_4_layers(seed: int, num_micro_batches: int) -> None:
     check(random_request(seed, 4, num_micro_batches), policies=EXTREMES, coarsely=True)
 
