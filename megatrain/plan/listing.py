@@ -145,7 +145,7 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
         "gradients": ["host", "device"],
         "updates": ["deferred"] if request.clips else ["deferred", "immediate"],
         "boundaries": ["device", "host"],
-        "outer_resident": [True, False],
+        "outer_resident": _outers(request),
         "lockstep": _locksteps(request.batch.num_micro_batches),
     }
     bases = [choice.activations[0]] if "activations" in fixed else dict.fromkeys(choice.activations)
@@ -162,7 +162,7 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
             yield from _resplit(request, frame, 1 if choice.fragments else most)
         if fixed.get("resident_layers") is None and not _uses_drives(choice) and not request.spec.is_cpu:
             # what is resident updates on the device: the best share of it is one of layers and outer blocks
-            outers = _values(fixed, "outer_resident", [True, False])
+            outers = _values(fixed, "outer_resident", _outers(request))
             for change, outer in product((-1, 0, 1), outers):
                 number = choice.resident_layers + change
                 changed = replace(frame, resident_layers=number, outer_resident=outer)
@@ -298,7 +298,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent)
         _values(fixed, "boundaries", ["device", "host"]),
         _values(fixed, "updates", ["deferred"] if request.clips else ["deferred", "immediate"]),
         _values(fixed, "gradients", ["host", "device"]),
-        _values(fixed, "outer_resident", [False] if is_least else [True, False]),
+        _values(fixed, "outer_resident", [False] if is_least else _outers(request)),
         bases,
     ):
         if (boundaries == "host" and base in ("keep", "offload")) or (is_least and base == "keep"):
@@ -347,6 +347,11 @@ def _is_allowed(request: Request, choice: Choice) -> bool:
 
 def _values(fixed: Mapping[str, object], name: str, values: Sequence[object]) -> list:
     return [fixed[name]] if fixed.get(name) is not None else list(values)
+
+
+def _outers(request: Request) -> list[bool]:
+    """List where outer blocks may update; the memory of a CPU would only hold their state twice."""
+    return [False] if request.spec.is_cpu else [True, False]
 
 
 def _locksteps(count: int) -> list[int]:

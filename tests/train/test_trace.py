@@ -48,11 +48,11 @@ def program_of(engine: Engine, num_micro_batches: int, lockstep: int) -> Counter
             engine.rounds.plans, num_micro_batches=lockstep, loads=number > 0, completes=completes
         )
     program = schedule(visits, sizes, [None] * engine.policies.num_slots)
-    residents = [block for block, size in enumerate(sizes) if not size.is_streamed]
+    at_home = [b for b, size in enumerate(sizes) if not size.is_streamed and not size.updates_on_device]
     operations = [
         *fetch_residents(sizes),
         *program.operations,
-        *offload_residents(sizes, residents),
+        *offload_residents(sizes, at_home),
         *optimizer_program(range(len(sizes)), sizes),
     ]
     return Counter(str(operation) for operation in operations)
