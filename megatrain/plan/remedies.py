@@ -51,12 +51,15 @@ class Remedy:
         return self.text if isinstance(self.text, str) else self.text(choice)
 
 
-def list_remedies(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Remedy]:
+def list_remedies(
+    request: Request, recount: Callable[..., Anatomy], *, is_running: bool = False
+) -> Iterator[Remedy]:
     """Yield what a user could change so that a model fits.
 
     Args:
         request: What does not fit.
         recount: Counts the model anew with another `precision`, `micro_batch_size` or `seq_len`.
+        is_running: A run is about to begin, on a machine that is as it is: only settings can be changed.
     """
     yield from _limits(request)
     yield from _settings(request)
@@ -65,8 +68,9 @@ def list_remedies(request: Request, recount: Callable[..., Anatomy]) -> Iterator
         yield from _batches(request, recount)
     if request.clips:
         yield Remedy(partial(_unclipped, request), "optim.max_grad_norm=null optim.updates=immediate")
-    yield from _drives(request)
-    yield from _ram(request)
+    yield from _drives(request, is_running=is_running)
+    if not is_running:
+        yield from _ram(request)
     if request.state == "fp32" and "optim.state" in config_keys():
         for state in ("bf16", "int8"):
             yield Remedy(partial(replace, request, state=state), f"optim.state={state}")
@@ -163,7 +167,7 @@ def _batches(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Reme
         )
 
 
-def _drives(request: Request) -> Iterator[Remedy]:
+def _drives(request: Request, *, is_running: bool) -> Iterator[Remedy]:
     """Yield drives, or larger ones, if they hold two copies of all state and nothing else is too large."""
     if request.fixed is not None and "tiers" in request.fixed:
         return
@@ -171,7 +175,10 @@ def _drives(request: Request) -> Iterator[Remedy]:
     have = 0 if request.spec.drives is None else request.spec.drives.nbytes
     if nbytes > have:
         spec = request.spec.with_drive_bytes(nbytes)
-        yield Remedy(lambda: replace(request, spec=spec, drive_limit=None), f"--nvme {nbytes // _TERABYTE}TB")
+        size = f"{nbytes // _TERABYTE}TB"
+        text = f"memory.tiers='{{nvme: [DIRECTORY]}}' on a drive with {size} free"
+        changed = replace(request, spec=spec, drive_limit=None, commits=is_running)
+        yield Remedy(partial(_same, changed), text if is_running else f"--nvme {size}")
 
 
 def enough_drives(request: Request) -> int:

@@ -117,7 +117,8 @@ def plan_training(config: Config, model_config: PretrainedConfig, spec: Hardware
         spec = with_layers_timed(spec, anatomy, model_config, config)
     count_s = time.perf_counter() - began_s
     request = make_request(config, anatomy, spec)
-    plan = make_plan(request, remedies=list_remedies(request, recount), budget_s=_TRAINING_SEARCH_S)
+    remedies = list_remedies(request, recount, is_running=True)
+    plan = make_plan(request, remedies=remedies, budget_s=_TRAINING_SEARCH_S)
     if not plan.fits:
         raise CapacityError(plan.problem)
     return Planned(

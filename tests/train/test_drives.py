@@ -7,17 +7,24 @@ import logging
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-from megatrain.errors import CheckpointError, OutputError
+from megatrain.errors import CapacityError, CheckpointError, OutputError
+from megatrain.plan.request import PROGRAM_BYTES, USABLE_HOST
 from megatrain.store.drives.record import read_record
+from megatrain.stream.lanes import EmulatedMachine
+from megatrain.stream.machine import emulated_spec
 from megatrain.train import loop
 from megatrain.train.dry_run import dry_run
 from megatrain.train.loop import train, train_step
+from megatrain.train.machine import common_cpu
 from megatrain.train.memory import check_allocated
+from megatrain.train.planning import plan_training
 from megatrain.train.run import prepare
 from megatrain.train.trace import trace
 from tests.train.project import make_config
@@ -255,3 +262,14 @@ def test_named_drives_that_ram_does_not_need_take_the_commits(
             assert run.planned.plan.tier_bytes("nvme") > 0
         run.engine.close(removes=True)
     assert losses[0] == losses[1]
+
+
+def test_a_run_that_does_not_fit_is_told_of_settings_not_of_other_machines(tmp_path: Path) -> None:
+    config = make_config(tmp_path, train={"precision": "bf16", "device": "emulated"})
+    model_config = AutoConfig.from_pretrained(config.model.path)
+    ram = int((PROGRAM_BYTES + 560_000) / USABLE_HOST)
+    spec = replace(emulated_spec(EmulatedMachine(), common_cpu("bf16")).with_ram(ram), drives=None)
+    with pytest.raises(CapacityError, match=r"host memory") as caught:
+        plan_training(config, model_config, spec)
+    assert "memory.tiers='{nvme: [DIRECTORY]}'" in str(caught.value)
+    assert "--" not in str(caught.value)
