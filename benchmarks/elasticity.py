@@ -22,16 +22,18 @@ from megatrain.plan.choice import Batch
 from megatrain.plan.planner import make_plan
 from megatrain.train.elastic import Elastic
 
-SLOWER = 8.0
+SLOWER = 4.0
 """Of both links."""
 BEFORE, AFTER = 5, 10
 """Steps before and after."""
+SHARE = 0.5
+"""The device's memory, of what it takes to keep everything there."""
 
 
 def main() -> None:
     """Throttle a link on every machine."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=0.6, help="about how long a step takes")
+    parser.add_argument("--seconds", type=float, default=0.4, help="about how long a step takes")
     parser.add_argument("--out")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -54,7 +56,7 @@ def throttle(case: Case, rates: dict[str, float]) -> dict:
     """Run a case through the change."""
     machine = machine_of(rates, device_bytes=None)
     wide = make_plan(case.request(spec_of(machine)))
-    limit = int(0.35 * wide.tier_bytes("device"))
+    limit = int(SHARE * wide.tier_bytes("device"))
     request = case.request(replace(spec_of(machine), device_bytes=limit))
     plan = make_plan(request)
     slow = {**rates, **{name: rates[name] / SLOWER for name in ("h2d_bytes_per_s", "d2h_bytes_per_s")}}

@@ -8,7 +8,6 @@ from enum import Enum
 from itertools import product
 
 from megatrain.errors import ConfigError
-from megatrain.model.anatomy import POLICIES
 from megatrain.plan.choice import Choice
 from megatrain.plan.pools import placed_bytes
 from megatrain.plan.request import Request, excess, host_bytes, overflow, pools_of
@@ -34,7 +33,7 @@ def list_choices(request: Request, extent: Extent = Extent.ALL) -> Iterator[Choi
             continue
         found = False
         for choice in (*_frames(request, tiers, extent), *smallest):
-            for filled in _fill(request, choice):
+            for filled in fill(request, choice):
                 found = True
                 yield filled
         if found:
@@ -130,125 +129,6 @@ def least_held(request: Request, tier: str) -> int | None:
     return min(needs, default=None)
 
 
-def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
-    """Yield choices that differ in one question from a good one, with the device filled anew.
-
-    Of a small model also those that differ in the policies of any layers, with everything else as it is. Not
-    all of them fit: to find out takes longer than to see that they cannot be faster.
-    """
-    num_layers, fixed = len(request.anatomy.layers), request.fixed or {}
-    most = max(len(layer.fragments) for layer in request.anatomy.layers)
-    parts = most if choice.fragments else 1
-    changes: dict[str, Sequence[object]] = {
-        "num_slots": _slots(num_layers * parts, parts),
-        "num_gradient_buffers": [parts, parts + 1],
-        "gradients": ["host", "device"],
-        "updates": ["deferred"] if request.clips else ["deferred", "immediate"],
-        "boundaries": ["device", "host"],
-        "outer_resident": _outers(request),
-        "lockstep": _locksteps(request.batch.num_micro_batches),
-    }
-    bases = [choice.activations[0]] if "activations" in fixed else dict.fromkeys(choice.activations)
-    for base in bases:
-        activations = choice.activations if "activations" in fixed else (base,) * num_layers
-        number = fixed.get("resident_layers") or 0
-        assert isinstance(number, int)
-        frame = replace(choice, activations=activations, resident_layers=number)
-        for name, values in changes.items():
-            for value in values if fixed.get(name) is None else ():
-                if value != getattr(choice, name):
-                    yield from _changed(request, frame, name, value, parts)
-        if fixed.get("fragments") is None and most > 1:
-            yield from _resplit(request, frame, 1 if choice.fragments else most)
-        if fixed.get("resident_layers") is None and not _uses_drives(choice) and not request.spec.is_cpu:
-            # what is resident updates on the device: the best share of it is one of layers and outer blocks
-            outers = _values(fixed, "outer_resident", _outers(request))
-            for change, outer in product((-1, 0, 1), outers):
-                number = choice.resident_layers + change
-                changed = replace(frame, resident_layers=number, outer_resident=outer)
-                if not 0 <= number <= num_layers or (change, outer) == (0, choice.outer_resident):
-                    continue
-                if "activations" in fixed:
-                    yield changed
-                else:
-                    yield from _keep(request, changed)
-    yield from _thinned(request, choice)
-    if num_layers <= SMALL and fixed.get("activations") is None:
-        yield from _mixed(request, choice)
-        if fixed.get("fragments") is None and most > 1:
-            for split in _splits(request, choice, 1 if choice.fragments else most):
-                yield from _mixed(request, split, residents=[choice.resident_layers])
-
-
-def _changed(request: Request, frame: Choice, name: str, value: object, parts: int) -> Iterator[Choice]:
-    """Yield a frame with one field changed, and what follows from it."""
-    changed = replace(frame, **{name: value})  # type: ignore[arg-type]
-    if name == "lockstep" and (request.fixed or {}).get("num_gradient_buffers") is None:
-        changed = replace(changed, num_gradient_buffers=parts + (changed.lockstep > 1))
-    if name == "updates" and value == "immediate":
-        changed = replace(changed, gradients="host")
-    if _is_allowed(request, changed):
-        yield from _fill(request, changed)
-
-
-def _resplit(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
-    """Yield a frame whose layers stream in so many parts, with the device filled anew."""
-    for split in _splits(request, frame, parts):
-        yield from _fill(request, split)
-
-
-def _splits(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
-    """Yield a choice whose layers stream in so many parts, through fewer slots and more."""
-    fixed = request.fixed or {}
-    buffers = fixed.get("num_gradient_buffers") or parts + (frame.lockstep > 1)
-    assert isinstance(buffers, int)
-    for slots in _values(fixed, "num_slots", [parts + 1, parts]):
-        split = replace(frame, fragments=parts > 1, num_slots=slots, num_gradient_buffers=buffers)
-        if slots >= parts and _is_allowed(request, split):
-            yield split
-
-
-def _mixed(request: Request, choice: Choice, residents: Sequence[int] = ()) -> Iterator[Choice]:
-    """Yield every combination of policies of the layers, whether or not it fits.
-
-    Args:
-        request: What is asked for.
-        choice: With everything else.
-        residents: Numbers of resident layers; none: as many as the choice has, one less and one more.
-    """
-    policies = [p for p in POLICIES if not (request.compiles and p == "recompute_cheap")]
-    numbers = set(residents) or {choice.resident_layers}
-    is_free = (request.fixed or {}).get("resident_layers") is None and not request.spec.is_cpu
-    if is_free and not _uses_drives(choice) and not residents:
-        numbers |= {choice.resident_layers - 1, choice.resident_layers + 1}
-    for number in sorted(n for n in numbers if 0 <= n <= len(choice.activations)):
-        for activations in product(policies, repeat=len(choice.activations)):
-            yield replace(choice, activations=activations, resident_layers=number)
-
-
-def _thinned(request: Request, choice: Choice) -> Iterator[Choice]:
-    """Yield choices that leave device memory free: fewer resident layers, and fewer of the last ones kept.
-
-    More is nearly always faster, but not always: a timetable is a packing, and a copy that is spared in one
-    place may delay another. So a choice that fits in less memory is looked at where there is more, too.
-    """
-    fixed = request.fixed or {}
-    num_layers = len(choice.activations)
-    residents, kept = choice.resident_layers, 0
-    while kept < num_layers and choice.activations[num_layers - 1 - kept] == "keep":
-        kept += 1
-    numbers = {residents} if "resident_layers" in fixed else {residents, residents - 1, residents // 2}
-    counts = {kept, kept - 1, kept // 2}
-    bases = [choice.activations[0]] if choice.boundaries == "host" else ["recompute", "offload"]
-    for number in sorted(n for n in numbers if n >= 0):
-        if "activations" in fixed:
-            yield replace(choice, resident_layers=number)
-            continue
-        for count, base in product(sorted(n for n in counts if n >= 0), bases):
-            activations = (*[base] * (num_layers - count), *["keep"] * count)
-            yield replace(choice, activations=activations, resident_layers=number)
-
-
 def _with_activations_on_drives(request: Request) -> Request | None:
     """Return the same with saved activations on drives, the last resort; None: none, or it is set."""
     fixed = request.fixed or {}
@@ -257,7 +137,8 @@ def _with_activations_on_drives(request: Request) -> Request | None:
     return replace(request, fixed={**fixed, "boundaries": "nvme"})
 
 
-def _uses_drives(choice: Choice) -> bool:
+def uses_drives(choice: Choice) -> bool:
+    """Whether something of a choice waits on drives."""
     return bool(choice.tiers) or choice.boundaries == "nvme"
 
 
@@ -285,29 +166,29 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent)
     bases = ["recompute", "drop_boundary", "offload", "keep"] if given is None else [None]
     is_least = extent is Extent.LEAST
     is_coarse = extent is Extent.COARSE
-    locksteps = _locksteps(batch.num_micro_batches)
+    locksteps = lockstep_sizes(batch.num_micro_batches)
     if is_least or is_coarse:
         locksteps = [1, batch.num_micro_batches, *([locksteps[len(locksteps) // 2]] if is_coarse else [])]
     for fragments, lockstep, boundaries, updates, gradients, outer, base in product(
-        _values(
+        values_of(
             fixed,
             "fragments",
             [False, True] if most > 1 and extent in (Extent.LEAST, Extent.ALL) else [False],
         ),
-        _values(fixed, "lockstep", sorted(set(locksteps))),
-        _values(fixed, "boundaries", ["device", "host"]),
-        _values(fixed, "updates", ["deferred"] if request.clips else ["deferred", "immediate"]),
-        _values(fixed, "gradients", ["host", "device"]),
-        _values(fixed, "outer_resident", [False] if is_least else _outers(request)),
+        values_of(fixed, "lockstep", sorted(set(locksteps))),
+        values_of(fixed, "boundaries", ["device", "host"]),
+        values_of(fixed, "updates", ["deferred"] if request.clips else ["deferred", "immediate"]),
+        values_of(fixed, "gradients", ["host", "device"]),
+        values_of(fixed, "outer_resident", [False] if is_least else outer_options(request)),
         bases,
     ):
         if (boundaries == "host" and base in ("keep", "offload")) or (is_least and base == "keep"):
             continue
         parts = most if fragments else 1
         default_buffers = parts + 1 if lockstep > 1 and not is_least else parts
-        numbers = _slots(num_layers * parts, parts)
+        numbers = slot_counts(num_layers * parts, parts)
         numbers = {Extent.LEAST: [parts], Extent.ALL: numbers}.get(extent, [parts + 1])
-        for slots in _values(fixed, "num_slots", numbers):
+        for slots in values_of(fixed, "num_slots", numbers):
             if slots < parts:
                 continue
             buffers = fixed.get("num_gradient_buffers") or default_buffers
@@ -327,16 +208,16 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent)
                 tiers=tiers,
                 head_chunk_tokens=fixed.get("head_chunk_tokens"),  # type: ignore[arg-type]
             )
-            if _is_allowed(request, choice):
+            if is_allowed(request, choice):
                 yield choice
 
 
-def _is_allowed(request: Request, choice: Choice) -> bool:
+def is_allowed(request: Request, choice: Choice) -> bool:
     """Whether the engine can run a choice; what fits is another question."""
     parts = max(len(layer.fragments) for layer in request.anatomy.layers) if choice.fragments else 1
     if choice.lockstep > 1 and choice.num_gradient_buffers < parts:
         return False  # the gradients of a layer's fragments add up at the same time
-    if _uses_drives(choice) and (choice.outer_resident or choice.resident_layers):
+    if uses_drives(choice) and (choice.outer_resident or choice.resident_layers):
         return False  # from drives no block goes to the device for good
     if choice.boundaries == "nvme" and (request.spec.drives is None or request.state != "fp32"):
         return False
@@ -345,16 +226,17 @@ def _is_allowed(request: Request, choice: Choice) -> bool:
     return True
 
 
-def _values(fixed: Mapping[str, object], name: str, values: Sequence[object]) -> list:
+def values_of(fixed: Mapping[str, object], name: str, values: Sequence[object]) -> list:
+    """Return what the user has set of a field, or else what may be tried."""
     return [fixed[name]] if fixed.get(name) is not None else list(values)
 
 
-def _outers(request: Request) -> list[bool]:
+def outer_options(request: Request) -> list[bool]:
     """List where outer blocks may update; the memory of a CPU would only hold their state twice."""
     return [False] if request.spec.is_cpu else [True, False]
 
 
-def _locksteps(count: int) -> list[int]:
+def lockstep_sizes(count: int) -> list[int]:
     """List numbers of micro-batches per round: all, half, a quarter, ..., one."""
     numbers = [count]
     while numbers[-1] > 1:
@@ -362,12 +244,13 @@ def _locksteps(count: int) -> list[int]:
     return numbers
 
 
-def _slots(num_blocks: int, parts: int) -> list[int]:
+def slot_counts(num_blocks: int, parts: int) -> list[int]:
+    """List numbers of slots: one more than the parts of a layer first."""
     numbers = [parts + 1, 2 * parts + 1, 4 * parts, 8 * parts, num_blocks, parts]
     return [n for n in dict.fromkeys(numbers) if n <= max(num_blocks, parts + 1)]
 
 
-def _fill(request: Request, frame: Choice) -> Iterator[Choice]:
+def fill(request: Request, frame: Choice) -> Iterator[Choice]:
     """Yield what a frame becomes when the rest of the device holds resident layers and kept activations."""
     frame = _place_in_ram(request, frame)
     if overflow(request, frame):
@@ -376,7 +259,7 @@ def _fill(request: Request, frame: Choice) -> Iterator[Choice]:
     fixed = request.fixed or {}
     if fixed.get("resident_layers") is not None:
         residents: Sequence[object] = [fixed["resident_layers"]]
-    elif request.spec.is_cpu or _uses_drives(frame):
+    elif request.spec.is_cpu or uses_drives(frame):
         residents = [0]
     else:
         most = _most(num_layers, lambda n: excess(request, replace(frame, resident_layers=n)))
@@ -388,10 +271,10 @@ def _fill(request: Request, frame: Choice) -> Iterator[Choice]:
             continue
         yield choice
         if fixed.get("activations") is None:
-            yield from _keep(request, choice)
+            yield from keep_more(request, choice)
 
 
-def _keep(request: Request, choice: Choice) -> Iterator[Choice]:
+def keep_more(request: Request, choice: Choice) -> Iterator[Choice]:
     """Yield choices whose last layers keep more than the others: backward begins with them."""
     num_layers = len(request.anatomy.layers)
     base = choice.activations[0]

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatrain.plan.choice import Choice
-from megatrain.plan.listing import SMALL, Extent, list_choices, neighbours
+from megatrain.plan.listing import SMALL, Extent, list_choices
+from megatrain.plan.neighbours import neighbours
 from megatrain.plan.request import Request, overflow
 from megatrain.plan.step import Step
 
