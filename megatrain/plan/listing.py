@@ -20,7 +20,7 @@ class Extent(Enum):
     """How many of the possible choices to list."""
 
     LEAST = "those that take least memory"
-    COARSE = "a few that differ much: enough for a good answer in a tenth of the time"
+    COARSE = "a few that differ much, to go on from"
     MAIN = "all but other numbers of slots, and fragments"
     ALL = "all"
 
@@ -32,10 +32,13 @@ def list_choices(request: Request, extent: Extent = Extent.ALL) -> Iterator[Choi
         if all(overflow(request, _place_in_ram(request, frame)) for frame in smallest):
             continue
         found = False
-        for choice in (*_frames(request, tiers, extent), *smallest):
-            for filled in fill(request, choice):
-                found = True
-                yield filled
+        for frames in (_frames(request, tiers, extent), smallest):
+            for choice in frames:
+                for filled in fill(request, choice):
+                    found = True
+                    yield filled
+            if found and extent is Extent.COARSE:
+                return
         if found:
             return
     on_drives = _with_activations_on_drives(request)
@@ -168,7 +171,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent)
     is_coarse = extent is Extent.COARSE
     locksteps = lockstep_sizes(batch.num_micro_batches)
     if is_least or is_coarse:
-        locksteps = [1, batch.num_micro_batches, *([locksteps[len(locksteps) // 2]] if is_coarse else [])]
+        locksteps = [batch.num_micro_batches, *([1] if is_least else [])]
     for fragments, lockstep, boundaries, updates, gradients, outer, base in product(
         values_of(
             fixed,
@@ -176,9 +179,9 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent)
             [False, True] if most > 1 and extent in (Extent.LEAST, Extent.ALL) else [False],
         ),
         values_of(fixed, "lockstep", sorted(set(locksteps))),
-        values_of(fixed, "boundaries", ["device", "host"]),
+        values_of(fixed, "boundaries", ["device"] if is_coarse else ["device", "host"]),
         values_of(fixed, "updates", ["deferred"] if request.clips else ["deferred", "immediate"]),
-        values_of(fixed, "gradients", ["host", "device"]),
+        values_of(fixed, "gradients", ["host"] if is_coarse else ["host", "device"]),
         values_of(fixed, "outer_resident", [False] if is_least else outer_options(request)),
         bases,
     ):

@@ -23,7 +23,8 @@ SEARCH_S = 0.8
 _NEARLY = 1.15
 """Times the best: choices up to this are changed further too."""
 
-_MOST_STARTS = 40
+_FIRST_STARTS, _MOST_STARTS = 4, 40
+"""Choices whose neighbours are tried: before the main questions are asked everywhere, and after."""
 
 _TOLERANCE = 1e-3
 """Two step times that differ by less are equal: the simpler choice wins."""
@@ -41,20 +42,18 @@ class Found:
 def search(request: Request, *, budget_s: float = SEARCH_S) -> Found | None:
     """Return the fastest choice that fits; None: none does.
 
-    The main questions are asked first, and then everything that can be changed about the best answer is
-    tried, as long as it gets better; then the same with the answers that were nearly as good.
+    From the best of a few that differ much, everything is tried that can be changed about it, as long as it
+    gets better. Then the main questions are asked with all their answers, and what can be changed about the
+    best of these is tried, and about those that were nearly as good.
     """
-    deadline_s = time.perf_counter() + budget_s
+    deadline_s = time.thread_time() + budget_s
     race = _Race(request, deadline_s)
     race.run(list_choices(request, Extent.COARSE))
+    race.climb(_FIRST_STARTS)
     race.run(list_choices(request, Extent.MAIN))
     if race.best is None or len(request.anatomy.layers) <= SMALL:
         race.run(list_choices(request))
-    for _ in range(_MOST_STARTS):
-        start = race.next_start()
-        if start is None:
-            break
-        race.run(neighbours(request, start))
+    race.climb(_MOST_STARTS)
     if race.best is None:
         return None
     return Found(race.best.choice, race.best, race.num_timed)
@@ -74,7 +73,15 @@ class _Race:
         self.is_over = False
         """The time ended before every promising choice was timed."""
 
-    def next_start(self) -> Choice | None:
+    def climb(self, most_starts: int) -> None:
+        """Change one thing at a time of the best choice, as long as that helps, and then of good ones."""
+        for _ in range(most_starts):
+            start = self._next_start()
+            if start is None:
+                return
+            self.run(neighbours(self._request, start))
+
+    def _next_start(self) -> Choice | None:
         """Return the best choice whose neighbours were not tried, if it is nearly as good as the best."""
         if self.best is None or self.is_over:
             return None
@@ -97,7 +104,7 @@ class _Race:
             if choice in self._seen:
                 continue
             self._seen.add(choice)
-            if self.best is not None and time.perf_counter() > self._deadline_s:
+            if self.best is not None and time.thread_time() > self._deadline_s:
                 self.is_over = True
                 return
             step = Step(request.rates, request.anatomy, choice, request.batch)
@@ -109,7 +116,7 @@ class _Race:
         for _, _, bound_s, step in listed:
             if self.best is not None and bound_s > self.best.step_s * (1 + _TOLERANCE):
                 continue
-            if self.best is not None and time.perf_counter() > self._deadline_s:
+            if self.best is not None and time.thread_time() > self._deadline_s:
                 self.is_over = True
                 return
             if overflow(request, step.choice):
