@@ -22,7 +22,7 @@ from megatrain.plan.choice import Batch
 from megatrain.plan.planner import make_plan
 from megatrain.train.elastic import Elastic
 
-SLOWER = 4.0
+SLOWER = 8.0
 """Of both links."""
 BEFORE, AFTER = 5, 10
 """Steps before and after."""
@@ -33,7 +33,7 @@ SHARE = 0.5
 def main() -> None:
     """Throttle a link on every machine."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=0.4, help="about how long a step takes")
+    parser.add_argument("--seconds", type=float, default=0.6, help="about how long a step takes")
     parser.add_argument("--out")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)

@@ -16,8 +16,10 @@ import argparse
 import ctypes
 import gc
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +107,7 @@ TOKEN_SCALE = 16
 REAL_FLOPS_PER_S = 1.5e10
 """What a core of this computer surely does: the emulated machine is slower."""
 
-RATES = {"compute": 600e12, "h2d": 55e9, "d2h": 55e9, "host": 300e9}
+RATES = {"compute": 600e12, "h2d": 55e9, "d2h": 55e9, "host": 300e9, "nvme_read": 50e9, "nvme_write": 40e9}
 """Of an H100 on PCIe 5; all slowed down together until a step takes about `--seconds`."""
 
 
@@ -153,6 +155,7 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
 
     from megatrain.plan.choice import Batch
     from megatrain.plan.planner import make_plan
+    from megatrain.store.placement import Tiers
 
     torch.set_num_threads(1)
     config = AutoConfig.for_model(**case["config"])
@@ -188,7 +191,7 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
         factor = flops / (RATES["compute"] / TOKEN_SCALE) / seconds
         rates = {
             "compute_flops_per_s": RATES["compute"] / TOKEN_SCALE * factor,
-            **{f"{name}_bytes_per_s": RATES[name] * factor for name in ("h2d", "d2h", "host")},
+            **{f"{name}_bytes_per_s": RATES[name] * factor for name in RATES if name != "compute"},
         }
         machine = machine_of(rates, device_bytes=None)
         spec = spec_of(machine)
@@ -198,10 +201,15 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     request = planned.request(spec)
     tiers = None
     if "drive" in case:
-        tiers, request = _on_a_drive(request, case["drive"])
+        assert machine is not None
+        request = _with_a_drive(request, case["drive"], machine)
     plan = make_plan(request)
     assert plan.fits, plan.problem
-    warm_up(planned, machine)
+    if "drive" in case:
+        waits_on_device = plan.choice.gradients == "device"
+        place = Path(tempfile.mkdtemp(dir="."))
+        tiers = Tiers(nvme=(place,), ram=request.host_limit, keeps_gradients=not waits_on_device)
+    warm_up(planned, machine, on_drives=tiers is not None)
     base = settled_bytes()
     run = Run(planned, machine, plan.choice, tiers=tiers)
     step_s = run.steady_s(STEPS)
@@ -213,6 +221,8 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     host = min(readings)
     device = run.device_peak()
     run.close()
+    if tiers is not None:
+        shutil.rmtree(tiers.nvme[0])
     planned_host, planned_device = plan.host_plane_bytes, plan.tier_bytes("device")
     if is_cpu:
         planned_device = plan.tier_bytes("ram") - planned_host
@@ -234,29 +244,29 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     }
 
 
-def _on_a_drive(request: Any, share: float) -> tuple[Any, Any]:
-    """Give a request less RAM than the state takes, and a drive."""
-    import tempfile
-
+def _with_a_drive(request: Any, share: float, machine: Any) -> Any:
+    """Give a request less RAM than the state takes, and the machine's drive."""
     from megatrain.hardware import Drives
     from megatrain.plan.planner import make_plan
-    from megatrain.store.placement import Tiers
 
     whole = sum(p.nbytes for p in make_plan(request).pools if p.tier == "ram" and p.is_exact)
-    drives = Drives(nbytes=1 << 40, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
-    request = replace(request, spec=replace(request.spec, drives=drives), host_limit=int(share * whole))
-    directory = Path(tempfile.mkdtemp(dir="."))
-    return Tiers(nvme=(directory,), ram=int(share * whole)), request
+    rates = machine.nvme_read_bytes_per_s, machine.nvme_write_bytes_per_s
+    drives = Drives(nbytes=1 << 40, read_bytes_per_s=rates[0], write_bytes_per_s=rates[1], is_duplex=True)
+    spec = replace(request.spec, drives=drives)
+    return replace(request, spec=spec, host_limit=int(share * whole), commits=True)
 
 
-def warm_up(case: Any, machine: Any) -> None:
+def warm_up(case: Any, machine: Any, *, on_drives: bool = False) -> None:
     """Compile kernels, make threads, and load what is loaded late."""
     from emulated_runs import Run, small
 
-    run = Run(small(case), machine, None)
-    run.step()
-    run.step()
-    run.close()
+    from megatrain.store.placement import Tiers
+
+    with tempfile.TemporaryDirectory(dir=".") as place:
+        run = Run(small(case), machine, None, tiers=Tiers(nvme=(Path(place),)) if on_drives else None)
+        run.step()
+        run.step()
+        run.close()
 
 
 def settled_bytes() -> int:

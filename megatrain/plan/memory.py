@@ -23,6 +23,7 @@ def device_peak_bytes(
     *,
     state: Format = Format.FP32,
     overlaps: bool = True,
+    has_scratch: bool = True,
 ) -> list[Pool]:
     """Return the device's pools, as they are when all together are largest.
 
@@ -32,9 +33,11 @@ def device_peak_bytes(
         batch: Of a step.
         state: How the moments of AdamW are kept.
         overlaps: The lanes run at the same time, as on a GPU; see `Moments`.
+        has_scratch: Updates on the device take scratch memory; see there.
     """
     pools = _allocated(anatomy, choice, batch, state)
-    largest = max(Moments(anatomy, choice, batch, overlaps=overlaps).all(), key=lambda moment: moment.nbytes)
+    moments = Moments(anatomy, choice, batch, overlaps=overlaps, has_scratch=has_scratch)
+    largest = max(moments.all(), key=lambda moment: moment.nbytes)
     pools += [
         Pool(tier="device", name="boundaries", nbytes=largest.boundaries, is_exact=False),
         Pool(tier="device", name="saved activations", nbytes=largest.saved, is_exact=False),

@@ -45,7 +45,15 @@ class Moment:
 class Moments:
     """The moments of a round."""
 
-    def __init__(self, anatomy: Anatomy, choice: Choice, batch: Batch, *, overlaps: bool = True) -> None:
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        choice: Choice,
+        batch: Batch,
+        *,
+        overlaps: bool = True,
+        has_scratch: bool = True,
+    ) -> None:
         """Add up what earlier layers leave.
 
         Args:
@@ -55,8 +63,9 @@ class Moments:
             overlaps: The lanes run at the same time: gradients are rounded on their way home while backward
                 goes on, and blocks update on the device while the first layers' forward does. False: one
                 after the other, as on a CPU.
+            has_scratch: Updates on the device run as operations of a GPU, which take scratch memory.
         """
-        self._overlaps = overlaps
+        self._overlaps, self._has_scratch = overlaps, has_scratch
         self._anatomy = anatomy
         self._choice = choice
         self._layers = anatomy.layers
@@ -65,7 +74,7 @@ class Moments:
         self._m = min(choice.lockstep, batch.num_micro_batches)
         self._is_wide = batch.num_micro_batches > 1 and anatomy.precision == "bf16"
         self._census = Census.of(anatomy, choice.fragments)
-        self._rounded = max(self._rounded_bytes(), default=0) if overlaps else 0
+        self._rounded = max(self._rounded_bytes(is_resident=False), default=0) if overlaps else 0
         """What the rounding of one gradient takes beside a backward."""
         self._scratch = self._scratch_of_layers()
         """What updates on the device still take while the forward is in each layer."""
@@ -118,21 +127,26 @@ class Moments:
             yield self._head_backward(place)
         yield self._embedding()
         ids = IDS_BYTES * self._anatomy.tokens * self._m
-        after = max([*self._scratch_bytes(), *self._rounded_bytes()], default=0)
+        after = max([*self._scratch_bytes(), *self._rounded_bytes(is_resident=True)], default=0)
         yield Moment("update", working=self.constant + ids + after)
 
-    def _rounded_bytes(self) -> Iterator[int]:
-        """Yield what rounding takes of each gradient whose fp32 sum is rounded before it is used."""
+    def _rounded_bytes(self, *, is_resident: bool) -> Iterator[int]:
+        """Yield what rounding takes of each fp32 sum of gradients of resident blocks, or of streamed ones.
+
+        Those of streamed blocks are rounded on their way home; where they wait, there is their place.
+        """
         first = self._census.first_streamed(self._choice)
+        if not is_resident and not (self._is_wide and self._choice.gradients == "host"):
+            return
         for number, is_outer in self._census.sample(self._choice):
-            if self._is_wide or is_outer or number < first:
+            if (is_outer or number < first) is is_resident:
                 yield 2 * self._census.blocks[number].num_split
 
     def _scratch_bytes(self) -> Iterator[int]:
         """Yield the scratch of each update on the device."""
         first = self._census.first_streamed(self._choice)
         for number, is_outer in self._census.sample(self._choice):
-            if self._choice.outer_resident if is_outer else number < first:
+            if self._has_scratch and (self._choice.outer_resident if is_outer else number < first):
                 yield _update_scratch(self._census.blocks[number])
 
     def _scratch_of_layers(self) -> list[int]:
@@ -141,7 +155,7 @@ class Moments:
         Blocks outside all layers update first, then layers in forward order, and a layer's forward waits for
         its own update: so what is left are the updates of the resident layers after it.
         """
-        residents = self._choice.resident_layers if self._overlaps else 0
+        residents = self._choice.resident_layers if self._overlaps and self._has_scratch else 0
         left = [0] * len(self._layers)
         after = 0
         for number in reversed(range(residents)):

@@ -77,11 +77,23 @@ def pools_of(request: Request, choice: Choice) -> list[Pool]:
     """Return all pools of a choice, in all tiers."""
     anatomy, batch = request.anatomy, request.batch
     is_cpu = request.spec.is_cpu
-    pools = device_peak_bytes(anatomy, choice, batch, state=request.moments, overlaps=not is_cpu)
+    pools = _on_device(request, choice)
     if is_cpu:
         pools = [replace(pool, tier="ram") for pool in pools]
     pools += host_pools(anatomy, choice, batch, request.moments)
     return pools + drive_pools(anatomy, choice, batch)
+
+
+def _on_device(request: Request, choice: Choice) -> list[Pool]:
+    spec = request.spec
+    return device_peak_bytes(
+        request.anatomy,
+        choice,
+        request.batch,
+        state=request.moments,
+        overlaps=not spec.is_cpu,
+        has_scratch=not spec.launches_inline,  # emulated devices update by the host's kernels
+    )
 
 
 def host_bytes(request: Request, choice: Choice) -> int:
@@ -119,10 +131,10 @@ def _needs(request: Request, choice: Choice) -> dict[str, int]:
     anatomy, batch, state = request.anatomy, request.batch, request.state
     is_cpu = request.spec.is_cpu
     alike = replace(choice, updates="deferred", tiers=frozenset(), blocks_in_ram=0, weights_in_ram=0)
-    key = (alike, batch, state, is_cpu)
+    key = (alike, batch, state, is_cpu, request.spec.launches_inline)
     known = _DEVICE_BYTES.setdefault(anatomy, {})
     if key not in known:
-        pools = device_peak_bytes(anatomy, choice, batch, state=request.moments, overlaps=not is_cpu)
+        pools = _on_device(request, choice)
         known[key] = sum(pool.nbytes for pool in pools)
     needs = {"device": 0, "ram": host_bytes(request, choice), "nvme": 0}
     needs["ram" if is_cpu else "device"] += known[key]
