@@ -6,7 +6,6 @@ chance. The model is so small that what really happens takes less than that.
 
 from __future__ import annotations
 
-import copy
 import statistics
 import sys
 import time
@@ -59,20 +58,6 @@ class Case:
     def request(self, spec: HardwareSpec, **changes: Any) -> Request:
         """Ask for a plan of the case on a machine."""
         return Request(spec=spec, anatomy=self.anatomy(), batch=self.batch, clips=self.clips, **changes)
-
-
-def small(case: Case) -> Case:
-    """Return a case of one layer, for what happens only once: products of each shape keep some room."""
-    config = copy.deepcopy(case.config)
-    for name in ("num_hidden_layers", "n_layer"):
-        if hasattr(config, name):
-            setattr(config, name, 1)
-    batch = replace(
-        case.batch,
-        seq_len=min(512, case.batch.seq_len),
-        num_micro_batches=min(2, case.batch.num_micro_batches),
-    )
-    return replace(case, config=config, batch=batch)
 
 
 def machine_of(rates: dict[str, float], *, device_bytes: int | None, seed: int = 0) -> EmulatedMachine:

@@ -1,8 +1,8 @@
 """Plan against fact: memory and step time of planned runs, measured from outside the engine.
 
-Each case is a process: it plans, obeys the plan, and takes steps. Host memory is the growth of the
-process's anonymous memory (RssAnon + RssShmem) from before the state is made, less what the device's
-tensors hold; a small run before it has compiled kernels and made threads. Device memory is the peak of all
+Each case is a process: it plans, obeys the plan, and takes steps. Host memory is the growth of the process's
+anonymous memory (RssAnon + RssShmem) from before the state is made, less what the device's tensors hold; a
+step of the same run before it has compiled kernels and made threads. Device memory is the peak of all
 storages that torch makes, and of the lanes' buffers, followed operation by operation in a step of its own.
 The step's time is the median of several, on lanes that take as long as the machine's rates say, with
 jitter, or on the CPU itself with its measured rates.
@@ -209,7 +209,7 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
         waits_on_device = plan.choice.gradients == "device"
         place = Path(tempfile.mkdtemp(dir="."))
         tiers = Tiers(nvme=(place,), ram=request.host_limit, keeps_gradients=not waits_on_device)
-    warm_up(planned, machine, on_drives=tiers is not None)
+    warm_up(planned, machine, plan.choice, tiers)
     base = settled_bytes()
     run = Run(planned, machine, plan.choice, tiers=tiers)
     step_s = run.steady_s(STEPS)
@@ -256,17 +256,13 @@ def _with_a_drive(request: Any, share: float, machine: Any) -> Any:
     return replace(request, spec=spec, host_limit=int(share * whole), commits=True)
 
 
-def warm_up(case: Any, machine: Any, *, on_drives: bool = False) -> None:
-    """Compile kernels, make threads, and load what is loaded late."""
-    from emulated_runs import Run, small
+def warm_up(case: Any, machine: Any, choice: Any, tiers: Any) -> None:
+    """Run the case itself for a step: what stays is the program's, compiled kernels, threads and the like."""
+    from emulated_runs import Run
 
-    from megatrain.store.placement import Tiers
-
-    with tempfile.TemporaryDirectory(dir=".") as place:
-        run = Run(small(case), machine, None, tiers=Tiers(nvme=(Path(place),)) if on_drives else None)
-        run.step()
-        run.step()
-        run.close()
+    run = Run(case, machine, choice, tiers=tiers)
+    run.step()
+    run.close()
 
 
 def settled_bytes() -> int:
