@@ -94,7 +94,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe 128 emulated": {"config": QWEN3_MOE, "seq_len": 128, "count": 2, "share": 0.5},
     "gpt2 512 emulated": {"config": GPT2, "seq_len": 512, "share": 0.5, "slower": 2},
     "qwen3_moe 2048 emulated": {"config": LONG, "seq_len": 2048, "count": 2, "share": 0.6},
-    "qwen3_moe 8192 emulated": {"config": LONG, "seq_len": 8192, "share": 0.7},
+    "qwen3_moe 8192 emulated": {"config": LONG, "seq_len": 8192, "share": 0.7, "slower": 2},
 }
 """`share`: the device's memory, of what it takes to keep everything there. `drive`: RAM, of the state.
 `slower`: by how much the emulated machine is, where softmax and dropout keep a real core busy for longer."""
