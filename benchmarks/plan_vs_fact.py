@@ -87,7 +87,12 @@ CASES: dict[str, dict[str, Any]] = {
     "llama 128, no clipping": {"config": SMALL, "seq_len": 128, "count": 2, "clips": False, "share": 0.4},
     "llama 128, state on a drive": {"config": SMALL, "seq_len": 128, "count": 2, "drive": 0.5},
     "llama 512 emulated, tight": {"config": SMALL, "seq_len": 512, "share": 0.4, "slower": 2},
-    "llama bf16 64 emulated": {"config": SMALL, "seq_len": 64, "count": 2, "precision": "bf16"},
+    "llama bf16 64 emulated": {
+        "config": {**LARGE, "num_hidden_layers": 14},
+        "seq_len": 64,
+        "count": 2,
+        "precision": "bf16",
+    },
     "qwen2 tied 256 emulated": {"config": QWEN2, "seq_len": 256, "share": 0.5},
     "gemma2 256 emulated": {"config": GEMMA2, "seq_len": 256, "share": 0.5},
     "phi3 128 emulated": {"config": PHI3, "seq_len": 128, "count": 4, "share": 0.3},
