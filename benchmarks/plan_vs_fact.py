@@ -4,8 +4,8 @@ Each case is a process: it plans, obeys the plan, and takes steps. Host memory i
 anonymous memory (RssAnon + RssShmem) from before the state is made, less what the device's tensors hold; a
 step of the same run before it has compiled kernels and made threads. Device memory is the peak of all
 storages that torch makes, and of the lanes' buffers, followed operation by operation in a step of its own.
-The step's time is the median of several, on lanes that take as long as the machine's rates say, with
-jitter, or on the CPU itself with its measured rates.
+The step's time is the median of several, on lanes that take as long as the machine's rates say, with jitter.
+On the CPU itself, rates are measured again before each few steps, and the median of the errors counts.
 
     python benchmarks/plan_vs_fact.py [--only NAME] [--out FILE]
 """
@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -111,6 +112,9 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", 
 STEPS = 3
 """Measured after two that are not."""
 
+PAIRS = 7
+"""Of rates and steps, where the CPU itself computes; the median of the errors counts."""
+
 TOKEN_SCALE = 16
 """A token of the small model stands for this many: compute is slower by it, copies of weights are not."""
 
@@ -182,20 +186,7 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     is_cpu = case.get("device") == "cpu"
     machine = None
     if is_cpu:
-        from megatrain.doctor import this_machine
-        from megatrain.doctor.overhead import visit_overhead_s
-        from megatrain.model.timing import time_layers
-        from megatrain.plan.cost import Rates
-        from megatrain.plan.measured import Measured
-
-        spec = replace(this_machine(None), launch_s=visit_overhead_s(torch.device("cpu")))
-        timed = time_layers(
-            config,
-            micro_batch_size=batch.micro_batch_size,
-            seq_len=batch.seq_len,
-            precision=planned.precision,  # type: ignore[arg-type]
-        )
-        spec = Measured.of_layers(Rates(spec, planned.precision), planned.anatomy(), timed).applied(spec)
+        spec = this_cpu(planned)
     else:
         anatomy = planned.anatomy()
         flops = anatomy.model_flops_per_token * batch.tokens * 4 / 3
@@ -225,6 +216,9 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     base = settled_bytes()
     run = Run(planned, machine, plan.choice, tiers=tiers)
     step_s = run.steady_s(STEPS)
+    errors = [plan.step_s / step_s - 1]
+    if is_cpu:
+        errors = [_pair(request, planned, plan.choice, run) for _ in range(PAIRS)]
     readings = []
     for _ in range(3):  # what the emulated device has only just freed may be counted once, not always
         run.step()
@@ -249,11 +243,40 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
         "device_bytes": device,
         "device_error": planned_device / device - 1,
         "step_s": step_s,
-        "step_error": plan.step_s / step_s - 1,
+        "step_error": statistics.median(errors),
+        "step_errors": errors,
         "choice": f"{kinds}, {plan.choice.num_slots} slots, {plan.choice.resident_layers} resident, "
         f"{plan.choice.lockstep} in lockstep, gradients on the {plan.choice.gradients}",
         "plan_s": plan.plan_s,
     }
+
+
+def this_cpu(case: Any) -> Any:
+    """Return this computer at the rates of this moment, as a run on it measures them before it plans."""
+    import torch
+
+    from megatrain.doctor import this_machine
+    from megatrain.doctor.overhead import visit_overhead_s
+    from megatrain.model.timing import time_layers
+    from megatrain.plan.cost import Rates
+    from megatrain.plan.measured import Measured
+
+    spec = replace(this_machine(None), launch_s=visit_overhead_s(torch.device("cpu")))
+    timed = time_layers(
+        case.config,
+        micro_batch_size=case.batch.micro_batch_size,
+        seq_len=case.batch.seq_len,
+        precision=case.precision,
+    )
+    return Measured.of_layers(Rates(spec, case.precision), case.anatomy(), timed).applied(spec)
+
+
+def _pair(request: Any, case: Any, choice: Any, run: Any) -> float:
+    """Measure the rates, then a few steps, and compare: a shared computer's speed changes by the minute."""
+    from megatrain.plan.planner import plan_of
+
+    planned_s = plan_of(replace(request, spec=this_cpu(case)), choice).step_s
+    return planned_s / statistics.median(run.step() for _ in range(3)) - 1
 
 
 def _with_a_drive(request: Any, share: float, machine: Any) -> Any:
