@@ -29,7 +29,7 @@ def list_choices(request: Request, extent: Extent = Extent.ALL) -> Iterator[Choi
     """Yield the choices that fit: in RAM if one does; otherwise with drives, as few bytes there as can be."""
     for tiers in _tiers(request):
         smallest = list(_frames(request, tiers, Extent.LEAST))
-        if all(overflow(request, _place_in_ram(request, frame)) for frame in smallest):
+        if all(overflow(request, place_in_ram(request, frame)) for frame in smallest):
             continue
         found = False
         for frames in (_frames(request, tiers, extent), smallest):
@@ -55,7 +55,7 @@ def first_fit(request: Request) -> Choice | None:
             bare = replace(frame, tiers=frozenset())
             if bare not in is_over:
                 is_over[bare] = "device" in overflow(request, bare)
-            if not is_over[bare] and not overflow(request, placed := _place_in_ram(request, frame)):
+            if not is_over[bare] and not overflow(request, placed := place_in_ram(request, frame)):
                 return placed
     on_drives = _with_activations_on_drives(request)
     return None if on_drives is None else first_fit(on_drives)
@@ -81,7 +81,7 @@ def least(request: Request) -> Choice:
             "must be at least the parts of a layer, gradients wait on the device in a single round only, and "
             "boundaries on nvme need drives, moments in fp32 and no resident layer"
         )
-    return min((_place_in_ram(request, frame) for frame in frames), key=shortage)
+    return min((place_in_ram(request, frame) for frame in frames), key=shortage)
 
 
 def least_bytes(request: Request, tier: str) -> int | None:
@@ -255,7 +255,7 @@ def slot_counts(num_blocks: int, parts: int) -> list[int]:
 
 def fill(request: Request, frame: Choice) -> Iterator[Choice]:
     """Yield what a frame becomes when the rest of the device holds resident layers and kept activations."""
-    frame = _place_in_ram(request, frame)
+    frame = place_in_ram(request, frame)
     if overflow(request, frame):
         return
     num_layers = len(request.anatomy.layers)
@@ -316,7 +316,7 @@ def _with_last(choice: Choice, num_cheap: int, num_kept: int) -> Choice:
     return replace(choice, activations=(*activations, *["recompute_cheap"] * num_cheap, *["keep"] * num_kept))
 
 
-def _place_in_ram(request: Request, choice: Choice) -> Choice:
+def place_in_ram(request: Request, choice: Choice) -> Choice:
     """Keep in RAM what fits of what could be on the drives: first weights, then state; the largest blocks."""
     if not choice.tiers or (request.fixed or {}).get("blocks_in_ram") is not None:
         return choice

@@ -15,6 +15,7 @@ from megatrain.plan.listing import (
     keep_more,
     lockstep_sizes,
     outer_options,
+    place_in_ram,
     slot_counts,
     uses_drives,
     values_of,
@@ -96,8 +97,10 @@ def _splits(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
     assert isinstance(buffers, int)
     for slots in values_of(fixed, "num_slots", [parts + 1, parts]):
         split = replace(frame, fragments=parts > 1, num_slots=slots, num_gradient_buffers=buffers)
+        if fixed.get("blocks_in_ram") is None:
+            split = replace(split, blocks_in_ram=0, weights_in_ram=0)  # they counted other blocks
         if slots >= parts and is_allowed(request, split):
-            yield split
+            yield place_in_ram(request, split)
 
 
 def _mixed(request: Request, choice: Choice, residents: Sequence[int] = ()) -> Iterator[Choice]:

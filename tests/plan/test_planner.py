@@ -13,8 +13,9 @@ import pytest
 from megatrain.errors import ConfigError
 from megatrain.hardware import Drives
 from megatrain.model.anatomy import Anatomy
-from megatrain.plan.choice import Batch, Plan
+from megatrain.plan.choice import Batch, Choice, Plan
 from megatrain.plan.listing import least_bytes
+from megatrain.plan.neighbours import neighbours
 from megatrain.plan.planner import make_plan, plan_of
 from megatrain.plan.remedies import list_remedies, size_option
 from megatrain.plan.request import Request, overflow
@@ -155,6 +156,30 @@ def test_drives_take_what_ram_cannot() -> None:
     assert away == sorted(away, reverse=True)
     assert away[0] > 0
     assert away[-1] == 0
+
+
+def test_blocks_in_ram_are_counted_anew_where_layers_come_apart() -> None:
+    """A number of fragments may be more than there are blocks of whole layers."""
+    tight = request(
+        spec=machine(drives=DRIVES), anatomy=small(), batch=SHORT, host_limit=HOST_LIMITS[-2] << 20
+    )
+    tiers = frozenset({("remainder", "nvme"), ("moments", "nvme"), ("working", "nvme")})
+    num_parts = sum(len(layer.fragments) for layer in tight.anatomy.layers) + len(tight.anatomy.outer)
+    in_parts = Choice(
+        num_slots=3,
+        num_gradient_buffers=3,
+        activations=("recompute",) * len(tight.anatomy.layers),
+        fragments=True,
+        lockstep=SHORT.num_micro_batches,
+        tiers=tiers,
+        weights_in_ram=num_parts,
+    )
+    found = list(neighbours(tight, in_parts))
+    whole = [choice for choice in found if not choice.fragments]
+    assert whole
+    assert max(choice.weights_in_ram for choice in whole) <= len(tight.anatomy.layers) + len(
+        tight.anatomy.outer
+    )
 
 
 @pytest.mark.parametrize(
