@@ -158,7 +158,7 @@ def test_computing_takes_its_work_over_the_rate() -> None:
 
 def test_what_is_computed_late_does_not_add_up() -> None:
     """Work that takes no time by the timetable is between the visits, and none of it shows."""
-    lanes = paced(1e6, catch_up_s=0.5)
+    lanes = paced(1e6, catch_up_s=60.0)
     for _ in range(10):
         lanes.begin(Lane.COMPUTE, label="visit")
         time.sleep(0.001)
@@ -171,7 +171,7 @@ def test_what_is_computed_late_does_not_add_up() -> None:
 
 def test_lanes_and_the_launching_thread_keep_one_timetable() -> None:
     """A copy begins when the visit that frees its buffer ends, and the next visit when the copy does."""
-    lanes = paced(1e6, h2d_bytes_per_s=1e6, catch_up_s=0.5)
+    lanes = paced(1e6, h2d_bytes_per_s=1e6, catch_up_s=60.0)
     for _ in range(6):
         lanes.enqueue(Lane.FETCH, lambda: None, writes=[("slot", 0)], work=3e3, label="fetch")
         lanes.begin(Lane.COMPUTE, reads=[("slot", 0)], label="visit")
@@ -184,7 +184,7 @@ def test_lanes_and_the_launching_thread_keep_one_timetable() -> None:
 
 
 def test_a_caller_that_waits_begins_after_what_it_has_waited_for() -> None:
-    lanes = paced(1e6, host_bytes_per_s=1e6, catch_up_s=0.5)
+    lanes = paced(1e6, host_bytes_per_s=1e6, catch_up_s=60.0)
     lanes.begin(Lane.COMPUTE)
     lanes.end(Lane.COMPUTE, work=1e3)
     lanes.enqueue(Lane.HOST, lambda: None, writes=[("norm", 0)], work=20e3)
