@@ -112,7 +112,7 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", 
 STEPS = 3
 """Measured after two that are not."""
 
-PAIRS = 7
+PAIRS = 5
 """Of rates and steps, where the CPU itself computes; the median of the errors counts."""
 
 TOKEN_SCALE = 16
