@@ -70,7 +70,8 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
         yield from _mixed(request, choice)
         if fixed.get("fragments") is None and most > 1:
             for split in _splits(request, choice, 1 if choice.fragments else most):
-                yield from _mixed(request, split, residents=[choice.resident_layers])
+                placed = place_in_ram(request, split)
+                yield from _mixed(request, placed, residents=[choice.resident_layers])
 
 
 def _changed(request: Request, frame: Choice, name: str, value: object, parts: int) -> Iterator[Choice]:
@@ -91,7 +92,7 @@ def _resplit(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
 
 
 def _splits(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
-    """Yield a choice whose layers stream in so many parts, through fewer slots and more."""
+    """Yield a choice whose layers stream in so many parts, through fewer slots and more; not placed yet."""
     fixed = request.fixed or {}
     buffers = fixed.get("num_gradient_buffers") or parts + (frame.lockstep > 1)
     assert isinstance(buffers, int)
@@ -100,7 +101,7 @@ def _splits(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
         if fixed.get("blocks_in_ram") is None:
             split = replace(split, blocks_in_ram=0, weights_in_ram=0)  # they counted other blocks
         if slots >= parts and is_allowed(request, split):
-            yield place_in_ram(request, split)
+            yield split
 
 
 def _mixed(request: Request, choice: Choice, residents: Sequence[int] = ()) -> Iterator[Choice]:

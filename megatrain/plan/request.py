@@ -136,9 +136,9 @@ def _needs(request: Request, choice: Choice) -> dict[str, int]:
     if key not in known:
         pools = _on_device(request, choice)
         known[key] = sum(pool.nbytes for pool in pools)
-    needs = {"device": 0, "ram": host_bytes(request, choice), "nvme": 0}
+    on_drives = sum(pool.nbytes for pool in drive_pools(anatomy, choice, batch))
+    needs = {"device": 0, "ram": host_bytes(request, choice), "nvme": on_drives}
     needs["ram" if is_cpu else "device"] += known[key]
-    needs["nvme"] = sum(pool.nbytes for pool in drive_pools(anatomy, choice, batch))
     return needs
 
 
