@@ -22,13 +22,13 @@ from typing import Any
 from transformers import LlamaConfig, PretrainedConfig
 
 from megatrain.hardware import HardwareSpec, load_machine
-from megatrain.model.anatomy import Anatomy
-from megatrain.model.count import count_anatomy
-from megatrain.model.skeleton import read_config_or_tower
-from megatrain.plan.choice import Batch, Plan
-from megatrain.plan.economics import economics
-from megatrain.plan.planner import make_plan
-from megatrain.plan.request import Request
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.model.profile.count import count_anatomy
+from megatrain.model.weights.skeleton import read_config_or_tower
+from megatrain.config.choice import Batch, Plan
+from megatrain.plan.cost.economics import economics
+from megatrain.plan.search.planner import make_plan
+from megatrain.plan.search.request import Request
 
 TOKENS_PER_STEP = (131_072, 32_768, 8_192)
 TIB = 1 << 40

@@ -18,9 +18,9 @@ from emulated_runs import Case, Run, machine_of, spec_of, step_seconds
 from plan_race import MACHINES, models, scale
 from report import emit, hardware
 
-from megatrain.plan.choice import Batch
-from megatrain.plan.planner import make_plan
-from megatrain.train.elastic import Elastic
+from megatrain.config.choice import Batch
+from megatrain.plan.search.planner import make_plan
+from megatrain.train.planning.elastic import Elastic
 
 SLOWER = 8.0
 """Of both links."""

@@ -17,16 +17,16 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.hardware import HardwareSpec
-from megatrain.model.anatomy import Anatomy
-from megatrain.model.count import count_anatomy
-from megatrain.plan.choice import Batch, Choice
-from megatrain.plan.request import Request
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.model.profile.count import count_anatomy
+from megatrain.config.choice import Batch, Choice
+from megatrain.plan.search.request import Request
 from megatrain.store.placement import Tiers
 from megatrain.stream.attach import attach
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, InlineLanes
 from megatrain.stream.load import load
-from megatrain.stream.machine import emulated_spec
+from megatrain.stream.lanes.emulated_spec import emulated_spec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.device_bytes import DeviceBytes

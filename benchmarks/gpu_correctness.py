@@ -315,7 +315,7 @@ def compiled(record: Record, is_dry: bool) -> None:
     Compiled kernels round differently, so that is a matter of tolerances; compiled blocks that are recomputed
     and compiled blocks that are kept should give the same bits.
     """
-    from megatrain.stream.compiled import Compiler
+    from megatrain.stream.forward.compiled import Compiler
 
     failures = []
     if is_dry:  # C++ kernels take half a minute to compile

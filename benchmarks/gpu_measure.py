@@ -113,7 +113,7 @@ def random_model(config: Any, *, dtype: Any, device: Any = "cpu", small: bool = 
     """Make a random model on a device; `small` draws fewer numbers."""
     import torch
 
-    from megatrain.model.skeleton import build_skeleton
+    from megatrain.model.weights.skeleton import build_skeleton
 
     model = build_skeleton(config, dtype=dtype).train()
     normal = Normal(config.initializer_range, device, **({"numel": 65_521} if small else {}))

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megatrain.plan.program import Buffer, Lane
+from megatrain.plan.program.operations import Buffer, Lane
 
 UPDATE_BYTES = 26
 """Host memory that AdamW reads (14) and writes (12) per parameter: megatrain/optim/adamw.py."""

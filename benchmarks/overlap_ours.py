@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from overlap_model import DEVICE_STATE_BYTES, UPDATE_BYTES, Costs, Step, Task
 
-from megatrain.plan.program import BlockSize, Buffer, Kind, Lane, LayerPlan, Operation
-from megatrain.plan.schedule import (
+from megatrain.plan.program.operations import BlockSize, Buffer, Kind, Lane, LayerPlan, Operation
+from megatrain.plan.program.schedule import (
     fetch_residents,
     offload_residents,
     optimizer_program,

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 
 from overlap_model import Costs, Step, Task
 
-from megatrain.plan.program import Buffer, Lane
+from megatrain.plan.program.operations import Buffer, Lane
 
 MEGATRAIN_GROUP = 4
 MEGATRAIN_SLABS = 12

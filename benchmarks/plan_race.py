@@ -21,10 +21,10 @@ from emulated_runs import Case, machine_of, spec_of, step_seconds
 from report import emit, hardware
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from megatrain.plan.choice import Batch, Choice
-from megatrain.plan.listing import list_choices
-from megatrain.plan.planner import make_plan, plan_of
-from megatrain.plan.request import Request, overflow
+from megatrain.config.choice import Batch, Choice
+from megatrain.plan.search.choices import list_choices
+from megatrain.plan.search.planner import make_plan, plan_of
+from megatrain.plan.search.request import Request, overflow
 
 MACHINES = {
     # ratios of an H100 on PCIe 5, a 4090 on PCIe 4 and a GH200, for steps of some hundred milliseconds

@@ -169,8 +169,8 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     from emulated_runs import Case, Run, machine_of, spec_of
     from transformers import AutoConfig
 
-    from megatrain.plan.choice import Batch
-    from megatrain.plan.planner import make_plan
+    from megatrain.config.choice import Batch
+    from megatrain.plan.search.planner import make_plan
     from megatrain.store.placement import Tiers
 
     torch.set_num_threads(1)
@@ -257,9 +257,9 @@ def this_cpu(case: Any) -> Any:
 
     from megatrain.doctor import this_machine
     from megatrain.doctor.overhead import visit_overhead_s
-    from megatrain.model.timing import time_layers
-    from megatrain.plan.cost import Rates
-    from megatrain.plan.measured import Measured
+    from megatrain.model.profile.timing import time_layers
+    from megatrain.plan.cost.rates import Rates
+    from megatrain.plan.cost.measured import Measured
 
     spec = replace(this_machine(None), launch_s=visit_overhead_s(torch.device("cpu")))
     timed = time_layers(
@@ -273,7 +273,7 @@ def this_cpu(case: Any) -> Any:
 
 def _pair(request: Any, case: Any, choice: Any, run: Any) -> float:
     """Measure the rates, then a few steps, and compare: a shared computer's speed changes by the minute."""
-    from megatrain.plan.planner import plan_of
+    from megatrain.plan.search.planner import plan_of
 
     planned_s = plan_of(replace(request, spec=this_cpu(case)), choice).step_s
     return planned_s / statistics.median(run.step() for _ in range(3)) - 1
@@ -282,7 +282,7 @@ def _pair(request: Any, case: Any, choice: Any, run: Any) -> float:
 def _with_a_drive(request: Any, share: float, machine: Any) -> Any:
     """Give a request less RAM than the state takes, and the machine's drive."""
     from megatrain.hardware import Drives
-    from megatrain.plan.planner import make_plan
+    from megatrain.plan.search.planner import make_plan
 
     whole = sum(p.nbytes for p in make_plan(request).pools if p.tier == "ram" and p.is_exact)
     rates = machine.nvme_read_bytes_per_s, machine.nvme_write_bytes_per_s

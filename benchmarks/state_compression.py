@@ -56,7 +56,7 @@ from megatrain.data.loader import PackedLoader
 from megatrain.data.packing import pack, tokenize
 from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import end_of_document, load_tokenizer, train_tokenizer
-from megatrain.model.moments import SCALE_NUMEL
+from megatrain.layout.moments import SCALE_NUMEL
 from megatrain.optim.adamw import AdamWStep, Planes, rounding_key, update_many
 from megatrain.optim.pool import WorkerPool, worker_threads
 

@@ -139,7 +139,7 @@ def train(
     }
     config = read_settings(arguments or [], {key: value for key, value in flags.items() if value is not None})
     if dry_run:
-        from megatrain.train.dry_run import dry_run as try_out
+        from megatrain.train.planning.dry_run import dry_run as try_out
 
         try_out(config, print, measure=_measure())
         return
@@ -228,8 +228,8 @@ def plan(
         given["optim.max_grad_norm"] = 1.0 if clip else None
     raw, source = combine_settings(arguments or [], given)
     spec = _machine(machine, ram, nvme)
-    from megatrain.train.plan_report import report
-    from megatrain.train.planning import plan_run
+    from megatrain.train.planning.plan_report import report
+    from megatrain.train.planning.plan_run import plan_run
 
     planned = plan_run(
         raw, spec, source=source or "command line", hf_config=hf_config, is_complete=bool(source)

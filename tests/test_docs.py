@@ -88,7 +88,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     doctor.__dict__.update(examine=lambda *_, **__: report, keep=None)
     monkeypatch.setitem(sys.modules, "megatrain.doctor", doctor)
     planned = types.SimpleNamespace(plan=types.SimpleNamespace(fits=True))
-    monkeypatch.setattr(sys.modules["megatrain.train.planning"], "plan_run", lambda *_, **__: planned)
+    monkeypatch.setattr(sys.modules["megatrain.train.planning.plan_run"], "plan_run", lambda *_, **__: planned)
     return seen
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatrain.model.blocks import Block
-from megatrain.model.layout import BlockLayout, ParameterSpec, lay_out
+from megatrain.layout.blocks import BlockLayout, ParameterSpec, lay_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

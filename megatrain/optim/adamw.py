@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.model.moments import SCALE_NUMEL
+from megatrain.layout.moments import SCALE_NUMEL
 from megatrain.optim.pool import TASKS_PER_THREAD, WorkerPool
 
 TASK_NUMEL = 1 << 22

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatrain.model.moments import SCALE_NUMEL
+from megatrain.layout.moments import SCALE_NUMEL
 from megatrain.optim import device_moments
 from megatrain.optim.adamw import AdamWStep, Planes
 

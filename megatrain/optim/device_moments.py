@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatrain.model.moments import SCALE_NUMEL
+from megatrain.layout.moments import SCALE_NUMEL
 from megatrain.optim.adamw import Planes
 from megatrain.optim.codes import (
     HASH_FACTORS,

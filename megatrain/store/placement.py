@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megatrain.errors import CapacityError
 from megatrain.hardware import GIB, host_memory
-from megatrain.model.host_buffers import NUM_GRADIENT_STAGING, DriveBuffers, largest_first, state_bytes
-from megatrain.model.layout import BlockLayout, aligned
+from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING, DriveBuffers, largest_first, state_bytes
+from megatrain.layout.blocks import BlockLayout, aligned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from megatrain.config.types import read_member
-from megatrain.model.layout import BlockLayout, Entry
-from megatrain.model.moments import MOMENT_PLANES, Moments, moment_planes, scale_ranges
+from megatrain.layout.blocks import BlockLayout, Entry
+from megatrain.layout.moments import MOMENT_PLANES, Moments, moment_planes, scale_ranges
 from megatrain.store.arena import Arena
 from megatrain.store.master import join_master, split_master_into
 

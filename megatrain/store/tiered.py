@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware import GIB, host_memory
-from megatrain.model.host_buffers import NUM_PAGES, NUM_STATE_STAGING
-from megatrain.model.layout import BlockLayout
-from megatrain.model.moments import MOMENT_PLANES, Moments
+from megatrain.layout.host_buffers import NUM_PAGES, NUM_STATE_STAGING
+from megatrain.layout.blocks import BlockLayout
+from megatrain.layout.moments import MOMENT_PLANES, Moments
 from megatrain.store.arena import Arena
-from megatrain.store.away import PLANES, Away
+from megatrain.store.on_drives import PLANES, Away
 from megatrain.store.placement import Tiers
 from megatrain.store.state import BlockState, HostState, Precision, write_value
 

@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING
 
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import Block, group_layers
-from megatrain.model.moments import Moments
-from megatrain.plan.choice import BOUNDARIES, Choice
-from megatrain.stream.activations import Activations
-from megatrain.stream.activations import policies as read_activations
-from megatrain.stream.boundaries import Boundaries
-from megatrain.stream.drives import Drives
-from megatrain.stream.executor import Executor
-from megatrain.stream.gradients import Gradients
-from megatrain.stream.issuer import Counts
+from megatrain.layout.moments import Moments
+from megatrain.config.choice import BOUNDARIES, Choice
+from megatrain.stream.forward.layer_visit import Activations
+from megatrain.stream.forward.layer_visit import policies as read_activations
+from megatrain.stream.activations.boundaries import Boundaries
+from megatrain.stream.execute.state_on_drives import Drives
+from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.gradients import Gradients
+from megatrain.stream.execute.issuer import Counts
 from megatrain.stream.policies import Policies, block_size
-from megatrain.stream.residency import DeviceStates
-from megatrain.stream.rounds import Rounds
-from megatrain.stream.slots import Slots
-from megatrain.stream.stash import Stash
+from megatrain.stream.execute.resident_state import DeviceStates
+from megatrain.stream.forward.rounds import Rounds
+from megatrain.stream.execute.slots import Slots
+from megatrain.stream.activations.offload import Stash
 
 if TYPE_CHECKING:
     from megatrain.store.placement import Placement
     from megatrain.stream.bind import Binding
     from megatrain.stream.lanes import Lanes
-    from megatrain.stream.passes import AttachedBlock, AttachedLayer
+    from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer
 
 
 NO_DRIVES = (

@@ -9,15 +9,15 @@ import torch
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.blocks import find_blocks, group_layers
-from megatrain.model.moments import Moments
-from megatrain.plan.choice import BOUNDARIES, Choice
+from megatrain.layout.moments import Moments
+from megatrain.config.choice import BOUNDARIES, Choice
 from megatrain.store.placement import Tiers
 from megatrain.store.state import read_precision
 from megatrain.stream.arrange import NO_DRIVES, policies_of
 from megatrain.stream.bind import bind, plan_layouts, require_device_memory
 from megatrain.stream.choose import Batch, Room, choose
-from megatrain.stream.compiled import is_compiled
-from megatrain.stream.devices import make_lanes
+from megatrain.stream.forward.compiled import is_compiled
+from megatrain.stream.lanes.devices import make_lanes
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Lanes
 

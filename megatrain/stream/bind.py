@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.hardware import GIB, host_memory
 from megatrain.model.blocks import Block, find_blocks
-from megatrain.model.host_buffers import NUM_GRADIENT_STAGING
-from megatrain.model.layout import BlockLayout
+from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
+from megatrain.layout.blocks import BlockLayout
 from megatrain.model.layouts import lay_out_blocks
-from megatrain.model.moments import Moments, moment_bytes
+from megatrain.layout.moments import Moments, moment_bytes
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision, planned_host_bytes
 from megatrain.store.tiered import TieredState
-from megatrain.stream.gradients import ring_bytes
-from megatrain.stream.waiting import staging_bytes, waiting_bytes
+from megatrain.stream.execute.gradients import ring_bytes
+from megatrain.stream.execute.waiting_gradients import staging_bytes, waiting_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

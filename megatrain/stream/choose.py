@@ -10,13 +10,13 @@ from megatrain.errors import ConfigError
 from megatrain.hardware import host_memory
 from megatrain.model.blocks import Block
 from megatrain.model.head import LOGITS_BYTES
-from megatrain.model.layout import BlockLayout
-from megatrain.model.moments import Moments
-from megatrain.plan.choice import Choice
-from megatrain.stream.activations import Activations, policies
+from megatrain.layout.blocks import BlockLayout
+from megatrain.layout.moments import Moments
+from megatrain.config.choice import Choice
+from megatrain.stream.forward.layer_visit import Activations, policies
 from megatrain.stream.bind import device_pools
 from megatrain.stream.lanes import Lanes
-from megatrain.stream.waiting import waiting_bytes
+from megatrain.stream.execute.waiting_gradients import waiting_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

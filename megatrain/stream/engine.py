@@ -20,8 +20,8 @@ from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.model.blocks import group_layers
 from megatrain.model.head import count_targets
-from megatrain.model.moments import Moments
-from megatrain.plan.choice import Choice
+from megatrain.layout.moments import Moments
+from megatrain.config.choice import Choice
 from megatrain.store.drives.scratch import Scratch
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
@@ -35,22 +35,22 @@ from megatrain.stream.arrange import (
     planes_to_drop,
     with_tiers,
 )
-from megatrain.stream.attention import attention_of, attention_order
+from megatrain.stream.forward.attention import attention_of, attention_order
 from megatrain.stream.bind import Binding, require_device_memory, room_for_activations
-from megatrain.stream.compiled import Compiler
-from megatrain.stream.drives import Drives
-from megatrain.stream.entrance import Entrance
-from megatrain.stream.executor import Executor
-from megatrain.stream.gradients import Gradients, Home
-from megatrain.stream.issuer import Counts
+from megatrain.stream.forward.compiled import Compiler
+from megatrain.stream.execute.state_on_drives import Drives
+from megatrain.stream.forward.model_forward import Entrance
+from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.gradients import Gradients, Home
+from megatrain.stream.execute.issuer import Counts
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.meter import StepMeter, recomputed_forwards
-from megatrain.stream.passes import AttachedBlock, AttachedLayer
+from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer
 from megatrain.stream.policies import Policies
-from megatrain.stream.rounds import Rounds
-from megatrain.stream.slots import Slots
-from megatrain.stream.stash import Stash
-from megatrain.stream.step_report import StepReport
+from megatrain.stream.forward.rounds import Rounds
+from megatrain.stream.execute.slots import Slots
+from megatrain.stream.activations.offload import Stash
+from megatrain.stream.report import StepReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import find_blocks
-from megatrain.model.files import checkpoint_files, load_weights, model_directory, take_generation_config
-from megatrain.model.initialise import initialise_weights
-from megatrain.model.layout import BlockLayout, Entry
-from megatrain.model.moments import Moments
-from megatrain.model.skeleton import build_skeleton, read_config
+from megatrain.model.weights.files import checkpoint_files, load_weights, model_directory, take_generation_config
+from megatrain.model.weights.initialise import initialise_weights
+from megatrain.layout.blocks import BlockLayout, Entry
+from megatrain.layout.moments import Moments
+from megatrain.model.weights.skeleton import build_skeleton, read_config
 from megatrain.store.arena import Arena
 from megatrain.store.drives.scratch import FileArena
 from megatrain.store.placement import Tiers

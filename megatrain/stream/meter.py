@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.model.flops import ModelFlops, count_flops
+from megatrain.model.profile.flops import ModelFlops, count_flops
 from megatrain.model.head import targets_of
-from megatrain.plan.program import Lane
-from megatrain.stream.activations import Activations
+from megatrain.plan.program.operations import Lane
+from megatrain.stream.forward.layer_visit import Activations
 from megatrain.stream.lanes import Record, Span, Wait
-from megatrain.stream.step_report import StepReport, Work
+from megatrain.stream.report import StepReport, Work
 
 if TYPE_CHECKING:
     from megatrain.stream.engine import Engine

@@ -14,16 +14,16 @@ import torch
 
 from megatrain.config.types import read_member
 from megatrain.errors import ConfigError, ModelError
-from megatrain.model.host_buffers import NUM_GRADIENT_STAGING
-from megatrain.model.layout import Entry, aligned
-from megatrain.model.moments import Moments, moment_bytes
+from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
+from megatrain.layout.blocks import Entry, aligned
+from megatrain.layout.moments import Moments, moment_bytes
 from megatrain.optim.adamw import AdamWStep, rounding_key
 from megatrain.optim.clip import global_norm
-from megatrain.plan.program import Operation
-from megatrain.plan.schedule import optimizer_program
+from megatrain.plan.program.operations import Operation
+from megatrain.plan.program.schedule import optimizer_program
 from megatrain.store.tiered import TieredState
-from megatrain.stream.gradients import Home
-from megatrain.stream.update import BlockUpdate, StepStats
+from megatrain.stream.execute.gradients import Home
+from megatrain.stream.execute.updates import BlockUpdate, StepStats
 
 if TYPE_CHECKING:
     from megatrain.stream.engine import Engine

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from megatrain.model.layout import BlockLayout
-from megatrain.model.moments import Moments, moment_bytes
-from megatrain.plan.program import BlockSize
-from megatrain.stream.activations import Activations
+from megatrain.layout.blocks import BlockLayout
+from megatrain.layout.moments import Moments, moment_bytes
+from megatrain.plan.program.operations import BlockSize
+from megatrain.stream.forward.layer_visit import Activations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

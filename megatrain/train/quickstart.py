@@ -140,7 +140,7 @@ def _library_sources() -> Iterator[Path]:
 def _write_model_config(directory: Path) -> int:
     from transformers import LlamaConfig
 
-    from megatrain.model.skeleton import build_skeleton
+    from megatrain.model.weights.skeleton import build_skeleton
 
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -201,8 +201,8 @@ def _compare_with_resident(
     from transformers import AutoModelForCausalLM, get_scheduler
 
     from megatrain.data.tokenizer import load_tokenizer
-    from megatrain.model.initialise import initialise_weights
-    from megatrain.model.skeleton import read_config
+    from megatrain.model.weights.initialise import initialise_weights
+    from megatrain.model.weights.skeleton import read_config
     from megatrain.train.run import make_loader
 
     loader = make_loader(config, load_tokenizer(str(Path(config.out) / "hf")), read_config(config.model.path))

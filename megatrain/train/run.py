@@ -28,19 +28,19 @@ from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.hardware.care import Care, open_sensor, power_cap_advice
 from megatrain.model.liger import apply_liger, uses_liger
-from megatrain.model.skeleton import read_config
+from megatrain.model.weights.skeleton import read_config
 from megatrain.optim.threads import update_threads, worker_threads
 from megatrain.store.drives.record import CommitRecord
 from megatrain.stream.attach import attach
-from megatrain.stream.devices import compute_device
+from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.engine import Engine
 from megatrain.stream.load import load
 from megatrain.stream.optimizer import StreamedAdamW
-from megatrain.train.drives import encode_buffers, laid_out_as, restore_buffers, resumed, tiers_of
-from megatrain.train.elastic import Elastic
-from megatrain.train.machine import Measure
-from megatrain.train.memory import plan_memory, planned_updates
-from megatrain.train.planning import Planned
+from megatrain.train.state_commits import encode_buffers, laid_out_as, restore_buffers, resumed, tiers_of
+from megatrain.train.planning.elastic import Elastic
+from megatrain.train.planning.run_machine import Measure
+from megatrain.train.planning.allocation import plan_memory, planned_updates
+from megatrain.train.planning.plan_run import Planned
 from megatrain.train.state import compact_counts, expand_counts, read_state, write_model, write_state
 
 if TYPE_CHECKING:

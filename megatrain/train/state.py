@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain.checkpoint.files import TensorSource, write_safetensors
 from megatrain.checkpoint.load import read_safetensors
 from megatrain.errors import CheckpointError
-from megatrain.model.export import export_weights
+from megatrain.model.weights.export import export_weights
 from megatrain.store.state import BlockState, HostState, view_entry
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.errors import OutputError
-from megatrain.plan.program import Kind, Lane
+from megatrain.plan.program.operations import Kind, Lane
 from megatrain.stream.lanes import Record, Span, Wait
-from megatrain.stream.step_report import StepReport
-from megatrain.train.drives import drives_apart
+from megatrain.stream.report import StepReport
+from megatrain.train.state_commits import drives_apart
 from megatrain.train.loop import train_step
 from megatrain.train.metrics import format_bytes
 from megatrain.train.run import prepare

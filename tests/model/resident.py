@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from megatrain.model.convert import Region
-from megatrain.model.files import load_weights
-from megatrain.model.skeleton import build_skeleton, persistent_buffers, tied_names
+from megatrain.model.weights.convert import Region
+from megatrain.model.weights.files import load_weights
+from megatrain.model.weights.skeleton import build_skeleton, persistent_buffers, tied_names
 
 
 class CopySink:

@@ -22,7 +22,7 @@ from megatrain.model.selective import cheap_contexts, is_kept
 from tests.families import FAMILIES
 from tests.reference import assert_same_bits, make_batches, make_model
 from tests.stream.runs import family_config, has_dropout
-from tests.stream.test_memory import LiveStorages
+from tests.stream.execute.test_memory import LiveStorages
 
 FEW = ("llama_tied", "gemma2", "mixtral", "gpt2", "deepseek_v3", "gpt_oss", "qwen3_next", "jamba")
 CASES = [(family, False) for family in FEW] + [("gpt2", True), ("llama_tied", True)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.model.moments import SCALE_NUMEL
+from megatrain.layout.moments import SCALE_NUMEL
 from megatrain.optim.adamw import AdamWStep, Planes, rounding_key, update_many
 from megatrain.optim.device import update_on_device
 from megatrain.optim.pool import WorkerPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatrain.hardware import Drives, HardwareSpec, MemoryNode
-from megatrain.model.anatomy import POLICIES, Anatomy, Cost, Fragment, Layer
+from megatrain.model.profile.anatomy import POLICIES, Anatomy, Cost, Fragment, Layer
 
 _ALIGNED = 64
 

@@ -20,7 +20,7 @@ from transformers import (
 
 import megatrain
 from megatrain.errors import ModelError
-from megatrain.plan.program import Lane
+from megatrain.plan.program.operations import Lane
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES, VOCAB_SIZE
 from tests.reference import Resident, assert_same_bits, make_batches, make_model

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import megatrain
 from megatrain.errors import ConfigError, DataError, ModelError
-from megatrain.plan.program import Kind, LayerPlan
-from megatrain.plan.schedule import fetch_residents, offload_residents, round_visits, schedule
+from megatrain.plan.program.operations import Kind, LayerPlan
+from megatrain.plan.program.schedule import fetch_residents, offload_residents, round_visits, schedule
 from megatrain.stream.engine import Engine
 from tests.families import FAMILIES
 from tests.reference import Batch, Resident, assert_same_bits, make_batches, make_model

@@ -14,14 +14,14 @@ from torch import Tensor
 
 import megatrain
 from megatrain.errors import CapacityError, ConfigError, ModelError
-from megatrain.plan.choice import Choice
+from megatrain.config.choice import Choice
 from megatrain.store.placement import Tiers
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
 from tests.reference import assert_same_bits, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_gradients, start
-from tests.stream.test_updates import assert_same_planes, planes_of
+from tests.stream.execute.test_updates import assert_same_planes, planes_of
 
 NUM_STEPS = 6
 PLAIN = Choice(num_slots=2, num_gradient_buffers=1, activations=("recompute",) * 4)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import megatrain
 from megatrain.errors import CapacityError, CheckpointError, ConfigError
-from megatrain.model.moments import num_scales
+from megatrain.layout.moments import num_scales
 from megatrain.optim import pool
 from megatrain.stream.bind import device_pools
 from megatrain.stream.engine import Engine

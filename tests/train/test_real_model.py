@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 from megatrain.config import build_config
 from megatrain.data.tokenizer import load_tokenizer
-from megatrain.model.skeleton import read_config
+from megatrain.model.weights.skeleton import read_config
 from megatrain.train.loop import train
 from megatrain.train.run import make_loader
 from megatrain.train.sample import sample

@@ -13,8 +13,8 @@ import pytest
 from megatrain.cli import main
 from megatrain.config import dump_config
 from megatrain.errors import OutputError
-from megatrain.plan.program import Kind, Lane
-from megatrain.plan.schedule import (
+from megatrain.plan.program.operations import Kind, Lane
+from megatrain.plan.program.schedule import (
     fetch_residents,
     offload_residents,
     optimizer_program,
@@ -23,7 +23,7 @@ from megatrain.plan.schedule import (
 )
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, Span, Wait
-from megatrain.stream.step_report import StepReport
+from megatrain.stream.report import StepReport
 from megatrain.train import trace as traces
 from megatrain.train.run import Run, prepare
 from megatrain.train.trace import trace, trace_events

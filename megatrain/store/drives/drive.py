@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatrain.errors import CheckpointError, OutputError
 from megatrain.hardware import GIB
-from megatrain.model.host_buffers import PAGE_BYTES
+from megatrain.layout.host_buffers import PAGE_BYTES
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.places import STATE_NAME, drive_errors, make_place
 

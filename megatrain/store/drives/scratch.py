@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from megatrain.errors import CheckpointError
-from megatrain.model.host_buffers import PAGE_BYTES, SCRATCH_CHUNK_BYTES, padded
+from megatrain.layout.host_buffers import PAGE_BYTES, SCRATCH_CHUNK_BYTES, padded
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.drive import Drive, raw
 from megatrain.store.drives.places import drive_errors

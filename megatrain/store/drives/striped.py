@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from megatrain.errors import CheckpointError, OutputError
-from megatrain.model.host_buffers import PAGE_BYTES
+from megatrain.layout.host_buffers import PAGE_BYTES
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.drive import Drive, raw, staging
 from megatrain.store.drives.places import STATE_NAME, check_places, drive_errors, sync_directory

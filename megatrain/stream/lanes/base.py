@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain.errors import CapacityError
 from megatrain.optim.adamw import sum_of_squares
 from megatrain.optim.pool import default_pool
-from megatrain.plan.program import Buffer, Lane
+from megatrain.plan.program.operations import Buffer, Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.records import Cause, Record, Recorder
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatrain.plan.program import Buffer, Lane
+from megatrain.plan.program.operations import Buffer, Lane
 from megatrain.stream.lanes.base import Cause, Event, InlineLanes, OrderingError
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.plan.program import Lane
+from megatrain.plan.program.operations import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.base import Event
 from megatrain.stream.lanes.records import Cause, Record, Recorder

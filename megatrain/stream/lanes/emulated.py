@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.plan.program import Buffer, Lane
+from megatrain.plan.program.operations import Buffer, Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.base import Event
 from megatrain.stream.lanes.launch import LaunchClock, sleep_until

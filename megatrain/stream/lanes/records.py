@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatrain.plan.program import Lane
+from megatrain.plan.program.operations import Lane
 
 MAX_KEPT = 200_000
 """Spans, and waits, that are kept when nobody takes them; older ones are dropped."""

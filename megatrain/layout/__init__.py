@@ -1,0 +1,1 @@
+"""Where bytes lie in a flat buffer, and how many a plane or a buffer takes."""

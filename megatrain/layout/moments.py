@@ -1,0 +1,102 @@
+"""How AdamW's two moments are kept: exactly, or in fewer bytes, which is opt-in and not exact.
+
+| format | planes per trained element | bytes |
+|---|---|---|
+| fp32 | `exp_avg`, `exp_avg_sq` in fp32 | 8 |
+| bf16 | both in bf16, rounded stochastically | 4 |
+| int8 | a code of 8 bits each; one fp32 scale each per `SCALE_NUMEL` elements | 2.03 |
+
+Scales belong to one parameter: the last block of a parameter may be shorter, and none spans two. So how a
+model is cut into blocks of layers or fragments changes no bit.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from megatrain.config.types import read_member
+from megatrain.layout.blocks import BlockLayout, aligned
+
+SCALE_NUMEL = 256
+"""Elements that share a scale: 4 units of the layout's alignment, 1.6 % more bytes than none would take."""
+
+
+class Moments(str, Enum):
+    """How the moments are kept: the setting `optim.state`."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+    @classmethod
+    def read(cls, name: str) -> Moments:
+        """Return the format of that name.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        return read_member(cls, name, "the optimizer's state")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether training gives the bits of ordinary AdamW."""
+        return self is Moments.FP32
+
+    def describe(self) -> str:
+        """Return the format's name, labelled where it is not exact."""
+        return self.value if self.is_exact else f"{self.value} (not exact)"
+
+
+MOMENT_PLANES = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+"""Names of all planes that a format may have."""
+
+
+def num_scales(numel: int) -> int:
+    """Return how many scales a moment of a parameter of `numel` elements has."""
+    return -(-aligned(numel) // SCALE_NUMEL)
+
+
+def scale_ranges(layout: BlockLayout) -> dict[str, tuple[int, int]]:
+    """Return where the scales of each trained parameter are in a block's scale planes: [start, stop)."""
+    ranges, start = {}, 0
+    for entry in layout.trained:
+        stop = start + num_scales(entry.numel)
+        ranges[entry.name] = start, stop
+        start = stop
+    return ranges
+
+
+def moment_planes(layout: BlockLayout, moments: Moments) -> dict[str, tuple[int, torch.dtype]]:
+    """Return the elements and the type of each plane of a block's moments."""
+    return _planes(layout.num_state, sum(num_scales(entry.numel) for entry in layout.trained), moments)
+
+
+def moment_bytes(layout: BlockLayout, moments: Moments) -> int:
+    """Return the bytes of a block's moments."""
+    return sum(numel * dtype.itemsize for numel, dtype in moment_planes(layout, moments).values())
+
+
+def moment_plane_bytes(num_state: int, scales: int, moments: Moments) -> dict[str, int]:
+    """Return the bytes of each plane, for blocks of which only the sums are known.
+
+    Args:
+        num_state: State elements in all.
+        scales: What one moment of theirs has in `int8`.
+        moments: The format.
+    """
+    planes = _planes(num_state, scales, moments)
+    return {name: numel * dtype.itemsize for name, (numel, dtype) in planes.items()}
+
+
+def _planes(num_state: int, scales: int, moments: Moments) -> dict[str, tuple[int, torch.dtype]]:
+    dtype = {
+        Moments.FP32: torch.float32,
+        Moments.BF16: torch.bfloat16,
+        Moments.INT8: torch.uint8,
+    }[moments]
+    planes = {"exp_avg": (num_state, dtype), "exp_avg_sq": (num_state, dtype)}
+    if moments is Moments.INT8:
+        planes |= {"exp_avg_scale": (scales, torch.float32), "exp_avg_sq_scale": (scales, torch.float32)}
+    return planes

@@ -1,0 +1,1 @@
+"""What a model costs: counted on fake tensors, traced and timed."""

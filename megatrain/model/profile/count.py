@@ -1,0 +1,315 @@
+"""Counts a model's anatomy from its configuration alone: no weight is made and no memory is taken.
+
+The model is built without weights and its own modules run on fake tensors: the whole model once with its
+layers left out, and one layer of every kind under every policy. What an operation does is counted (FLOPs of
+matrix products and attention, bytes that all others read and write) and what it makes is followed until
+nobody holds it.
+
+What is taken for granted: rows are full, one document each; the model trains (dropout draws); scaled dot
+product attention makes no T x T matrix, unless the model gives it a mask or, for the CPU, asks for what its
+kernel cannot do; experts run as grouped products, whose cost does not depend on how tokens are routed; layers
+that differ in nothing but their index cost the same. What a kernel takes for itself is not seen, and the
+auxiliary loss of routers is left out, with a warning.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from transformers.utils import import_utils
+
+from megatrain.errors import ConfigError, ModelError
+from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy, Cost, Fragment, Layer
+from megatrain.model.blocks import Block, find_blocks, group_layers
+from megatrain.model.profile.flops import active_parameters, count_flops
+from megatrain.model.kernels import accelerator_attention
+from megatrain.layout.blocks import BlockLayout, aligned
+from megatrain.model.layouts import lay_out_blocks
+from megatrain.model.profile.metering import Meter
+from megatrain.layout.moments import num_scales
+from megatrain.model.profile.passing import Traces, WholePass, WholePassTracer
+from megatrain.model.text_config import Built, build_language_model
+from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_layer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_log = logging.getLogger(__name__)
+
+_TRACED = ("keep", "recompute_cheap", "recompute")
+_AFTER = {"offload": "keep", "drop_boundary": "recompute"}
+"""Policies that run as another one does, and keep what it keeps elsewhere."""
+
+
+def count_anatomy(
+    config: PretrainedConfig,
+    *,
+    micro_batch_size: int,
+    seq_len: int,
+    precision: Literal["fp32", "bf16"],
+    attn_implementation: str | None = None,
+    head_chunk_tokens: int | None = None,
+    device_type: str = "cuda",
+) -> Anatomy:
+    """Count what a model costs for one shape of micro-batch.
+
+    Args:
+        config: Of a causal language model, or of a larger model with one inside.
+        micro_batch_size: Rows.
+        seq_len: Tokens of a row.
+        precision: How weights are kept, as in `attach`.
+        attn_implementation: As in transformers; None takes its default.
+        head_chunk_tokens: As in `attach`.
+        device_type: `cpu`, or an accelerator's.
+
+    Raises:
+        ModelError: The model cannot be built or streamed, or decides by values what it computes.
+        ConfigError: A shape or a precision that there is not.
+    """
+    counter = Counter.of(
+        config,
+        micro_batch_size=micro_batch_size,
+        seq_len=seq_len,
+        precision=precision,
+        attn_implementation=attn_implementation,
+    )
+    built, model = counter.built, counter.model
+    flops = count_flops(model, counter.layers)
+    num_active = active_parameters(model)
+    num_own = sum(parameter.numel() for parameter in model.parameters())
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    whole = counter.run(head_chunk_tokens, device_type=device_type)
+    ids = IDS_BYTES * micro_batch_size * seq_len
+    return Anatomy(
+        model_type=config.model_type,
+        part=built.part,
+        precision=precision,
+        micro_batch_size=micro_batch_size,
+        seq_len=seq_len,
+        layers=counter.describe(whole),
+        outer=tuple(
+            _fragment(block, layout, _kind_of_outer(model, block), Cost())
+            for block, layout in zip(counter.blocks, counter.layouts, strict=True)
+            if block.module is None
+        ),
+        num_params=built.num_params,
+        num_active_params=num_active + built.num_params - num_own,
+        num_trained=num_trained,
+        model_flops_per_token=flops.model_flops(seq_len),
+        head_forward=whole.head_forward,
+        head_peak_bytes=max(whole.head_forward_peak_bytes, whole.head_backward_peak_bytes),
+        head_saved_bytes=whole.head_saved_bytes,
+        constant_bytes=buffers + whole.forward_bytes + ids,
+        checkpoint_bytes=_checkpoint_bytes(counter.layouts),
+        pass_bytes=whole.forward_bytes + ids,
+        graph_bytes=whole.graph_bytes + ids,
+        holds_embedding=whole.holds_embedding,
+        head_forward_peak_bytes=whole.head_forward_peak_bytes,
+        head_backward_peak_bytes=whole.head_backward_peak_bytes,
+        head_gradient_bytes=whole.head_gradient_bytes,
+        embedding_peak_bytes=whole.embedding_peak_bytes,
+    )
+
+
+def _leave_out_router_loss(model: PreTrainedModel) -> None:
+    text = model.config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        _warn_of_router_loss(model.config.model_type)
+        text.output_router_logits = False
+
+
+@cache
+def _warn_of_router_loss(model_type: str) -> None:
+    _log.warning(
+        "the %s model is counted without its router loss, whose memory grows with layers, tokens and experts",
+        model_type,
+    )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let no garbage collection run: it finds nothing here, and takes a fifth of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class Counter:
+    """A model without weights, cut into blocks, whose parts are run in one fake mode."""
+
+    def __init__(
+        self, built: Built, *, micro_batch_size: int, seq_len: int, precision: Literal["fp32", "bf16"]
+    ) -> None:
+        """Cut a model into blocks."""
+        self.built = built
+        self.model = built.model.train()
+        _leave_out_router_loss(self.model)
+        self._shape = micro_batch_size, seq_len
+        self.blocks = find_blocks(self.model, fragments=True)
+        self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
+        self.groups = group_layers(self.blocks)
+        """Blocks of each layer."""
+        self.layers = [
+            module for group in self.groups if (module := self.blocks[group[0]].module) is not None
+        ]
+
+    @classmethod
+    def of(
+        cls,
+        config: PretrainedConfig,
+        *,
+        micro_batch_size: int,
+        seq_len: int,
+        precision: Literal["fp32", "bf16"],
+        attn_implementation: str | None = None,
+    ) -> Counter:
+        """Build a model; see `count_anatomy` for the arguments and what is raised."""
+        if micro_batch_size < 1 or seq_len < 1:
+            raise ConfigError(
+                f"a micro-batch of {micro_batch_size} rows of {seq_len} tokens; both must be 1 or more"
+            )
+        if precision not in ("fp32", "bf16"):
+            raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        built = build_language_model(config, dtype=dtype, attn_implementation=attn_implementation)
+        return cls(built, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
+
+    def run(
+        self, head_chunk_tokens: int | None, *, device_type: str, policies: Sequence[str] = _TRACED
+    ) -> WholePass:
+        """Run the whole model, with one layer of every kind under some policies; `keep` is one of them."""
+        kernels = nullcontext() if device_type == "cpu" else accelerator_attention()
+        try:
+            with kernels, _no_collection():
+                return self._run(head_chunk_tokens, policies)
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise ModelError(
+                f"the {self.model.config.model_type} model decides by the values of its activations what it "
+                f"computes ({error.func}), so its cost cannot be counted before a run"
+            ) from error
+
+    def group_of(self, module: nn.Module) -> Sequence[int]:
+        """Return the blocks of a layer."""
+        return self.groups[[id(layer) for layer in self.layers].index(id(module))]
+
+    def _run(self, head_chunk_tokens: int | None, policies: Sequence[str]) -> WholePass:
+        # transformers would take another way for fake tensors than for real ones: whole masks
+        as_real = mock.patch.object(import_utils, "is_fake_tensor", return_value=False)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_real, torch.enable_grad():
+            for module in self.model.modules():
+                for leaf, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[leaf] = mode.from_tensor(buffer)
+            outer = [self._fake(n) for n, block in enumerate(self.blocks) if block.module is None]
+            with Meter() as meter:
+
+                def trace(call: LayerCall) -> dict[str, Trace]:
+                    with meter.pausing():
+                        fakes = [self._fake(number) for number in self.group_of(call.module)]
+                    return {policy: trace_layer(call, fakes, policy, meter) for policy in policies}
+
+                tracer = WholePassTracer(self.model, self.layers, outer, meter, head_chunk_tokens, trace)
+                return tracer.run(*self._shape)
+
+    def _fake(self, number: int) -> FakeBlock:
+        return FakeBlock(self.blocks[number], self.layouts[number])
+
+    def describe(self, whole: WholePass) -> tuple[Layer, ...]:
+        """Describe every layer by the trace of its kind."""
+        return tuple(self._layer(number, whole.traces[kind]) for number, kind in enumerate(whole.kinds))
+
+    def _layer(self, number: int, traces: Traces) -> Layer:
+        group = self.groups[number]
+        costs = traces["keep"].forward
+        keep = traces["keep"]
+        fragments = tuple(
+            _fragment(self.blocks[n], self.layouts[n], _kind_of_fragment(self.blocks[n]), cost)
+            for n, cost in zip(group, costs, strict=True)
+        )
+        every = dict(traces) | {policy: traces[source] for policy, source in _AFTER.items()}
+        saved = {policy: trace.saved_bytes for policy, trace in every.items()}
+        return Layer(
+            fragments=fragments,
+            forward=sum(costs, Cost()),
+            backward=keep.backward,
+            boundary_bytes=keep.input_bytes,
+            saved_bytes={**saved, "offload": keep.stashed_bytes, "drop_boundary": 0},
+            forward_peak_bytes={p: t.forward_peak_bytes - t.saved_bytes for p, t in every.items()},
+            backward_peak_bytes={p: t.backward_peak_bytes - t.saved_bytes for p, t in every.items()},
+            holds_input={policy: trace.holds_input for policy, trace in every.items()},
+            fragment_peak_bytes={p: t.fragment_peak_bytes - t.saved_bytes for p, t in every.items()},
+            collect_bytes={p: (*t.collect_bytes, t.whole_collect_bytes) for p, t in every.items()},
+            unstashed_bytes=keep.unstashed_bytes,
+            made_bytes=(keep.backward_made_bytes, keep.fragment_made_bytes),
+            rerun_peak_bytes=traces["recompute"].forward_peak_bytes - traces["recompute"].saved_bytes,
+        )
+
+
+def _fragment(block: Block, layout: BlockLayout, kind: str, forward: Cost) -> Fragment:
+    return Fragment(
+        name=block.name,
+        kind=kind,
+        num_params=layout.num_parameters,
+        working_bytes=layout.working_bytes,
+        num_split=layout.num_split,
+        num_state=layout.num_state,
+        num_scales=sum(num_scales(entry.numel) for entry in layout.trained),
+        largest_run=_largest_run(layout),
+        forward=forward,
+    )
+
+
+def _largest_run(layout: BlockLayout) -> int:
+    """Count the elements of the longest run of trained entries with one rule of weight decay."""
+    largest = run = 0
+    last: tuple[bool, torch.dtype] | None = None
+    for entry in layout.trained:
+        kind = len(entry.shape) >= 2 and not entry.name.endswith("bias"), entry.dtype
+        run = (run if kind == last else 0) + aligned(entry.numel)
+        largest, last = max(largest, run), kind
+    return largest
+
+
+def _kind_of_fragment(block: Block) -> str:
+    if not block.entries:
+        return "layer"
+    names = block.name.rsplit(".", 1)[-1].lower()
+    if any(len(shape) >= 3 for shape in (p.shape for p in block.parameters.values())):
+        return "experts"
+    return "attention" if "att" in names or "mixer" in names else "mlp"
+
+
+def _kind_of_outer(model: PreTrainedModel, block: Block) -> str:
+    modules = [site.module for site in block.sites]
+    if model.get_input_embeddings() in modules:
+        return "embedding"
+    return "head" if model.get_output_embeddings() in modules else "other"
+
+
+def _checkpoint_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Count the tensors of a checkpoint: working weights, remainders, and two moments; nothing is padded."""
+    total = 0
+    for layout in layouts:
+        for entry in layout.entries:
+            total += entry.nbytes
+            if entry.state_offset is not None:
+                total += entry.numel * (8 + 2 * (entry.dtype == torch.bfloat16))
+    return total

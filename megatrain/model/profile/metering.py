@@ -1,0 +1,280 @@
+"""Measures what runs: FLOPs, bytes moved, and the memory that is alive, on fake tensors or real ones.
+
+A fake tensor has a shape, a dtype and a storage that is freed like any other, and no memory: so autograd,
+checkpoint and the model's own modules run as they are, and what they hold at a time is read off the storages.
+What an operation takes for itself inside its kernel is not seen.
+
+Control flow that reads integers (positions, packed rows) goes on as in a real run: integers that depend on
+shapes alone are computed beside the fake ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from megatrain.model.profile.anatomy import Cost
+
+_SHADOW = "_megatrain_value"
+_SHADOW_ELEMENTS = 1 << 21
+"""Integers of larger tensors are not computed: positions of 2 M tokens fit, masks of long rows do not."""
+
+_aten = torch.ops.aten
+_device_of = torch.ops.prim.device.default
+
+
+class Meter(TorchDispatchMode):
+    """Counts work, and follows storages from the operation that makes them until nobody holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.live_bytes = 0
+        """With what is gone since it was last looked for; `settle` leaves that out."""
+        self.peak_bytes = 0
+        self.young_peak_bytes = 0
+        """Most bytes at a time of what was made since `settle`."""
+        self._old: set[int] = set()
+        self._young_bytes = 0
+        self.cost = Cost()
+        """Of everything so far."""
+        self.is_paused = False
+
+    def settle(self, *, ages: bool = True) -> int:
+        """Return the bytes that are alive now, and let the peaks begin anew from there.
+
+        Args:
+            ages: All that is alive counts as old from now on.
+        """
+        self._sweep()
+        self.peak_bytes = self.live_bytes
+        if ages:
+            self._old, self._young_bytes = set(self._live), 0
+        self.young_peak_bytes = self._young_bytes
+        return self.live_bytes
+
+    def storages(self) -> set[int]:
+        """Name the storages that are alive now."""
+        self._sweep()
+        return set(self._live)
+
+    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes of these tensors' storages, as far as they were made under the meter."""
+        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return sum(self._live[key][1] for key in keys if key in self._live)
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Neither count nor follow what runs inside."""
+        held, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = held
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _device_of and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for at every operation: half of the time would go there
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        given = _tensors(args, kwargs)
+        known = _known_value(func, args, kwargs, given)
+        if known is not None and func is _aten._local_scalar_dense.default:
+            return known
+        output = _grouped_output(func, args)
+        if output is None:
+            output = func(*args, **kwargs)
+        if known is not None:
+            _remember(output, known)
+        if not self.is_paused:
+            made = _tensors(output)
+            if made and not (func.is_view or func in _FREE):
+                self._count(func, args, kwargs, [*given, *made], output)
+            self._follow(given, made)
+        return output
+
+    def _follow(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        before = {tensor.untyped_storage()._cdata for tensor in given}
+        for leaf in made:
+            storage = leaf.untyped_storage()
+            key = storage._cdata
+            if key not in before or (key in self._live and self._live[key][1] != storage.nbytes()):
+                self._forget(key)  # one that was freed at the same address, or another size of the same
+                self._live[key] = (StorageWeakRef(storage), storage.nbytes())
+                self._old.discard(key)
+                self.live_bytes += storage.nbytes()
+                self._young_bytes += storage.nbytes()
+        if self.live_bytes > self.peak_bytes or self._young_bytes > self.young_peak_bytes:
+            self._sweep()  # of what is gone, some was still counted
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self.young_peak_bytes = max(self.young_peak_bytes, self._young_bytes)
+
+    def _forget(self, key: int) -> None:
+        held = self._live.pop(key, None)
+        if held is not None:
+            self.live_bytes -= held[1]
+            self._young_bytes -= 0 if key in self._old else held[1]
+
+    def _sweep(self) -> None:
+        for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
+            self._forget(key)
+
+    def _count(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], touched: list[Tensor], output: Any
+    ) -> None:
+        matmul = attention = moved = 0.0
+        flops = _attention_flops(func, args, kwargs)
+        if flops is not None:
+            attention = flops
+        elif func._overloadpacket is _aten._grouped_mm:
+            matmul = _grouped_flops(args[0], args[1], output)
+        elif func._overloadpacket in flop_registry:
+            matmul = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=output))
+        else:
+            moved = float(sum(map(_touched, touched)))
+        self.cost = self.cost + Cost(
+            matmul_flops=matmul, attention_flops=attention, moved_bytes=moved, num_operations=1
+        )
+
+
+_FREE = frozenset(
+    (
+        _aten.detach.default,
+        _aten.empty.memory_format,
+        _aten.empty_like.default,
+        _aten.empty_strided.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+        _aten._reshape_alias.default,
+        _aten._unsafe_view.default,
+    )
+)
+"""Operations that neither read nor write."""
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    """List the strided tensors in arguments of an operation, which are nested in lists at most."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided:
+                found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(*value)
+        elif isinstance(value, dict):
+            found += _tensors(*value.values())
+    return found
+
+
+def _touched(tensor: Tensor) -> int:
+    """Return the bytes that reading a tensor once takes: of an expanded one, those that there are."""
+    return min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes())
+
+
+@functools.cache
+def _is_attention(func: Any) -> bool | None:
+    """Whether an operation is an attention's backward (True) or forward (False); None: it is none."""
+    name = func._schema.name.lower()
+    if "scaled_dot_product" not in name and "_attention_" not in name and "flash_attn" not in name:
+        return None
+    if "fused_sdp_choice" in name:
+        return None
+    return "backward" in name
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """Count an attention kernel's FLOPs, causal at half; None: the operation is none.
+
+    With a mask, a kernel computes what it masks too.
+    """
+    is_backward = _is_attention(func)
+    if is_backward is None:
+        return None
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    given |= kwargs
+    shapes = [given[name].shape for name in ("query", "key", "value")]
+    heads, groups = shapes[0][1], shapes[1][1]
+    shapes[1:] = [torch.Size((s[0], heads, *s[2:])) if groups != heads else s for s in shapes[1:]]
+    share = 0.5 if given.get("is_causal", False) else 1.0
+    if is_backward:
+        gradient = given.get("grad_out", given.get("grad_out_"))
+        assert gradient is not None
+        return share * float(sdpa_backward_flop_count(gradient.shape, *shapes))
+    return share * float(sdpa_flop_count(*shapes))
+
+
+def _grouped_flops(left: Tensor, right: Tensor, output: Tensor) -> float:
+    """Count the FLOPs of grouped products: of rows with a matrix each, or of two matrices' columns."""
+    if left.ndim == right.ndim == 2:
+        return 2.0 * left.shape[0] * left.shape[1] * right.shape[1]
+    return 2.0 * output.numel() * left.shape[-1]
+
+
+def _grouped_output(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """Make the output of a grouped product in fp32, of which torch has a kernel and no fake one."""
+    if func is not _aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+        return None
+    left, right, offsets = args[:3]
+    if left.ndim == right.ndim == 2:
+        return left.new_empty((len(offsets), left.shape[0], right.shape[1]))
+    return left.new_empty((*left.shape[:-1], right.shape[-1]))
+
+
+# -- integers beside fake ones ------------------------------------------------------------------------------
+
+
+def _known_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+    """Compute an operation on integers that are known; None: something that it reads is not."""
+    if not all(known_value(tensor) is not None for tensor in tensors):
+        return None
+    if not tensors and not _makes_few_integers(func, args, kwargs):
+        return None
+    real_args, real_kwargs = tree_map_only(Tensor, known_value, (args, kwargs))
+    with torch._C._DisableTorchDispatch():
+        value = func(*real_args, **real_kwargs)
+    if isinstance(value, Tensor) and (value.is_floating_point() or value.numel() > _SHADOW_ELEMENTS):
+        return None
+    return value
+
+
+def known_value(tensor: Tensor) -> Tensor | None:
+    """Return the real tensor beside a fake one, if it is known."""
+    value: Tensor | None = vars(tensor).get(_SHADOW)
+    if value is None:  # a number or a list in the model's code
+        value = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    if value is None or value.is_floating_point() or value.device.type != "cpu":
+        return None
+    return value if value.numel() <= _SHADOW_ELEMENTS else None
+
+
+def _makes_few_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if func._overloadpacket is _aten.arange:
+        bounds = [value for value in args if isinstance(value, (int, float))]
+        is_short = all(isinstance(value, int) for value in bounds) and max(bounds) <= _SHADOW_ELEMENTS
+        return is_short and kwargs.get("dtype") in (None, torch.int64, torch.int32)
+    if func._overloadpacket in (_aten.zeros, _aten.ones, _aten.full):
+        sizes = args[0]
+        dtype = kwargs.get("dtype")
+        is_short = torch.Size(sizes).numel() <= _SHADOW_ELEMENTS
+        return is_short and dtype in (torch.int64, torch.int32, torch.bool)
+    return False
+
+
+def _remember(output: Any, value: Any) -> None:
+    pairs = zip(tree_leaves(output), tree_leaves(value), strict=True)
+    for leaf, known in pairs:
+        if isinstance(leaf, Tensor):
+            setattr(leaf, _SHADOW, known)

@@ -1,0 +1,229 @@
+"""Runs a whole model on fake tensors with its layers left out: what is outside of them, and what they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from megatrain.model.profile.anatomy import Cost
+from megatrain.model.head import Head, Share
+from megatrain.model.profile.metering import Meter
+from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from transformers import PreTrainedModel
+
+Traces: TypeAlias = Mapping[str, Trace]
+"""A layer's traces by policy."""
+
+_CHUNKS = 3
+"""Chunks of the head that are run: one more changes nothing but the number of losses."""
+
+_INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_index"})
+
+
+@dataclass(slots=True)
+class WholePass:
+    """What one micro-batch takes outside of the layers, in bytes alive at a time; weights are not counted."""
+
+    kinds: list[int] = field(default_factory=list)
+    """Number of each layer's kind, in forward order."""
+    calls: list[LayerCall] = field(default_factory=list)
+    """One call per kind."""
+    traces: list[Traces] = field(default_factory=list)
+    """And what came of it."""
+    forward_bytes: int = 0
+    """Held by the model's forward while layers run: rotary tables, masks."""
+    graph_bytes: int = 0
+    """Of these, what layers are given, which the graph holds until the backward ends."""
+    holds_embedding: bool = False
+    head_forward: Cost = field(default_factory=Cost)
+    head_forward_peak_bytes: int = 0
+    head_backward_peak_bytes: int = 0
+    head_saved_bytes: int = 0
+    head_gradient_bytes: int = 0
+    embedding_peak_bytes: int = 0
+    is_chunked: bool = False
+
+
+class _Stub(torch.autograd.Function):
+    """Stands for a layer: new hidden states out, a new gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, watch: Any) -> Tensor:
+        ctx.watch = watch
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.watch is not None:
+            ctx.watch(grad)
+        return torch.empty_like(grad), None
+
+
+class WholePassTracer:
+    """Runs the model's own forward and backward once."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[nn.Module],
+        outer: Sequence[FakeBlock],
+        meter: Meter,
+        head_chunk_tokens: int | None,
+        trace: Callable[[LayerCall], Traces],
+    ) -> None:
+        """Prepare a pass; `trace` is called once for every kind of layer, in the middle of the forward."""
+        self._model = model
+        self._layers = layers
+        self._outer = outer
+        self._meter = meter
+        self._chunk_tokens = head_chunk_tokens
+        self._trace = trace
+        self._kinds: dict[Hashable, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._embedded: StorageWeakRef | None = None
+        self._embedded_bytes = 0
+        self._chunk_start: Cost | None = None
+        self._head_start = Cost()
+        self._head_base = 0
+        self.result = WholePass()
+
+    def run(self, micro_batch_size: int, seq_len: int) -> WholePass:
+        """Pass a micro-batch of full rows."""
+        meter, result = self._meter, self.result
+        head = Head(self._model, self._chunk_tokens, self._bring_again)
+        head._adds_up = True
+        num_tokens = micro_batch_size * seq_len
+        num_labels = min(num_tokens, _CHUNKS * head.chunk_tokens)
+        with meter.pausing():
+            ids = torch.zeros((micro_batch_size, seq_len), dtype=torch.int64)
+            batch = {"input_ids": ids, "labels": ids, "return_dict": True}
+            if num_labels < num_tokens:
+                batch["labels"] = batch["shift_labels"] = torch.zeros((1, num_labels), dtype=torch.int64)
+        meter.settle()
+        self._bring()
+        with self._stubs(), head.over(share := Share(num_tokens, num_tokens)):
+            output = head.call(type(self._model).forward.__get__(self._model), (), batch)
+            loss = share.scaled(output.loss)
+        result.is_chunked = head.chunked_tokens > 0
+        result.head_forward_peak_bytes = meter.peak_bytes - self._head_base
+        self._note_head_cost(num_tokens / num_labels)
+        head.remove()
+        del output
+        result.graph_bytes = meter.bytes_of(
+            leaf
+            for call in result.calls
+            for leaf in tree_leaves((call.args, call.kwargs))
+            if isinstance(leaf, Tensor)
+        )
+        result.head_saved_bytes = meter.settle() - result.graph_bytes
+        loss.backward()
+        held = result.graph_bytes + result.head_gradient_bytes
+        result.embedding_peak_bytes = meter.peak_bytes - held
+        return result
+
+    def _bring(self) -> None:
+        for block in self._outer:
+            block.bring(lambda _: None)
+
+    @contextmanager
+    def _bring_again(self) -> Iterator[None]:
+        if self._chunk_start is None:
+            self._chunk_start = self._meter.cost
+        self._bring()
+        yield
+
+    @contextmanager
+    def _stubs(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for number, layer in enumerate(self._layers):
+                self._numbers[id(layer)] = number
+                stack.enter_context(self._stub(number, layer))
+            yield
+
+    @contextmanager
+    def _stub(self, number: int, layer: nn.Module) -> Iterator[None]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._pass(number, LayerCall(layer, args, kwargs))
+
+        layer.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            del layer.__dict__["forward"]
+
+    def _pass(self, number: int, call: LayerCall) -> Any:
+        hidden = call.hidden
+        self._note_what_is_held(number, hidden)
+        key = _kind_of(call)
+        if key not in self._kinds:
+            self._kinds[key] = len(self._kinds)
+            with self._meter.pausing():
+                copied = torch.empty_like(hidden).requires_grad_()
+            again = LayerCall(call.module, *call.given(copied))
+            self.result.calls.append(again)
+            self.result.traces.append(self._trace(again))
+        self.result.kinds.append(self._kinds[key])
+        is_last = number == len(self._layers) - 1
+        output = _Stub.apply(hidden, self._begin_layers if is_last else None)
+        if is_last:
+            del hidden, call
+            self._head_start = self._meter.cost
+            self._head_base = self._meter.settle() - output.untyped_storage().nbytes()
+        return self.result.traces[self._kinds[key]]["keep"].result(output)
+
+    def _note_what_is_held(self, number: int, hidden: Tensor) -> None:
+        live = self._meter.settle() - hidden.untyped_storage().nbytes()
+        if number == 0:
+            self._embedded = StorageWeakRef(hidden.untyped_storage())
+            self._embedded_bytes = hidden.untyped_storage().nbytes()
+            self.result.forward_bytes = live
+        elif number == 1:
+            assert self._embedded is not None
+            self.result.holds_embedding = not self._embedded.expired()
+            self.result.forward_bytes = live - self._embedded_bytes * self.result.holds_embedding
+
+    def _note_head_cost(self, share: float) -> None:
+        whole = self._meter.cost - self._head_start
+        chunks = Cost() if self._chunk_start is None else self._meter.cost - self._chunk_start
+        self.result.head_forward = whole - chunks + chunks.scaled(share)
+
+    def _begin_layers(self, grad: Tensor) -> None:
+        """The backward has come to the last layer's output."""
+        meter, result = self._meter, self.result
+        result.head_backward_peak_bytes = meter.peak_bytes - result.graph_bytes
+        left = meter.settle() - result.graph_bytes - grad.untyped_storage().nbytes()
+        result.head_gradient_bytes = left
+
+
+def _kind_of(call: LayerCall) -> Hashable:
+    """Describe what a layer's cost depends on: its modules, their settings and tensors, and its arguments."""
+    modules = tuple(
+        (
+            type(module),
+            tuple((name, value) for name, value in vars(module).items() if _is_setting(name, value)),
+            tuple(
+                (name, tensor.shape, tensor.dtype) for name, tensor in module.named_parameters(recurse=False)
+            ),
+        )
+        for module in call.module.modules()
+    )
+    given = tuple(
+        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in tree_leaves((call.args, dict(call.kwargs)))
+    )
+    return modules, given
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str)) and name not in _INDEX_NAMES

@@ -1,0 +1,384 @@
+"""Runs a decoder layer on fake tensors as the engine runs it, under every policy, and meters it.
+
+What the engine does around a layer is done here too: weights come out of one autograd function per fragment,
+which is where their gradients end; recomputation is torch's checkpoint; caches are a layer's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from megatrain.model.profile.anatomy import STASH_ALIGNMENT, STASHED_BYTES, Cost
+from megatrain.model.blocks import Block
+from megatrain.model.caches import with_own_caches
+from megatrain.layout.blocks import BlockLayout
+from megatrain.model.profile.metering import Meter
+from megatrain.model.selective import cheap_contexts
+
+Collect: TypeAlias = Callable[[Sequence[Tensor | None]], None]
+"""Is given the gradients of a block's weights."""
+
+
+class _Weights(torch.autograd.Function):
+    """Hands out a block's weights, and is given their gradients together, last of the block."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, collect: Collect, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.collect = collect
+        ctx.set_materialize_grads(False)
+        return tuple(weight.detach() for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        ctx.collect(grads)
+        return None, None, None
+
+
+class _Sink(torch.autograd.Function):
+    """Ends a graph: holds nothing of what it is given, and sends a gradient of its size back."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.like = [(output.shape, output.dtype) for output in outputs]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.like)
+
+
+class FakeBlock:
+    """A block's parameters as fake tensors, to put where its modules look them up."""
+
+    def __init__(self, block: Block, layout: BlockLayout) -> None:
+        """Make them; call this in a fake mode, outside of what is metered."""
+        self.name = block.name
+        self.entries = block.entries
+        self._names = [entry.name for entry in layout.entries]
+        self._is_trained = [entry.state_offset is not None for entry in layout.entries]
+        self._weights = [torch.empty(entry.shape, dtype=entry.dtype) for entry in layout.entries]
+        self._sites = block.sites
+
+    def bring(self, collect: Collect) -> None:
+        """Let the modules find new aliases of the weights, whose gradients go to `collect`."""
+        pairs = list(zip(self._weights, self._is_trained, strict=True))
+        trained = [weight for weight, flag in pairs if flag]
+        if torch.is_grad_enabled() and trained:
+            brought = iter(_Weights.apply(torch.zeros((), requires_grad=True), collect, trained))
+            tensors = [next(brought) if flag else weight.detach() for weight, flag in pairs]
+        else:
+            tensors = [weight.detach() for weight in self._weights]
+        by_name = dict(zip(self._names, tensors, strict=True))
+        for site in self._sites:
+            site.module._parameters[site.leaf] = by_name[site.name]  # type: ignore[assignment]
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Draw weights of a common size, where the tensors have memory."""
+        for weight in self._weights:
+            weight.normal_(std=0.02, generator=generator)
+
+    def storages(self) -> set[int]:
+        """Name the storages of the weights, as `Meter` names them."""
+        return {weight.untyped_storage()._cdata for weight in self._weights}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """A layer with what the model's forward calls it with."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def place(self) -> str | int:
+        """Where the hidden states are among the arguments."""
+        for index, value in enumerate(self.args):
+            if _is_hidden(value):
+                return index
+        return next(name for name, value in self.kwargs.items() if _is_hidden(value))
+
+    @property
+    def hidden(self) -> Tensor:
+        """Return the hidden states."""
+        place = self.place
+        hidden = self.args[place] if isinstance(place, int) else self.kwargs[place]
+        assert isinstance(hidden, Tensor)
+        return hidden
+
+    def given(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with other hidden states."""
+        place = self.place
+        if isinstance(place, int):
+            return (*self.args[:place], hidden, *self.args[place + 1 :]), dict(self.kwargs)
+        return self.args, {**self.kwargs, place: hidden}
+
+
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one pass of a layer takes, in bytes alive at a time; weights are not counted."""
+
+    input_bytes: int = 0
+    """Of the hidden states that come in."""
+    saved_bytes: int = 0
+    """After the forward, with nothing left but the graph."""
+    holds_input: bool = False
+    """Whether the graph holds the layer's input, which `saved_bytes` then counts."""
+    forward_peak_bytes: int = 0
+    """Input and output included."""
+    backward_peak_bytes: int = 0
+    """With gradients of all weights alive until the layer's end."""
+    fragment_peak_bytes: int = 0
+    """With gradients of weights alive until their fragment's end."""
+    backward_made_bytes: int = 0
+    """Of `backward_peak_bytes`, what is made in the backward, when that is most."""
+    fragment_made_bytes: int = 0
+    """And so of `fragment_peak_bytes`."""
+    collect_bytes: tuple[int, ...] = ()
+    """By fragment, when its weights' gradients are complete; those of others are gone."""
+    whole_collect_bytes: int = 0
+    """When all are complete."""
+    forward: list[Cost] = field(default_factory=list)
+    """By fragment."""
+    backward: Cost = field(default_factory=Cost)
+    stashed_bytes: int = 0
+    """Of what is saved, what `offload` takes to the host, as laid out there."""
+    unstashed_bytes: int = 0
+    """Of what is saved, what `offload` leaves on the device."""
+    others: tuple[Any, ...] | None = None
+    """What the layer returns beside its hidden states, tensors left out; None: it returns no tuple."""
+
+    def result(self, hidden: Tensor) -> Any:
+        """Return what the layer would, with these hidden states."""
+        return hidden if self.others is None else (hidden, *self.others)
+
+
+class _Source(torch.autograd.Function):
+    """Begins a graph at new hidden states, which only the graph then holds, if it wants them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: str, meter: Meter) -> Trace:
+    """Run a layer forward and backward under a policy: `keep`, `recompute_cheap` or `recompute`."""
+    trace = Trace()
+    base = meter.settle()
+    saved = _Saved(meter, blocks)
+    entered = _Entered(call.module, blocks, meter)
+    hidden = _Source.apply(torch.zeros((), requires_grad=True), call.hidden)
+    sink = _end(_run(call, hidden, policy, entered, saved), trace)
+    trace.forward_peak_bytes = meter.peak_bytes - base
+    trace.forward = entered.take_costs()
+    held = StorageWeakRef(hidden.untyped_storage())
+    trace.input_bytes = hidden.untyped_storage().nbytes()
+    del hidden
+    trace.saved_bytes = meter.settle() - base
+    trace.holds_input = not held.expired()
+    if policy == "keep":
+        trace.stashed_bytes, trace.unstashed_bytes = saved.stashed(trace.saved_bytes)
+    start = meter.cost
+    entered.begin_backward()
+    sink.backward()
+    trace.backward = meter.cost - start
+    fragment, whole = entered.peaks()
+    trace.fragment_peak_bytes, trace.fragment_made_bytes = fragment.alive - base, fragment.made
+    trace.backward_peak_bytes, trace.backward_made_bytes = whole.alive - base, whole.made
+    trace.collect_bytes = tuple(max(0, alive - base) for alive in entered.collected.values())
+    trace.whole_collect_bytes = entered.whole_collected - base
+    return trace
+
+
+@dataclass(slots=True)
+class _Peak:
+    """Most bytes at a time."""
+
+    alive: int = 0
+    made: int = 0
+    """Since the backward began."""
+
+    def raise_to(self, alive: int, made: int) -> None:
+        self.alive, self.made = max(self.alive, alive), max(self.made, made)
+
+
+def _run(call: LayerCall, hidden: Tensor, policy: str, entered: _Entered, saved: _Saved) -> Any:
+    args, kwargs = call.given(hidden)
+    if policy == "keep":
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held):
+            return entered.run(args, kwargs)
+    options: dict[str, Any] = {"context_fn": cheap_contexts()} if policy == "recompute_cheap" else {}
+    return checkpoint(
+        lambda _, *args, **kwargs: entered.run(args, kwargs),
+        torch.empty(0),
+        *args,
+        use_reentrant=False,
+        **options,
+        **kwargs,
+    )
+
+
+def _end(result: Any, trace: Trace) -> Tensor:
+    hidden = result
+    if isinstance(result, (tuple, list)):
+        hidden = result[0]
+        trace.others = tuple(None if isinstance(value, Tensor) else value for value in result[1:])
+    sink: Tensor = _Sink.apply(hidden)
+    return sink
+
+
+class _Entered:
+    """Runs a layer, bringing each fragment's weights when a module of it is called."""
+
+    def __init__(self, module: nn.Module, blocks: Sequence[FakeBlock], meter: Meter) -> None:
+        self._module = module
+        self._blocks = blocks
+        self._meter = meter
+        self._entered: FakeBlock | None = None
+        self._spent = dict.fromkeys((block.name for block in blocks), Cost())
+        self._start = Cost()
+        self._gone_bytes = 0
+        self._fragment_peak, self._whole_peak = _Peak(), _Peak()
+        self.collected = dict.fromkeys((block.name for block in blocks), 0)
+        """Bytes alive when a fragment's gradients are complete."""
+        self.whole_collected = 0
+        """With those of all fragments before."""
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer's own forward."""
+        if torch.is_grad_enabled():
+            args, kwargs = with_own_caches(args, kwargs)
+        self._entered, self._start = None, self._meter.cost
+        if not self._blocks[0].entries:
+            self._enter(self._blocks[0])
+        with ExitStack() as stack:
+            for block in self._blocks:
+                for module in block.entries:
+                    stack.enter_context(self._entering(module, block))
+            result = type(self._module).forward(self._module, *args, **kwargs)
+        self._note()
+        return result
+
+    def take_costs(self) -> list[Cost]:
+        """Return what each fragment has cost so far."""
+        return list(self._spent.values())
+
+    def begin_backward(self) -> None:
+        """Watch the peak from now on."""
+        self._meter.settle()
+
+    def peaks(self) -> tuple[_Peak, _Peak]:
+        """Return the peak with weights' gradients that go with their fragment, and with the layer."""
+        self._settle_peaks()
+        return self._fragment_peak, self._whole_peak
+
+    @contextmanager
+    def _entering(self, module: nn.Module, block: FakeBlock) -> Iterator[None]:
+        inner = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._enter(block)
+            return inner(*args, **kwargs)
+
+        module.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            del module.__dict__["forward"]
+
+    def _enter(self, block: FakeBlock) -> None:
+        if self._entered is not block:
+            if self._entered is not None:
+                self._note()
+            self._entered = block
+            block.bring(partial(self._collect, block))
+
+    def _note(self) -> None:
+        """Charge what has run since the last note to the fragment that is entered."""
+        block = self._entered or self._blocks[0]
+        self._spent[block.name] += self._meter.cost - self._start
+        self._start = self._meter.cost
+
+    def _collect(self, block: FakeBlock, grads: Sequence[Tensor | None]) -> None:
+        self._settle_peaks()
+        self.collected[block.name] = self._meter.live_bytes
+        self.whole_collected = self._meter.live_bytes + self._gone_bytes
+        self._gone_bytes += self._meter.bytes_of(grad for grad in grads if grad is not None)
+
+    def _settle_peaks(self) -> None:
+        alive, made, gone = self._meter.peak_bytes, self._meter.young_peak_bytes, self._gone_bytes
+        self._fragment_peak.raise_to(alive, made)
+        self._whole_peak.raise_to(alive + gone, made + gone)
+        self._meter.settle(ages=False)
+
+
+class _Saved:
+    """What autograd saves of a layer, and which of it `offload` would take to the host."""
+
+    def __init__(self, meter: Meter, blocks: Sequence[FakeBlock]) -> None:
+        self._meter = meter
+        self._weights = {key for block in blocks for key in block.storages()}
+        self._before = meter.storages()
+        self._held: list[weakref.ref[Tensor]] = []
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Keep a saved tensor."""
+        tensor = tensor.detach()
+        self._held.append(weakref.ref(tensor))
+        return tensor
+
+    def stashed(self, saved_bytes: int) -> tuple[int, int]:
+        """Return the bytes that go to the host, and those of `saved_bytes` that stay on the device."""
+        groups: dict[int, list[tuple[int, int]]] = {}
+        sizes: dict[int, int] = {}
+        for reference in self._held:
+            tensor = reference()
+            if tensor is None or not self._is_stashed(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            start = int(tensor.storage_offset()) * tensor.dtype.itemsize
+            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            groups.setdefault(storage._cdata, []).append((start, start + (last + 1) * tensor.dtype.itemsize))
+            sizes[storage._cdata] = 0 if storage._cdata in self._before else storage.nbytes()
+        spans = [span for group in groups.values() for span in _joined(group)]
+        nbytes = sum(-(-(stop - start) // STASH_ALIGNMENT) * STASH_ALIGNMENT for start, stop in spans)
+        return nbytes, saved_bytes - sum(sizes.values())
+
+    def _is_stashed(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return (
+            tensor.is_floating_point()
+            and tensor.ndim > 0
+            and tensor.numel() > 0
+            and storage.nbytes() >= STASHED_BYTES
+            and storage._cdata not in self._weights
+        )
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join spans of one storage that overlap or touch, each from an aligned start."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start // STASH_ALIGNMENT * STASH_ALIGNMENT, stop))
+    return found

@@ -1,0 +1,1 @@
+"""Weights from files, into files, and drawn anew."""

@@ -1,0 +1,298 @@
+"""Writes a model as a Hugging Face directory, tensor by tensor.
+
+Names and shapes of every file are known before the first value is read, from a dry run of transformers' own
+reverse conversion on the meta device. So a value is read, converted, written in its place and dropped: the
+extra host memory is what one reverse conversion needs, such as one layer's fused experts, whatever the size
+of the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
+
+from megatrain.errors import ModelError, OutputError
+from megatrain.model.weights.files import INDEX_NAME, WEIGHTS_NAME
+from megatrain.model.weights.shards import TEMPORARY_SUFFIX, Shard, ShardWriter, Specs, num_bytes
+from megatrain.model.weights.skeleton import persistent_buffers, tied_names
+
+_MODEL_PATTERNS = ("config.json", "generation_config.json", "*.safetensors", INDEX_NAME)
+
+
+def export_weights(
+    model: PreTrainedModel,
+    out: str | Path,
+    *,
+    groups: Sequence[Sequence[str]],
+    read: Callable[[str], torch.Tensor],
+    dtype: Callable[[str], torch.dtype] | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+) -> None:
+    """Write a model directory that `from_pretrained` opens, with the keys that `save_pretrained` writes.
+
+    config.json is written last, so an export that was interrupted does not open as a model. If writing
+    fails, the files written so far are removed.
+
+    Args:
+        model: Gives names, shapes, dtypes, persistent buffers, ties and configuration; not its values.
+        out: Directory without a model; it is made when missing.
+        groups: Names of the parameters of each block, as in `model.named_parameters()`, each name once.
+            They are read in this order.
+        read: Returns the value of a parameter on the host; called once for each.
+        dtype: Of the value that `read` returns; that of the model's parameter when None.
+        max_shard_bytes: Size from which the weights are split into several files.
+
+    Raises:
+        OutputError: The directory cannot be written or holds a model.
+        ModelError: The model shares parameters in a way that its class does not declare.
+    """
+    out = Path(out)
+    specs = _state_specs(model, dtype)
+    units = _units(model, _assign_buffers(groups, specs, persistent_buffers(model)))
+    shards = _plan_shards(model, units, specs, max_shard_bytes)
+    with _directory(out) as written:
+        _write_shards(model, out, shards, units, specs, read, written)
+        if len(shards) > 1:
+            _write_text(out / INDEX_NAME, _index_text(model, shards), written)
+        if model.can_generate():
+            _write_text(out / "generation_config.json", model.generation_config.to_json_string(), written)
+        _write_text(out / "config.json", _config_text(model, specs), written)
+        _sync_directory(out)
+
+
+def _state_specs(model: PreTrainedModel, dtype: Callable[[str], torch.dtype] | None) -> Specs:
+    """Return dtype and shape of each tensor to read, by the name under which `read` and the model know it."""
+    ignored = set(model._keys_to_ignore_on_save or ())
+    specs: Specs = {}
+    for name, parameter in model.named_parameters():
+        specs[name] = (dtype(name) if dtype else parameter.dtype, tuple(parameter.shape))
+    for name, buffer in persistent_buffers(model).items():
+        if name not in ignored:
+            specs[name] = (buffer.dtype, tuple(buffer.shape))
+    return specs
+
+
+def _assign_buffers(
+    groups: Sequence[Sequence[str]], specs: Specs, buffers: Mapping[str, torch.Tensor]
+) -> list[list[str]]:
+    """Append each buffer to the group that has most of its path."""
+    assigned = [list(group) for group in groups]
+    group_of: dict[str, list[str]] = {"": assigned[-1]}
+    for group, names in zip(assigned, groups, strict=True):
+        for name in names:
+            for prefix in _prefixes(name):
+                group_of.setdefault(prefix, group)
+    for name in buffers:
+        if name in specs:
+            group_of[next(prefix for prefix in (*_prefixes(name), "") if prefix in group_of)].append(name)
+    given = [name for group in assigned for name in group]
+    assert sorted(given) == sorted(specs), f"groups and model differ in {sorted(set(given) ^ set(specs))[:4]}"
+    return assigned
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Yield the paths of the modules that hold a tensor, innermost first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _units(model: PreTrainedModel, groups: list[list[str]]) -> list[list[str]]:
+    """Split the groups into what one reverse conversion takes together, nearly always single tensors."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = [
+            each
+            for each in get_model_conversion_mapping(model, add_legacy=False)
+            if not isinstance(each, PrefixChange)
+        ]
+    converters = [each.reverse_transform() for each in conversions[::-1] if isinstance(each, WeightConverter)]
+    units: list[list[str]] = []
+    for group in groups:
+        together: dict[str, list[str]] = {}
+        for name in group:
+            matches = (each.rename_source_key(name) for each in converters)
+            unit = next((renamed for renamed, pattern in matches if pattern is not None), name)
+            together.setdefault(unit, []).append(name)
+        units.extend(together.values())
+    return units
+
+
+def _saved_names(model: PreTrainedModel) -> dict[str, str | None]:
+    """Map each parameter to the one of its tied names that is saved, or None when it is not saved.
+
+    Raises:
+        ModelError: Parameters share storage without a declared tie, so no name says which is to be saved.
+    """
+    ignored = set(model._keys_to_ignore_on_save or ())
+    declared = [
+        re.compile(f"{prefix}.{key}" if prefix else key)
+        for prefix, module in model.named_modules()
+        for key in (getattr(module, "_tied_weights_keys", None) or {})
+    ]
+    saved: dict[str, str | None] = {}
+    for name, aliases in tied_names(model).items():
+        kept = sorted(alias for alias in aliases if alias not in ignored)
+        for alias in list(kept):
+            if len(kept) > 1 and any(pattern.search(alias) for pattern in declared):
+                kept.remove(alias)
+        if len(kept) > 1:
+            raise ModelError(
+                f"{', '.join(kept)} are one parameter, and {type(model).__name__} declares no tie"
+            )
+        saved[name] = kept[0] if kept else None
+    return saved
+
+
+def _plan_shards(
+    model: PreTrainedModel, units: list[list[str]], specs: Specs, max_shard_bytes: int
+) -> list[Shard]:
+    """Fill shards with the tensors that the reverse conversion makes, in the order of writing."""
+    saved = _saved_names(model)
+    shards = [Shard()]
+    for unit in units:
+        empty = {name: torch.empty(specs[name][1], dtype=specs[name][0], device="meta") for name in unit}
+        for key, value in _reverted(model, empty, saved).items():
+            shape = tuple(value.shape)
+            if shards[-1].tensors and shards[-1].num_bytes + num_bytes(value.dtype, shape) > max_shard_bytes:
+                shards.append(Shard())
+            shards[-1].add(key, value.dtype, shape)
+    for number, shard in enumerate(shards, 1):
+        shard.name = (
+            WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        )
+    return shards
+
+
+def _reverted(
+    model: PreTrainedModel, values: dict[str, torch.Tensor], saved: Mapping[str, str | None]
+) -> dict[str, torch.Tensor]:
+    """Convert the tensors of one unit to the names and shapes of the checkpoint."""
+    state = {}
+    for name, value in values.items():
+        kept = saved.get(name, name)
+        if kept is not None:
+            state[kept] = value
+    return revert_weight_conversion(model, state) if state else {}
+
+
+def _write_shards(
+    model: PreTrainedModel,
+    out: Path,
+    shards: list[Shard],
+    units: list[list[str]],
+    specs: Specs,
+    read: Callable[[str], torch.Tensor],
+    written: list[Path],
+) -> None:
+    """Read unit after unit and write each tensor in its place."""
+    buffers = persistent_buffers(model)
+    saved = _saved_names(model)
+    with contextlib.ExitStack() as stack:
+        pending = iter(shards)
+        files: dict[str, ShardWriter] = {}
+        for unit in units:
+            reverted = _reverted(model, _read_unit(unit, specs, buffers, saved, read), saved)
+            for key in list(reverted):
+                while key not in files:
+                    shard = next(pending)
+                    writer = stack.enter_context(ShardWriter(out / shard.name, shard, written))
+                    files.update(dict.fromkeys(shard.tensors, writer))
+                files.pop(key).write(key, reverted.pop(key))
+
+
+def _read_unit(
+    unit: list[str],
+    specs: Specs,
+    buffers: Mapping[str, torch.Tensor],
+    saved: Mapping[str, str | None],
+    read: Callable[[str], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    values = {}
+    for name in unit:
+        if name in buffers or saved[name] is not None:
+            values[name] = buffers[name] if name in buffers else read(name)
+            found = (values[name].dtype, tuple(values[name].shape))
+            assert found == specs[name], f"{name} is read as {found}, and the model has {specs[name]}"
+    return values
+
+
+def _index_text(model: PreTrainedModel, shards: list[Shard]) -> str:
+    metadata = {
+        "total_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "total_size": sum(shard.num_bytes for shard in shards),
+    }
+    weight_map = {key: shard.name for shard in shards for key in shard.tensors}
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+
+
+def _config_text(model: PreTrainedModel, specs: Specs) -> str:
+    """Return the configuration with the dtype that most elements have and the class that was saved."""
+    num_elements: dict[torch.dtype, int] = {}
+    for dtype, shape in specs.values():
+        if dtype.is_floating_point:
+            num_elements[dtype] = num_elements.get(dtype, 0) + torch.Size(shape).numel()
+    config: PretrainedConfig = copy.deepcopy(model.config)
+    main = str(max(num_elements, key=lambda dtype: num_elements[dtype])).removeprefix("torch.")
+    for level in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if level is not None:
+            level.dtype = main
+    config.architectures = [type(model).__name__]
+    config.__dict__.pop("transformers_weights", None)
+    return config.to_json_string(use_diff=True)
+
+
+@contextlib.contextmanager
+def _directory(out: Path) -> Iterator[list[Path]]:
+    """Make the directory and yield a list for the files written, which are removed if the block fails."""
+    is_new = not out.exists()
+    written: list[Path] = []
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        held = sorted(file.name for pattern in _MODEL_PATTERNS for file in out.glob(pattern))
+    except OSError as error:
+        raise OutputError(f"{out} cannot be used as an output directory: {error}") from error
+    if held:
+        raise OutputError(f"{out} already holds a model ({held[0]}); give a new directory")
+    try:
+        yield written
+    except BaseException as error:
+        for file in written:
+            file.unlink(missing_ok=True)
+        if is_new:
+            with contextlib.suppress(OSError):
+                out.rmdir()
+        if isinstance(error, OSError):
+            raise OutputError(f"{out} cannot be written: {error}") from error
+        raise
+
+
+def _write_text(file: Path, text: str, written: list[Path]) -> None:
+    temporary = file.with_name(file.name + TEMPORARY_SUFFIX)
+    written += [temporary, file]
+    temporary.write_text(text, encoding="utf-8")
+    _sync_file(temporary)
+    temporary.rename(file)
+
+
+def _sync_file(file: Path) -> None:
+    with open(file, "rb") as handle:
+        os.fsync(handle.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

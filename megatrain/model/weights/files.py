@@ -1,0 +1,378 @@
+"""Reads safetensors checkpoints into the parameters of a model, one tensor at a time.
+
+Every check that names, shapes and dtypes allow is made before the first byte is written. Nothing is ever
+unpickled. A tensor is a view of its mapped file until the sink copies it, so the extra host memory is at
+most one tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from transformers import GenerationConfig, PreTrainedModel
+
+from megatrain.errors import ModelError
+from megatrain.model.weights.convert import Conversion, Region, Source, plan_conversions
+from megatrain.model.weights.skeleton import first_line, looks_like_a_path, persistent_buffers, tied_names
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+_FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
+_FETCHED_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_COMPARED_ELEMENTS = 1 << 20
+_NAMES_SHOWN = 4
+
+
+class ParameterSink(Protocol):
+    """Takes the values of parameters as they are read."""
+
+    def put(self, name: str, value: torch.Tensor, region: Region = ()) -> None:
+        """Write a value into a region of a parameter, or all of it when the region is empty.
+
+        Args:
+            name: As in `model.named_parameters()`.
+            value: float32, bfloat16 or float16, of the region's shape; a view of a file, valid during the
+                call.
+            region: Index of the part to write.
+        """
+
+
+def model_directory(path_or_id: str | Path) -> Path:
+    """Return a local model directory: the given one, or a hub model's, fetched where it is not in the cache.
+
+    Only configuration, tokenizer and safetensors files are fetched.
+
+    Raises:
+        ModelError: There is no such directory, and no such model can be fetched.
+    """
+    if Path(path_or_id).is_dir():
+        return Path(path_or_id)
+    if looks_like_a_path(path_or_id):
+        raise ModelError(
+            f"{path_or_id} is not a directory; give a model directory or a hub id such as org/name"
+        )
+    try:
+        return Path(snapshot_download(str(path_or_id), allow_patterns=_FETCHED_PATTERNS))
+    except Exception as error:  # the hub client and its transport raise many classes
+        raise ModelError(
+            f"{path_or_id} is no local directory and cannot be fetched from the Hugging Face hub: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def checkpoint_files(path: str | Path) -> list[Path]:
+    """List the safetensors files of a model directory, each checked to be readable and complete.
+
+    Raises:
+        ModelError: There are none, one is missing or damaged, or the index names a file outside the
+            directory.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ModelError(f"{directory} is not a directory; give a model directory")
+    if (directory / INDEX_NAME).exists():
+        files = _indexed_files(directory)
+    elif (directory / WEIGHTS_NAME).exists():
+        files = [_inside(directory, WEIGHTS_NAME)]
+    else:
+        _refuse_without_weights(directory)
+    for file in files:
+        with _open(file):
+            pass
+    return files
+
+
+def load_weights(model: PreTrainedModel, path: str | Path, sink: ParameterSink) -> list[str]:
+    """Read a checkpoint into a model's parameters and persistent buffers.
+
+    A tied parameter is written once, under the first of its names. The model also takes the generation
+    settings of the directory.
+
+    Args:
+        model: From `build_skeleton`; its parameters may be on any device, for the sink alone writes them.
+        path: Model directory.
+        sink: Receives every parameter: whole, or in regions that cover it.
+
+    Returns:
+        Keys of the checkpoint that the model has no place for; they are also logged once.
+
+    Raises:
+        ModelError: The files or their tensors do not fit the model. The sink has been given nothing, unless
+            a file changes while it is read.
+    """
+    files = checkpoint_files(path)
+    sources = _read_headers(files)
+    _check_index(Path(path), sources)
+    conversions, unexpected = plan_conversions(model, sources)
+    _check_targets(model, conversions, Path(path))
+    generation = _read_generation_config(Path(path))
+    first_names = {alias: name for name, aliases in tied_names(model).items() for alias in aliases}
+    buffers = persistent_buffers(model)
+    with contextlib.ExitStack() as stack:
+        handles = {file: stack.enter_context(_open(file)) for file in files}
+        duplicates = _check_ties(model, conversions, first_names, handles)
+        for conversion in conversions:
+            for target, value, region in _values(model, conversion, handles):
+                if target in duplicates:
+                    continue
+                if target in buffers:
+                    buffers[target][region if region else ...].copy_(value)
+                else:
+                    sink.put(first_names[target], value, region)
+    if generation is not None and model.can_generate():
+        model.generation_config = generation
+    return _report_unexpected(model, unexpected, Path(path))
+
+
+def take_generation_config(model: PreTrainedModel, path: str | Path) -> None:
+    """Give a model the generation settings of a directory, if there are any.
+
+    Raises:
+        ModelError: The file is not valid.
+    """
+    generation = _read_generation_config(Path(path))
+    if generation is not None and model.can_generate():
+        model.generation_config = generation
+
+
+def _refuse_without_weights(directory: Path) -> None:
+    pickles = sorted(file.name for pattern in _PICKLE_PATTERNS for file in directory.glob(pattern))
+    if pickles:
+        raise ModelError(
+            f"{directory} has its weights only in pickle files ({_some(pickles)}), which are never opened; "
+            f"convert them to safetensors"
+        )
+    raise ModelError(
+        f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; is it a Hugging Face model directory?"
+    )
+
+
+def _indexed_files(directory: Path) -> list[Path]:
+    names = sorted(set(_weight_map(directory).values()))
+    files = [_inside(directory, name) for name in names]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(f"{directory / INDEX_NAME} names {', '.join(missing)}, missing from the directory")
+    return files
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    index = directory / INDEX_NAME
+    try:
+        values = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{index} cannot be read as JSON: {first_line(error)}") from error
+    weight_map = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map of tensor names to files")
+    for key, name in weight_map.items():
+        if not isinstance(name, str):
+            raise ModelError(f"{index} gives {key} the file {name!r}; it must be the name of a file")
+    return weight_map
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """Return a file of the directory, refusing a name or a link that leads out of it."""
+    if Path(name).name != name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
+        raise ModelError(
+            f"{directory / INDEX_NAME} names {name!r}; it must be a .safetensors file of the directory"
+        )
+    file = directory / name
+    if file.is_symlink() and not _is_allowed_link(directory, file):
+        raise ModelError(f"{file} is a link to a file outside the model directory; copy the file there")
+    return file
+
+
+def _is_allowed_link(directory: Path, file: Path) -> bool:
+    """Allow a link inside the directory, and the hub cache's own, which lead from `snapshots` to `blobs`."""
+    target, root = file.resolve(), directory.resolve()
+    if target.is_relative_to(root):
+        return True
+    return root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
+
+
+@contextlib.contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        handle = safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{file} is truncated or no safetensors file; fetch it again: {first_line(error)}"
+        ) from error
+    with handle:
+        yield handle
+
+
+def _read_headers(files: list[Path]) -> dict[str, Source]:
+    sources: dict[str, Source] = {}
+    for file in files:
+        with _open(file) as handle:
+            for key in handle.keys():  # noqa: SIM118 - a handle is no mapping
+                if key in sources:
+                    raise ModelError(f"{key} is in {sources[key].file} and in {file}; keep one of them")
+                view = handle.get_slice(key)
+                sources[key] = Source(
+                    key=key, file=file, shape=tuple(view.get_shape()), dtype=str(view.get_dtype())
+                )
+    return sources
+
+
+def _check_index(directory: Path, sources: Mapping[str, Source]) -> None:
+    """Hold the index against the files: each tensor must be where it says."""
+    if not (directory / INDEX_NAME).exists():
+        return
+    for key, name in _weight_map(directory).items():
+        if key not in sources or sources[key].file.name != name:
+            raise ModelError(f"{directory / INDEX_NAME} says that {key} is in {name}, and it is not")
+
+
+def _check_targets(model: PreTrainedModel, conversions: list[Conversion], directory: Path) -> None:
+    """Check that the conversions give each tensor of the model once, in its shape and in a float dtype."""
+    state = model.state_dict()
+    buffers = persistent_buffers(model)
+    made_by: dict[str, Conversion] = {}
+    for conversion in conversions:
+        for target, shape in conversion.shapes.items():
+            if target not in state:
+                raise ModelError(f"{conversion.where}: converts to {target}, which the model does not have")
+            if target in made_by:
+                raise ModelError(f"{target} has two sources, {made_by[target].where} and {conversion.where}")
+            if shape != tuple(state[target].shape):
+                raise ModelError(
+                    f"{conversion.where}: has shape {list(shape)}, and {target} in the model has "
+                    f"{list(state[target].shape)}; config.json does not belong to these weights"
+                )
+            made_by[target] = conversion
+        for _, source in conversion.sources:
+            is_buffer = conversion.target in buffers and not state[conversion.target].is_floating_point()
+            if source.dtype not in _FLOAT_DTYPES and not is_buffer:
+                raise ModelError(
+                    f"{source.file}: {source.key} has dtype {source.dtype}; only "
+                    f"{', '.join(_FLOAT_DTYPES)} are read"
+                )
+    missing = [
+        name for name, aliases in tied_names(model).items() if not any(alias in made_by for alias in aliases)
+    ]
+    optional = _any_of(model._keys_to_ignore_on_load_missing)
+    missing += [name for name in buffers if name not in made_by and not (optional and optional.search(name))]
+    if missing:
+        raise ModelError(f"{directory} lacks {len(missing)} of the model's tensors: {_some(missing)}")
+
+
+def _check_ties(
+    model: PreTrainedModel,
+    conversions: list[Conversion],
+    first_names: Mapping[str, str],
+    handles: Mapping[Path, Any],
+) -> set[str]:
+    """Compare the copies of tied parameters that were saved twice.
+
+    Returns:
+        The targets that need not be written, because another name of the same parameter is.
+
+    Raises:
+        ModelError: Copies differ, so the checkpoint was made without the tie.
+    """
+    makers: dict[str, list[tuple[str, Conversion]]] = {}
+    for conversion in conversions:
+        for target in conversion.shapes:
+            if target in first_names:
+                makers.setdefault(first_names[target], []).append((target, conversion))
+    duplicates = set()
+    for (kept, conversion), *others in makers.values():
+        for other, other_conversion in others:
+            if not _are_equal(
+                _whole(model, conversion, kept, handles), _whole(model, other_conversion, other, handles)
+            ):
+                raise ModelError(
+                    f"{conversion.where}: {kept} and {other} are tied in the model and differ in the "
+                    f"checkpoint; set tie_word_embeddings to false in config.json or save one of them"
+                )
+            duplicates.add(other)
+    return duplicates
+
+
+def _whole(
+    model: PreTrainedModel, conversion: Conversion, target: str, handles: Mapping[Path, Any]
+) -> torch.Tensor:
+    tensors = [_read(handles, source) for _, source in conversion.sources]
+    return conversion.run(model, tensors)[target]
+
+
+def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Compare bit for bit, in pieces, as float32, which holds every value of the dtypes read."""
+    pieces = zip(
+        left.reshape(-1).split(_COMPARED_ELEMENTS), right.reshape(-1).split(_COMPARED_ELEMENTS), strict=True
+    )
+    return all(torch.equal(a.float().view(torch.int32), b.float().view(torch.int32)) for a, b in pieces)
+
+
+def _values(
+    model: PreTrainedModel, conversion: Conversion, handles: Mapping[Path, Any]
+) -> Iterator[tuple[str, torch.Tensor, Region]]:
+    """Yield target, value and region, one tensor at a time where the sources go straight to their places."""
+    if conversion.regions is not None:
+        for (_, source), region in zip(conversion.sources, conversion.regions, strict=True):
+            yield conversion.target, _read(handles, source), region
+        return
+    targets = conversion.run(model, [_read(handles, source) for _, source in conversion.sources])
+    while targets:
+        name, value = targets.popitem()
+        yield name, value, ()
+
+
+def _read(handles: Mapping[Path, Any], source: Source) -> torch.Tensor:
+    try:
+        return handles[source.file].get_tensor(source.key)
+    except (SafetensorError, RuntimeError) as error:
+        raise ModelError(f"{source.file}: {source.key} cannot be read: {first_line(error)}") from error
+
+
+def _read_generation_config(directory: Path) -> GenerationConfig | None:
+    file = directory / "generation_config.json"
+    if not file.exists():
+        return None
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return GenerationConfig.from_dict(values)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} is not valid; correct or remove it: {first_line(error)}") from error
+
+
+def _report_unexpected(model: PreTrainedModel, unexpected: list[str], directory: Path) -> list[str]:
+    """Drop the keys that transformers drops without a word, and log the others."""
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    ignored = _any_of(patterns)
+    reported = [key for key in unexpected if not (ignored and ignored.search(key))]
+    if reported:
+        logger.warning(
+            "%s: %d tensors have no place in the model: %s", directory, len(reported), _some(reported)
+        )
+    return reported
+
+
+def _any_of(patterns: set[str] | list[str] | None) -> re.Pattern[str] | None:
+    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

@@ -1,0 +1,1 @@
+"""The seconds of an operation, and of a list of them."""

@@ -1,0 +1,104 @@
+"""What a token budget takes on a planned machine: days, money, energy, checkpoints, wear of drives.
+
+Arithmetic on a plan; every unit is SI, money is US dollars. What is not known of the machine is None.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatrain.hardware import HardwareSpec
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.config.choice import Plan
+
+AMORTISED_YEARS = 3
+"""Over which the price of a machine is spread, without interest, resale or idle time."""
+
+DAY_S = 86_400.0
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Economics:
+    """What so many tokens take."""
+
+    tokens: int
+    """As asked for; the last step may train on more."""
+    steps: int
+    days: float
+    usd_per_hour: float | None
+    price_source: str
+    """Where the price is from, in words; empty if there is none."""
+    usd: float | None
+    usd_per_million_tokens: float | None
+    kwh: float | None
+    checkpoint_bytes: int
+    checkpoint_s: float | None
+    """Seconds in which the machine's drives take a checkpoint; None: it has no drives."""
+    drive_written_per_day: float
+    """Bytes of state; checkpoints are apart."""
+    drive_written: float
+    """Bytes of state that all steps write."""
+    drive_days: float | None
+    """Days of such training until the drives' rated endurance is used up; None: not known, or no wear."""
+
+
+def economics(
+    plan: Plan, spec: HardwareSpec, anatomy: Anatomy, *, tokens: int, price_per_hour_usd: float | None = None
+) -> Economics:
+    """Work out what a token budget takes.
+
+    Args:
+        plan: Of a step.
+        spec: The machine that it is for.
+        anatomy: The model.
+        tokens: To train on.
+        price_per_hour_usd: Of the whole machine. None: its rent, or else its price over three years.
+    """
+    steps = math.ceil(tokens / plan.batch.tokens)
+    seconds = steps * plan.step_s
+    price, source = hourly_price(spec, price_per_hour_usd)
+    usd = None if price is None else price * seconds / _HOUR_S
+    watts = machine_watts(spec)
+    written = plan.bytes_per_step.get("drive_written", 0)
+    per_day = written * DAY_S / plan.step_s
+    rated = None if spec.drives is None else spec.drives.rated_bytes_written
+    drives = spec.drives
+    return Economics(
+        tokens=tokens,
+        steps=steps,
+        days=seconds / DAY_S,
+        usd_per_hour=price,
+        price_source=source,
+        usd=usd,
+        usd_per_million_tokens=None if usd is None else usd / (steps * plan.batch.tokens) * 1e6,
+        kwh=None if watts is None else watts * seconds / _HOUR_S / 1000,
+        checkpoint_bytes=anatomy.checkpoint_bytes,
+        checkpoint_s=None if drives is None else anatomy.checkpoint_bytes / drives.write_bytes_per_s,
+        drive_written_per_day=per_day,
+        drive_written=float(written) * steps,
+        drive_days=rated / per_day if rated is not None and per_day else None,
+    )
+
+
+def hourly_price(spec: HardwareSpec, given_usd: float | None) -> tuple[float | None, str]:
+    """Return the dollars that an hour of the machine costs, and where the figure is from."""
+    if given_usd is not None:
+        return given_usd, "as given"
+    if spec.price_per_hour_usd is not None:
+        return spec.price_per_hour_usd, "rent that the machine file names"
+    if spec.price_usd is not None:
+        hours = AMORTISED_YEARS * 365 * 24
+        return (
+            spec.price_usd / hours,
+            f"the machine's price of ${spec.price_usd:,.0f} over {AMORTISED_YEARS} years",
+        )
+    return None, ""
+
+
+def machine_watts(spec: HardwareSpec) -> float | None:
+    """Return what the whole machine draws under load; None: its device's share is not known."""
+    if spec.is_cpu:
+        return spec.host_watts
+    return None if spec.device_watts is None else spec.device_watts + (spec.host_watts or 0.0)

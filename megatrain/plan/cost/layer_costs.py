@@ -1,0 +1,114 @@
+"""What each layer of a choice costs per micro-batch: seconds on the device, and bytes that leave it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megatrain.model.profile.anatomy import Anatomy, Cost, Layer
+from megatrain.plan.memory.block_sums import Census
+from megatrain.config.choice import Batch, Choice
+from megatrain.plan.cost.rates import Rates
+
+RECOMPUTED = frozenset({"recompute", "recompute_cheap", "drop_boundary"})
+"""Policies under which a layer's forward runs again, whole or in part."""
+
+_PASSES_AGAIN = frozenset({"recompute", "drop_boundary"})
+
+
+class LayerCosts:
+    """Seconds and bytes of one micro-batch in each layer."""
+
+    def __init__(self, rates: Rates, anatomy: Anatomy, choice: Choice, batch: Batch) -> None:
+        """Precompute them for layers that are alike."""
+        self.rates, self.anatomy, self.choice, self.batch = rates, anatomy, choice, batch
+        self.layers = anatomy.layers
+        self._kinds = Census.of(anatomy, choice.fragments).kinds
+        self._known: dict[tuple[int, str], tuple[float, float, float, float]] = {}
+
+    def forward_s(self, number: int) -> float:
+        """Return the seconds of a layer's forward."""
+        return self._of(number)[0]
+
+    def backward_s(self, number: int) -> float:
+        """Return the seconds of its backward, without recomputation."""
+        return self._of(number)[1]
+
+    def inside_s(self, number: int) -> float:
+        """Return the seconds of what is made again inside its backward."""
+        return self._of(number)[3]
+
+    def passes_again(self, number: int) -> bool:
+        """Whether its forward runs again as a whole."""
+        return self.choice.activations[number] in _PASSES_AGAIN
+
+    def saved_of(self, number: int) -> float:
+        """Return the bytes that leave the device after its forward and come back."""
+        return self._of(number)[2]
+
+    def sums(self) -> tuple[float, float, float, float]:
+        """Return the seconds of all forwards, all backwards and all forwards again, and the bytes saved.
+
+        Backwards are with what is made again inside them; forwards again only make boundaries.
+        """
+        kinds = Counter(zip(self._kinds, self.choice.activations, strict=True))
+        forward = backward = again = saved = 0.0
+        for (kind, policy), count in kinds.items():
+            forward_s, backward_s, nbytes, inside_s = self._known_of(kind, policy)
+            forward += count * forward_s
+            backward += count * (backward_s + inside_s)
+            again += count * forward_s if policy == "drop_boundary" else 0.0
+            saved += count * nbytes
+        first = self.choice.activations[0]
+        again -= self.forward_s(0) if first == "drop_boundary" else 0.0
+        # what is saved last is needed first, and stays
+        return forward, backward, again, saved - self.saved_of(len(self.layers) - 1)
+
+    @property
+    def head_s(self) -> float:
+        """Return the seconds of head and loss, forward and backward."""
+        forward = self.rates.compute_s(self.anatomy.head_forward)
+        return forward * (4 if self.anatomy.head_saved_bytes == 0 else 3)
+
+    @property
+    def outer_s(self) -> float:
+        """Return the seconds of a visit's launch, for what is between visits."""
+        return self.rates.spec.launch_s
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of what the device does once per step: updates of its own state."""
+        state = Census.of(self.anatomy, self.choice.fragments).state_on_device(self.choice)
+        return self.rates.device_update_s(state)
+
+    def _of(self, number: int) -> tuple[float, float, float, float]:
+        return self._known_of(self._kinds[number], self.choice.activations[number])
+
+    def _known_of(self, kind: int, policy: str) -> tuple[float, float, float, float]:
+        key = (kind, policy)
+        if key not in self._known:
+            self._known[key] = self._count(self.layers[kind], policy)
+        return self._known[key]
+
+    def _count(self, layer: Layer, policy: str) -> tuple[float, float, float, float]:
+        launch_s = self.rates.spec.launch_s
+        forward = self.rates.compute_s(layer.forward) + launch_s
+        backward = self.rates.compute_s(layer.backward) + self._sums_s(layer) + launch_s
+        inside = 0.0
+        if policy in _PASSES_AGAIN:
+            inside = forward
+        elif policy == "recompute_cheap":
+            inside = self.rates.compute_s(Cost(moved_bytes=layer.forward.moved_bytes)) + launch_s
+        saved = 0.0
+        if policy == "offload":
+            saved = layer.saved_bytes["offload"]
+        elif self.choice.boundaries != "device" and policy in RECOMPUTED and policy != "drop_boundary":
+            saved = layer.boundary_bytes
+        return forward, backward, saved, inside
+
+    def _sums_s(self, layer: Layer) -> float:
+        """Return the seconds in which gradients add up and their squares are summed, per micro-batch."""
+        count = self.batch.num_micro_batches
+        params = sum(fragment.num_state for fragment in layer.fragments)
+        # one micro-batch: read on the way out. More: working dtype in, fp32 read and written, rounded
+        passes = 2 if count == 1 else 6 + (count - 1) * 10 + 6
+        return self.rates.device_pass_s(passes * params) / count

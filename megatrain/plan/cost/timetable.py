@@ -1,0 +1,173 @@
+"""A timetable: when each task of a step begins and ends, from its lane and the buffers that it touches.
+
+Lanes run their tasks in launch order and at the same time as each other. A task begins when its lane is
+free, what it reads was written, and what it writes was read; lanes that share a link take turns on it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from megatrain.plan.program.operations import Buffer, Lane
+
+_LINKS = {
+    Lane.FETCH: Lane.FETCH,
+    Lane.RESTORE: Lane.FETCH,
+    Lane.OFFLOAD: Lane.OFFLOAD,
+    Lane.SAVE: Lane.OFFLOAD,
+    Lane.READ: Lane.READ,
+    Lane.PAGE: Lane.READ,
+    Lane.RECALL: Lane.READ,
+    Lane.WRITE: Lane.WRITE,
+    Lane.STOW: Lane.WRITE,
+}
+"""Lanes that take turns, and on which link."""
+
+_DRIVES = (Lane.READ, Lane.PAGE, Lane.RECALL, Lane.WRITE, Lane.STOW)
+
+_REMEMBERED = 16
+"""Reservations of a link that are kept: later tasks never begin before all of them."""
+
+
+_NUMBERS = {lane: number for number, lane in enumerate(Lane)}
+
+_Numbered: TypeAlias = tuple[int, float, list[int], list[int]]
+"""A task's lane, seconds, and the buffers that it reads and writes, as numbers."""
+
+
+class Task(NamedTuple):
+    """One operation of a program with the time that it takes alone."""
+
+    lane: Lane
+    seconds: float
+    reads: tuple[Buffer, ...]
+    writes: tuple[Buffer, ...]
+    kind: str
+    """What it is: `fetch`, `forward`, `head`, ..., for bounds and charts."""
+
+
+class Span(NamedTuple):
+    """When a task runs, in seconds from the first one."""
+
+    begin_s: float
+    end_s: float
+
+
+class Timetable:
+    """Places tasks, in launch order, as early as lanes, links and buffers allow."""
+
+    def __init__(self, *, waits_for_compute: bool = False, drives_share: bool = False) -> None:
+        """Start with everything free.
+
+        Args:
+            waits_for_compute: The launching thread computes, so what it launches after a visit cannot begin
+                before the visit is done (a CPU, and emulated lanes).
+            drives_share: Reads and writes of the drives take turns.
+        """
+        link_of = _LINKS | dict.fromkeys(_DRIVES, Lane.WRITE) if drives_share else _LINKS
+        self._links = [_NUMBERS[link_of[lane]] if lane in link_of else -1 for lane in Lane]
+        self._waits_for_compute = waits_for_compute
+        self._lane_free = [0.0] * len(_NUMBERS)
+        self._taken: list[list[tuple[float, float]]] = [[] for _ in _NUMBERS]
+        self._buffers: dict[Buffer, int] = {}
+        self._written: list[float] = []
+        self._read: list[float] = []
+
+    def place(self, tasks: Sequence[Task]) -> list[Span]:
+        """Place a step's tasks after all that were placed before."""
+        begins, ends = self.run(self.numbered(tasks))
+        return [Span(*span) for span in zip(begins, ends, strict=True)]
+
+    def numbered(self, tasks: Sequence[Task]) -> list[_Numbered]:
+        """Return tasks as `run` wants them: a step's are numbered once, however often it runs."""
+        buffers, lanes = self._buffers, _NUMBERS
+        numbered = []
+        for lane, seconds, reads, writes, _ in tasks:
+            numbered.append(
+                (
+                    lanes[lane],
+                    seconds,
+                    [buffers.setdefault(buffer, len(buffers)) for buffer in reads],
+                    [buffers.setdefault(buffer, len(buffers)) for buffer in writes],
+                )
+            )
+        more = len(buffers) - len(self._written)
+        self._written += [0.0] * more
+        self._read += [0.0] * more
+        return numbered
+
+    def run(self, tasks: Sequence[_Numbered]) -> tuple[list[float], list[float]]:
+        """Place tasks after all before, and return when they begin and end; this loop is a plan's time."""
+        free, written, read, links = self._lane_free, self._written, self._read, self._links
+        compute = _NUMBERS[Lane.COMPUTE] if self._waits_for_compute else -1
+        begins, ends = [], []
+        for lane, seconds, reads, writes in tasks:
+            begin = free[lane]
+            if compute >= 0 and free[compute] > begin:
+                begin = free[compute]
+            for buffer in reads:
+                if written[buffer] > begin:
+                    begin = written[buffer]
+            for buffer in writes:
+                if written[buffer] > begin:
+                    begin = written[buffer]
+                if read[buffer] > begin:
+                    begin = read[buffer]
+            if seconds and links[lane] >= 0:
+                begin = self._reserve(links[lane], begin, seconds)
+            end = begin + seconds
+            free[lane] = end
+            for buffer in reads:
+                if read[buffer] < end:
+                    read[buffer] = end
+            for buffer in writes:
+                written[buffer] = end
+            begins.append(begin)
+            ends.append(end)
+        return begins, ends
+
+    def _reserve(self, link: int, ready_s: float, seconds: float) -> float:
+        """Take the first gap of a link that is long enough: who is ready first is served first."""
+        taken = self._taken[link]
+        begin = ready_s
+        if taken and taken[-1][1] > ready_s:  # otherwise all of it is free
+            for taken_s, until_s in taken:
+                if taken_s - begin >= seconds:
+                    break
+                if until_s > begin:
+                    begin = until_s
+        insort(taken, (begin, begin + seconds))
+        if len(taken) > _REMEMBERED:
+            del taken[0]
+        return begin
+
+
+def steady(
+    tasks: Sequence[Task], *, waits_for_compute: bool = False, drives_share: bool = False
+) -> tuple[list[Span], list[Span]]:
+    """Return when the tasks run in one of many equal steps, and in the step before it.
+
+    The buffers' names tie a step to the next one. All that a step leaves for later is done before the next
+    one's forward is over, so the second of two steps is like all that follow.
+
+    Args:
+        tasks: Of one step.
+        waits_for_compute: See `Timetable`.
+        drives_share: See `Timetable`.
+    """
+    timetable = Timetable(waits_for_compute=waits_for_compute, drives_share=drives_share)
+    before = timetable.place(tasks)
+    return timetable.place(tasks), before
+
+
+def steady_ends(
+    tasks: Sequence[Task], *, waits_for_compute: bool = False, drives_share: bool = False
+) -> tuple[list[float], list[float]]:
+    """Return when the tasks end, as `steady` does, in half of the time."""
+    timetable = Timetable(waits_for_compute=waits_for_compute, drives_share=drives_share)
+    numbered = timetable.numbered(tasks)
+    _, before = timetable.run(numbered)
+    _, ends = timetable.run(numbered)
+    return ends, before

@@ -1,0 +1,358 @@
+"""The moments of a step at which most is on the device, beside what is allocated for good.
+
+Every layer's forward and backward of the first and the last micro-batch of a round, the head's, the
+embedding's, and the optimizer's on the device. In a round all micro-batches pass a layer before any passes
+the next; the first to come to the head is the last in the backward.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy, Layer
+from megatrain.plan.memory.block_sums import Block, Census
+from megatrain.config.choice import Batch, Choice
+from megatrain.plan.memory.visit_bytes import is_boundary_on_host, is_dropped, policy_of
+
+SCALAR_BYTES = 4096
+"""Room for what is counted nowhere: losses, token counts, checkpoint's tokens; 30 numbers were measured."""
+
+UPDATE_CHUNK = 1 << 22
+"""Elements of a pass of AdamW on the device, at most."""
+
+UPDATE_SCRATCH_BYTES = 35
+"""Scratch memory of such a pass, per element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of a step, with the bytes that are on the device beside what is allocated for good."""
+
+    name: str
+    boundaries: int = 0
+    saved: int = 0
+    working: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Return all of them."""
+        return self.boundaries + self.saved + self.working
+
+
+class Moments:
+    """The moments of a round."""
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        choice: Choice,
+        batch: Batch,
+        *,
+        overlaps: bool = True,
+        has_scratch: bool = True,
+    ) -> None:
+        """Add up what earlier layers leave.
+
+        Args:
+            anatomy: Of the model.
+            choice: With one policy per layer.
+            batch: Of a step.
+            overlaps: The lanes run at the same time: gradients are rounded on their way home while backward
+                goes on, and blocks update on the device while the first layers' forward does. False: one
+                after the other, as on a CPU.
+            has_scratch: Updates on the device run as operations of a GPU, which take scratch memory.
+        """
+        self._overlaps, self._has_scratch = overlaps, has_scratch
+        self._anatomy = anatomy
+        self._choice = choice
+        self._layers = anatomy.layers
+        self._policies = list(choice.activations)
+        self._policies[-1] = policy_of(anatomy, choice, len(anatomy.layers) - 1)
+        self._m = min(choice.lockstep, batch.num_micro_batches)
+        self._is_wide = batch.num_micro_batches > 1 and anatomy.precision == "bf16"
+        self._census = Census.of(anatomy, choice.fragments)
+        self._rounded = max(self._rounded_bytes(is_resident=False), default=0) if overlaps else 0
+        """What the rounding of one gradient takes beside a backward."""
+        self._scratch = self._scratch_of_layers()
+        """What updates on the device still take while the forward is in each layer."""
+        sums = 8 * self._census.num_blocks
+        self.constant = anatomy.constant_bytes - anatomy.pass_bytes + sums + SCALAR_BYTES
+        self._away = [number for number in range(len(self._layers)) if self._travels(number, back=True)]
+        """Layers whose visits go to the host."""
+        places = self._places()
+        last = {place: number for number, place in enumerate(places)}
+        self._telling = list(last.values())
+        """Layers to look at: what earlier ones leave only adds up, so of those alike the last one."""
+        stays = {place: self._stays(number, self._layers[number]) for place, number in last.items()}
+        pairs = [stays[place] for place in places]
+        self._held = [0, *accumulate(self._m * boundary for boundary, _ in pairs)]
+        self._kept = [0, *accumulate(self._m * saved for _, saved in pairs)]
+        """Bytes of all micro-batches that the layers before layer n leave: boundaries, and the rest."""
+
+    def _places(self) -> list[tuple[object, ...]]:
+        """Return for each layer all on which its moments depend, but for what earlier layers leave.
+
+        That is its kind and policy, those of its neighbours, the two nearest layers before it that send
+        something to the host, and whether one after it does.
+        """
+        kinds = list(zip(self._census.kinds, self._policies, strict=True))
+        nobody = (-1, "")
+        before, after = [nobody, *kinds], [*kinds[1:], nobody]
+        nearest, second = [], []
+        one = two = nobody
+        away = set(self._away)
+        for number, kind in enumerate(kinds):
+            nearest.append(one)
+            second.append(two)
+            if number in away:
+                one, two = kind, one
+        newest = self._away[-1] if self._away else -1
+        later = [number < newest for number in range(len(kinds))]
+        return list(zip(before, kinds, after, nearest, second, later, self._scratch, strict=False))
+
+    def all(self) -> Iterator[Moment]:
+        """Yield every moment that may be the largest of compute's."""
+        for number in self._telling:
+            layer = self._layers[number]
+            for place in {0, self._m - 1}:
+                yield self._forward(number, layer, place)
+                yield self._backward(number, layer, place)
+            if is_dropped(self._choice, number):
+                yield self._remaking(number)
+        for place in {0, self._m - 1}:
+            yield self._head_forward(place)
+            yield self._head_backward(place)
+        yield self._embedding()
+        ids = IDS_BYTES * self._anatomy.tokens * self._m
+        after = max([*self._scratch_bytes(), *self._rounded_bytes(is_resident=True)], default=0)
+        yield Moment("update", working=self.constant + ids + after)
+
+    def _rounded_bytes(self, *, is_resident: bool) -> Iterator[int]:
+        """Yield what rounding takes of each fp32 sum of gradients of resident blocks, or of streamed ones.
+
+        Those of streamed blocks are rounded on their way home; where they wait, there is their place.
+        """
+        first = self._census.first_streamed(self._choice)
+        if not is_resident and not (self._is_wide and self._choice.gradients == "host"):
+            return
+        for number, is_outer in self._census.sample(self._choice):
+            if (is_outer or number < first) is is_resident:
+                yield 2 * self._census.blocks[number].num_split
+
+    def _scratch_bytes(self) -> Iterator[int]:
+        """Yield the scratch of each update on the device."""
+        first = self._census.first_streamed(self._choice)
+        for number, is_outer in self._census.sample(self._choice):
+            if self._has_scratch and (self._choice.outer_resident if is_outer else number < first):
+                yield _update_scratch(self._census.blocks[number])
+
+    def _scratch_of_layers(self) -> list[int]:
+        """Return for each layer the most scratch of updates that may run during its forward.
+
+        Blocks outside all layers update first, then layers in forward order, and a layer's forward waits for
+        its own update: so what is left are the updates of the resident layers after it.
+        """
+        residents = self._choice.resident_layers if self._overlaps and self._has_scratch else 0
+        left = [0] * len(self._layers)
+        after = 0
+        for number in reversed(range(residents)):
+            left[number] = after
+            blocks = self._census.blocks[self._census.starts[number] : self._census.starts[number + 1]]
+            after = max([after, *map(_update_scratch, blocks)])
+        return left
+
+    def _stays(self, number: int, layer: Layer) -> tuple[int, int]:
+        """Return what a micro-batch leaves of a layer on the device: its boundary, and the rest."""
+        policy = self._policies[number]
+        if is_dropped(self._choice, number):
+            return 0, 0
+        if policy == "offload":
+            return 0, layer.unstashed_bytes
+        saved = layer.saved_bytes["recompute" if policy == "drop_boundary" else policy]
+        boundary = layer.boundary_bytes if layer.holds_input[policy] else 0
+        rest = saved - boundary
+        if self._is_source(number) and not boundary:
+            boundary = layer.boundary_bytes
+        return (0 if is_boundary_on_host(self._anatomy, self._choice, number) else boundary), rest
+
+    def _is_source(self, number: int) -> bool:
+        return number + 1 < len(self._layers) and is_dropped(self._choice, number + 1)
+
+    def _full(self, number: int) -> int:
+        """Return what a micro-batch's forward of a layer saves while it is still on the device."""
+        layer, policy = self._layers[number], self._policies[number]
+        source = {"offload": "keep", "drop_boundary": "recompute"}.get(policy, policy)
+        return layer.saved_bytes[source]
+
+    def _travels(self, number: int, *, back: bool = False) -> int:
+        """Return the bytes of a micro-batch that leave the device after a layer's forward, or come back."""
+        layer = self._layers[number]
+        if self._policies[number] != "offload" and self._choice.boundaries == "device":
+            return 0
+        if self._policies[number] == "offload":
+            return layer.saved_bytes["offload"] if back else self._full(number) - layer.unstashed_bytes
+        return layer.boundary_bytes if is_boundary_on_host(self._anatomy, self._choice, number) else 0
+
+    def _leaving(self, number: int, place: int, *, after: int = -1) -> int:
+        """Return what the newest visit that goes to the host still has on the device in a layer's forward.
+
+        Visits of layers up to `after` do not count.
+        """
+        newest = bisect_right(self._away, number if place else number - 1) - 1
+        if newest < 0 or self._away[newest] <= after:
+            return 0
+        return self._travels(self._away[newest])
+
+    def _arriving(self, number: int, place: int, count: int = 1) -> int:
+        """Return what is on the device again of the next `count` visits that come from the host."""
+        nbytes, index = 0, bisect_right(self._away, number) - 1
+        while count > 0 and index >= 0:
+            layer = self._away[index]
+            visits = min(count, self._m - 1 - place if layer == number else self._m)
+            nbytes += visits * self._travels(layer, back=True)
+            count -= visits
+            index -= 1
+        return nbytes
+
+    def _beside(self, number: int, num_passed: int) -> int:
+        """Return what the forwards themselves hold while `num_passed` micro-batches have passed a layer."""
+        anatomy, boundary = self._anatomy, self._layers[0].boundary_bytes
+        nbytes = self.constant + self._m * anatomy.pass_bytes
+        if anatomy.holds_embedding and self._stays(0, self._layers[0])[0] == 0:
+            nbytes += (self._m if number > 0 else num_passed) * boundary
+        return nbytes
+
+    def _forward(self, number: int, layer: Layer, place: int) -> Moment:
+        """A micro-batch is in a layer, and `place` others have passed it."""
+        policy = self._policies[number]
+        boundary, rest = self._stays(number, layer)
+        is_last = number == len(self._layers) - 1
+        passed = self._anatomy.head_saved_bytes if is_last else layer.boundary_bytes
+        leaving = self._leaving(number, place)
+        working = layer.forward_peak_bytes[policy] + self._full(number) - layer.boundary_bytes
+        working += self._scratch[number]
+        return Moment(
+            f"forward of layer {number}",
+            boundaries=self._held[number] + place * boundary + (self._m - place) * layer.boundary_bytes,
+            saved=self._kept[number] + place * rest + leaving,
+            working=working + place * passed + self._beside(number, place),
+        )
+
+    def _head_forward(self, place: int) -> Moment:
+        """A micro-batch is in the head, and `place` others have passed it."""
+        anatomy, last = self._anatomy, len(self._layers) - 1
+        boundary, rest = self._stays(last, self._layers[last])
+        waiting = (self._m - 1 - place) * self._layers[last].boundary_bytes
+        return Moment(
+            "forward of the head",
+            boundaries=self._held[last] + (place + 1) * boundary + waiting,
+            saved=self._kept[last] + (place + 1) * rest + self._leaving(last, 0),
+            working=anatomy.head_forward_peak_bytes
+            + place * anatomy.head_saved_bytes
+            + self._beside(last, place),
+        )
+
+    def _head_backward(self, place: int) -> Moment:
+        """The backward of a micro-batch is in the head; those of `place` others have left the last layer."""
+        anatomy, last = self._anatomy, len(self._layers) - 1
+        boundary, rest = self._stays(last, self._layers[last])
+        left = place * (anatomy.head_gradient_bytes + self._layers[last].boundary_bytes)
+        return Moment(
+            "backward of the head",
+            boundaries=self._held[last] + (self._m - place) * boundary,
+            saved=self._kept[last] + (self._m - place) * rest + self._leaving(last, 0),
+            working=anatomy.head_backward_peak_bytes
+            + (self._m - 1 - place) * anatomy.head_saved_bytes
+            + left
+            + self._in_backward(),
+        )
+
+    def _in_backward(self) -> int:
+        return self.constant + self._m * self._anatomy.graph_bytes + self._rounded
+
+    def _backward(self, number: int, layer: Layer, place: int) -> Moment:
+        """The backward of a micro-batch is in a layer, and those of `place` others have left it."""
+        anatomy, policy, m = self._anatomy, self._policies[number], self._m
+        boundary, rest = self._stays(number, layer)
+        is_last = number == len(self._layers) - 1
+        peaks = layer.fragment_peak_bytes if self._choice.fragments else layer.backward_peak_bytes
+        saved = self._full(number)
+        if policy == "offload":
+            saved = layer.saved_bytes["offload"] + layer.unstashed_bytes
+        working = peaks[policy] + saved - layer.boundary_bytes
+        arriving = self._arriving(number, place)
+        if policy == "offload":
+            parts = layer.fragments[:1] if self._choice.fragments else layer.fragments
+            at_end = sum(part.gradient_bytes for part in parts) + self._arriving(number, place, 2) - arriving
+            if place == 0 and not self._leaving(len(self._layers), 0, after=number):
+                # the newest to go to the host comes back first: its copy may not be done, so nothing is freed
+                at_end += saved
+                working = max(
+                    working, saved + layer.made_bytes[self._choice.fragments] - layer.boundary_bytes
+                )
+            working = max(working, at_end)
+        working = max(working, self._rounding(number, layer, place) - layer.boundary_bytes)
+        if is_last:
+            beside = place * layer.boundary_bytes + (m - 1 - place) * anatomy.head_saved_bytes
+            of_head = (place + 1) * anatomy.head_gradient_bytes
+        else:
+            beside, of_head = (m - 1) * layer.boundary_bytes, m * anatomy.head_gradient_bytes
+        remade = (
+            self._remade(number) - place * layer.boundary_bytes if is_dropped(self._choice, number) else 0
+        )
+        return Moment(
+            f"backward of layer {number}",
+            boundaries=self._held[number] + (m - 1 - place) * boundary + max(layer.boundary_bytes, remade),
+            saved=self._kept[number] + (m - 1 - place) * rest + arriving,
+            working=working + beside + of_head + self._in_backward(),
+        )
+
+    def _rounding(self, number: int, layer: Layer, place: int) -> int:
+        """Return what is there when the fp32 sums of a layer's gradients are rounded, on their way home."""
+        if not self._is_wide or place < self._m - 1 or number < self._choice.resident_layers:
+            return 0
+        *parts, whole = layer.collect_bytes[self._policies[number]]
+        if not self._choice.fragments:
+            return whole + 2 * sum(fragment.num_split for fragment in layer.fragments)
+        return max(
+            alive + 2 * fragment.num_split for alive, fragment in zip(parts, layer.fragments, strict=True)
+        )
+
+    def _remade(self, number: int) -> int:
+        """Return the bytes of all dropped boundaries that are there in the backward of a dropped layer."""
+        nbytes = 0
+        while is_dropped(self._choice, number):
+            nbytes += self._m * self._layers[number].boundary_bytes
+            number -= 1
+        if is_boundary_on_host(self._anatomy, self._choice, number):
+            nbytes += self._m * self._layers[number].boundary_bytes
+        return nbytes
+
+    def _remaking(self, number: int) -> Moment:
+        """The layers before run again for a dropped boundary."""
+        layer = self._layers[number]
+        return Moment(
+            f"boundary of layer {number}",
+            boundaries=self._held[number] + self._remade(number),
+            saved=self._kept[number],
+            working=self._layers[number - 1].rerun_peak_bytes
+            + self._m * (layer.boundary_bytes + self._anatomy.head_gradient_bytes)
+            + self._in_backward(),
+        )
+
+    def _embedding(self) -> Moment:
+        anatomy, first = self._anatomy, self._layers[0]
+        return Moment(
+            "backward of the embedding",
+            working=anatomy.embedding_peak_bytes
+            + self._m * anatomy.head_gradient_bytes
+            + (self._m - 1) * first.boundary_bytes
+            + self._in_backward(),
+        )
+
+
+def _update_scratch(block: Block) -> int:
+    return UPDATE_SCRATCH_BYTES * min(block.largest_run, UPDATE_CHUNK)

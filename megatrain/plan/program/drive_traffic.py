@@ -1,0 +1,113 @@
+"""Reads of drives ahead of the operations that need them, and writes behind those that make them.
+
+Buffers are used in turn, so what is read k-th goes into the buffer that the (k - n)-th has left: as early as
+n buffers allow, and no earlier.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
+from megatrain.plan.program.operations import Kind, Operation
+
+
+def with_state_through(
+    operations: Sequence[Operation], on_drives: Collection[int], sizes: Sequence[int], num_buffers: int
+) -> list[Operation]:
+    """Read the state of blocks on drives before their updates, and write it after.
+
+    Args:
+        operations: With the updates, in order.
+        on_drives: Blocks whose remainder and moments are there.
+        sizes: By block: bytes that cross each way.
+        num_buffers: Host buffers, used in turn.
+    """
+
+    def is_ours(operation: Operation) -> bool:
+        return operation.kind is Kind.UPDATE and operation.block in on_drives
+
+    def surround(operation: Operation, buffer: int) -> tuple[Operation, list[Operation]]:
+        common = {"block": operation.block, "drive_staging": buffer, "nbytes": sizes[operation.block]}
+        read, write = (Operation(kind=kind, **common) for kind in (Kind.READ, Kind.WRITE))  # type: ignore[arg-type]
+        return read, [replace(operation, drive_staging=buffer), write]
+
+    return _read_ahead(operations, is_ours, surround, num_buffers)
+
+
+def with_weights_through(
+    operations: Sequence[Operation], on_drives: Collection[int], sizes: Sequence[int], num_buffers: int
+) -> list[Operation]:
+    """Read the weights of blocks on drives before they are fetched to the device; as `with_state_through`."""
+
+    def is_ours(operation: Operation) -> bool:
+        return operation.kind is Kind.FETCH and operation.block in on_drives
+
+    def surround(operation: Operation, buffer: int) -> tuple[Operation, list[Operation]]:
+        read = Operation(kind=Kind.PAGE, block=operation.block, page=buffer, nbytes=sizes[operation.block])
+        return read, [replace(operation, page=buffer)]
+
+    return _read_ahead(operations, is_ours, surround, num_buffers)
+
+
+def _read_ahead(
+    operations: Sequence[Operation],
+    is_ours: Callable[[Operation], bool],
+    surround: Callable[[Operation, int], tuple[Operation, list[Operation]]],
+    num_buffers: int,
+) -> list[Operation]:
+    numbers = {place: n for n, place in enumerate(p for p, op in enumerate(operations) if is_ours(op))}
+    pairs = [surround(operations[place], number % num_buffers) for place, number in numbers.items()]
+    result = [read for read, _ in pairs[:num_buffers]]
+    for place, operation in enumerate(operations):
+        if place not in numbers:
+            result.append(operation)
+            continue
+        number = numbers[place]
+        result += pairs[number][1]
+        result += [read for read, _ in pairs[number + num_buffers : number + num_buffers + 1]]
+    return result
+
+
+def with_activations_through(
+    operations: Sequence[Operation], num_buffers: int = NUM_ACTIVATION_STAGING
+) -> list[Operation]:
+    """Write what is saved on to the drives, and read it back ahead of its RESTORE.
+
+    One buffer is for what is being restored; as many visits as there are others are read ahead, from the
+    first backward on, and none before it was written.
+    """
+    upcoming = deque((op.block, op.micro_batch) for op in operations if op.kind is Kind.RESTORE)
+    stowed: set[tuple[int, int]] = set()
+    recalled: set[tuple[int, int]] = set()
+    result: list[Operation] = []
+
+    def recall(visit: tuple[int, int]) -> None:
+        stowed.remove(visit)
+        recalled.add(visit)
+        result.append(Operation(kind=Kind.RECALL, block=visit[0], micro_batch=visit[1]))
+
+    def read_ahead() -> None:
+        for visit in list(islice(upcoming, len(recalled), num_buffers - 1)):
+            if visit not in stowed:
+                return
+            recall(visit)
+
+    for operation in operations:
+        visit = operation.block, operation.micro_batch
+        if operation.kind is Kind.BACKWARD:
+            read_ahead()
+        elif operation.kind is Kind.RESTORE and visit in stowed:
+            recall(visit)
+        result.append(operation)
+        if operation.kind is Kind.SAVE:
+            stowed.add(visit)
+            result.append(Operation(kind=Kind.STOW, block=visit[0], micro_batch=visit[1]))
+        elif operation.kind is Kind.RESTORE:
+            upcoming.popleft()
+            recalled.discard(visit)
+            read_ahead()
+    return result

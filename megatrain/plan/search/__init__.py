@@ -1,0 +1,1 @@
+"""Choices, the fastest that fits, and what to do if none does."""

@@ -1,0 +1,364 @@
+"""Which choices there are for a request: frames, and what the rest of the device's memory makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from itertools import product
+
+from megatrain.errors import ConfigError
+from megatrain.config.choice import Choice
+from megatrain.plan.memory.host_pools import placed_bytes
+from megatrain.plan.search.request import Request, excess, host_bytes, overflow, pools_of
+
+SMALL = 4
+"""Layers up to which every number of resident and kept layers is listed."""
+
+
+class Extent(Enum):
+    """How many of the possible choices to list."""
+
+    LEAST = "those that take least memory"
+    COARSE = "a few that differ much, to go on from"
+    MAIN = "all but other numbers of slots, and fragments"
+    ALL = "all"
+
+
+def list_choices(request: Request, extent: Extent = Extent.ALL) -> Iterator[Choice]:
+    """Yield the choices that fit: in RAM if one does; otherwise with drives, as few bytes there as can be."""
+    for tiers in _tiers(request):
+        smallest = list(_frames(request, tiers, Extent.LEAST))
+        if all(overflow(request, place_in_ram(request, frame)) for frame in smallest):
+            continue
+        found = False
+        for frames in (_frames(request, tiers, extent), smallest):
+            for choice in frames:
+                for filled in fill(request, choice):
+                    found = True
+                    yield filled
+            if found and extent is Extent.COARSE:
+                return
+        if found:
+            return
+    on_drives = _with_activations_on_drives(request)
+    if on_drives is not None:
+        yield from list_choices(on_drives, extent)
+
+
+def first_fit(request: Request) -> Choice | None:
+    """Return a choice that fits, one that takes little memory; None: none does."""
+    is_over: dict[Choice, bool] = {}
+    """Whether the device overflows, whatever is on drives."""
+    for tiers in _tiers(request):
+        for frame in _frames(request, tiers, Extent.LEAST):
+            bare = replace(frame, tiers=frozenset())
+            if bare not in is_over:
+                is_over[bare] = "device" in overflow(request, bare)
+            if not is_over[bare] and not overflow(request, placed := place_in_ram(request, frame)):
+                return placed
+    on_drives = _with_activations_on_drives(request)
+    return None if on_drives is None else first_fit(on_drives)
+
+
+def least(request: Request) -> Choice:
+    """Return the choice that is least over the limits, with nothing resident and nothing kept.
+
+    Raises:
+        ConfigError: What the user has set excludes every choice.
+    """
+
+    def shortage(choice: Choice) -> tuple[float, ...]:
+        over, limits = overflow(request, choice), request.limits
+        share = sum(nbytes / max(1, limits[tier] or 1) for tier, nbytes in over.items())
+        return len(over), share, len(choice.tiers)  # too little of one tier before too little of two
+
+    frames = [f for tiers in _tiers(request) for f in _frames(request, tiers, Extent.LEAST)]
+    if not frames:
+        fixed = ", ".join(f"{name} {value}" for name, value in (request.fixed or {}).items())
+        raise ConfigError(
+            f"these settings exclude each other: {fixed}; with fragments, num_slots and num_gradient_buffers "
+            "must be at least the parts of a layer, gradients wait on the device in a single round only, and "
+            "boundaries on nvme need drives, moments in fp32 and no resident layer"
+        )
+    return min((place_in_ram(request, frame) for frame in frames), key=shortage)
+
+
+def least_bytes(request: Request, tier: str) -> int | None:
+    """Return the fewest bytes of a tier with which a choice fits, the others being as they are; None: none.
+
+    Args:
+        request: What is asked for; its limit of this tier does not count.
+        tier: `device`, `ram` or `nvme`.
+    """
+    needs = [
+        sum(pool.nbytes for pool in pools_of(request, frame) if pool.tier == tier)
+        for tiers in _tiers(request)
+        for frame in _frames(request, tiers, Extent.LEAST)
+        if not overflow(request, frame).keys() - {tier}
+    ]
+    return min(needs, default=None)
+
+
+def least_held(request: Request, tier: str) -> int | None:
+    """Return the fewest bytes of a tier that no shorter sequence and no smaller batch saves; None as above.
+
+    That is what is allocated, and the gradients of a streamed layer, or of its largest part, as they leave;
+    in a round of all micro-batches also their boundaries, as a step keeps its tokens.
+    """
+    count = request.batch.num_micro_batches
+    wide = request.batch.num_micro_batches > 1 and request.anatomy.precision == "bf16"
+
+    def leaving(choice: Choice) -> int:
+        parts = [f for layer in request.anatomy.layers for f in layer.fragments]
+        sizes = [f.gradient_bytes + 2 * f.num_split * wide for f in parts]
+        if choice.fragments:
+            return max(sizes)
+        numbers = iter(sizes)
+        return max(sum(next(numbers) for _ in layer.fragments) for layer in request.anatomy.layers)
+
+    needs = [
+        sum(
+            pool.nbytes
+            for pool in pools_of(request, frame)
+            if pool.tier == tier
+            and (pool.is_exact or (pool.name == "boundaries" and 1 < count <= frame.lockstep))
+        )
+        + leaving(frame)
+        for tiers in _tiers(request)
+        for frame in _frames(request, tiers, Extent.LEAST)
+        if not overflow(request, frame).keys() - {tier}
+    ]
+    return min(needs, default=None)
+
+
+def _with_activations_on_drives(request: Request) -> Request | None:
+    """Return the same with saved activations on drives, the last resort; None: none, or it is set."""
+    fixed = request.fixed or {}
+    if request.spec.drives is None or request.state != "fp32" or fixed.get("boundaries") is not None:
+        return None
+    return replace(request, fixed={**fixed, "boundaries": "nvme"})
+
+
+def uses_drives(choice: Choice) -> bool:
+    """Whether something of a choice waits on drives."""
+    return bool(choice.tiers) or choice.boundaries == "nvme"
+
+
+def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
+    fixed = request.fixed or {}
+    if "tiers" in fixed:
+        tiers = fixed["tiers"]
+        assert isinstance(tiers, frozenset)
+        return [tiers]
+    if request.spec.drives is None or request.state != "fp32":
+        return [frozenset()]
+    moments = frozenset({("remainder", "nvme"), ("moments", "nvme")})
+    on_drives = [moments, moments | {("working", "nvme")}]  # of which RAM takes what fits
+    return on_drives if request.commits else [frozenset(), *on_drives]
+
+
+def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent) -> Iterator[Choice]:
+    """Yield choices with nothing resident and nothing kept: what is left of the device fills them."""
+    anatomy, batch = request.anatomy, request.batch
+    fixed = dict(request.fixed or {})
+    fixed.pop("tiers", None)
+    num_layers = len(anatomy.layers)
+    most = max(len(layer.fragments) for layer in anatomy.layers)
+    given = fixed.get("activations")
+    bases = ["recompute", "drop_boundary", "offload", "keep"] if given is None else [None]
+    is_least = extent is Extent.LEAST
+    is_coarse = extent is Extent.COARSE
+    locksteps = lockstep_sizes(batch.num_micro_batches)
+    if is_least or is_coarse:
+        locksteps = [batch.num_micro_batches, *([1] if is_least else [])]
+    for fragments, lockstep, boundaries, updates, gradients, outer, base in product(
+        values_of(
+            fixed,
+            "fragments",
+            [False, True] if most > 1 and extent in (Extent.LEAST, Extent.ALL) else [False],
+        ),
+        values_of(fixed, "lockstep", sorted(set(locksteps))),
+        values_of(fixed, "boundaries", ["device"] if is_coarse else ["device", "host"]),
+        values_of(fixed, "updates", ["deferred"] if request.clips else ["deferred", "immediate"]),
+        values_of(fixed, "gradients", ["host"] if is_coarse else ["host", "device"]),
+        values_of(fixed, "outer_resident", [False] if is_least else outer_options(request)),
+        bases,
+    ):
+        if (boundaries == "host" and base in ("keep", "offload")) or (is_least and base == "keep"):
+            continue
+        parts = most if fragments else 1
+        default_buffers = parts + 1 if lockstep > 1 and not is_least else parts
+        numbers = slot_counts(num_layers * parts, parts)
+        numbers = {Extent.LEAST: [parts], Extent.ALL: numbers}.get(extent, [parts + 1])
+        for slots in values_of(fixed, "num_slots", numbers):
+            if slots < parts:
+                continue
+            buffers = fixed.get("num_gradient_buffers") or default_buffers
+            assert isinstance(buffers, int)
+            activations = (base,) * num_layers if base is not None else given
+            choice = Choice(
+                num_slots=slots,
+                num_gradient_buffers=buffers,
+                activations=tuple(activations),  # type: ignore[arg-type]
+                boundaries=boundaries,
+                fragments=fragments,
+                resident_layers=fixed.get("resident_layers") or 0,  # type: ignore[arg-type]
+                outer_resident=outer,
+                lockstep=lockstep,
+                updates=updates,
+                gradients=gradients,
+                tiers=tiers,
+                head_chunk_tokens=fixed.get("head_chunk_tokens"),  # type: ignore[arg-type]
+            )
+            if is_allowed(request, choice):
+                yield choice
+
+
+def is_allowed(request: Request, choice: Choice) -> bool:
+    """Whether the engine can run a choice; what fits is another question."""
+    parts = max(len(layer.fragments) for layer in request.anatomy.layers) if choice.fragments else 1
+    if choice.lockstep > 1 and choice.num_gradient_buffers < parts:
+        return False  # the gradients of a layer's fragments add up at the same time
+    if uses_drives(choice) and (choice.outer_resident or choice.resident_layers):
+        return False  # from drives no block goes to the device for good
+    if choice.boundaries == "nvme" and (request.spec.drives is None or request.state != "fp32"):
+        return False
+    if choice.gradients == "device":  # they wait for one norm, so they must be of one round
+        return choice.updates == "deferred" and choice.lockstep >= request.batch.num_micro_batches
+    return True
+
+
+def values_of(fixed: Mapping[str, object], name: str, values: Sequence[object]) -> list:
+    """Return what the user has set of a field, or else what may be tried."""
+    return [fixed[name]] if fixed.get(name) is not None else list(values)
+
+
+def outer_options(request: Request) -> list[bool]:
+    """List where outer blocks may update; the memory of a CPU would only hold their state twice."""
+    return [False] if request.spec.is_cpu else [True, False]
+
+
+def lockstep_sizes(count: int) -> list[int]:
+    """List numbers of micro-batches per round: all, half, a quarter, ..., one."""
+    numbers = [count]
+    while numbers[-1] > 1:
+        numbers.append(-(-numbers[-1] // 2))
+    return numbers
+
+
+def slot_counts(num_blocks: int, parts: int) -> list[int]:
+    """List numbers of slots: one more than the parts of a layer first."""
+    numbers = [parts + 1, 2 * parts + 1, 4 * parts, 8 * parts, num_blocks, parts]
+    return [n for n in dict.fromkeys(numbers) if n <= max(num_blocks, parts + 1)]
+
+
+def fill(request: Request, frame: Choice) -> Iterator[Choice]:
+    """Yield what a frame becomes when the rest of the device holds resident layers and kept activations."""
+    frame = place_in_ram(request, frame)
+    if overflow(request, frame):
+        return
+    num_layers = len(request.anatomy.layers)
+    fixed = request.fixed or {}
+    if fixed.get("resident_layers") is not None:
+        residents: Sequence[object] = [fixed["resident_layers"]]
+    elif request.spec.is_cpu or uses_drives(frame):
+        residents = [0]
+    else:
+        most = _most(num_layers, lambda n: excess(request, replace(frame, resident_layers=n)))
+        residents = sorted(set(range(most + 1)) if num_layers <= SMALL else {0, most // 2, most})
+    for number in residents:
+        assert isinstance(number, int)
+        choice = replace(frame, resident_layers=number)
+        if overflow(request, choice):
+            continue
+        yield choice
+        if fixed.get("activations") is None:
+            yield from keep_more(request, choice)
+
+
+def keep_more(request: Request, choice: Choice) -> Iterator[Choice]:
+    """Yield choices whose last layers keep more than the others: backward begins with them."""
+    num_layers = len(request.anatomy.layers)
+    base = choice.activations[0]
+    richer = ["keep"] if request.compiles else ["recompute_cheap", "keep"]
+    if base == "keep":
+        return
+    if num_layers <= SMALL:
+        for cheap, kept in product(range(num_layers + 1), repeat=2):
+            if 0 < cheap + kept <= num_layers and (not cheap or "recompute_cheap" in richer):
+                candidate = _with_last(choice, cheap, kept)
+                if not overflow(request, candidate):
+                    yield candidate
+        return
+    for policy in richer:
+        is_cheap = policy == "recompute_cheap"
+
+        def last(count: int, is_cheap: bool = is_cheap) -> Choice:
+            return _with_last(choice, count * is_cheap, count * (not is_cheap))
+
+        most = _most(num_layers, lambda n, last=last: excess(request, last(n)))  # type: ignore[misc]
+        if not most:
+            continue
+        yield last(most)
+        if is_cheap:
+
+            def mixed(count: int, most: int = most) -> Choice:
+                return _with_last(choice, most - count, count)
+
+            more = _most(most, lambda n, mixed=mixed: excess(request, mixed(n)))  # type: ignore[misc]
+            if more:
+                yield mixed(more)
+
+
+def _with_last(choice: Choice, num_cheap: int, num_kept: int) -> Choice:
+    activations = choice.activations[: len(choice.activations) - num_cheap - num_kept]
+    return replace(choice, activations=(*activations, *["recompute_cheap"] * num_cheap, *["keep"] * num_kept))
+
+
+def place_in_ram(request: Request, choice: Choice) -> Choice:
+    """Keep in RAM what fits of what could be on the drives: first weights, then state; the largest blocks."""
+    if not choice.tiers or (request.fixed or {}).get("blocks_in_ram") is not None:
+        return choice
+
+    limit = request.limits["ram"]
+    assert limit is not None
+    others = host_bytes(request, choice) - placed_bytes(request.anatomy, choice)
+    if request.spec.is_cpu:  # what is on the device does not change
+        others += sum(pool.nbytes for pool in pools_of(request, choice) if pool.tier == "ram")
+        others -= host_bytes(request, choice)
+
+    def over(**counts: int) -> int:
+        placed = replace(choice, **counts)  # type: ignore[arg-type]
+        return placed_bytes(request.anatomy, placed) + others - limit
+
+    num_blocks = sum(len(layer.fragments) if choice.fragments else 1 for layer in request.anatomy.layers)
+    num_blocks += len(request.anatomy.outer)
+    weights = 0
+    if choice.tier("working") == "nvme":
+        weights = _most(num_blocks, lambda n: over(weights_in_ram=n))
+    most = weights if choice.tier("working") == "nvme" else num_blocks
+    state = _most(most, lambda n: over(blocks_in_ram=n, weights_in_ram=weights))
+    return replace(choice, blocks_in_ram=state, weights_in_ram=weights)
+
+
+def _most(limit: int, over: Callable[[int], int]) -> int:
+    """Return the largest number up to `limit` that is not over by a byte; 0 is allowed anyway.
+
+    Bytes grow nearly evenly with the number, so a line through what is known guesses better than the middle.
+    """
+    above = over(limit)
+    if limit == 0 or above <= 0:
+        return limit
+    low, high, below = 0, limit, min(0, over(0))
+    is_even = True
+    while high - low > 1:
+        guess = low + int((high - low) * -below / (above - below)) if is_even else (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
+        bytes_over = over(guess)
+        is_even = not is_even or high - low < 2 * min(guess - low, high - guess)
+        if bytes_over <= 0:
+            low, below = guess, bytes_over
+        else:
+            high, above = guess, bytes_over
+    return low

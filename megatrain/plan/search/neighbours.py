@@ -1,0 +1,145 @@
+"""What differs in one question from a good choice: where a search goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from megatrain.model.profile.anatomy import POLICIES
+from megatrain.config.choice import Choice
+from megatrain.plan.search.choices import (
+    SMALL,
+    fill,
+    is_allowed,
+    keep_more,
+    lockstep_sizes,
+    outer_options,
+    place_in_ram,
+    slot_counts,
+    uses_drives,
+    values_of,
+)
+from megatrain.plan.search.request import Request
+
+
+def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
+    """Yield choices that differ in one question from a good one, with the device filled anew.
+
+    Of a small model also those that differ in the policies of any layers, with everything else as it is. Not
+    all of them fit: to find out takes longer than to see that they cannot be faster.
+    """
+    num_layers, fixed = len(request.anatomy.layers), request.fixed or {}
+    most = max(len(layer.fragments) for layer in request.anatomy.layers)
+    parts = most if choice.fragments else 1
+    changes: dict[str, Sequence[object]] = {
+        "num_slots": slot_counts(num_layers * parts, parts),
+        "num_gradient_buffers": [parts, parts + 1],
+        "gradients": ["host", "device"],
+        "updates": ["deferred"] if request.clips else ["deferred", "immediate"],
+        "boundaries": ["device", "host"],
+        "outer_resident": outer_options(request),
+        "lockstep": lockstep_sizes(request.batch.num_micro_batches),
+    }
+    bases = [choice.activations[0]] if "activations" in fixed else dict.fromkeys(choice.activations)
+    for base in bases:
+        activations = choice.activations if "activations" in fixed else (base,) * num_layers
+        number = fixed.get("resident_layers") or 0
+        assert isinstance(number, int)
+        frame = replace(choice, activations=activations, resident_layers=number)
+        for name, values in changes.items():
+            for value in values if fixed.get(name) is None else ():
+                if value != getattr(choice, name):
+                    yield from _changed(request, frame, name, value, parts)
+        if fixed.get("fragments") is None and most > 1:
+            yield from _resplit(request, frame, 1 if choice.fragments else most)
+        if fixed.get("resident_layers") is None and not uses_drives(choice) and not request.spec.is_cpu:
+            # what is resident updates on the device: the best share of it is one of layers and outer blocks
+            outers = values_of(fixed, "outer_resident", outer_options(request))
+            for change, outer in product((-1, 0, 1), outers):
+                number = choice.resident_layers + change
+                changed = replace(frame, resident_layers=number, outer_resident=outer)
+                if not 0 <= number <= num_layers or (change, outer) == (0, choice.outer_resident):
+                    continue
+                if "activations" in fixed:
+                    yield changed
+                else:
+                    yield from keep_more(request, changed)
+    yield from _thinned(request, choice)
+    if num_layers <= SMALL and fixed.get("activations") is None:
+        yield from _mixed(request, choice)
+        if fixed.get("fragments") is None and most > 1:
+            for split in _splits(request, choice, 1 if choice.fragments else most):
+                placed = place_in_ram(request, split)
+                yield from _mixed(request, placed, residents=[choice.resident_layers])
+
+
+def _changed(request: Request, frame: Choice, name: str, value: object, parts: int) -> Iterator[Choice]:
+    """Yield a frame with one field changed, and what follows from it."""
+    changed = replace(frame, **{name: value})  # type: ignore[arg-type]
+    if name == "lockstep" and (request.fixed or {}).get("num_gradient_buffers") is None:
+        changed = replace(changed, num_gradient_buffers=parts + (changed.lockstep > 1))
+    if name == "updates" and value == "immediate":
+        changed = replace(changed, gradients="host")
+    if is_allowed(request, changed):
+        yield from fill(request, changed)
+
+
+def _resplit(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
+    """Yield a frame whose layers stream in so many parts, with the device filled anew."""
+    for split in _splits(request, frame, parts):
+        yield from fill(request, split)
+
+
+def _splits(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
+    """Yield a choice whose layers stream in so many parts, through fewer slots and more; not placed yet."""
+    fixed = request.fixed or {}
+    buffers = fixed.get("num_gradient_buffers") or parts + (frame.lockstep > 1)
+    assert isinstance(buffers, int)
+    for slots in values_of(fixed, "num_slots", [parts + 1, parts]):
+        split = replace(frame, fragments=parts > 1, num_slots=slots, num_gradient_buffers=buffers)
+        if fixed.get("blocks_in_ram") is None:
+            split = replace(split, blocks_in_ram=0, weights_in_ram=0)  # they counted other blocks
+        if slots >= parts and is_allowed(request, split):
+            yield split
+
+
+def _mixed(request: Request, choice: Choice, residents: Sequence[int] = ()) -> Iterator[Choice]:
+    """Yield every combination of policies of the layers, whether or not it fits.
+
+    Args:
+        request: What is asked for.
+        choice: With everything else.
+        residents: Numbers of resident layers; none: as many as the choice has, one less and one more.
+    """
+    policies = [p for p in POLICIES if not (request.compiles and p == "recompute_cheap")]
+    numbers = set(residents) or {choice.resident_layers}
+    is_free = (request.fixed or {}).get("resident_layers") is None and not request.spec.is_cpu
+    if is_free and not uses_drives(choice) and not residents:
+        numbers |= {choice.resident_layers - 1, choice.resident_layers + 1}
+    for number in sorted(n for n in numbers if 0 <= n <= len(choice.activations)):
+        for activations in product(policies, repeat=len(choice.activations)):
+            yield replace(choice, activations=activations, resident_layers=number)
+
+
+def _thinned(request: Request, choice: Choice) -> Iterator[Choice]:
+    """Yield choices that leave device memory free: fewer resident layers, and fewer of the last ones kept.
+
+    More is nearly always faster, but not always: a timetable is a packing, and a copy that is spared in one
+    place may delay another. So a choice that fits in less memory is looked at where there is more, too.
+    """
+    fixed = request.fixed or {}
+    num_layers = len(choice.activations)
+    residents, kept = choice.resident_layers, 0
+    while kept < num_layers and choice.activations[num_layers - 1 - kept] == "keep":
+        kept += 1
+    numbers = {residents} if "resident_layers" in fixed else {residents, residents - 1, residents // 2}
+    counts = {kept, kept - 1, kept // 2}
+    bases = [choice.activations[0]] if choice.boundaries == "host" else ["recompute", "offload"]
+    for number in sorted(n for n in numbers if n >= 0):
+        if "activations" in fixed:
+            yield replace(choice, resident_layers=number)
+            continue
+        for count, base in product(sorted(n for n in counts if n >= 0), bases):
+            activations = (*[base] * (num_layers - count), *["keep"] * count)
+            yield replace(choice, activations=activations, resident_layers=number)

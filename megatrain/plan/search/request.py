@@ -1,0 +1,151 @@
+"""What a plan is asked for, and what a choice takes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+from megatrain.hardware import HardwareSpec
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.layout.moments import Moments
+from megatrain.config.choice import Batch, Choice, Pool
+from megatrain.plan.cost.rates import Rates
+from megatrain.plan.memory.device_pools import device_peak_bytes
+from megatrain.plan.memory.host_pools import drive_pools, host_pools
+
+USABLE_DEVICE = 0.95
+"""Of an accelerator's memory: the rest is the allocator's, which gives out whole pages of several sizes."""
+
+USABLE_HOST = 0.98
+"""Of host memory: page tables and the kernel's buffers grow with what is used."""
+
+PROGRAM_BYTES = 512 << 20
+"""What the program takes beside state and activations after its plan: compiled kernels, threads, a batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a plan is asked for."""
+
+    spec: HardwareSpec
+    anatomy: Anatomy
+    batch: Batch
+    clips: bool = True
+    """Gradients are clipped to a norm, so that they wait for it."""
+    state: str = "fp32"
+    """How moments are kept."""
+    compiles: bool = False
+    commits: bool = False
+    """The run has named its drives: all of its state is committed there, wherever it lives."""
+    device_limit: int | None = None
+    """Bytes of the device that the run may take; None: what the machine has."""
+    host_limit: int | None = None
+    drive_limit: int | None = None
+    fixed: Mapping[str, object] | None = None
+    """Fields of `Choice` that the user has set."""
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """Return the bytes that each tier may take; None: no limit."""
+        spec = self.spec
+        is_real = not spec.is_cpu and not spec.launches_inline
+        usable = spec.device_bytes
+        if is_real and usable is not None:
+            usable = int(USABLE_DEVICE * usable)
+        device = _least(usable, self.device_limit)
+        host = max(0, int(USABLE_HOST * spec.host_bytes) - PROGRAM_BYTES)
+        drive = 0 if spec.drives is None else spec.drives.nbytes
+        return {
+            "device": device,
+            "ram": _least(host, self.host_limit),
+            "nvme": _least(drive, self.drive_limit),
+        }
+
+    @property
+    def moments(self) -> Moments:
+        """Return the format of the moments."""
+        return Moments(self.state)
+
+    @property
+    def rates(self) -> Rates:
+        """Return the machine in the dtype and with the moments of the run."""
+        return Rates(self.spec, self.anatomy.precision, self.state)
+
+
+def pools_of(request: Request, choice: Choice) -> list[Pool]:
+    """Return all pools of a choice, in all tiers."""
+    anatomy, batch = request.anatomy, request.batch
+    is_cpu = request.spec.is_cpu
+    pools = _on_device(request, choice)
+    if is_cpu:
+        pools = [replace(pool, tier="ram") for pool in pools]
+    pools += host_pools(anatomy, choice, batch, request.moments)
+    return pools + drive_pools(anatomy, choice, batch)
+
+
+def _on_device(request: Request, choice: Choice) -> list[Pool]:
+    spec = request.spec
+    return device_peak_bytes(
+        request.anatomy,
+        choice,
+        request.batch,
+        state=request.moments,
+        overlaps=not spec.is_cpu,
+        has_scratch=not spec.launches_inline,  # emulated devices update by the host's kernels
+    )
+
+
+def host_bytes(request: Request, choice: Choice) -> int:
+    """Return the bytes of all pools that are in RAM whatever the device is."""
+    alike = replace(choice, num_slots=1, num_gradient_buffers=1)
+    key = (alike, request.batch, request.state)
+    known = _HOST_BYTES.setdefault(request.anatomy, {})
+    if key not in known:
+        pools = host_pools(request.anatomy, choice, request.batch, request.moments)
+        known[key] = sum(pool.nbytes for pool in pools)
+    return known[key]
+
+
+def overflow(request: Request, choice: Choice) -> dict[str, int]:
+    """Return by how many bytes a choice is over the limit of each tier that it does not fit into."""
+    return {tier: nbytes for tier, nbytes in _over(request, choice) if nbytes > 0}
+
+
+def excess(request: Request, choice: Choice) -> int:
+    """Return by how many bytes a choice is over the limit of the tier that it fits into least."""
+    return max(nbytes for _, nbytes in _over(request, choice))
+
+
+def _over(request: Request, choice: Choice) -> list[tuple[str, int]]:
+    limits = request.limits
+    needs = _needs(request, choice)
+    return [(tier, needs[tier] - limit) for tier, limit in limits.items() if limit is not None]
+
+
+def _needs(request: Request, choice: Choice) -> dict[str, int]:
+    """Return a choice's bytes by tier; the device's, which take longest to count, once per process.
+
+    Choices that differ only in when updates run, or in what is on drives, take the same of the device.
+    """
+    anatomy, batch, state = request.anatomy, request.batch, request.state
+    is_cpu = request.spec.is_cpu
+    alike = replace(choice, updates="deferred", tiers=frozenset(), blocks_in_ram=0, weights_in_ram=0)
+    key = (alike, batch, state, is_cpu, request.spec.launches_inline)
+    known = _DEVICE_BYTES.setdefault(anatomy, {})
+    if key not in known:
+        pools = _on_device(request, choice)
+        known[key] = sum(pool.nbytes for pool in pools)
+    on_drives = sum(pool.nbytes for pool in drive_pools(anatomy, choice, batch))
+    needs = {"device": 0, "ram": host_bytes(request, choice), "nvme": on_drives}
+    needs["ram" if is_cpu else "device"] += known[key]
+    return needs
+
+
+_DEVICE_BYTES: WeakKeyDictionary[Anatomy, dict[tuple[object, ...], int]] = WeakKeyDictionary()
+_HOST_BYTES: WeakKeyDictionary[Anatomy, dict[tuple[object, ...], int]] = WeakKeyDictionary()
+
+
+def _least(*values: int | None) -> int | None:
+    known = [value for value in values if value is not None]
+    return min(known) if known else None

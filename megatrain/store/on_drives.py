@@ -1,0 +1,173 @@
+"""State of blocks on drives: how a block's planes lie there, and how they get there and back.
+
+The image of a block is `remainder | exp_avg | exp_avg_sq` padded to whole pages, then `working` padded alike.
+It is cut into pieces, which are the extents of the store. Every block has an image on the drives, because a
+commit must hold all state; of blocks in RAM it is only written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.layout.host_buffers import PIECE_BYTES, padded, state_bytes
+from megatrain.layout.blocks import BlockLayout
+from megatrain.store.drives.striped import Extent, StripedStore, wait
+from megatrain.store.placement import Placement, Tiers, place
+
+PLANES = ("remainder", "exp_avg", "exp_avg_sq")
+"""What an image holds beside `working`, in order."""
+
+
+class Piece(NamedTuple):
+    """A range of a block's image that is one extent of the store."""
+
+    extent: int
+    start: int
+    stop: int
+    is_working: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Where the planes of one block lie in its image."""
+
+    layout: BlockLayout
+    is_split: bool
+    pieces: tuple[Piece, ...]
+
+    @property
+    def working_start(self) -> int:
+        """First byte of the working weights."""
+        return state_bytes(self.layout.num_split if self.is_split else 0, self.layout.num_state)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole image."""
+        return self.working_start + padded(self.layout.working_bytes)
+
+    def planes(self, buffer: Tensor) -> dict[str, Tensor]:
+        """View the planes, without `working`, in a buffer that holds the image or its first part."""
+        split = self.layout.num_split if self.is_split else 0
+        count = self.layout.num_state
+        views = {}
+        if self.is_split:
+            views["remainder"] = buffer[: 2 * split].view(torch.int16)
+        for number, name in enumerate(PLANES[1:]):
+            start = 2 * split + 4 * count * number
+            views[name] = buffer[start : start + 4 * count].view(torch.float32)
+        return views
+
+    def working(self, buffer: Tensor) -> Tensor:
+        """View the working bytes in a buffer that holds the whole image."""
+        return buffer[self.working_start : self.working_start + self.layout.working_bytes]
+
+    def of(self, *, state: bool, working: bool) -> Iterator[Piece]:
+        """Yield the pieces of these parts."""
+        return (piece for piece in self.pieces if (working if piece.is_working else state))
+
+
+class Away:
+    """The images of all blocks, and the store that holds them."""
+
+    def __init__(self, layouts: Sequence[BlockLayout], tiers: Tiers, *, is_split: bool, accumulates: bool):
+        """Decide where everything is; nothing is taken or opened.
+
+        Raises:
+            CapacityError: RAM does not hold what must be there.
+        """
+        self.tiers = tiers
+        self.placement: Placement = place(layouts, tiers, is_split=is_split, accumulates=accumulates)
+        extents: list[Extent] = []
+        self.images = [_image(number, layout, is_split, extents) for number, layout in enumerate(layouts)]
+        self.store = StripedStore(tiers.nvme, extents, owner=tiers.owner)
+
+    def holds_state(self, block: int) -> bool:
+        """Whether a block's remainder and moments live on the drives."""
+        return block in self.placement.state_away
+
+    def holds_working(self, block: int) -> bool:
+        """Whether a block's working weights live on the drives."""
+        return block in self.placement.working_away
+
+    def bytes_per_step(self) -> tuple[int, int, int]:
+        """Return the bytes that a step reads and writes for its updates, and what a first commit adds."""
+        states = [image.working_start for image in self.images]
+        weights = [image.num_bytes - image.working_start for image in self.images]
+        there = self.placement.state_away
+        paged = self.placement.working_away
+        updates = sum(states[b] + (weights[b] if b in paged else 0) for b in there if states[b])
+        frozen = sum(weights[b] for b in paged if not states[b])
+        return updates, updates, sum(states) + sum(weights) - updates - frozen
+
+    def read(self, block: int, buffer: Tensor, *, state: bool = True, working: bool = True) -> int:
+        """Read parts of an image into a buffer at a page's address; returns the bytes read.
+
+        Raises:
+            CheckpointError: A drive does not give back what was written.
+        """
+        pieces = list(self.images[block].of(state=state, working=working))
+        shift = 0 if state else self.images[block].working_start
+        wait(
+            future
+            for piece in pieces
+            for future in self.store.submit_read(
+                piece.extent, buffer[piece.start - shift : piece.stop - shift]
+            )
+        )
+        return sum(piece.stop - piece.start for piece in pieces)
+
+    def write(self, block: int, buffer: Tensor, *, state: bool = True, working: bool = True) -> int:
+        """Write parts of an image; returns the bytes written.
+
+        Raises:
+            OutputError: A drive does not take it.
+        """
+        pieces = list(self.images[block].of(state=state, working=working))
+        shift = 0 if state else self.images[block].working_start
+        self.store.write_all(
+            (piece.extent, buffer[piece.start - shift : piece.stop - shift]) for piece in pieces
+        )
+        return sum(piece.stop - piece.start for piece in pieces)
+
+    def fill(self, piece: Piece, block: int, planes: dict[str, Tensor], buffer: Tensor) -> None:
+        """Copy one piece of a block that lives in RAM into a buffer.
+
+        Args:
+            piece: Of the block's image.
+            block: Its number.
+            planes: All planes of the image that live in RAM, `working` included.
+            buffer: Its first bytes are overwritten.
+        """
+        image = self.images[block]
+        if not piece.is_working and "exp_avg" not in planes:
+            buffer.zero_()  # no optimizer yet
+        spans = [(image.working_start, planes["working"])] if piece.is_working else []
+        if not piece.is_working:
+            start = 0
+            for name in PLANES:
+                if name in planes:
+                    spans.append((start, planes[name].view(torch.uint8)))
+                    start += planes[name].nbytes
+        for start, plane in spans:
+            low, high = max(start, piece.start), min(start + plane.numel(), piece.stop)
+            if low < high:
+                buffer[low - piece.start : high - piece.start].copy_(plane[low - start : high - start])
+
+
+def _image(number: int, layout: BlockLayout, is_split: bool, extents: list[Extent]) -> Image:
+    """Cut a block's image into pieces, and add them to the extents."""
+    edge = state_bytes(layout.num_split if is_split else 0, layout.num_state)
+    end = edge + padded(layout.working_bytes)
+    pieces = []
+    for first, last, part in ((0, edge, "state"), (edge, end, "weights")):
+        for start in range(first, last, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, last)
+            label = f", bytes {start - first} to {stop - first}" if last - first > PIECE_BYTES else ""
+            pieces.append(Piece(len(extents), start, stop, part == "weights"))
+            extents.append(Extent(f"the {part} of block {number}{label}", stop - start))
+    return Image(layout, is_split, tuple(pieces))

@@ -1,0 +1,252 @@
+"""The inputs of recomputed layers: on the device, on the host, or made again by the layers before.
+
+torch's checkpoint saves the tensors that a layer is given by position, and nothing else; hooks around it see
+them once each. The boundary is the one of them that wants a gradient. A dropped one is packed as a recipe:
+the call of the layer before, on that layer's own boundary, which may be a recipe too. Unpacking follows the
+chain back to a boundary that was kept and runs the layers from there, without a graph, with the random state
+of their first run; all micro-batches of the round pass a layer before any passes the next, so that each layer
+is fetched once. What a chain makes on its way stays until its own layer's backward: no layer runs twice.
+
+Source of the idea: recursive recomputation (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+2016), here with one level of boundaries and one of recipes.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections import UserDict
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megatrain.stream.forward.lockstep import RandomState
+from megatrain.stream.activations.offload import Held, Stash
+
+if TYPE_CHECKING:
+    from megatrain.stream.forward.layer_visit import LayerVisit
+    from megatrain.stream.forward.passes import AttachedLayer, Pass
+
+_log = logging.getLogger(__name__)
+
+_NOTHING = torch.empty(0)
+"""What a graph that nobody goes back through saves."""
+
+
+class _Call:
+    """A layer's call in the forward: everything that another run of it takes, its boundary packed."""
+
+    def __init__(
+        self,
+        visit: LayerVisit,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        place: int,
+        boundary: Boundary,
+    ) -> None:
+        device = visit.executor.lanes.device
+        self._visit = visit
+        self._args = tuple(None if number == place else value for number, value in enumerate(args))
+        self._kwargs = kwargs
+        self._place = place
+        self._random = RandomState(device)
+        self._autocast = _Autocast(device.type)
+        self.boundary = boundary
+
+    @property
+    def layer(self) -> AttachedLayer:
+        return self._visit.layer
+
+    def run_again(self, hidden: Tensor) -> Tensor:
+        """Run the layer on its boundary as it ran first, and return its output; no graph is left of it."""
+        held = RandomState(self._visit.executor.lanes.device)
+        boundary = hidden.detach().requires_grad_()  # with a graph, libraries choose the forward's kernels
+        args = (*self._args[: self._place], boundary, *self._args[self._place + 1 :])
+        # layers may write into containers that they share
+        kwargs = {k: copy.copy(v) if isinstance(v, (dict, UserDict)) else v for k, v in self._kwargs.items()}
+        self._random.restore()
+        try:
+            with self._autocast.again() as stack:
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(
+                    torch.autograd.graph.saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
+                )
+                return output_of(self._visit.run_again(args, kwargs)).detach()
+        finally:
+            held.restore()
+
+
+class Recipe:
+    """A dropped boundary: the output of a call."""
+
+    def __init__(self, call: _Call, peers: list[Recipe]) -> None:
+        """Make the output of `call`; `peers` are the same boundary of the round's other micro-batches."""
+        self.call = call
+        self._peers = weakref.WeakSet(peers)
+        self.value: Tensor | None = None
+
+    def peers(self) -> list[Recipe]:
+        """Return this boundary's recipes of all micro-batches that are not made yet, as they ran first."""
+        waiting = [recipe for recipe in [*self._peers, self] if recipe.value is None]
+        return sorted(set(waiting), key=lambda recipe: -recipe.call._visit.current.micro_batch)
+
+    def share(self, other: Recipe) -> None:
+        """Let this recipe make another micro-batch's boundary too."""
+        self._peers.add(other)
+
+
+Boundary: TypeAlias = Tensor | Held | Recipe
+"""A boundary that was packed."""
+
+
+class Boundaries:
+    """Packs and unpacks the boundaries of one layer."""
+
+    def __init__(self, stash: Stash, *, on_host: bool, drops: bool, is_source: bool) -> None:
+        """Decide for one layer.
+
+        Args:
+            stash: Where boundaries wait on the host.
+            on_host: This layer's wait there.
+            drops: This layer's is made again by the layer before.
+            is_source: The next layer's is, so this layer's calls are remembered.
+        """
+        self._stash = stash
+        self._on_host = on_host
+        self._drops = drops
+        self._is_source = is_source
+        self._recipes: list[weakref.ref[Recipe]] = []
+        self._has_warned = False
+
+    def watch(
+        self, stack: ExitStack, visit: LayerVisit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Call | None:
+        """Pack the boundary of the call that follows; returns the call if the next layer may ask for it."""
+        place = next((n for n, value in enumerate(args) if _is_boundary(value)), None)
+        if place is None and (self._on_host or self._drops) and any(map(_is_boundary, kwargs.values())):
+            self._say_kept(visit, "its input is given by name, so it stays on the device")
+        if place is None or not (self._on_host or self._drops or self._is_source):
+            return None
+        hidden = args[place]
+        packed = self._packed(visit, hidden)
+        call = _Call(visit, args, kwargs, place, packed) if self._is_source else None
+
+        # autograd keeps `pack`, which must not keep the tensor
+        place_of, shape = hidden.data_ptr(), hidden.shape
+
+        def pack(tensor: Tensor) -> Boundary:
+            is_hidden = tensor.data_ptr() == place_of and tensor.shape == shape and tensor.numel() > 0
+            return packed if is_hidden else tensor.detach()
+
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, self._unpack))
+        return call
+
+    def remember(self, visit: LayerVisit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+        """Return the call of a layer whose inside is kept, if the next layer may ask for it."""
+        place = next((n for n, value in enumerate(args) if _is_boundary(value)), None)
+        if place is None or not self._is_source:
+            return None
+        return _Call(visit, args, kwargs, place, args[place].detach())
+
+    def _packed(self, visit: LayerVisit, hidden: Tensor) -> Boundary:
+        if self._drops:
+            source = visit.current.last_call
+            if source is not None and source[1]() is hidden and source[2] == hidden._version:
+                return self._recipe(source[0])
+            self._say_kept(
+                visit,
+                "its input is not just the output of the layer before, so it is kept in place of being "
+                "dropped",
+            )
+        if self._on_host:
+            return self._stash.save(hidden, visit.key)
+        return hidden.detach()
+
+    def _say_kept(self, visit: LayerVisit, reason: str) -> None:
+        """Warn, once, that a boundary is not where the policy wants it."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s: %s", visit.layer.name, reason)
+
+    def _recipe(self, call: _Call) -> Recipe:
+        peers = [recipe for ref in self._recipes if (recipe := ref()) is not None and recipe.value is None]
+        recipe = Recipe(call, peers)
+        for peer in peers:
+            peer.share(recipe)
+        self._recipes = [weakref.ref(peer) for peer in [*peers, recipe]]
+        return recipe
+
+    def _unpack(self, packed: Boundary) -> Tensor:
+        if isinstance(packed, Recipe):
+            return make(packed, self._load)
+        return self._load(packed)
+
+    def _load(self, packed: Tensor | Held) -> Tensor:
+        return self._stash.load(packed) if isinstance(packed, Held) else packed
+
+
+Source: TypeAlias = tuple[_Call, "weakref.ref[Tensor]", int]
+"""A call, its output, and the version of the output."""
+
+
+def make(recipe: Recipe, load: Callable[[Tensor | Held], Tensor]) -> Tensor:
+    """Return a dropped boundary, running the layers before it where that has not been done."""
+    chain: list[Recipe] = []
+    link: Boundary = recipe
+    while isinstance(link, Recipe) and link.value is None:
+        chain.append(link)
+        link = link.call.boundary
+    for step in reversed(chain):
+        for peer in step.peers():
+            boundary = peer.call.boundary
+            if isinstance(boundary, Recipe):
+                if boundary.value is None:
+                    continue  # its micro-batch has skipped other layers: it is made when it is asked for
+                hidden = boundary.value
+            else:
+                hidden = load(boundary)
+            peer.value = peer.call.run_again(hidden)
+    assert recipe.value is not None
+    return recipe.value
+
+
+def output_of(result: Any) -> Tensor:
+    """Return the hidden states among what a layer returns: the result, or the first of several."""
+    hidden = result[0] if isinstance(result, (tuple, list)) else result
+    assert isinstance(hidden, Tensor)
+    return hidden
+
+
+def note_output(current: Pass, call: _Call | None, result: Any) -> None:
+    """Remember a layer's output, to know it again as the next layer's input."""
+    hidden = result[0] if isinstance(result, (tuple, list)) and result else result
+    if call is None or not isinstance(hidden, Tensor):
+        current.last_call = None
+    else:
+        current.last_call = (call, weakref.ref(hidden), hidden._version)
+
+
+def _is_boundary(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
+
+
+class _Autocast:
+    """The autocast state of a call."""
+
+    def __init__(self, device_type: str) -> None:
+        self._states = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(("cpu", device_type))
+        ]
+        self._cache = torch.is_autocast_cache_enabled()
+
+    def again(self) -> ExitStack:
+        """Return a context with the same state."""
+        stack = ExitStack()
+        for kind, enabled, dtype in self._states:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
+        return stack

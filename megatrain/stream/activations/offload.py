@@ -1,0 +1,519 @@
+"""Saved activations that wait on the host: copied out after a block's forward, back before its backward.
+
+What autograd saves in one visit of a block leaves the device together and returns together: one host buffer,
+one copy operation each way. What is copied is the bytes that tensors span in their storages, so views come
+back as views, with their strides, and no more is copied than the tensors keep alive on the device.
+
+With `memory.boundaries=nvme` the host buffer is one of a few, and the bytes go on to the drives and come back
+from there (`Staging`).
+
+Device memory is never taken from autograd's hands early: a visit's tensors are dropped once compute has been
+made to wait for their copy, one visit later, and memory to return into is taken in compute's own order. So
+torch's allocator, which reuses memory in the order of the compute stream, needs to know of no other stream,
+and at most two visits' tensors are on the device, however far the launching thread is ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.errors import ModelError
+from megatrain.plan.program.operations import Buffer, Lane
+from megatrain.store.drives.scratch import Scratch
+from megatrain.stream.activations.host_ring import ALIGNMENT, HostBuffer, HostRing
+from megatrain.stream.lanes import Lanes
+from megatrain.stream.activations.on_drives import Staged, Staging
+
+_log = logging.getLogger(__name__)
+
+
+class _Where(Enum):
+    """Where the tensors of a visit are."""
+
+    OPEN = "on the device; the forward is going on"
+    LEAVING = "on the device and on their way to the host"
+    STAYING = "on the device; the backward came before they were dropped"
+    HOST = "on the host"
+    ARRIVING = "on their way to the device"
+    DEVICE = "on the device again"
+
+
+@dataclass(eq=False)
+class _Span:
+    """Bytes of one storage that a visit's tensors cover, from `start` to `stop`."""
+
+    start: int
+    stop: int
+    offset: int = 0
+    """Where the span is in the host buffer."""
+    restored: Tensor | None = None
+    """(nbytes,) uint8 on the device, once it is back."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(eq=False)
+class Held:
+    """What autograd keeps in place of a saved tensor, for `Stash.load`."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    start: int
+    """Bytes into its storage."""
+    version: int
+    """Of the tensor's content when it was saved."""
+    tensor: Tensor | None
+    """The tensor itself, while it is on the device."""
+    visit: _Visit | None
+    """None: it stays on the device for as long as autograd keeps it."""
+    span: _Span | None = None
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the tensor on the device is still what was saved."""
+        return self.tensor is not None and self.tensor._version == self.version
+
+    def restored(self) -> Tensor:
+        """View the tensor in the bytes that came back."""
+        assert self.span is not None
+        flat = self.span.restored
+        assert flat is not None
+        offset = (self.start - self.span.start) // self.dtype.itemsize
+        tensor = torch.empty(0, dtype=self.dtype, device=flat.device)
+        return tensor.set_(flat.untyped_storage(), offset, self.shape, self.stride)
+
+
+@dataclass(eq=False)
+class _Visit:
+    """The saved tensors of one key.
+
+    Autograd owns them: it drops each `Held` when it is done with a node, and with the last `Held` of a span
+    goes the span and its device memory. So a visit holds both weakly.
+    """
+
+    key: Hashable
+    where: _Where = _Where.OPEN
+    saved: list[weakref.ref[Held]] = field(default_factory=list)
+    spans: list[weakref.ref[_Span]] = field(default_factory=list)
+    host: HostBuffer | Staged | None = None
+    what: str = ""
+    """Names it, for messages of drives."""
+    copied: list[Tensor] = field(default_factory=list)
+    """Device memory that a copy lane still reads or writes."""
+
+    def helds(self) -> list[Held]:
+        return [held for reference in self.saved if (held := reference()) is not None]
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether autograd still holds one of the tensors."""
+        return any(reference() is not None for reference in self.saved)
+
+    def end(self) -> None:
+        """Let go of all device memory."""
+        self.copied = []
+        for held in self.helds():
+            if held.span is not None:
+                held.span.restored = None
+            held.tensor = held.span = None
+
+
+class Stash:
+    """Takes tensors that autograd saves to the host and back, by visit.
+
+    The caller gives `save` and `load` to `torch.autograd.graph.saved_tensors_hooks`, and calls `flush` after
+    a visit's forward, `prefetch` one visit before its backward, and `drop` after it; with drives `stow` after
+    `flush`, and `recall` ahead of `prefetch`.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        limit_bytes: int | None = None,
+        *,
+        min_bytes: int = 16 * 1024,
+        num_leaving: int = 1,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            lanes: Where copies run.
+            limit_bytes: Host memory for saved tensors, at most; None: any number of bytes.
+            min_bytes: Tensors in smaller storages stay on the device: starting a copy costs more time than
+                their memory is worth.
+            num_leaving: Visits whose tensors may be on their way to the host while a later one computes.
+        """
+        self._lanes = lanes
+        self._ring = HostRing(lanes, limit_bytes)
+        self._limit = limit_bytes
+        self._staging: Staging | None = None
+        self._min_bytes = min_bytes
+        self._num_leaving = num_leaving
+        self._visits: dict[Hashable, _Visit] = {}
+        self._leaving: deque[_Visit] = deque()
+        self._has_warned = False
+        self._moved = (0, 0)
+        self.saved_bytes = 0
+        """Copied to the host so far."""
+        self.restored_bytes = 0
+        """Copied back so far."""
+        self.kept_bytes = 0
+        """Left on the device so far because the host limit had no room for them."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory in use or free in the ring, or of the buffers before the drives."""
+        return self._ring.nbytes + (0 if self._staging is None else self._staging.nbytes)
+
+    @property
+    def is_on_drives(self) -> bool:
+        """Whether what leaves the device waits on drives."""
+        return self._staging is not None
+
+    @property
+    def drive_bytes(self) -> tuple[int, int]:
+        """Bytes read from the drives and written to them so far."""
+        return self._moved if self._staging is None else self._staging.moved
+
+    def use(self, scratch: Scratch | None) -> None:
+        """Let what leaves the device wait on drives; None: in RAM. Nothing is saved at the moment."""
+        self.trim()
+        self._moved = self.drive_bytes
+        self._staging = None
+        if scratch is not None:
+            self._staging = Staging(self._lanes, scratch, self._limit, moved=self._moved)
+
+    def save(self, tensor: Tensor, key: Hashable) -> Held:
+        """Take note of a saved tensor; it stays on the device until `flush`.
+
+        Tensors that outlive the visit anyway (slot views, attention masks, rotary tables) are the caller's to
+        leave out: to copy them frees nothing. Parameters stay without being asked.
+        """
+        is_weight = isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter)
+        # Detached, or the node that saves its own output would keep itself alive. Shares the version counter.
+        tensor = tensor.detach()
+        itemsize = tensor.dtype.itemsize
+        held = Held(
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride() if tensor.layout is torch.strided else (),
+            int(tensor.storage_offset()) * itemsize if tensor.layout is torch.strided else 0,
+            tensor._version,
+            tensor,
+            None,
+        )
+        if is_weight or not self._is_worth_it(tensor):
+            return held
+        visit = self._visits.get(key) or self._begin(key)
+        assert visit.where is _Where.OPEN, f"{key} saves after its flush; give every visit a key of its own"
+        held.visit = visit
+        visit.saved.append(weakref.ref(held))
+        return held
+
+    def _begin(self, key: Hashable) -> _Visit:
+        """Begin a visit, and drop those whose graph is gone: a forward that no backward followed."""
+        for visit in [visit for visit in self._visits.values() if not visit.is_wanted]:
+            self.drop(visit.key)
+        self._visits[key] = _Visit(key)
+        return self._visits[key]
+
+    def flush(self, key: Hashable) -> None:
+        """Start to copy what a visit has saved to the host; its forward is over.
+
+        Compute waits for the copy of the visit before, and that visit's tensors are dropped.
+        """
+        visit = self._visits.get(key)
+        if visit is None:
+            return
+        assert visit.where is _Where.OPEN, f"{key} is flushed twice"
+        visit.where = _Where.LEAVING
+        placed = self._place(visit)
+        if visit.host is None:
+            return
+        visit.spans = [weakref.ref(span) for span in placed]
+        visit.copied = list(placed.values())
+        flat = _buffer_of(visit).flat
+        targets = [flat[span.offset : span.offset + span.nbytes] for span in placed]
+        nbytes = sum(span.nbytes for span in placed)
+        self._mark_compute(writes=_name("saved", visit))  # all that the visit has computed
+        self._lanes.enqueue(
+            Lane.SAVE,
+            functools.partial(_copy, list(zip(targets, visit.copied, strict=True))),
+            reads=_name("saved", visit),
+            writes=[_buffer_name(visit)],
+            work=nbytes,
+            label=f"save {key}",
+        )
+        self.saved_bytes += nbytes
+        self._leaving.append(visit)
+        while len(self._leaving) > self._num_leaving:
+            self._settle(self._leaving.popleft())
+
+    def stow(self, key: Hashable, what: str) -> None:
+        """Start to write what a visit's `flush` copies on to the drives.
+
+        Args:
+            key: Of the visit.
+            what: Names it, for messages.
+        """
+        visit = self._visits.get(key)
+        if visit is not None and isinstance(visit.host, Staged):
+            visit.what = what
+            self._drives.stow(visit.host, what)
+
+    def recall(self, key: Hashable) -> None:
+        """Start to read a visit back from the drives, if it has left the device; its `prefetch` is near."""
+        visit = self._visits.get(key)
+        if visit is not None and visit.where is _Where.HOST and isinstance(visit.host, Staged):
+            self._drives.recall(visit.host, visit.what)
+
+    def prefetch(self, key: Hashable) -> None:
+        """Start to copy a visit's tensors back to the device; its backward is next."""
+        visit = self._visits.get(key)
+        if visit is not None:
+            self._return(visit)
+
+    def load(self, held: Held) -> Tensor:
+        """Return a saved tensor on the device, bit for bit; compute waits for its copy.
+
+        Raises:
+            ModelError: The model has changed it in place since it was saved, or its visit's backward is over.
+        """
+        if held.tensor is not None:
+            if not held.is_intact:
+                raise ModelError(
+                    f"a tensor of shape {tuple(held.shape)} that the backward needs was changed in place "
+                    "after the forward had saved it; the model would not train without offloading either"
+                )
+            return held.tensor
+        visit = held.visit
+        if visit is None or held.span is None:
+            raise ModelError(
+                "a second backward through the same forward, whose saved activations are gone; run the "
+                "forward again"
+            )
+        self._return(visit)
+        if visit.where is _Where.ARRIVING:
+            self._mark_compute(reads=_name("restored", visit))
+            visit.where = _Where.DEVICE
+            visit.copied = []
+        return held.restored()
+
+    def drop(self, key: Hashable) -> None:
+        """Free all that a visit holds; its backward is over."""
+        visit = self._visits.pop(key, None)
+        if visit is None:
+            return
+        if visit.host is not None:
+            # Device memory goes back to the allocator in compute's order: not before the copies are done.
+            if visit.where in (_Where.LEAVING, _Where.STAYING):
+                self._mark_compute(writes=_name("saved", visit))
+                if visit.where is _Where.LEAVING:
+                    self._leaving.remove(visit)
+            elif visit.where is _Where.ARRIVING:
+                self._mark_compute(reads=_name("restored", visit))
+            if isinstance(visit.host, HostBuffer):
+                self._lanes.enqueue(
+                    Lane.RESTORE,
+                    functools.partial(self._lanes.freed, visit.host.flat),
+                    writes=[_buffer_name(visit)],
+                    label=f"drop {key}",
+                )
+            self._give_back(visit.host)
+        visit.end()
+
+    def sweep(self) -> None:
+        """Drop the visits of which autograd keeps nothing: their backward is over, though no one was told."""
+        for key, visit in list(self._visits.items()):
+            if not visit.helds():
+                self.drop(key)
+
+    def clear(self) -> None:
+        """Free everything, after an exception; nothing is waited for and nothing raises."""
+        for visit in self._visits.values():
+            lane = Lane.RESTORE if visit.where is _Where.ARRIVING else Lane.SAVE
+            for tensor in visit.copied:
+                self._lanes.share(tensor, lane)  # the copy may not have run: the memory waits for it
+            if visit.host is not None:
+                self._give_back(visit.host)
+            visit.end()
+        self._visits.clear()
+        self._leaving.clear()
+
+    def trim(self) -> None:
+        """Drop everything, and give the host memory back, and room on drives; between two steps."""
+        self.clear()
+        self._ring.trim()
+        if self._staging is not None:
+            self._staging.trim()
+
+    def _is_worth_it(self, tensor: Tensor) -> bool:
+        """Whether a tensor should leave the device.
+
+        Not integers and bools: they are indices and masks, which blocks share. Not what is elsewhere already,
+        nor subclasses and lazily negated views, whose bytes are not all that they are.
+        """
+        return (
+            type(tensor) is Tensor
+            and tensor.layout is torch.strided
+            and tensor.device == self._lanes.device
+            and tensor.is_floating_point()
+            and tensor.ndim > 0
+            and tensor.numel() > 0
+            and not tensor.is_neg()
+            and tensor.untyped_storage().nbytes() >= self._min_bytes
+        )
+
+    def _place(self, visit: _Visit) -> dict[_Span, Tensor]:
+        """Give a visit a host buffer; return the spans that fit, with their bytes on the device."""
+        helds = [held for held in visit.helds() if held.is_intact]  # load will report the others
+        spans = _cover(helds)
+        offsets: list[int | None] = []
+        if spans:
+            source = self._ring if self._staging is None else self._staging
+            visit.host, offsets = source.take([span.nbytes for span in spans])
+        placed, kept_bytes = {}, 0
+        for (span, flat), offset in zip(spans.items(), offsets, strict=True):
+            if offset is None:
+                kept_bytes += span.nbytes
+            else:
+                span.offset = offset
+                placed[span] = flat
+        for held in helds:
+            if held.span not in placed:
+                held.span = None
+        if kept_bytes and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "the host limit of %.1f MiB for saved activations has no room for %.1f MiB of visit %s: they "
+                "stay on the device, as all do that find no room from now on",
+                (self._limit or 0) / (1 << 20),
+                kept_bytes / (1 << 20),
+                visit.key,
+            )
+        self.kept_bytes += kept_bytes
+        return placed
+
+    def _settle(self, visit: _Visit) -> None:
+        """Drop a visit's tensors on the device, once compute waits for their copies."""
+        self._mark_compute(writes=_name("saved", visit))
+        visit.where = _Where.HOST
+        visit.copied = []
+        for held in visit.helds():
+            if held.span is not None and held.is_intact:  # load reports what compute has changed meanwhile
+                held.tensor = None
+
+    def _return(self, visit: _Visit) -> None:
+        if visit.where is _Where.LEAVING and visit.host is not None:
+            self._leaving.remove(visit)
+            visit.where = _Where.STAYING
+        elif visit.where is _Where.HOST:
+            self._restore(visit)
+
+    def _restore(self, visit: _Visit) -> None:
+        assert visit.host is not None
+        spans = [span for reference in visit.spans if (span := reference()) is not None]
+        visit.where = _Where.DEVICE
+        if not spans:  # autograd has dropped them all
+            return
+        if isinstance(visit.host, Staged):
+            self._drives.recall(visit.host, visit.what, waits=True)
+        device = self._lanes.device
+        for span in spans:
+            span.restored = torch.empty(span.nbytes, dtype=torch.uint8, device=device)
+        visit.copied = [span.restored for span in spans if span.restored is not None]
+        self._mark_compute(writes=_name("restored", visit))  # done with what the memory was used for before
+        flat = _buffer_of(visit).flat
+        sources = [flat[span.offset : span.offset + span.nbytes] for span in spans]
+        nbytes = sum(span.nbytes for span in spans)
+        self._lanes.enqueue(
+            Lane.RESTORE,
+            functools.partial(_copy, list(zip(visit.copied, sources, strict=True))),
+            reads=[_buffer_name(visit)],
+            writes=_name("restored", visit),
+            work=nbytes,
+            label=f"restore {visit.key}",
+        )
+        if isinstance(visit.host, Staged):
+            self._drives.release(visit.host)
+        self.restored_bytes += nbytes
+        visit.where = _Where.ARRIVING
+
+    @property
+    def _drives(self) -> Staging:
+        assert self._staging is not None
+        return self._staging
+
+    def _give_back(self, host: HostBuffer | Staged) -> None:
+        if isinstance(host, Staged):
+            self._drives.give_back(host)
+        else:
+            self._ring.give_back(host)
+
+    def _mark_compute(self, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> None:
+        """Make compute wait for the buffers, and others for what compute has been given to do so far."""
+        reads, writes = tuple(reads), tuple(writes)
+        self._lanes.begin(Lane.COMPUTE, reads=reads, writes=writes)
+        self._lanes.end(Lane.COMPUTE, reads=reads, writes=writes)
+
+
+def _name(kind: str, visit: _Visit) -> list[Buffer]:
+    """Name a visit's memory on the device: ("saved", n) and ("restored", n)."""
+    assert visit.host is not None
+    return [(kind, visit.host.index)]
+
+
+def _buffer_of(visit: _Visit) -> HostBuffer:
+    """Return the host buffer in which a visit's bytes are, or will be."""
+    buffer = visit.host.buffer if isinstance(visit.host, Staged) else visit.host
+    assert buffer is not None
+    return buffer
+
+
+def _buffer_name(visit: _Visit) -> Buffer:
+    return "stash", _buffer_of(visit).index
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
+
+
+def _cover(helds: Iterable[Held]) -> dict[_Span, Tensor]:
+    """Find the spans that cover these tensors, each with its bytes, and tell each tensor its own.
+
+    Tensors of one storage whose bytes overlap or touch share a span, so views and repeated saves are copied
+    once. Spans start at aligned addresses, as their copies on the device do: for another alignment a kernel
+    may add in another order.
+    """
+    storages: dict[int, list[Held]] = {}
+    for held in helds:
+        assert held.tensor is not None
+        storages.setdefault(held.tensor.untyped_storage().data_ptr(), []).append(held)
+    spans: dict[_Span, Tensor] = {}
+    for group in storages.values():
+        assert group[0].tensor is not None
+        storage = group[0].tensor.untyped_storage()
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        found: list[_Span] = []
+        for held in sorted(group, key=lambda held: held.start):
+            last = sum((size - 1) * step for size, step in zip(held.shape, held.stride, strict=True))
+            stop = held.start + (last + 1) * held.dtype.itemsize
+            if not found or held.start > found[-1].stop:
+                found.append(_Span(held.start // ALIGNMENT * ALIGNMENT, stop))
+            found[-1].stop = max(found[-1].stop, stop)
+            held.span = found[-1]
+        spans |= {span: flat[span.start : span.stop] for span in found}
+    return spans

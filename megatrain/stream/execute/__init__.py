@@ -1,0 +1,1 @@
+"""Runs the operations of a program: slots, gradients, state, updates."""

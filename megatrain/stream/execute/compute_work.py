@@ -1,0 +1,89 @@
+"""How much compute a visit of a block is, in FLOPs: for the record, and for lanes that keep to a rate.
+
+Counted as the step's report counts: products of active parameters with all positions, padding too, and causal
+attention at half. What only cheap operations make again (`recompute_cheap`) is nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatrain.model.profile.flops import ModelFlops
+from megatrain.plan.program.operations import Kind, Operation
+from megatrain.stream.forward.layer_visit import Activations
+
+
+class ComputeWork:
+    """What a visit of each block computes, for the micro-batch that makes it."""
+
+    def __init__(
+        self,
+        flops: ModelFlops,
+        layers: Sequence[Sequence[tuple[int, int]]],
+        activations: Sequence[Activations],
+    ) -> None:
+        """Count for a model.
+
+        Args:
+            flops: What a token costs.
+            layers: Per decoder layer, its blocks with their numbers of parameters: a fragment's share of the
+                layer's FLOPs is that of its parameters.
+            activations: One policy per layer.
+        """
+        self._flops = flops
+        self._policies = list(activations)
+        self._place: dict[int, tuple[int, float]] = {}
+        for number, blocks in enumerate(layers):
+            total = sum(size for _, size in blocks)
+            for block, size in blocks:
+                self._place[block] = number, size / total if total else 1.0 / len(blocks)
+        self._shapes: dict[int, tuple[int, int]] = {}
+        self._again: dict[int, int] = {}
+        self._chunked_tokens = 0
+        self._outer = 0.0
+
+    def begin_pass(self, micro_batch: int, row_tokens: int, positions: int) -> None:
+        """Take note of the shape of a micro-batch, by its number within the round."""
+        self._shapes[micro_batch] = row_tokens, positions
+
+    def of(self, operation: Operation, *, is_again: bool) -> float:
+        """Return the FLOPs of a visit; `is_again`: it runs a forward that was run before.
+
+        A backward's visit with a recomputation is both.
+        """
+        number, share = self._place[operation.block]
+        row_tokens, positions = self._shapes.get(operation.micro_batch, (1, 0))
+        part = self._flops.layers[number]
+        forward = part.forward_flops(row_tokens)
+        runs_forward = operation.kind is Kind.FORWARD or is_again
+        if is_again and self._policies[number] is Activations.RECOMPUTE_CHEAP:
+            runs_forward = False
+        total = forward if runs_forward else 0.0
+        if operation.kind is Kind.BACKWARD:
+            total += part.flops(row_tokens) - forward
+        return share * positions * total
+
+    def head_forward(self, micro_batch: int, chunked_tokens: int) -> None:
+        """Take note that a micro-batch has passed the head.
+
+        Args:
+            micro_batch: Number within the round.
+            chunked_tokens: How many tokens have passed the head in chunks so far; those that came with this
+                micro-batch pass it again in the backward.
+        """
+        row_tokens, positions = self._shapes.get(micro_batch, (1, 0))
+        self._outer += positions * self._flops.rest.forward_flops(row_tokens)
+        self._again[micro_batch] = chunked_tokens - self._chunked_tokens
+        self._chunked_tokens = chunked_tokens
+
+    def head_backward(self, micro_batch: int) -> None:
+        """Take note that autograd begins to pass a micro-batch's head."""
+        row_tokens, positions = self._shapes.get(micro_batch, (1, 0))
+        rest = self._flops.rest
+        self._outer += positions * (rest.flops(row_tokens) - rest.forward_flops(row_tokens))
+        self._outer += self._again.get(micro_batch, 0) * self._flops.head_flops
+
+    def take_outer(self) -> float:
+        """Return what outer blocks have computed since the last call."""
+        outer, self._outer = self._outer, 0.0
+        return outer

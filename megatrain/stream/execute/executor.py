@@ -1,0 +1,399 @@
+"""Executes programs: issues their copies, and holds the model's visits against them.
+
+The model decides what is visited; the program has foreseen it. A visit that the program did not foresee (a
+skipped layer, two forwards before one backward) is still exact: the rest of the program is dropped, that
+visit gets a program of its own, and the order seen in one round is what is foreseen for the next.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatrain.errors import ModelError
+from megatrain.plan.program.drive_traffic import with_activations_through
+from megatrain.plan.program.operations import BlockSize, Kind, Lane, Operation, Visit, weights_buffer
+from megatrain.plan.program.schedule import fetch_residents, offload_residents, schedule
+from megatrain.store.state import HostState, Precision
+from megatrain.stream.execute.state_on_drives import Drives
+from megatrain.stream.execute.gradients import Gradients, Home
+from megatrain.stream.execute.issuer import Counts, Issuer
+from megatrain.stream.lanes import Lanes
+from megatrain.stream.execute.resident_state import DeviceStates
+from megatrain.stream.execute.slots import Slots
+from megatrain.stream.activations.offload import Stash
+from megatrain.stream.execute.compute_work import ComputeWork
+
+_log = logging.getLogger(__name__)
+
+_VISITS = (Kind.FORWARD, Kind.BACKWARD)
+
+BETWEEN = "outer"
+"""Label of what compute does between two visits; of no operation."""
+
+
+class Executor(Issuer):
+    """Runs operations in program order as the model goes along; one block is open at a time."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        host: HostState,
+        sizes: Sequence[BlockSize],
+        *,
+        slots: Slots,
+        gradients: Gradients,
+        states: DeviceStates,
+        stash: Stash,
+        outer: Sequence[int],
+        counts: Counts,
+        drives: Drives | None = None,
+    ) -> None:
+        """Start with empty slots and stale resident blocks; `outer` blocks are in use during a whole pass."""
+        super().__init__(
+            lanes,
+            host,
+            slots=slots,
+            gradients=gradients,
+            states=states,
+            stash=stash,
+            counts=counts,
+            drives=drives,
+        )
+        self.sizes = list(sizes)
+        self._outer = [weights_buffer(block, -1) for block in outer]
+        self._pending: deque[Operation] = deque()
+        self._ring = 0
+        self._stale_residents = True
+        self._surprised = False
+        self.open_visit: Operation | None = None
+        self._is_again = False
+        """The open visit recomputes its block's forward."""
+        self.work: ComputeWork | None = None
+        """What visits compute, for the record and for lanes that keep to a rate."""
+        self._is_between = False
+        """Compute works on outer blocks: embedding, head and loss, between two visits."""
+        self._pinned: dict[int, list[_Pin]] = {}
+        """By block: once per recomputation that waits for its backward."""
+        self.seen: list[Visit] = []
+
+    # -- a pass of the model --------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Make compute wait for the weights that are in use during a whole pass."""
+        if self._stale_residents:
+            for operation in self.around_drives(fetch_residents(self.sizes)):
+                self._issue(operation)
+            self.states.pull()
+            self._stale_residents = False
+        self._outer_work()  # of a backward that failed before it reached a block
+        self._end_between()
+        self.lanes.begin(Lane.COMPUTE, reads=self._outer, label=BETWEEN)
+        self._is_between = True
+
+    def end_pass(self) -> None:
+        """Mark the end of a use of these weights."""
+        self._is_between = False
+        self.lanes.end(Lane.COMPUTE, reads=self._outer, work=self._outer_work())
+
+    def begin_between(self) -> None:
+        """Take note that what compute does from now on is no visit, but work on outer blocks."""
+        if not self._is_between and self.open_visit is None:
+            self.lanes.begin_span(Lane.COMPUTE, BETWEEN)
+            self._is_between = True
+
+    def _end_between(self) -> None:
+        if self._is_between:
+            self._is_between = False
+            self.lanes.end_span(Lane.COMPUTE, work=self._outer_work())
+
+    def _outer_work(self) -> float:
+        return 0.0 if self.work is None else self.work.take_outer()
+
+    def prepare_gradients(self, *, adds_up: bool, num_rounds: int) -> None:
+        """Make room for a step's gradients; waits for whoever uses the ring only if it has to grow."""
+        if self._gradients.needs_room(adds_up=adds_up, num_rounds=num_rounds):
+            ring = [("gradient_buffer", index) for index in range(self._gradients.num_buffers)]
+            with self.touching(writes=ring):
+                self._gradients.prepare(adds_up=adds_up, num_rounds=num_rounds)
+
+    def foresee(self, visits: Iterable[Visit], *, is_whole: bool = True) -> None:
+        """Plan the copies for visits to come, from what the slots hold now; the first visit issues them.
+
+        Args:
+            visits: In order.
+            is_whole: They are all of a step that there will be, so complete gradients may be used at once.
+        """
+        self._flush_ring()
+        at_once = is_whole and self.update_at_once is not None
+        program = schedule(
+            list(visits),
+            self.sizes,
+            self.contents,
+            num_gradient_buffers=self._gradients.num_buffers,
+            first_gradient_buffer=self._ring,
+            pinned={pins[0].slot for pins in self._pinned.values() if pins} - {-1},
+            num_staging=self._gradients.num_staging if at_once and self._gradients.is_staged else 0,
+            first_staging=self._staging,
+            updates_at_once=at_once,
+            holds=self._gradients.waiting is not None,
+            holds_sums=self._gradients.holds_sums,
+        )
+        operations: Sequence[Operation] = program.operations
+        if self.stash.is_on_drives:
+            operations = with_activations_through(operations)
+        self._pending = deque(self.around_drives(operations))
+        self.seen = []
+
+    def around_drives(self, operations: Sequence[Operation]) -> Sequence[Operation]:
+        """Add what brings state from the drives and back, if any is there."""
+        return operations if self.drives is None else self.drives.around(operations)
+
+    def open(
+        self,
+        block: int,
+        micro_batch: int,
+        *,
+        is_backward: bool,
+        is_again: bool = False,
+        owner: object | None = None,
+    ) -> Operation:
+        """Begin a visit: compute may read the block's weights, where the returned operation says they are.
+
+        Args:
+            block: What is visited.
+            micro_batch: Number within the round.
+            is_backward: Autograd visits the block.
+            is_again: A forward that was run before runs again, in the backward's visit or in one of its own.
+            owner: Stands for the call of the layer that the block is a fragment of.
+        """
+        self._pass_untrained(owner)
+        operation = self._open(block, micro_batch, is_backward=is_backward)
+        self._is_again = is_again
+        return operation
+
+    def _open(self, block: int, micro_batch: int, *, is_backward: bool) -> Operation:
+        assert self.open_visit is None, f"block {block} entered while {self.open_visit} is open"
+        self._end_between()
+        self._advance()
+        operation = self._pending[0] if self._pending else None
+        if operation is None or not self._matches(operation, block, micro_batch, is_backward):
+            operation = self._improvise(block, micro_batch, is_backward, had_plan=operation is not None)
+        self._pending.popleft()
+        self.seen.append(Visit(block, is_backward, micro_batch))
+        if is_backward and self._pinned.get(block):
+            assert self._pinned[block].pop().slot == operation.slot, "a pinned fragment has moved"
+        self.lanes.begin(Lane.COMPUTE, reads=operation.reads, label=str(operation))
+        self.open_visit = operation
+        self._is_again = False
+        return operation
+
+    def pin(self, operation: Operation, owner: object) -> None:
+        """Let a recomputed fragment keep its slot until its backward: saved tensors point into it."""
+        pin = _Pin(operation.slot, operation.micro_batch, owner)
+        self._pinned.setdefault(operation.block, []).append(pin)
+
+    def _pass_untrained(self, owner: object | None) -> None:
+        """Visit what autograd has passed unseen: fragments without trained parameters, of another call."""
+        if self.open_visit is not None and self.open_visit.kind is Kind.BACKWARD:
+            self.close()
+        passed = [(b, pin) for b, pins in self._pinned.items() for pin in pins if pin.owner is not owner]
+        for block, pin in reversed(passed):
+            self._open(block, pin.micro_batch, is_backward=True)
+            self.close()
+
+    def close(self, grads: Sequence[Tensor | None] | None = None) -> None:
+        """End the open visit, with the gradients of a backward; issue the copies that this allows."""
+        operation = self.open_visit
+        assert operation is not None
+        work = 0.0 if self.work is None else self.work.of(operation, is_again=self._is_again)
+        self.lanes.end(Lane.COMPUTE, reads=operation.reads, work=work)
+        if operation.kind is Kind.BACKWARD and self.sizes[operation.block].is_trained:
+            self._take(operation, grads)
+        self.open_visit = None
+        self._advance()
+        self.begin_between()
+
+    def collect_resident(self, block: int, grads: Sequence[Tensor | None]) -> None:
+        """Take one backward's gradients of a resident block."""
+        buffer = [("resident_gradient", block)]
+        self.lanes.begin(Lane.COMPUTE, writes=buffer)
+        self._gradients.collect_resident(block, grads)
+        self.lanes.end(Lane.COMPUTE, writes=buffer)
+
+    def end_backward(self) -> None:
+        """Close what a backward left open: a block none of whose parameters wanted a gradient."""
+        self._pass_untrained(None)
+        if self.open_visit is not None:
+            self.close()
+        self._pinned.clear()
+        self._advance()
+        self.stash.sweep()
+        self.end_pass()
+
+    def take_seen(self) -> list[Visit]:
+        """Return the visits since the last call."""
+        seen, self.seen = self.seen, []
+        return seen
+
+    # -- the end of a step ----------------------------------------------------------------------------------
+
+    def complete_gradients(self, *, leave: Iterable[int] = ()) -> None:
+        """Send home, and round, every gradient of the step that is not there yet; nothing is waited for.
+
+        Args:
+            leave: Resident blocks whose gradients are wanted on the device.
+        """
+        self._flush_ring()
+        wanted = set(leave)
+        away = [block for block in self._gradients.still_at(Home.DEVICE) if block not in wanted]
+        if self._gradients.waiting is not None:
+            for block in away:
+                self._issue(Operation(kind=Kind.HOLD, block=block))
+            away = []
+        for operation in offload_residents(self.sizes, away):
+            if self.update_at_once is None:
+                self._issue(operation)
+                continue
+            staging = self._staging if self._gradients.is_staged else -1
+            self._issue(replace(operation, staging=staging))
+            nbytes = self.sizes[operation.block].update_bytes
+            update = Operation(
+                kind=Kind.UPDATE,
+                block=operation.block,
+                staging=staging,
+                follows_norm=False,
+                nbytes=nbytes,
+            )
+            for part in self.around_drives([update]):
+                self._issue(part)
+        for block in self._gradients.still_at(Home.ACCUMULATOR):
+            self.round_on_host(block)
+
+    def wait_for_gradients(self) -> None:
+        """Let the caller read the gradients, at home or where they wait; what adds up may go on adding up."""
+        kinds = ["gradient"]
+        if self._gradients.waiting is None:
+            self.complete_gradients()
+        else:
+            self._flush_ring()
+            kinds += ["waiting", "resident_gradient"]
+        with self.touching(reads=[(kind, block) for kind in kinds for block in self._gradients.blocks]):
+            pass
+
+    def invalidate(self) -> None:
+        """Forget what the device holds: the host has, or will have, new weights."""
+        assert self.open_visit is None
+        self.forget_slots()
+        self._pending.clear()
+        self._stale_residents = True
+
+    def abandon(self) -> None:
+        """Drop an unfinished round after an exception."""
+        self._outer_work()
+        self._end_between()
+        if self.open_visit is not None:
+            self.lanes.end(Lane.COMPUTE, reads=self.open_visit.reads)
+        self.open_visit = None
+        self._pinned.clear()
+        self._pending.clear()
+        self.stash.clear()
+        self.contents = [None] * len(self._slots)  # a copy may be what failed
+        self._stale_residents = True
+
+    # -- one operation --------------------------------------------------------------------------------------
+
+    def _take(self, operation: Operation, grads: Sequence[Tensor | None] | None) -> None:
+        """Add a backward's gradients up; None: autograd reached the block but none of its parameters."""
+        if operation.gradient_buffer < 0:
+            if grads is not None and any(grad is not None for grad in grads):
+                self.collect_resident(operation.block, grads)
+            return
+        if grads is not None:
+            self.lanes.begin(Lane.COMPUTE, writes=operation.writes)
+            self._gradients.collect(operation, grads)
+            self.lanes.end(Lane.COMPUTE, writes=operation.writes)
+        if operation.is_last:
+            self._ring = (operation.gradient_buffer + 1) % self._gradients.num_buffers
+            if not self._gradients.is_filled(operation.gradient_buffer):
+                ends = (Kind.OFFLOAD, Kind.HOLD, Kind.UPDATE)
+                while self._pending and self._pending[0].kind in ends:
+                    assert self._pending.popleft().block == operation.block
+
+    def _matches(self, operation: Operation, block: int, micro_batch: int, is_backward: bool) -> bool:
+        foreseen = (operation.block, operation.micro_batch, operation.kind is Kind.BACKWARD)
+        if foreseen != (block, micro_batch, is_backward):
+            return False
+        size = self.sizes[block]
+        if not is_backward or not size.is_trained or not size.is_streamed:
+            return True
+        return operation.loads == self._gradients.has(block)
+
+    def _improvise(self, block: int, micro_batch: int, is_backward: bool, *, had_plan: bool) -> Operation:
+        if had_plan and not self._surprised:
+            self._surprised = True
+            _log.info("block %d is visited out of the foreseen order; copies go on without foresight", block)
+        self._flush_ring()
+        loads = is_backward and self.sizes[block].is_streamed and self._gradients.has(block)
+        wide = loads and self._host.precision is Precision.BF16
+        if is_backward and self.update_at_once is not None:
+            if self._gradients.homes[block] is Home.UPDATED:
+                raise ModelError(
+                    f"updates=immediate: block {block} was updated, and then its backward was visited again; "
+                    "the model passes it in an order of its own: use updates=deferred"
+                )
+            self._gradients.num_staging = 0
+        if wide or (is_backward and self.update_at_once is not None):
+            self.prepare_gradients(adds_up=wide, num_rounds=2)
+        seen = self.seen
+        self.foresee(
+            [Visit(block, is_backward, micro_batch, loads=loads, completes=not wide)], is_whole=False
+        )
+        self.seen = seen
+        self._advance()
+        return self._pending[0]
+
+    def _flush_ring(self) -> None:
+        """Send home sums whose round did not end as foreseen; later visits load them. Drops the program."""
+        unfinished = [
+            operation
+            for operation in self._pending
+            if operation.kind in (Kind.OFFLOAD, Kind.HOLD)
+            and self._gradients.is_filled(operation.gradient_buffer)
+        ]
+        self._pending.clear()
+        if unfinished:
+            self.prepare_gradients(adds_up=True, num_rounds=2)
+        for operation in unfinished:
+            if not self._gradients.is_filled(operation.gradient_buffer):
+                continue
+            if self._gradients.holds_sums:
+                self._issue(operation)
+                continue
+            sums = replace(
+                operation,
+                kind=Kind.OFFLOAD,
+                completes=self._host.precision is Precision.FP32,  # the plane holds a sum like any other
+                staging=-1,
+                waiting=-1,
+                nbytes=self.sizes[operation.block].accumulator_bytes,
+            )
+            self._issue(sums)
+
+    def _advance(self) -> None:
+        while self._pending and self._pending[0].kind not in _VISITS:
+            self._issue(self._pending.popleft())
+
+
+class _Pin(NamedTuple):
+    """A recomputed fragment that waits for its backward."""
+
+    slot: int
+    """-1 where the block is resident."""
+    micro_batch: int
+    owner: object

@@ -1,0 +1,104 @@
+"""Resident layers whose whole state is on the device: weights, remainder and moments, updated there.
+
+Their planes on the host are the home: they are copied to the device when they have changed there, and back
+when the host state is asked for. Between, nothing of these layers crosses the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatrain.layout.moments import MOMENT_PLANES
+from megatrain.plan.program.operations import Lane
+from megatrain.store.state import HostState
+from megatrain.stream.lanes import Lanes
+from megatrain.stream.execute.slots import Slots
+
+_PLANES = ("remainder", *MOMENT_PLANES)
+
+
+class DeviceStates:
+    """The device's copies of some blocks' planes."""
+
+    def __init__(self, lanes: Lanes, host: HostState, slots: Slots, blocks: Iterable[int]) -> None:
+        """Keep `blocks` on the device; their weights are in `slots`, the rest comes with `allocate`."""
+        self._lanes = lanes
+        self._host = host
+        self._slots = slots
+        self.blocks = frozenset(blocks)
+        self._planes: dict[int, dict[str, Tensor]] = {}
+        self._stale = set(self.blocks)
+        self._newer: set[int] = set()
+
+    def allocate(self) -> None:
+        """Make room for the optimizer's planes.
+
+        Raises:
+            CapacityError: The device does not hold them.
+        """
+        for block in sorted(self.blocks - self._planes.keys()):
+            self._planes[block] = {
+                name: self._lanes.allocate(plane.nbytes).view(plane.dtype)
+                for name in _PLANES
+                if (plane := getattr(self._host.blocks[block], name)) is not None and plane.numel()
+            }
+            self._stale.add(block)
+
+    def release(self) -> None:
+        """Give the device memory back; what is newer there must have been pushed."""
+        assert not self._newer, f"blocks {sorted(self._newer)} are newer on the device"
+        self._lanes.free(
+            plane.view(torch.uint8) for planes in self._planes.values() for plane in planes.values()
+        )
+        self._planes.clear()
+
+    def planes(self, block: int) -> dict[str, Tensor | None]:
+        """Return the working bytes and the optimizer's planes of a block, on the device."""
+        planes: dict[str, Tensor | None] = dict.fromkeys(_PLANES)
+        return {**planes, **self._planes[block], "working": self._slots.place(block, -1)}
+
+    def forget(self) -> None:
+        """Take note that the host's planes were written: they are the newer ones."""
+        self._stale = set(self.blocks)
+        self._newer.clear()
+
+    def pull(self) -> None:
+        """Copy to the device what the host has changed."""
+        for block in sorted(self._stale):
+            self._copy(block, Lane.FETCH)
+        self._stale.clear()
+
+    def push(self) -> None:
+        """Copy home what an update has changed on the device."""
+        for block in sorted(self._newer):
+            self._copy(block, Lane.OFFLOAD)
+        self._newer.clear()
+
+    def settle_update(self, block: int) -> None:
+        """Note that an update makes the device's planes the newer ones."""
+        self._newer.add(block)
+
+    def _copy(self, block: int, lane: Lane) -> None:
+        state = self._host.blocks[block]
+        pairs = [(state.working, self._slots.place(block, -1))]
+        pairs += [(getattr(state, name), plane) for name, plane in self._planes.get(block, {}).items()]
+        at_home = [("working", block), ("moments", block)]
+        there = [("resident", block), ("device_moments", block)]
+        reads, writes = (at_home, there) if lane is Lane.FETCH else (there, at_home)
+
+        def run() -> None:
+            for host, device in pairs:
+                source, target = (host, device) if lane is Lane.FETCH else (device, host)
+                target.copy_(source, non_blocking=True)
+
+        self._lanes.enqueue(
+            lane,
+            run,
+            reads=reads,
+            writes=writes,
+            work=sum(host.nbytes for host, _ in pairs),
+            label=f"{'state in' if lane is Lane.FETCH else 'state out'}  b{block}",
+        )

@@ -1,0 +1,75 @@
+"""Device memory of the engine: a ring of slots for streamed blocks, one place for each resident block.
+
+A place is a byte buffer with a block's working bytes. Weights are seen through *aliases*: tensors that share
+the buffer's storage without being views of it, so that a new fetch does not disturb autograd's version
+counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatrain.layout.blocks import BlockLayout, Entry
+from megatrain.plan.program.operations import Operation
+from megatrain.stream.lanes import Lanes
+
+
+class Slots:
+    """Slots and resident places, and the aliases of each block's parameters in them."""
+
+    def __init__(
+        self, lanes: Lanes, layouts: Sequence[BlockLayout], streamed: Sequence[bool], num_slots: int
+    ) -> None:
+        """Allocate `num_slots` slots as large as the largest streamed block, and all resident places."""
+        self._lanes = lanes
+        self._layouts = layouts
+        streams = [layout.working_bytes for layout, flag in zip(layouts, streamed, strict=True) if flag]
+        self.slot_bytes = max(streams, default=0)
+        self._slots = [lanes.allocate(self.slot_bytes) for _ in range(num_slots if streams else 0)]
+        self._resident = {
+            block: lanes.allocate(layout.working_bytes)
+            for block, (layout, flag) in enumerate(zip(layouts, streamed, strict=True))
+            if not flag
+        }
+        self._aliases: dict[tuple[int, int], list[Tensor]] = {}
+
+    def release(self) -> None:
+        """Give the device memory back."""
+        self._lanes.free([*self._slots, *self._resident.values()])
+        self._slots, self._resident = [], {}
+        self._aliases.clear()
+
+    def __len__(self) -> int:
+        """Number of slots in the ring."""
+        return len(self._slots)
+
+    def place(self, block: int, slot: int) -> Tensor:
+        """Return the (working_bytes,) uint8 buffer of a block: in a slot, or its own if `slot` is -1."""
+        if slot < 0:
+            return self._resident[block]
+        return self._slots[slot][: self._layouts[block].working_bytes]
+
+    def target(self, operation: Operation) -> Tensor:
+        """Return the buffer that an operation on weights uses."""
+        return self.place(operation.block, operation.slot)
+
+    def aliases(self, block: int, slot: int) -> list[Tensor]:
+        """Return one tensor per layout entry that shares the place's memory. Detach before use in a graph."""
+        key = (block, slot)
+        if key not in self._aliases:
+            place = self.place(block, slot)
+            self._aliases[key] = [alias(place, entry) for entry in self._layouts[block].entries]
+        return self._aliases[key]
+
+
+def alias(place: Tensor, entry: Entry) -> Tensor:
+    """Make a tensor of the entry's shape in `place`'s storage, with a version counter of its own."""
+    start = place.storage_offset() + entry.byte_offset
+    stride = torch.empty(entry.shape, device="meta").stride()
+    with torch.inference_mode(False):  # aliases are kept, and an inference tensor never enters a graph
+        return torch.empty(0, dtype=entry.dtype, device=place.device).set_(
+            place.untyped_storage(), start // entry.dtype.itemsize, entry.shape, stride
+        )

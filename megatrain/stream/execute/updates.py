@@ -1,0 +1,171 @@
+"""The update of one block, on the host or on the device, and the norm that it waits for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import ModelError
+from megatrain.layout.blocks import BlockLayout
+from megatrain.layout.moments import MOMENT_PLANES, scale_ranges
+from megatrain.optim.adamw import AdamWStep, Planes, update_many
+from megatrain.optim.clip import clip_coefficient
+from megatrain.optim.device import update_on_device
+from megatrain.optim.pool import default_pool
+from megatrain.plan.program.operations import Operation
+from megatrain.store.state import split_gradient
+
+if TYPE_CHECKING:
+    from megatrain.stream.optimizer import StreamedAdamW
+
+_PLANES = ("working", "remainder", *MOMENT_PLANES)
+
+
+class StepStats:
+    """What one optimizer step did. Reading it waits until the step's norm is known."""
+
+    def __init__(self, wait: Callable[[], object], *, can_skip: bool) -> None:
+        """Expect a norm.
+
+        Args:
+            wait: Returns when it is known, or raises why it never will be.
+            can_skip: A norm that is not finite leaves everything as it is.
+        """
+        self._wait = wait
+        self._norm: Future[float] = Future()
+        self.can_skip = can_skip
+
+    def settle(self, norm: float) -> None:
+        """Make the norm known."""
+        self._norm.set_result(norm)
+
+    def fail(self, error: BaseException) -> None:
+        """Make known why there is none."""
+        self._norm.set_exception(error)
+
+    @property
+    def grad_norm(self) -> float:
+        """Global norm of the step's gradients before clipping: an fp32 value.
+
+        Raises:
+            BaseException: What kept the norm from being known.
+            ModelError: Something did, and it was raised before.
+        """
+        if not self._norm.done():
+            self._wait()
+            if not self._norm.done():
+                raise ModelError("the norm of this step is not known: one of the step's operations failed")
+        return self._norm.result()
+
+    @property
+    def skipped(self) -> bool:
+        """The norm was not finite, and nothing was changed."""
+        return self.can_skip and not math.isfinite(self.grad_norm)
+
+
+class BlockUpdate:
+    """One block's update, with everything that it needs as it was when the step ended."""
+
+    def __init__(
+        self,
+        optimizer: StreamedAdamW,
+        operation: Operation,
+        groups: Sequence[Mapping[str, Any]],
+        present: frozenset[str],
+        stats: StepStats | None,
+    ) -> None:
+        """Keep what the update needs.
+
+        Args:
+            optimizer: Whose update this is.
+            operation: UPDATE of the block.
+            groups: Hyper-parameters of each parameter group.
+            present: Parameters that have a gradient.
+            stats: Of the step; None: nothing is clipped or skipped.
+        """
+        self._optimizer = optimizer
+        self._block = operation.block
+        self._groups = groups
+        self._present = present
+        self._stats = stats
+        self._operation = operation
+
+    def run(self) -> None:
+        """Update the block's state on the host; nothing if the step is skipped."""
+        scale = self._scale()
+        if scale is None:
+            return
+        engine = self._optimizer.engine
+        state = engine.host.blocks[self._block]
+        drives = engine.executor.drives if self._operation.drive_staging >= 0 else None
+        if drives is not None:
+            planes = drives.planes(self._operation)
+            drives.updated(self._operation)
+        else:
+            planes = {name: getattr(state, name) for name in _PLANES}
+        gradient = split_gradient(engine.gradients.home(self._operation), state.layout)
+        ranges = self._optimizer.ranges(self._block, self._groups, self._present, scale)
+        update_many(default_pool(), _view(planes, gradient, state.layout, ranges))
+
+    def run_on_device(self) -> None:
+        """Update a block whose state is on the device, there."""
+        scale = self._scale()
+        if scale is None:
+            return
+        engine = self._optimizer.engine
+        layout = engine.host.blocks[self._block].layout
+        planes = engine.executor.states.planes(self._block)
+        flat = engine.gradients.on_device(self._block)
+        low, full = flat[: layout.num_split], flat[layout.num_split :]
+        ranges = self._optimizer.ranges(self._block, self._groups, self._present, scale)
+        if engine.lanes.updates_with_kernels:
+            gradient = low.to(torch.bfloat16), full  # they were rounded to it before
+            update_many(default_pool(), _view(planes, gradient, layout, ranges))
+            return
+        with engine.lanes.computing():
+            update_on_device(_view(planes, (low, full), layout, ranges))
+
+    def _scale(self) -> float | None:
+        if self._stats is None:
+            return 1.0
+        if self._stats.skipped:
+            return None
+        return clip_coefficient(self._stats.grad_norm, self._optimizer.max_grad_norm)
+
+
+def _view(
+    planes: Mapping[str, Tensor | None],
+    gradient: tuple[Tensor, Tensor],
+    layout: BlockLayout,
+    ranges: Iterable[tuple[AdamWStep, int, int]],
+) -> list[tuple[AdamWStep, Planes]]:
+    """View state ranges in all planes. Trained entries lie in the working bytes as in the state space."""
+    working, remainder = planes["working"], planes["remainder"]
+    exp_avg, exp_avg_sq = planes["exp_avg"], planes["exp_avg_sq"]
+    assert working is not None
+    assert exp_avg is not None
+    assert exp_avg_sq is not None
+    entries = {entry.state_offset: entry for entry in layout.trained}
+    scales = {name: plane for name, plane in planes.items() if name.endswith("_scale") and plane is not None}
+    places = scale_ranges(layout) if scales else {}
+    views = []
+    for hyper, start, stop in ranges:
+        first = entries[start]
+        nbytes = (stop - start) * first.dtype.itemsize
+        is_split = start < layout.num_split
+        edge = 0 if is_split else layout.num_split
+        view = Planes(
+            working=working[first.byte_offset : first.byte_offset + nbytes].view(first.dtype),
+            remainder=remainder[start:stop] if is_split and remainder is not None else None,
+            exp_avg=exp_avg[start:stop],
+            exp_avg_sq=exp_avg_sq[start:stop],
+            gradient=gradient[0 if is_split else 1][start - edge : stop - edge],
+            **{name: plane[slice(*places[first.name])] for name, plane in scales.items()},
+        )
+        views.append((hyper, view))
+    return views

@@ -1,0 +1,297 @@
+"""How a layer runs: forward, recomputation and backward, with slots held no longer than needed.
+
+What stays of a layer between its forward and its backward is its policy (`Activations`). A recomputation is
+torch's non-reentrant checkpoint around the layer's own forward, which restores RNG and autocast state. Kept
+tensors that are weights are replaced by their place in the block, so that a slot is free between forward and
+backward all the same.
+
+A layer of several fragments enters each when a module of it is called. Autograd ends a fragment before it
+touches the one before: its bring is older than its own operations and younger than those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatrain.errors import ConfigError, ModelError
+from megatrain.model.caches import with_own_caches
+from megatrain.model.selective import cheap_contexts
+from megatrain.plan.program.operations import Operation
+from megatrain.stream.activations.boundaries import note_output
+from megatrain.stream.forward.stream_weights import bring, swapped
+from megatrain.stream.activations.offload import Held
+
+if TYPE_CHECKING:
+    from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer, Pass
+
+
+class Activations(str, Enum):
+    """What stays of a layer between its forward and its backward; all give the same bits."""
+
+    KEEP = "keep"
+    """Everything that autograd saves, on the device."""
+    OFFLOAD = "offload"
+    """Everything that autograd saves, on the host."""
+    RECOMPUTE_CHEAP = "recompute_cheap"
+    """The layer's inputs, and the results of matrix products and attention; the rest is computed again."""
+    RECOMPUTE = "recompute"
+    """The layer's inputs (its boundary)."""
+    DROP_BOUNDARY = "drop_boundary"
+    """Nothing: the boundary is made again by the layers before it."""
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the layer's forward runs again in the backward."""
+        return self not in (Activations.KEEP, Activations.OFFLOAD)
+
+
+def policies(value: str | Sequence[str], num_layers: int) -> list[Activations]:
+    """Read one policy for all layers, or one per layer.
+
+    Raises:
+        ConfigError: An unknown policy, or not one per layer.
+    """
+    names = [value] * num_layers if isinstance(value, str) else list(value)
+    if len(names) != num_layers:
+        raise ConfigError(
+            f"activations names {len(names)} policies for {num_layers} blocks; give one, or one per block"
+        )
+    known = {policy.value: policy for policy in Activations}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"activations is {name!r}; use one of {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedWeight:
+    """A saved tensor that is part of a block's weights: where, instead of the bytes."""
+
+    entry: int
+    """Number of the fragment's entry in the visit."""
+    element_offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Entry:
+    """One fragment of a visit: entered in the forward, perhaps again in a recomputation, left in backward."""
+
+    def __init__(self, visit: LayerVisit, block: AttachedBlock) -> None:
+        self.block = block
+        self._visit = visit
+        self.trained = block.trained_now()
+        self.place: Tensor | None = None
+        """Its bytes on the device while it is open."""
+        self._is_backward = False
+        self._is_done = False
+
+    def open_backward(self, *, is_again: bool = False) -> Operation | None:
+        """Begin the backward if nothing has: a recomputation (again), a saved weight, or the bring itself."""
+        if self._is_done:
+            raise ModelError(
+                f"a second backward through the same forward of block {self.block.block.name}; its graph is "
+                "streamed once: run the forward again"
+            )
+        if self._is_backward:
+            return None
+        self._is_backward = True
+        self._visit.current.begin_backward()
+        operation = self._visit.open(self.block, is_backward=True, is_again=is_again)
+        self.place = self._visit.slots.target(operation)
+        return operation
+
+    def close_backward(self, grads: Sequence[Tensor | None]) -> None:
+        """Take the gradients; autograd is done with the fragment."""
+        self.open_backward()
+        self._visit.executor.close(self.block.line_up(grads, self.trained))
+        self.place = None
+        self._is_done = True
+        self._visit.go_on_before(self)
+
+
+class LayerVisit:
+    """One call of a layer in the model's forward, until its backward is done."""
+
+    def __init__(self, layer: AttachedLayer, current: Pass) -> None:
+        """Prepare the visit of `layer` in the forward pass `current`."""
+        self._layer = layer
+        self.current = current
+        self.executor = layer.executor
+        self.slots = layer.slots
+        self.entries: list[_Entry] = []
+        self._recomputed: list[_Entry] = []
+        self._has_run = False
+        self.key = -1
+        """Name of what the visit saves."""
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer under its policy."""
+        if not torch.is_grad_enabled():
+            return self._run(*args, **kwargs)
+        self.current.note(self._layer)
+        self.key = self.executor.name_visit(self._layer.blocks[-1].index, self.current.micro_batch)
+        policy = self._layer.policy
+        if not policy.is_recomputed:
+            _refuse_autocast(self._layer.name, policy)
+            call = self._layer.boundaries.remember(self, args, kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                result = self._run(*args, **kwargs)
+            note_output(self.current, call, result)
+            return result
+        # checkpoint keeps the random state of its positional tensors' devices, and no other's: a layer that
+        # gets its hidden states by name would draw another dropout mask in its recomputation.
+        token = torch.empty(0, device=self.executor.lanes.device)
+        options: dict[str, Any] = {}
+        if policy is Activations.RECOMPUTE_CHEAP:
+            options["context_fn"] = cheap_contexts()
+        with ExitStack() as stack:
+            call = self._layer.boundaries.watch(stack, self, args, kwargs)
+            result = checkpoint(self._run_on, token, *args, use_reentrant=False, **options, **kwargs)
+        note_output(self.current, call, result)
+        return result
+
+    @property
+    def layer(self) -> AttachedLayer:
+        """The layer that is called."""
+        return self._layer
+
+    def open(self, block: AttachedBlock, *, is_backward: bool, is_again: bool = False) -> Operation:
+        """Open a block of the layer for this visit's micro-batch."""
+        return self.executor.open(
+            block.index, self.current.micro_batch, is_backward=is_backward, is_again=is_again, owner=self
+        )
+
+    def go_on_before(self, entry: _Entry) -> None:
+        """After a fragment's backward, open that of the one before: its operations come next."""
+        if self._recomputed and self._recomputed[-1] is entry:
+            self._recomputed.pop()
+        if self._recomputed:
+            self._recomputed[-1].open_backward()
+        elif entry is self.entries[0]:
+            self._layer.stash.drop(self.key)
+
+    def run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer once more, for the boundary of the next one."""
+        return LayerVisit(self._layer, self.current)._run(*args, **kwargs)
+
+    def _run_on(self, token: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the class's own forward on slot views: the forward first, the recomputation after it."""
+        is_recomputation, self._has_run = self._has_run, True
+        run = _Run(self, is_recomputation=is_recomputation)
+        held, self._layer.run = self._layer.run, run
+        try:
+            if not self._layer.has_fragments:
+                run.enter(self._layer.blocks[0])
+            if torch.is_grad_enabled():
+                args, kwargs = with_own_caches(args, kwargs)
+            return self._layer.inner(*args, **kwargs)
+        finally:
+            run.leave()
+            self._layer.run = held
+
+    def _pack(self, tensor: Tensor) -> Tensor | _SavedWeight | Held:
+        for number, entry in enumerate(self.entries):
+            place = entry.place
+            if (
+                place is not None
+                and tensor.untyped_storage().data_ptr() == place.untyped_storage().data_ptr()
+            ):
+                start = place.storage_offset() // tensor.dtype.itemsize
+                offset = int(tensor.storage_offset()) - start
+                return _SavedWeight(number, offset, tensor.dtype, tensor.shape, tensor.stride())
+        if self._layer.policy is Activations.OFFLOAD:
+            return self._layer.stash.save(tensor, self.key)
+        return tensor.detach()  # a node that saved its own output, graph and all, would never be freed
+
+    def _unpack(self, saved: Tensor | _SavedWeight | Held) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if isinstance(saved, Held):
+            return self._layer.stash.load(saved)
+        entry = self.entries[saved.entry]
+        entry.open_backward()
+        place = entry.place
+        assert place is not None, "a weight is needed after its block's backward has ended"
+        start = place.storage_offset() // saved.dtype.itemsize
+        tensor = torch.empty(0, dtype=saved.dtype, device=place.device)
+        return tensor.set_(place.untyped_storage(), start + saved.element_offset, saved.shape, saved.stride)
+
+
+class _Run:
+    """One run of a layer's forward: which fragment is entered, and what its modules find as parameters."""
+
+    def __init__(self, visit: LayerVisit, *, is_recomputation: bool) -> None:
+        self._visit = visit
+        self._is_recomputation = is_recomputation
+        self._entry: _Entry | None = None
+        self._operation: Operation | None = None
+        self._count = 0
+        self._stays_open = False
+        self._swap = ExitStack()
+
+    def enter(self, block: AttachedBlock) -> None:
+        """Let the modules of `block` find its weights; leaves the fragment that was entered before."""
+        if self._entry is not None and self._entry.block is block:
+            return
+        self.leave()
+        visit = self._visit
+        if self._is_recomputation:
+            entry = visit.entries[self._count]
+            assert entry.block is block, "the recomputation took another way than the forward"
+        else:
+            entry = _Entry(visit, block)
+            visit.entries.append(entry)
+        self._count += 1
+        self._stays_open = self._is_recomputation and self._count == len(visit.entries)
+        if self._stays_open:
+            self._operation = entry.open_backward(is_again=True)
+            assert self._operation is not None
+        else:
+            self._operation = visit.open(block, is_backward=False, is_again=self._is_recomputation)
+            entry.place = visit.slots.target(self._operation)
+        if self._is_recomputation:
+            visit._recomputed.append(entry)
+        self._entry = entry
+        aliases = visit.slots.aliases(block.index, self._operation.slot)
+        weights = bring(aliases, entry.trained, entry.close_backward)
+        self._swap.enter_context(swapped(*block.fill(weights, visit.current.tensors)))
+
+    def leave(self) -> None:
+        """Give the modules their parameters back; a recomputed fragment stays in its slot."""
+        entry, self._entry = self._entry, None
+        if entry is None:
+            return
+        self._swap.close()
+        if self._stays_open:
+            return
+        assert self._operation is not None
+        self._visit.executor.close()
+        entry.place = None
+        if self._is_recomputation:
+            self._visit.executor.pin(self._operation, self._visit)
+
+
+def _refuse_autocast(name: str, policy: Activations) -> None:
+    """Refuse to keep what is saved under autocast: copies of weights, which would stay on the device.
+
+    Raises:
+        ConfigError: Autocast is on.
+    """
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise ConfigError(
+            f"activations={policy.value} under torch.autocast: autograd would keep a cast copy of every "
+            f"weight of {name}; use activations=recompute, or precision=bf16 in place of autocast"
+        )

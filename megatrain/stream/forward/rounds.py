@@ -1,0 +1,172 @@
+"""What passes of the model are expected: rounds of a step, their visits, and the passes since a backward.
+
+A round's visits are what its layers and their policies say (`round_visits`), until a round was seen to go
+another way; then the next one of as many micro-batches is expected to go as that one did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatrain.errors import ModelError
+from megatrain.plan.program.operations import LayerPlan, Visit
+from megatrain.plan.program.schedule import marked, most_open, round_visits
+from megatrain.store.state import HostState, Precision
+from megatrain.stream.forward.layer_visit import Activations
+from megatrain.stream.bind import require_accumulators
+from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.gradients import Gradients
+from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer
+from megatrain.stream.policies import Policies
+
+
+class Rounds:
+    """Foresees rounds, and notes what came of them."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        host: HostState,
+        gradients: Gradients,
+        layers: Sequence[AttachedLayer],
+        outer: Sequence[AttachedBlock],
+        policies: Policies,
+    ) -> None:
+        """Expect nothing yet; `layers` are in forward order, `outer` blocks are in use in every pass."""
+        self._executor = executor
+        self._host = host
+        self._gradients = gradients
+        self._policies = policies
+        self.plans = [
+            LayerPlan(
+                tuple(block.index for block in layer.blocks),
+                is_recomputed=layer.policy.is_recomputed,
+                saves=layer.policy is Activations.OFFLOAD
+                or (policies.boundaries_on_host and layer.policy.is_recomputed),
+                drops=layer.policy is Activations.DROP_BOUNDARY and number > 0,
+            )
+            for number, layer in enumerate(layers)
+        ]
+        self.first_trained = _first_trained(layers, outer)
+        """The first layer that backward reaches: what is before it has nothing to train."""
+        self.micro_batch = 0
+        """Number within its round of the pass that begins next."""
+        self.num_together = 1
+        """Micro-batches of the round that is going on."""
+        self._orders: dict[int, list[Visit]] = {}
+        self._bare: dict[int, list[Visit]] = {}
+        """What is expected to be seen of a round, by its number of micro-batches."""
+        self._passes_foreseen = 0
+        self._passes_since_backward = 0
+        self._adds_up = False
+        self._in_backward = False
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients of the pass that begins now add to others."""
+        return self._adds_up or self._passes_since_backward > 1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a forward waits for its backward, or a backward is going on."""
+        return self._passes_since_backward > 0 or self._in_backward
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a backward of the caller's has ended in an exception."""
+        return self._in_backward and torch._C._current_graph_task_id() == -1
+
+    def foresee_step(self, sizes: Sequence[int]) -> None:
+        """Foresee the rounds of a whole step, with as many micro-batches as `sizes` says."""
+        self._prepare_gradients(num_rounds=len(sizes), adds_up=sum(sizes) > 1)
+        visits: list[Visit] = []
+        for number, size in enumerate(sizes):
+            visits += self.visits(size, loads=number > 0, completes=number == len(sizes) - 1)
+        self._executor.foresee(visits)
+        self._passes_foreseen, self.num_together = sum(sizes), sizes[0]
+
+    def foresee_round(self, num_micro_batches: int) -> None:
+        """Foresee a round that the caller begins: whether others follow is not known.
+
+        Raises:
+            ModelError: Gradients are there already, and an immediate update has used them up.
+        """
+        has_gradients = bool(self._gradients.blocks)
+        if has_gradients and self._executor.update_at_once is not None:
+            raise ModelError(
+                "a second backward before opt.step(): with updates=immediate, the first one has updated the "
+                "weights already; give all micro-batches to engine.forward_backward, or use deferred"
+            )
+        self._prepare_gradients(num_rounds=1 + has_gradients, adds_up=has_gradients or num_micro_batches > 1)
+        self._executor.foresee(
+            self.visits(
+                num_micro_batches,
+                loads=has_gradients,
+                completes=not has_gradients or self._host.precision is Precision.FP32,
+            )
+        )
+        self._passes_foreseen = self.num_together = num_micro_batches
+
+    def foresee_evaluation(self) -> None:
+        """Foresee one pass through all layers without a backward."""
+        self._executor.foresee(Visit(block) for plan in self.plans for block in plan.blocks)
+        self.micro_batch = 0
+
+    def begin_pass(self) -> None:
+        """Count a pass with gradients; one that nobody has announced is a round of its own."""
+        self._passes_since_backward += 1
+        if not self._passes_foreseen:
+            self.micro_batch = self._passes_since_backward - 1
+            self.foresee_round(1)
+        self._passes_foreseen -= 1
+
+    def begin_backward(self) -> None:
+        """Take note that autograd reaches a block: `_end_backward` follows when it is done."""
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def visits(self, num_micro_batches: int, *, loads: bool, completes: bool) -> list[Visit]:
+        """List the visits of a round."""
+        order = self._orders.get(num_micro_batches)
+        if order is not None:
+            return marked(order, loads=loads, completes=completes)
+        return round_visits(
+            self.plans,
+            num_micro_batches=num_micro_batches,
+            first_trained=self.first_trained,
+            loads=loads,
+            completes=completes,
+        )
+
+    def drop(self) -> None:
+        """Forget an unfinished round after an exception."""
+        self._in_backward = False
+        self._passes_foreseen = 0
+        self._passes_since_backward = 0
+        self._executor.abandon()
+
+    def _prepare_gradients(self, *, num_rounds: int, adds_up: bool) -> None:
+        self._adds_up = adds_up
+        require_accumulators(self._host, accumulates=num_rounds > 1, limit=self._policies.host_limit)
+        self._executor.prepare_gradients(adds_up=adds_up, num_rounds=num_rounds)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._executor.end_backward()
+        seen = self._executor.take_seen()
+        passes, self._passes_since_backward = self._passes_since_backward, 0
+        if passes not in self._bare:
+            self._bare[passes] = [v.bare for v in self.visits(passes, loads=False, completes=True)]
+        is_new = passes == self.num_together and seen != self._bare[passes]
+        if is_new and most_open(seen) <= self._policies.num_gradient_buffers:
+            self._orders[passes] = self._bare[passes] = seen
+
+
+def _first_trained(layers: Sequence[AttachedLayer], outer: Sequence[AttachedBlock]) -> int:
+    if any(block.layout.num_state for block in outer):
+        return 0
+    trained = (any(block.layout.num_state for block in layer.blocks) for layer in layers)
+    return next((number for number, flag in enumerate(trained) if flag), 0)

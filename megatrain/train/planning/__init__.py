@@ -1,0 +1,1 @@
+"""The plan of a run: made, obeyed, compared with what was seen."""

@@ -1,0 +1,345 @@
+"""A plan in words and as JSON: what fits where, how long a step takes and why, what a token budget costs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import groupby
+from textwrap import wrap
+from typing import Any
+
+from megatrain.config import config_keys
+from megatrain.errors import ConfigError
+from megatrain.hardware import GIB
+from megatrain.config.choice import Plan, Pool
+from megatrain.plan.cost.economics import Economics, economics
+from megatrain.plan.search.choices import least_bytes
+from megatrain.plan.search.planner import make_plan
+from megatrain.plan.search.remedies import KEYS
+from megatrain.plan.search.request import Request
+from megatrain.train.metrics import format_duration
+from megatrain.train.planning.plan_run import Planned
+
+_WIDTH = 110
+_TOKENS = 10**9
+_NUMBER = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([KMBTkmbt]?)")
+_MANY = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_TIERS = {"device": "device", "ram": "host", "nvme": "drives"}
+
+
+def report(
+    planned: Planned,
+    *,
+    tokens: str | None = None,
+    price_per_hour_usd: float | None = None,
+    as_json: bool = False,
+    explains: bool = False,
+) -> str:
+    """Return what `megatrain plan` prints.
+
+    Args:
+        planned: The plan.
+        tokens: To train on, such as `20B` or `2e9`. None: those of the run, or 1e9 if it has no steps.
+        price_per_hour_usd: Of the whole machine; None: see `economics`.
+        as_json: One JSON object instead of text.
+        explains: Add why the choice was made, and what would be faster.
+
+    Raises:
+        ConfigError: `tokens` is no number of tokens.
+    """
+    config = planned.config
+    steps = config.train.steps
+    budget = config.tokens_per_step * steps if steps else _TOKENS
+    if tokens is not None:
+        budget = parse_tokens(tokens)
+    request = planned.request
+    money = economics(
+        planned.plan, request.spec, request.anatomy, tokens=budget, price_per_hour_usd=price_per_hour_usd
+    )
+    lines = explain(planned) if explains else []
+    return json.dumps(plan_json(planned, money, lines)) if as_json else plan_text(planned, money, lines)
+
+
+def parse_tokens(text: str) -> int:
+    """Read a number of tokens: `2e9`, `20B`, `1.5T`, `1_000_000`.
+
+    Raises:
+        ConfigError: It is none, or below 1.
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    count = float(match[1].replace("_", "")) * _MANY[match[2].upper()] if match else 0.0
+    if not 1 <= count < 1e18:
+        raise ConfigError(f"--tokens is {text!r}; give a number of tokens such as 2e9, 500M or 20B")
+    return round(count)
+
+
+def plan_json(planned: Planned, money: Economics, lines: list[str]) -> dict[str, Any]:
+    """Return a plan as plain values: bytes, seconds, US dollars.
+
+    Args:
+        planned: The plan.
+        money: Of its token budget.
+        lines: Of `explain`; may be none.
+    """
+    plan, request = planned.plan, planned.request
+    spec, anatomy = request.spec, request.anatomy
+    return {
+        "fits": plan.fits,
+        "problem": plan.problem or None,
+        "machine": spec.name,
+        "device": spec.device,
+        "model": {
+            "path": planned.model,
+            "type": anatomy.model_type,
+            "part": anatomy.part or None,
+            "num_params": anatomy.num_params,
+            "num_active_params": anatomy.num_active_params,
+            "num_layers": len(anatomy.layers),
+        },
+        "precision": anatomy.precision,
+        "clips": request.clips,
+        "batch": {**asdict(plan.batch), "tokens": plan.batch.tokens},
+        "pools": [asdict(pool) for pool in plan.pools],
+        "limits": dict(plan.limits),
+        "step_s": plan.step_s,
+        "bound": plan.bound,
+        "bounds_s": dict(plan.bounds_s),
+        "tokens_per_s": plan.tokens_per_s,
+        "mfu": plan.mfu,
+        "hardware_mfu": plan.hardware_mfu,
+        "policy": policy(plan),
+        "layers": [[name, len(list(same))] for name, same in groupby(plan.choice.activations)],
+        "bytes_per_step": dict(plan.bytes_per_step),
+        **asdict(money),
+        "num_evaluated": plan.num_evaluated,
+        "plan_s": plan.plan_s,
+        "count_s": planned.count_s,
+        "notes": list(planned.notes),
+        **({"explain": lines} if lines else {}),
+    }
+
+
+def policy(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return the choice as settings that a CONFIG takes.
+
+    Layers that do not all have the same policy are `auto` there: it makes the same choice again.
+    """
+    choice = plan.choice
+    values: dict[str, dict[str, Any]] = {}
+    for field, key in KEYS.items():
+        if key not in config_keys():
+            continue
+        value = getattr(choice, field)
+        if field == "activations":
+            value = value[0] if len(set(value)) == 1 else "auto"
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+    return values
+
+
+def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
+    """Return a plan as a page of text; the arguments are those of `plan_json`."""
+    plan = planned.plan
+    rows = [*_head(planned), "", *_tiers(planned)]
+    if plan.fits:  # the least that does not fit is not what would run
+        rows += [*_step(planned), *_total(money)]
+    rows += _verdict(planned)
+    if plan.fits:
+        rows += _row("setting", _settings(plan))
+    for note in planned.notes:
+        rows += _row("note", note)
+    for line in lines:
+        rows += _row("why", line)
+    return "\n".join(rows)
+
+
+def explain(planned: Planned) -> list[str]:
+    """Say why this choice: bounds, what was fixed, how many were timed, what the next memory would give."""
+    plan, request = planned.plan, planned.request
+    lines = [_bounds(plan)]
+    fixed = [KEYS[name] for name in request.fixed or {} if name in KEYS]
+    lines.append(
+        f"Fixed by the settings: {', '.join(fixed)}."
+        if fixed
+        else "No setting of memory was fixed: all were chosen."
+    )
+    if plan.fits:
+        lines.append(
+            f"{plan.num_evaluated:,} choices were timed in {plan.plan_s:.2g} s; the others do not fit, or "
+            "have bounds above the best time."
+        )
+    lines += _needs(request)
+    lines += [text for name, other in _variants(request) if (text := _compare(plan, name, other))]
+    return lines
+
+
+def _head(planned: Planned) -> Iterator[str]:
+    plan, request = planned.plan, planned.request
+    anatomy, spec, batch = request.anatomy, request.spec, plan.batch
+    masters = "fp32 masters and moments" if request.state == "fp32" else f"moments in {request.state}"
+    part = f" ({anatomy.part})" if anatomy.part else ""
+    size = f"{anatomy.num_params / 1e9:,.3f} B parameters, {len(anatomy.layers)} layers"
+    yield from _row("model", f"{planned.model}{part}: {size}")
+    shape = f"{batch.num_micro_batches} x {batch.micro_batch_size} x {batch.seq_len:,} = {batch.tokens:,}"
+    yield from _row(
+        "step",
+        f"{shape} tokens; {anatomy.precision}, {masters}, {'clipped' if request.clips else 'not clipped'}",
+    )
+    drives = "no drives" if spec.drives is None else f"{_tera(spec.drives.nbytes)} on drives"
+    device = "the host computes" if spec.is_cpu else spec.device
+    yield from _row("machine", f"{spec.name}: {device}, {_tera(spec.host_bytes)} of host memory, {drives}")
+
+
+def _tiers(planned: Planned) -> Iterator[str]:
+    plan, request = planned.plan, planned.request
+    yield f" {'tier':<8}{'what, in GiB':<64}{'need':>12}{'have':>12}"
+    for tier, limit in request.limits.items():
+        pools = [pool for pool in plan.pools if pool.tier == tier]
+        if not pools:
+            continue
+        need = sum(pool.nbytes for pool in pools)
+        verdict = "" if limit is None or need <= limit else "  too much"
+        have = "-" if limit is None else _gib(limit)
+        first, *rest = wrap(_pools(pools), 62)
+        yield f" {_TIERS[tier]:<8}{first:<64}{_gib(need):>12}{have:>12}{verdict}"
+        yield from (f" {'':<8}{line}" for line in rest)
+
+
+def _pools(pools: list[Pool]) -> str:
+    largest = sorted(pools, key=lambda pool: -pool.nbytes)
+    return ", ".join(f"{pool.name} {_number(pool.nbytes / GIB)}" for pool in largest)
+
+
+def _step(planned: Planned) -> Iterator[str]:
+    plan = planned.plan
+    bounds = sorted(plan.bounds_s.items(), key=lambda item: -item[1])
+    lanes = " | ".join(f"{name} {_seconds(seconds)}" for name, seconds in bounds)
+    yield from _row("time", f"{lanes} -> {_seconds(plan.step_s)}, bound by {plan.bound}")
+    again = f" ({plan.hardware_mfu:.1%} with what is computed again)"
+    yield from _row("speed", f"{_number(plan.tokens_per_s)} tokens/s, MFU {plan.mfu:.1%}{again}")
+
+
+def _total(money: Economics) -> Iterator[str]:
+    parts = [f"{money.steps:,} steps, {format_duration(money.days * 86400)}"]
+    parts += [] if money.kwh is None else [f"{_number(money.kwh)} kWh"]
+    if money.usd is not None and money.usd_per_hour is not None:
+        parts.append(f"${_number(money.usd)} at ${money.usd_per_hour:.2f} per hour ({money.price_source})")
+    else:
+        parts.append("no price known (--price-per-hour)")
+    yield from _row("total", f"{money.tokens:,} tokens: {', '.join(parts)}")
+    taken = "" if money.checkpoint_s is None else f", {_seconds(money.checkpoint_s)} to write to the drives"
+    yield from _row("saving", f"a checkpoint is {_gib(money.checkpoint_bytes)}{taken}")
+    if money.drive_written:
+        days = money.drive_days
+        lasts = "endurance not known" if days is None else f"{days:,.0f} days to rated endurance"
+        per_day, total = _tera(money.drive_written_per_day), _tera(money.drive_written)
+        yield from _row("wear", f"{per_day} written to the drives per day, {total} in all; {lasts}")
+
+
+def _verdict(planned: Planned) -> Iterator[str]:
+    plan = planned.plan
+    if not plan.fits:
+        yield from _row("verdict", f"DOES NOT FIT. {plan.problem}")
+        return
+    spare = [
+        f"{_gib(limit - plan.tier_bytes(tier))} of {_TIERS[tier]} memory"
+        for tier, limit in plan.limits.items()
+        if tier != "nvme"
+    ]
+    yield from _row("verdict", f"FITS, with {' and '.join(spare)} to spare")
+
+
+def _settings(plan: Plan) -> str:
+    """Say the choice as overrides of `train`."""
+    words = [
+        f"{section}.{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for section, values in policy(plan).items()
+        for name, value in values.items()
+    ]
+    counts = Counter(plan.choice.activations)
+    if len(counts) > 1:
+        layers = ", ".join(f"{count} {name}" for name, count in counts.items())
+        words.append(f"(layers: {layers})")
+    if plan.choice.tiers:
+        planes = ", ".join(sorted(plane for plane, tier in plan.choice.tiers if tier == "nvme"))
+        words.append(f"(on drives: {planes}, of all but {plan.choice.blocks_in_ram} blocks)")
+    return " ".join(words)
+
+
+def _bounds(plan: Plan) -> str:
+    bounds = sorted(plan.bounds_s.items(), key=lambda item: -item[1])
+    (name, longest), *others = bounds
+    rest = ", ".join(f"{other} {_seconds(seconds)}" for other, seconds in others)
+    over = plan.step_s / longest - 1
+    beside = f" At the same time: {rest}." if rest else ""
+    return (
+        f"A step cannot be shorter than {_seconds(longest)}, which is what {name} takes.{beside} Operations "
+        f"that wait for each other make it {over:.1%} longer."
+    )
+
+
+def _needs(request: Request) -> Iterator[str]:
+    """Say the least host memory with which the model fits, without and with drives."""
+    plain = replace(request, spec=request.spec.with_drive_bytes(0), host_limit=None)
+    need = least_bytes(replace(plain, spec=plain.spec.with_ram(1 << 62)), "ram")
+    if need is not None:
+        yield f"Without drives it needs at least {_gib(need)} of host memory."
+    if request.spec.drives is not None:
+        need = least_bytes(replace(request, host_limit=None, spec=request.spec.with_ram(1 << 62)), "ram")
+        if need is not None:
+            yield f"With state on the drives it needs at least {_gib(need)} of host memory."
+
+
+def _variants(request: Request) -> Iterator[tuple[str, Request]]:
+    spec = request.spec
+    ram = 2 * spec.host_bytes
+    yield (
+        f"With twice the host memory ({_gib(ram)})",
+        replace(request, spec=spec.with_ram(ram), host_limit=None),
+    )
+    if request.clips:
+        yield "Without clipping", replace(request, clips=False)
+    if spec.drives is None:
+        size = 10**12 * -(-32 * request.anatomy.num_params // 10**12)
+        yield f"With {_tera(size)} on drives", replace(request, spec=spec.with_drive_bytes(size))
+
+
+def _compare(plan: Plan, name: str, request: Request) -> str:
+    other = make_plan(request)
+    if not other.fits:
+        return "" if plan.fits else f"{name} it does not fit either."
+    speed = f"{_number(other.tokens_per_s)} tokens/s, bound by {other.bound}"
+    if not plan.fits:
+        return f"{name} it fits: {speed}."
+    gain = other.tokens_per_s / plan.tokens_per_s - 1
+    if gain < 0.005:
+        return f"{name} it is no faster."
+    return f"{name} it is {gain:.1%} faster: {speed}."
+
+
+def _row(name: str, text: str) -> Iterator[str]:
+    for number, line in enumerate(wrap(text, _WIDTH - 10)):
+        yield f" {name if number == 0 else '':<8}{line}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{_number(seconds)} s" if seconds >= 0.1 else f"{_number(seconds * 1e3)} ms"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _gib(nbytes: float) -> str:
+    value = nbytes / GIB
+    return f"{value:,.1f} GiB" if value >= 0.1 else f"{nbytes / (1 << 20):,.1f} MiB"
+
+
+def _tera(nbytes: float) -> str:
+    """Return bytes in TB or GB of 10^9, and in binary units."""
+    if nbytes >= 1e12:
+        return f"{nbytes / 1e12:,.3g} TB ({nbytes / (1 << 40):,.3g} TiB)"
+    return f"{nbytes / 1e9:,.3g} GB ({nbytes / GIB:,.3g} GiB)"

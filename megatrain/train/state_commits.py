@@ -1,0 +1,126 @@
+"""The run's side of state on drives: whose state it is, what a commit holds, and whether to go on from it."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from megatrain.config import Config
+from megatrain.model.weights.skeleton import persistent_buffers
+from megatrain.config.choice import Choice
+from megatrain.store.drives.places import drive_errors
+from megatrain.store.drives.record import CommitRecord, read_record
+from megatrain.store.placement import Tiers
+
+_log = logging.getLogger(__name__)
+
+
+def tiers_of(config: Config, choice: Choice | None = None, *, resumes: bool = False) -> Tiers | None:
+    """Return the tiers of a run's state; None if it has no drives."""
+    given = config.memory.tiers
+    if given == "auto" or not given.nvme:
+        return None
+    together = config.memory.lockstep if choice is None else choice.lockstep
+    updates = config.optim.updates if choice is None else choice.updates
+    waits_on_device = (config.memory.gradients if choice is None else choice.gradients) == "device"
+    many = together != "auto" and config.train.grad_accumulation > together
+    return Tiers(
+        nvme=tuple(map(Path, given.nvme)),
+        ram=config.memory.host_budget,
+        owner=str(Path(config.out).absolute()),
+        keeps_gradients=not waits_on_device and (updates != "immediate" or many),
+        resumes=resumes,
+    )
+
+
+@contextmanager
+def drives_apart(config: Config) -> Iterator[Config]:
+    """Give a run that nobody keeps directories of its own on the drives, and remove them in the end."""
+    given = config.memory.tiers
+    if given == "auto" or not given.nvme:
+        yield config
+        return
+    made: list[Path] = []
+    try:
+        for directory in map(Path, given.nvme):
+            with drive_errors("make a directory in", directory):
+                directory.mkdir(mode=0o700, exist_ok=True)
+                made.append(Path(tempfile.mkdtemp(prefix="trace-", dir=directory)))
+        tiers = given.model_copy(update={"nvme": tuple(map(str, made))})
+        yield config.model_copy(update={"memory": config.memory.model_copy(update={"tiers": tiers})})
+    finally:
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def find_commit(config: Config, *, is_run: bool) -> CommitRecord | None:
+    """Return what the run has committed on its drives; None if it has no drives or committed nothing.
+
+    State of another run is left to whoever opens the drives, who refuses.
+
+    Args:
+        config: Of the run.
+        is_run: Its directory is there. Without it, its state on the drives is what a removed run has left.
+
+    Raises:
+        CheckpointError: The record is damaged.
+    """
+    tiers = tiers_of(config)
+    found = None if tiers is None else read_record(tiers.nvme[0])
+    if tiers is None or found is None or found.owner != tiers.owner:
+        return None
+    if not is_run:
+        _log.warning(
+            "%s holds step %d of a run whose directory is gone; it is overwritten", tiers.nvme[0], found.step
+        )
+        return None
+    return found
+
+
+def laid_out_as(committed: CommitRecord | None, config: Config) -> Config:
+    """Return the settings with `fragments`, where that is `auto`, as the committed state is laid out."""
+    if committed is None or config.memory.fragments != "auto":
+        return config
+    memory = config.memory.model_copy(update={"fragments": bool(committed.meta["fragments"])})
+    return config.model_copy(update={"memory": memory})
+
+
+def resumed(tiers: Tiers | None) -> Tiers | None:
+    """Return the same tiers, to go on from what is committed there."""
+    return None if tiers is None else replace(tiers, resumes=True)
+
+
+def encode_buffers(model: nn.Module) -> dict[str, Any]:
+    """Return the buffers that are saved with a model as plain JSON values: nearly always few and small."""
+    return {
+        name: {
+            "dtype": str(buffer.dtype).removeprefix("torch."),
+            "shape": list(buffer.shape),
+            "data": base64.b64encode(_raw(buffer).tobytes()).decode(),
+        }
+        for name, buffer in persistent_buffers(model).items()
+    }
+
+
+def restore_buffers(model: nn.Module, encoded: Mapping[str, Any]) -> None:
+    """Undo `encode_buffers`."""
+    buffers = persistent_buffers(model)
+    for name, values in encoded.items():
+        dtype = getattr(torch, values["dtype"])
+        raw = torch.frombuffer(bytearray(base64.b64decode(values["data"])), dtype=torch.uint8)
+        buffers[name].copy_(raw.view(dtype).view(values["shape"]))
+
+
+def _raw(buffer: torch.Tensor) -> np.ndarray[Any, Any]:
+    return buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,124 @@
+"""A step's tasks and its sums agree: bounds add up what the program moves, and none is above the time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from megatrain.model.profile.anatomy import POLICIES
+from megatrain.plan.memory.block_sums import Census
+from megatrain.config.choice import Batch, Choice
+from megatrain.plan.cost.rates import Rates
+from megatrain.plan.program.operations import Lane
+from megatrain.plan.cost.step_time import Step
+from tests.plan.anatomies import Shape, llama_like, machine
+
+LAYERS = 4
+RATES = Rates(machine(), "bf16")
+ANATOMY = llama_like(Shape(num_layers=LAYERS))
+PLAIN = Choice(num_slots=2, num_gradient_buffers=2, activations=("recompute",) * LAYERS)
+
+CHOICES = {
+    "plain": PLAIN,
+    "one slot": replace(PLAIN, num_slots=1),
+    "all slots": replace(PLAIN, num_slots=LAYERS),
+    "resident": replace(PLAIN, resident_layers=2, outer_resident=True),
+    "immediate": replace(PLAIN, updates="immediate"),
+    "kept": replace(PLAIN, activations=("keep",) * LAYERS),
+}
+
+
+def moved(step: Step, lane: Lane, kinds: tuple[str, ...]) -> float:
+    """Return the bytes that tasks of a lane move, from their seconds."""
+    tasks, _ = step.tasks()
+    rate = step.rates.spec.h2d_bytes_per_s if lane is Lane.FETCH else step.rates.spec.d2h_bytes_per_s
+    return sum(task.seconds for task in tasks if task.lane is lane and task.kind in kinds) * rate
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", CHOICES)
+def test_bytes_of_the_bounds_are_those_of_the_program(name: str, count: int) -> None:
+    choice = replace(CHOICES[name], lockstep=1)
+    batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
+    step = Step(RATES, ANATOMY, choice, batch)
+    fetched, offloaded = Census.of(ANATOMY, choice.fragments).moved_bytes(choice, count)
+    assert moved(step, Lane.FETCH, ("fetch", "load")) == pytest.approx(fetched, rel=1e-6)
+    assert moved(step, Lane.OFFLOAD, ("offload",)) == pytest.approx(offloaded, rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_bytes_of_the_bounds_are_no_more_than_those_of_a_program_in_fragments(count: int) -> None:
+    """Where a backward begins with other fragments than its forward has left, the program fetches more."""
+    choice = replace(PLAIN, fragments=True, num_slots=3, num_gradient_buffers=3)
+    batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
+    step = Step(RATES, ANATOMY, choice, batch)
+    fetched, offloaded = Census.of(ANATOMY, True).moved_bytes(choice, count)
+    assert 1.0 <= moved(step, Lane.FETCH, ("fetch", "load")) / fetched < 1.15
+    assert moved(step, Lane.OFFLOAD, ("offload",)) == pytest.approx(offloaded, rel=1e-6)
+
+
+def test_updates_are_of_every_parameter_that_the_host_keeps() -> None:
+    batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=1)
+    for choice in CHOICES.values():
+        step = Step(RATES, ANATOMY, choice, batch)
+        tasks, _ = step.tasks()
+        seconds = sum(task.seconds for task in tasks if task.lane is Lane.HOST)
+        split, full = step.census.updated_on_host(choice)
+        assert seconds == pytest.approx(RATES.update_s(split, full))
+
+
+def random_choice(chance: random.Random, count: int) -> Choice:
+    fragments = chance.random() < 0.5
+    parts = 2 if fragments else 1
+    lockstep = chance.randint(1, count)
+    updates = chance.choice(["deferred", "immediate", "serial"])
+    waits = updates == "deferred" and lockstep == count and chance.random() < 0.5
+    return Choice(
+        num_slots=chance.randint(parts, LAYERS * parts),
+        num_gradient_buffers=chance.randint(parts, parts + 2),
+        activations=tuple(chance.choice(POLICIES) for _ in range(LAYERS)),
+        boundaries=chance.choice(["device", "host"]),
+        fragments=fragments,
+        resident_layers=chance.randint(0, LAYERS),
+        outer_resident=chance.random() < 0.5,
+        lockstep=lockstep,
+        updates=updates,
+        gradients="device" if waits else "host",
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_bound_is_above_the_time(seed: int) -> None:
+    """A choice is passed over when its bound is above the best time: a bound that is too high loses it."""
+    chance = random.Random(seed)
+    for _ in range(60):
+        count = chance.randint(1, 4)
+        batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
+        spec = machine(
+            link=chance.choice([2e8, 2e9, 1e11]), update_rate=chance.choice([2e6, 1e8, 1e10]), flops=1e12
+        )
+        choice = random_choice(chance, count)
+        step = Step(Rates(spec, "bf16"), ANATOMY, choice, batch)
+        # activations of one round may leave while another's come back: that bound is for one round only
+        bounds = {name: s for name, s in step.bounds_s.items() if not name.startswith("activations")}
+        assert step.step_s >= 0.999 * max(bounds.values()), (choice, batch, bounds, step.step_s)
+
+
+def test_a_faster_machine_is_never_slower() -> None:
+    chance = random.Random(7)
+    for _ in range(30):
+        batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=3)
+        choice = random_choice(chance, 3)
+        slow = Step(Rates(machine(), "bf16"), ANATOMY, choice, batch)
+        fast = Step(Rates(machine(flops=2e12, link=2e9, update_rate=2e8), "bf16"), ANATOMY, choice, batch)
+        assert fast.step_s <= 1.001 * slow.step_s
+
+
+def test_a_host_that_computes_does_one_thing_after_the_other() -> None:
+    spec = machine(device="cpu", device_bytes=None)
+    batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=2)
+    step = Step(Rates(spec, "bf16"), ANATOMY, PLAIN, batch)
+    (bound,) = step.bounds_s.values()
+    assert step.step_s == pytest.approx(bound, rel=0.02)

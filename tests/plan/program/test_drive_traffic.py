@@ -1,0 +1,209 @@
+"""Reads of drives in a program: as early as the buffers allow, and never over what is still in use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.hardware import Drives
+from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
+from megatrain.config.choice import Batch, Choice
+from megatrain.plan.program.drive_traffic import (
+    with_activations_through,
+    with_state_through,
+    with_weights_through,
+)
+from megatrain.plan.search.planner import make_plan, plan_of
+from megatrain.plan.program.operations import BlockSize, Kind, Lane, LayerPlan, Operation
+from megatrain.plan.search.request import Request
+from megatrain.plan.program.schedule import optimizer_program, round_visits, schedule
+from megatrain.plan.cost.step_time import Step
+from tests.plan.anatomies import Shape, llama_like, machine
+
+SIZES = [100 + block for block in range(8)]
+
+OPERATIONS = st.lists(
+    st.builds(
+        Operation,
+        kind=st.sampled_from([Kind.FETCH, Kind.FORWARD, Kind.OFFLOAD, Kind.UPDATE]),
+        block=st.integers(0, 7),
+        slot=st.integers(0, 1),
+    ),
+    max_size=30,
+)
+
+
+@given(OPERATIONS, st.sets(st.integers(0, 7)), st.integers(1, 4), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_every_read_is_as_early_as_its_buffer_allows(
+    operations: list[Operation], there: set[int], num_buffers: int, is_state: bool
+) -> None:
+    through = with_state_through if is_state else with_weights_through
+    made = through(operations, there, SIZES, num_buffers)
+    needs, reads = (Kind.UPDATE, Kind.READ) if is_state else (Kind.FETCH, Kind.PAGE)
+    wanted = [operation for operation in operations if operation.kind is needs and operation.block in there]
+    added = [operation for operation in made if operation.kind in (reads, Kind.WRITE)]
+    assert [o.block for o in made if o.kind not in (reads, Kind.WRITE)] == [o.block for o in operations]
+    assert [o.block for o in added if o.kind is reads] == [o.block for o in wanted]
+    assert all(operation.nbytes == SIZES[operation.block] for operation in added)
+    holds: dict[int, int] = {}
+    for operation in made:
+        buffer = operation.drive_staging if is_state else operation.page
+        if operation.kind is reads:
+            assert buffer not in holds, "read over what was not used up"
+            holds[buffer] = operation.block
+        elif operation.kind is needs and operation.block in there:
+            assert holds[buffer] == operation.block
+            if not is_state:
+                del holds[buffer]
+        elif operation.kind is Kind.WRITE:
+            assert holds.pop(buffer) == operation.block
+    assert not holds
+    first = next((place for place, o in enumerate(made) if o.kind is needs and o.block in there), 0)
+    ahead = sum(operation.kind is reads for operation in made[:first])
+    assert ahead == min(num_buffers, len(wanted)), "not as many reads ahead as there are buffers"
+
+
+def test_an_optimizer_program_reads_two_blocks_ahead_and_writes_behind() -> None:
+    made = with_state_through(optimizer_program([0, 1, 2, 3]), {0, 1, 3}, SIZES, 3)
+    assert [str(operation) for operation in made] == [
+        "read      b0 d0",
+        "read      b1 d1",
+        "read      b3 d2",
+        "norm",
+        "update    b0 d0",
+        "write     b0 d0",
+        "update    b1 d1",
+        "write     b1 d1",
+        "update    b2",
+        "update    b3 d2",
+        "write     b3 d2",
+    ]
+    assert [operation.lane for operation in made[:5]] == [Lane.READ] * 3 + [Lane.HOST] * 2
+
+
+# -- saved activations ---------------------------------------------------------------------------------------
+
+SIZE = BlockSize(is_streamed=True, is_trained=True, fetch_bytes=2, offload_bytes=2, accumulator_bytes=4)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=7),
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    st.integers(2, 4),
+)
+@settings(max_examples=150, deadline=None)
+def test_what_is_saved_is_read_back_once_and_ahead(
+    layers: list[tuple[bool, bool]], rounds: list[int], num_buffers: int
+) -> None:
+    """In any program: after it was written, before it is restored, and never into a buffer in use."""
+    plans = [LayerPlan((n,), saves=saves, drops=drops and n > 0) for n, (saves, drops) in enumerate(layers)]
+    visits = [visit for count in rounds for visit in round_visits(plans, num_micro_batches=count)]
+    program = schedule(visits, [SIZE] * len(plans), [None, None])
+    made = with_activations_through(program.operations, num_buffers)
+    added = (Kind.STOW, Kind.RECALL)
+    assert [operation for operation in made if operation.kind not in added] == list(program.operations)
+    stowed: set[tuple[int, int]] = set()
+    held: set[tuple[int, int]] = set()
+    for before, operation in zip([None, *made], made, strict=False):
+        visit = operation.block, operation.micro_batch
+        match operation.kind:
+            case Kind.STOW:
+                assert before == replace(operation, kind=Kind.SAVE)
+                stowed.add(visit)
+            case Kind.RECALL:
+                stowed.remove(visit)
+                held.add(visit)
+                assert len(held) <= num_buffers
+            case Kind.RESTORE:
+                assert visit not in stowed, "restored without being read"
+                held.discard(visit)
+            case Kind.FORWARD:
+                assert not held or any(layers[n][1] for n in range(1, len(layers))), "read in a forward"
+
+
+def test_two_visits_are_read_ahead() -> None:
+    visits = round_visits([LayerPlan((block,), saves=True) for block in range(5)])
+    program = schedule(visits, [replace(SIZE, is_streamed=False)] * 5, [])
+    moves = [str(o) for o in with_activations_through(program.operations) if o.kind is not Kind.OFFLOAD]
+    assert moves[-14:] == [
+        "forward   b4",
+        "recall    b3",
+        "restore   b3",
+        "recall    b2",
+        "recall    b1",
+        "backward  b4",
+        "restore   b2",
+        "recall    b0",
+        "backward  b3",
+        "restore   b1",
+        "backward  b2",
+        "restore   b0",
+        "backward  b1",
+        "backward  b0",
+    ]
+    assert moves[:3] == ["forward   b0", "save      b0", "stow      b0"]
+    assert [move[0:4] for move in moves].count("stow") == 4
+
+
+DRIVES = Drives(nbytes=10**12, read_bytes_per_s=5e9, write_bytes_per_s=2e9)
+LONG = llama_like(Shape(num_layers=96), seq_len=16384)
+LONG_BATCH = Batch(micro_batch_size=1, seq_len=16384, num_micro_batches=1)
+
+
+@pytest.mark.parametrize(
+    ("ram", "drives", "boundaries"),
+    [(8 << 30, DRIVES, "host"), (600 << 20, DRIVES, "nvme"), (600 << 20, None, None)],
+)
+def test_boundaries_go_to_drives_only_where_nothing_else_fits(
+    ram: int, drives: Drives | None, boundaries: str | None
+) -> None:
+    """96 boundaries of 8 MiB: more than the device holds, and more than is left of 600 MiB of RAM."""
+    spec = machine(device_bytes=500 << 20, drives=drives)
+    request = Request(spec=spec, anatomy=LONG, batch=LONG_BATCH, host_limit=ram)
+    plan = make_plan(request, budget_s=0.2)
+    assert plan.fits == (boundaries is not None)
+    if boundaries is None:
+        return
+    assert plan.choice.boundaries == boundaries
+    pools = {(pool.tier, pool.name): pool.nbytes for pool in plan.pools}
+    if boundaries == "nvme":
+        assert pools["ram", "staging of activations"] == NUM_ACTIVATION_STAGING * (8 << 20)
+        assert pools["nvme", "saved activations"] == 95 * (8 << 20)
+        assert plan.choice.resident_layers == 0
+        assert not plan.choice.outer_resident
+        assert plan.tier_bytes("ram") <= ram
+    else:
+        assert not any(tier == "nvme" for tier, _ in pools)
+
+
+@pytest.mark.parametrize("is_duplex", [False, True])
+def test_the_time_of_drives_counts(is_duplex: bool) -> None:
+    """It bounds a step, and no step is faster than its bounds; drives that are fast enough cost nothing."""
+    choice = Choice(
+        num_slots=2, num_gradient_buffers=1, activations=("recompute",) * 96, boundaries="nvme", lockstep=1
+    )
+    spec = machine(flops=1e14, link=1e11, update_rate=1e10)
+    moved = 95 * (8 << 20)
+    seconds = {}
+    for rate in (1e7, 1e12):
+        drives = replace(DRIVES, read_bytes_per_s=rate, write_bytes_per_s=rate / 2, is_duplex=is_duplex)
+        request = Request(spec=replace(spec, drives=drives), anatomy=LONG, batch=LONG_BATCH)
+        step = Step(request.rates, LONG, choice, LONG_BATCH)
+        seconds[rate] = step.step_s
+        bounds = step.bounds_s
+        assert step.step_s >= 0.999 * max(bounds.values())
+        if is_duplex:
+            assert bounds["drive reads"] == pytest.approx(moved / rate)
+            assert bounds["drive writes"] == pytest.approx(2 * moved / rate)
+        else:
+            assert bounds["drives"] == pytest.approx(3 * moved / rate)
+        bytes_per_step = plan_of(request, choice).bytes_per_step
+        assert bytes_per_step["drive_read"] == bytes_per_step["drive_written"] == moved
+    host = Step(request.rates, LONG, replace(choice, boundaries="host"), LONG_BATCH)
+    assert seconds[1e12] == pytest.approx(host.step_s, rel=1e-3)
+    # in the forward nothing is read, and in the backward nothing is written: duplex gains nothing
+    assert seconds[1e7] == pytest.approx(3 * moved / 1e7, rel=0.05)

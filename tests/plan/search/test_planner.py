@@ -1,0 +1,219 @@
+"""Plans hold together: bytes within limits, times above bounds, and what would fit where nothing does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from megatrain.errors import ConfigError
+from megatrain.hardware import Drives
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.config.choice import Batch, Choice, Plan
+from megatrain.plan.search.choices import least_bytes
+from megatrain.plan.search.neighbours import neighbours
+from megatrain.plan.search.planner import make_plan, plan_of
+from megatrain.plan.search.remedies import list_remedies, size_option
+from megatrain.plan.search.request import Request, overflow
+from megatrain.plan.search.search import search
+from tests.plan.anatomies import Shape, llama_like, machine
+
+SHAPE = Shape(num_layers=6)
+BATCH = Batch(micro_batch_size=2, seq_len=1024, num_micro_batches=4)
+
+
+SHORT = Batch(micro_batch_size=1, seq_len=512, num_micro_batches=3)
+DRIVES = Drives(nbytes=1 << 40, read_bytes_per_s=2e9, write_bytes_per_s=1e9)
+
+
+HOST_LIMITS = (28, 36, 44, 54, 64, 70, 90, 200)
+"""MiB: from what is needed beside drives to more than all state takes."""
+
+
+def small() -> Anatomy:
+    return llama_like(SHAPE, micro_batch_size=1, seq_len=512)
+
+
+def count(**changes: Any) -> Anatomy:
+    return llama_like(SHAPE, **{"micro_batch_size": 2, "seq_len": 1024, **changes})
+
+
+def request(**changes: Any) -> Request:
+    return Request(**{"spec": machine(), "anatomy": count(), "batch": BATCH, **changes})
+
+
+def check(plan: Plan) -> None:
+    assert plan.fits
+    for tier, limit in plan.limits.items():
+        assert plan.tier_bytes(tier) <= limit
+    assert plan.step_s >= 0.999 * max(plan.bounds_s.values())
+    assert plan.bounds_s[plan.bound] == max(plan.bounds_s.values())
+    assert plan.tokens_per_s == pytest.approx(plan.batch.tokens / plan.step_s)
+    assert 0 < plan.mfu <= plan.hardware_mfu <= 1
+
+
+def test_a_plan_holds_together() -> None:
+    check(make_plan(request()))
+
+
+def test_a_choice_that_is_given_is_described_as_it_is() -> None:
+    made = make_plan(request())
+    slower = replace(made.choice, num_slots=1, resident_layers=0, outer_resident=False)
+    assert plan_of(request(), slower).step_s >= made.step_s * 0.999
+    tight = plan_of(request(host_limit=1 << 20), made.choice)
+    assert not tight.fits
+    assert tight.problem.startswith("host memory: at least")
+
+
+def test_least_bytes_are_enough_and_no_byte_less_is() -> None:
+    for tier, name in (("ram", "host_limit"), ("device", "device_limit")):
+        need = least_bytes(request(), tier)
+        assert need is not None
+        assert make_plan(request(**{name: need}), budget_s=0.01).fits
+        assert not make_plan(request(**{name: need - 1}), budget_s=0.01).fits
+
+
+def test_settings_that_exclude_every_choice_are_refused() -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        make_plan(request(fixed={"fragments": True, "num_slots": 1}))
+
+
+def test_given_residents_count_in_what_is_too_large() -> None:
+    tight = request(device_limit=60 << 20, fixed={"resident_layers": 6})
+    plan = make_plan(tight)
+    assert not plan.fits
+    assert overflow(tight, plan.choice)
+    assert plan.choice.resident_layers == 6
+
+
+def steps(requests: Iterable[Request]) -> list[float]:
+    """Return the seconds of each request's step; until one fits, without end."""
+    found = [search(request, budget_s=1e6) for request in requests]
+    return [math.inf if one is None else one.step.step_s for one in found]
+
+
+def check_never_slower(seconds: list[float]) -> None:
+    """Each is as fast as those before it, but for 1 %, which is left for two reasons.
+
+    A timetable serves who is ready first: a task that is ready earlier may take a link from one on which
+    more depends, so that the same choice can be slower where a link is faster. And of two dozen layers not
+    every number that may be kept is tried, only the most and some fewer.
+    """
+    assert seconds[-1] < math.inf
+    for first, then in pairwise(seconds):
+        assert then <= 1.01 * first
+
+
+DRAWN: dict[str, dict[str, Any]] = {
+    "all alike": {"link": 2e9, "update_rate": 3e8, "flops": 2e12, "both_share": 0.7},
+    "slow link": {"link": 5e8, "update_rate": 1e9, "flops": 1e12},
+    "slow host": {"link": 2e10, "update_rate": 3e7, "flops": 5e12},
+}
+"""Rates of machines."""
+
+
+@pytest.mark.parametrize("rates", DRAWN)
+def test_more_device_memory_is_never_slower(rates: str) -> None:
+    sizes = [36 << 20, 80 << 20, 200 << 20, 1 << 30]
+    specs = [machine(device_bytes=size, **DRAWN[rates]) for size in sizes]
+    check_never_slower(steps(request(spec=spec, anatomy=small(), batch=SHORT) for spec in specs))
+
+
+@pytest.mark.parametrize("rates", DRAWN)
+def test_a_faster_link_is_never_slower(rates: str) -> None:
+    drawn = DRAWN[rates]
+    specs = [
+        machine(device_bytes=60 << 20, **{**drawn, "link": drawn["link"] * factor})
+        for factor in (1.0, 1.5, 5.0)
+    ]
+    check_never_slower(steps(request(spec=spec, anatomy=small(), batch=SHORT) for spec in specs))
+
+
+@pytest.mark.parametrize("rates", DRAWN)
+def test_more_host_memory_is_never_slower(rates: str) -> None:
+    spec = machine(drives=DRIVES, **DRAWN[rates])
+    seconds = steps(
+        request(spec=spec, anatomy=small(), batch=SHORT, host_limit=limit << 20) for limit in HOST_LIMITS
+    )
+    assert seconds[0] > seconds[-1]
+    check_never_slower(seconds)
+
+
+def test_drives_take_what_ram_cannot() -> None:
+    spec = machine(drives=DRIVES)
+    away = []
+    for limit in HOST_LIMITS:
+        tight = request(spec=spec, anatomy=small(), batch=SHORT, host_limit=limit << 20)
+        plan = make_plan(tight)
+        check(plan)
+        away.append(plan.bytes_per_step["drive_read"])
+        assert (plan.tier_bytes("nvme") > 0) == bool(plan.choice.tiers)
+        assert make_plan(replace(tight, spec=machine())).fits == (not plan.choice.tiers)
+    assert away == sorted(away, reverse=True)
+    assert away[0] > 0
+    assert away[-1] == 0
+
+
+def test_blocks_in_ram_are_counted_anew_where_layers_come_apart() -> None:
+    """A number of fragments may be more than there are blocks of whole layers."""
+    tight = request(
+        spec=machine(drives=DRIVES), anatomy=small(), batch=SHORT, host_limit=HOST_LIMITS[-2] << 20
+    )
+    tiers = frozenset({("remainder", "nvme"), ("moments", "nvme"), ("working", "nvme")})
+    num_parts = sum(len(layer.fragments) for layer in tight.anatomy.layers) + len(tight.anatomy.outer)
+    in_parts = Choice(
+        num_slots=3,
+        num_gradient_buffers=3,
+        activations=("recompute",) * len(tight.anatomy.layers),
+        fragments=True,
+        lockstep=SHORT.num_micro_batches,
+        tiers=tiers,
+        weights_in_ram=num_parts,
+    )
+    found = list(neighbours(tight, in_parts))
+    whole = [choice for choice in found if not choice.fragments]
+    assert whole
+    assert max(choice.weights_in_ram for choice in whole) <= len(tight.anatomy.layers) + len(
+        tight.anatomy.outer
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host_limit": 30 << 20},
+        {"device_limit": 20 << 20},
+        {"host_limit": 30 << 20, "device_limit": 20 << 20},
+        {"device_limit": 60 << 20, "fixed": {"resident_layers": 6}},
+        {"device_limit": 40 << 20, "fixed": {"num_slots": 6, "activations": ("keep",) * 6}},
+        {"spec": machine(host_bytes=570 << 20)},
+        {"spec": machine(host_bytes=570 << 20), "fixed": {"tiers": frozenset()}},
+        {"spec": machine(device_bytes=36 << 20)},
+        {"spec": machine(device_bytes=30 << 20)},
+    ],
+)
+def test_the_way_out_that_is_proposed_makes_it_fit(changes: dict[str, Any]) -> None:
+    tight = request(**changes)
+    proposed = {}
+    for remedy in list_remedies(tight, count):
+        text = remedy.way_out()
+        if text is not None:
+            proposed[text] = remedy.request()
+    assert proposed
+    plan = make_plan(tight, remedies=list_remedies(tight, count), budget_s=0.01)
+    assert not plan.fits
+    assert any(text in plan.problem for text in proposed)
+    for changed in proposed.values():
+        assert changed is not None
+        check(make_plan(changed, budget_s=0.01))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(1, "1MiB"), (100 << 30, "100GiB"), ((100 << 30) + 1, "101GiB")]
+)
+def test_sizes_are_rounded_up(nbytes: int, text: str) -> None:
+    assert size_option(nbytes) == text

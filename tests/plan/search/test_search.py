@@ -1,0 +1,202 @@
+"""The search finds the best choice: nothing that fits is faster, over everything that can be chosen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+
+from megatrain.hardware import HardwareSpec
+from megatrain.model.profile.anatomy import POLICIES
+from megatrain.config.choice import Batch, Choice
+from megatrain.plan.search.request import Request, overflow
+from megatrain.plan.search.search import search
+from megatrain.plan.cost.step_time import Step
+from tests.plan.anatomies import Shape, llama_like, machine
+
+MACHINES: dict[str, HardwareSpec] = {
+    "slow link": machine(link=2e8, update_rate=1e9),
+    "fast link": machine(link=1e11),
+    "slow host": machine(link=2e9, update_rate=2e6),
+    "slow compute": machine(flops=1e11),
+    "tiny device": machine(device_bytes=40 << 20),
+    "nothing in excess": machine(
+        device_bytes=60 << 20, link=2e9, update_rate=3e8, flops=4e12, both_share=0.8, launch_s=1e-5
+    ),
+}
+BATCHES = {
+    "one": Batch(micro_batch_size=1, seq_len=256, num_micro_batches=1),
+    "three": Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=3),
+    "four": Batch(micro_batch_size=2, seq_len=512, num_micro_batches=4),
+}
+
+
+def request_for(name: str, num_layers: int, batch: str, *, clips: bool) -> Request:
+    shape = BATCHES[batch]
+    anatomy = llama_like(
+        Shape(num_layers=num_layers), micro_batch_size=shape.micro_batch_size, seq_len=shape.seq_len
+    )
+    return Request(spec=MACHINES[name], anatomy=anatomy, batch=shape, clips=clips)
+
+
+def everything(
+    request: Request, *, policies: tuple[str, ...] = POLICIES, coarsely: bool = False
+) -> Iterator[Choice]:
+    """Yield every choice that the engine can run, whether or not it fits.
+
+    Args:
+        request: What is asked for.
+        policies: Of activations; each layer has any of them.
+        coarsely: Of slots, buffers and micro-batches of a round, only the fewest, one more, and all.
+    """
+    num_layers, count = len(request.anatomy.layers), request.batch.num_micro_batches
+    updates = ["deferred"] if request.clips else ["deferred", "immediate"]
+    for fragments, lockstep, boundaries, when, gradients, outer, residents in product(
+        (False, True),
+        sorted({1, count}) if coarsely else range(1, count + 1),
+        ("device", "host"),
+        updates,
+        ("host", "device"),
+        (False, True),
+        range(num_layers + 1),
+    ):
+        if gradients == "device" and (when != "deferred" or lockstep < count):
+            continue  # they wait for a norm, which is of one round
+        parts = 2 if fragments else 1
+        most = num_layers * parts
+        all_slots = sorted({parts, parts + 1, most} if coarsely else range(parts, most + 1))
+        all_buffers = (parts, parts + 1) if coarsely else (parts, parts + 1, 2 * parts + 1)
+        for slots, buffers in product([n for n in all_slots if n <= most], all_buffers):
+            for activations in product(policies, repeat=num_layers):
+                yield Choice(
+                    num_slots=slots,
+                    num_gradient_buffers=buffers,
+                    activations=activations,
+                    boundaries=boundaries,
+                    fragments=fragments,
+                    resident_layers=residents,
+                    outer_resident=outer,
+                    lockstep=lockstep,
+                    updates=when,
+                    gradients=gradients,
+                )
+
+
+def fastest(request: Request, than_s: float, choices: Iterable[Choice]) -> tuple[float, Choice | None]:
+    """Return the best of the choices that is faster than so many seconds; bounds rule most of them out."""
+    best_s, best = than_s, None
+    for choice in choices:
+        step = Step(request.rates, request.anatomy, choice, request.batch)
+        if max(step.bounds_s.values()) < best_s and not overflow(request, choice) and step.step_s < best_s:
+            best_s, best = step.step_s, choice
+    return best_s, best
+
+
+def check(request: Request, **grid: Any) -> None:
+    found = search(request, budget_s=1e6)
+    if found is None:
+        assert all(overflow(request, choice) for choice in everything(request, **grid))
+        return
+    assert not overflow(request, found.choice)
+    limit_s = 0.999 * found.step.step_s
+    better_s, better = fastest(request, limit_s, everything(request, **grid))
+    assert better is None, f"{better_s / found.step.step_s:.4f} of {found.choice}: {better}"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "batch", "clips"),
+    [
+        ("slow link", 1, "three", True),
+        ("fast link", 1, "four", False),
+        ("slow host", 2, "one", True),
+        ("slow compute", 1, "one", False),
+        ("tiny device", 1, "one", False),
+        ("tiny device", 1, "four", True),
+        ("nothing in excess", 1, "three", False),
+        ("nothing in excess", 2, "one", True),
+    ],
+)
+def test_nothing_that_fits_is_faster(name: str, num_layers: int, batch: str, clips: bool) -> None:
+    check(request_for(name, num_layers, batch, clips=clips))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("name", MACHINES)
+def test_nothing_that_fits_is_faster_on_any(name: str, num_layers: int, batch: str, clips: bool) -> None:
+    check(request_for(name, num_layers, batch, clips=clips))
+
+
+def random_request(seed: int, num_layers: int, num_micro_batches: int) -> Request:
+    """Return a request to a machine whose rates and sizes are drawn evenly on a logarithmic scale."""
+    draw = random.Random(f"{seed} {num_layers} {num_micro_batches}")
+    batch = Batch(micro_batch_size=1, seq_len=draw.choice((256, 1024)), num_micro_batches=num_micro_batches)
+    spec = machine(
+        device_bytes=int(2 ** draw.uniform(5.2, 8)) << 20,
+        link=10 ** draw.uniform(8.5, 11),
+        update_rate=10 ** draw.uniform(7, 10),
+        flops=10 ** draw.uniform(11, 13.5),
+        both_share=draw.choice((0.7, 1.0)),
+        launch_s=draw.choice((0.0, 1e-5)),
+    )
+    anatomy = llama_like(Shape(num_layers=num_layers), seq_len=batch.seq_len)
+    return Request(spec=spec, anatomy=anatomy, batch=batch, clips=draw.random() < 0.5)
+
+
+EXTREMES = ("keep", "offload", "recompute")
+
+
+@pytest.mark.parametrize(("seed", "num_layers", "num_micro_batches"), [(0, 3, 1), (2, 3, 2), (1, 4, 1)])
+def test_nothing_coarse_that_fits_is_faster(seed: int, num_layers: int, num_micro_batches: int) -> None:
+    check(random_request(seed, num_layers, num_micro_batches), policies=EXTREMES, coarsely=True)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_coarse_that_fits_is_faster_with_3_layers(seed: int, num_micro_batches: int) -> None:
+    check(random_request(seed, 3, num_micro_batches), coarsely=True)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_coarse_that_fits_is_faster_with_4_layers(seed: int, num_micro_batches: int) -> None:
+    check(random_request(seed, 4, num_micro_batches), policies=EXTREMES, coarsely=True)
+
+
+def test_nothing_is_found_where_nothing_fits() -> None:
+    anatomy = llama_like(Shape(num_layers=2))
+    batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=1)
+    assert search(Request(spec=machine(device_bytes=1 << 20), anatomy=anatomy, batch=batch)) is None
+
+
+def test_what_is_given_is_kept() -> None:
+    request = request_for("fast link", 2, "four", clips=True)
+    fixed: dict[str, object] = {"num_slots": 2, "activations": ("offload", "offload"), "lockstep": 3}
+    fixed |= {"resident_layers": 1, "boundaries": "host", "fragments": False, "num_gradient_buffers": 3}
+    given = Request(spec=request.spec, anatomy=request.anatomy, batch=request.batch, fixed=fixed)
+    found = search(given)
+    assert found is not None
+    assert {name: getattr(found.choice, name) for name in fixed} == fixed
+
+
+@pytest.mark.parity
+def test_180_layers_are_planned_soon() -> None:
+    """The budget is 0.8 s; how long it takes here is not measured, only that it does not run away."""
+    import time
+
+    anatomy = llama_like(Shape(num_layers=180, hidden=4096, inner=14336, vocab=128256), seq_len=4096)
+    spec = machine(
+        device_bytes=80 << 30, host_bytes=1 << 41, flops=6e14, link=5e10, update_rate=1e10, both_share=0.9
+    )
+    batch = Batch(micro_batch_size=1, seq_len=4096, num_micro_batches=32)
+    began_s = time.process_time()
+    found = search(Request(spec=spec, anatomy=anatomy, batch=batch))
+    assert found is not None
+    assert time.process_time() - began_s < 10

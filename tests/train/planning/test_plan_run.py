@@ -1,0 +1,426 @@
+"""`megatrain plan`: what it prints, what it refuses with which way out, and what it takes as a question."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, ViTConfig
+
+from megatrain.cli import main
+from megatrain.config import build_config, config_keys
+from megatrain.hardware import load_machine, save_machine
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.plan.search.planner import make_plan
+from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_DEVICE, USABLE_HOST
+from megatrain.train.planning.plan_run import plan_report
+from megatrain.train.planning.plan_run import plan_run as planning
+from megatrain.train.planning.plan_report import parse_tokens
+from tests.plan.anatomies import Shape, llama_like
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anatomies in closed form, and the best choice that is found soon: what is tested is around them."""
+    monkeypatch.setattr(planning, "count_anatomy", _in_closed_form)
+    for module in (planning, plan_report):
+        monkeypatch.setattr(module, "make_plan", partial(make_plan, budget_s=0.05))
+
+
+def _in_closed_form(config: LlamaConfig, **options: Any) -> Anatomy:
+    shape = Shape(
+        num_layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        vocab=config.vocab_size,
+    )
+    keys = ("micro_batch_size", "seq_len", "precision")
+    return llama_like(shape, **{key: options[key] for key in keys})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Configurations of two shapes: 1 B and 70 B parameters, with few layers of another kind to count."""
+    root = tmp_path_factory.mktemp("models")
+    shapes = {
+        "small": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+        "large": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
+    }
+    for name, shape in shapes.items():
+        config = LlamaConfig(
+            **shape,
+            vocab_size=32000,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            architectures=["LlamaForCausalLM"],
+        )
+        config.save_pretrained(root / name)
+    return root
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    output = capsys.readouterr()
+    return int(ended.value.code or 0), output.out, output.err
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    _, out, _ = plan(capsys, *arguments, "--json")
+    result = json.loads(out)
+    assert isinstance(result, dict)
+    return result
+
+
+def test_a_plan_that_fits(capsys: pytest.CaptureFixture[str], models: Path) -> None:
+    arguments = ["--model", str(models / "small"), "--machine", "rtx-4090", "--tokens", "20B"]
+    code, out, err = plan(capsys, *arguments)
+    assert code == 0, err
+    assert err == ""
+    for words in ("FITS", "tokens/s", "MFU", "kWh", "bound by", "rent", "20,000,000,000 tokens"):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 112
+    found = plan_json(capsys, *arguments)
+    assert found["fits"]
+    assert found["problem"] is None
+    assert found["tokens"] == 20 * 10**9
+    tokens = found["batch"]["tokens"]
+    assert tokens == 131072
+    assert found["tokens_per_s"] == pytest.approx(tokens / found["step_s"])
+    assert found["days"] == pytest.approx(-(-20 * 10**9 // tokens) * found["step_s"] / 86400)
+    assert found["usd"] == pytest.approx(found["days"] * 24 * 0.45)
+    assert found["step_s"] >= 0.999 * max(found["bounds_s"].values())
+    assert 0 < found["mfu"] <= found["hardware_mfu"] < 1
+    for tier, limit in found["limits"].items():
+        assert sum(pool["nbytes"] for pool in found["pools"] if pool["tier"] == tier) <= limit
+
+
+def test_policy_can_be_pasted_into_a_config_and_planned_again(
+    capsys: pytest.CaptureFixture[str], models: Path, tmp_path: Path
+) -> None:
+    arguments = ["--model", str(models / "small"), "--machine", "rtx-3080", "--seq-len", "1024"]
+    found = plan_json(capsys, *arguments)
+    train = {"precision": "bf16", "grad_accumulation": 128}
+    raw = {
+        "model": {"path": str(models / "small")},
+        "data": {"path": "none", "seq_len": 1024},
+        "train": train,
+    }
+    config = tmp_path / "pasted.json"  # JSON is YAML
+    config.write_text(json.dumps({**raw, **found["policy"]}))
+    build_config({**raw, **found["policy"]})
+    again = plan_json(capsys, str(config), "--machine", "rtx-3080")
+    assert again["policy"] == found["policy"]
+    assert again["step_s"] == pytest.approx(found["step_s"], rel=2e-3)
+
+
+@pytest.mark.usefixtures("quick")
+def test_explain_says_why_with_numbers(capsys: pytest.CaptureFixture[str], models: Path) -> None:
+    arguments = ["--model", str(models / "small"), "--machine", "rtx-4090", "--nvme", "0", "--explain"]
+    found = plan_json(capsys, *arguments, "memory.num_slots=3")
+    lines = found["explain"]
+    assert "memory.num_slots" in lines[1]
+    assert found["policy"]["memory"]["num_slots"] == 3
+    assert any("twice the host memory" in line for line in lines)
+    assert any("clipping" in line for line in lines)
+    assert all(line.endswith(".") for line in lines)
+    assert sum(bool(re.search(r"\d", line)) for line in lines) >= 3
+    _, out, _ = plan(capsys, *arguments)
+    assert " why " in out
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_config_is_planned_as_it_would_run(
+    capsys: pytest.CaptureFixture[str], models: Path, tmp_path: Path
+) -> None:
+    """Its batch, its clipping and its settings are kept; the data are not needed."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {{path: {models / 'small'}}}\ndata: {{seq_len: 2048}}\n"
+        "train: {steps: 50, micro_batch_size: 2, grad_accumulation: 4, precision: bf16}\n"
+        "optim: {max_grad_norm: null}\nmemory: {activations: recompute, lockstep: 2}\n"
+    )
+    found = plan_json(capsys, str(file), "--machine", "h200", "memory.boundaries=host")
+    assert found["batch"] == {
+        "micro_batch_size": 2,
+        "seq_len": 2048,
+        "num_micro_batches": 4,
+        "tokens": 16384,
+    }
+    assert found["clips"] is False
+    assert found["tokens"] == 50 * 16384
+    assert found["steps"] == 50
+    memory = found["policy"]["memory"]
+    assert (memory["activations"], memory["lockstep"], memory["boundaries"]) == ("recompute", 2, "host")
+    assert not any("not given" in note for note in found["notes"])
+
+
+@pytest.mark.usefixtures("quick")
+def test_options_change_the_machine(capsys: pytest.CaptureFixture[str], models: Path, tmp_path: Path) -> None:
+    save_machine(load_machine("rtx-4090").with_ram(77 << 30), tmp_path / "mine.json")
+    found = plan_json(capsys, "--model", str(models / "small"), "--machine", str(tmp_path / "mine.json"))
+    assert found["limits"]["ram"] == int(USABLE_HOST * (77 << 30)) - PROGRAM_BYTES
+    found = plan_json(
+        capsys,
+        *("--model", str(models / "small"), "--machine", "rtx-4090", "--ram", "1.5TiB", "--nvme", "3TB"),
+        *("--price-per-hour", "2", "--no-clip", "--precision", "fp32", "--micro-batch-size", "2"),
+    )
+    assert 0.9 * (3 << 39) < found["limits"]["ram"] <= 3 << 39
+    assert found["limits"]["nvme"] == 3 * 10**12
+    assert found["usd"] == pytest.approx(found["days"] * 48)
+    assert (found["clips"], found["precision"], found["batch"]["micro_batch_size"]) == (False, "fp32", 2)
+
+
+_SMALL = ("--model", "small", "--nvme", "0")
+_LARGE = ("--model", "large", "--nvme", "0")
+REFUSED: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "too little RAM": (
+        (*_SMALL, "--machine", "rtx-4090", "--ram", "9GiB", "--no-clip"),
+        "host memory",
+        "--nvme",
+    ),
+    "too little RAM to clip": (
+        (*_LARGE, "--machine", "h200", "--ram", "900GiB", "data.seq_len=512", "train.grad_accumulation=4"),
+        "host memory",
+        "optim.max_grad_norm=null",
+    ),
+    "RAM limit": (
+        (*_SMALL, "--machine", "h200", "memory.host_limit=2GiB"),
+        "host memory",
+        "memory.host_limit=",
+    ),
+    "device limit": (
+        (*_SMALL, "--machine", "h200", "memory.device_limit=800MiB"),
+        "device memory",
+        "memory.device_limit=",
+    ),
+    "both limits": (
+        (*_SMALL, "--machine", "h200", "memory.device_limit=100MB", "memory.host_limit=1GB"),
+        "memory",
+        "memory.host_limit=null",
+    ),
+    "everything kept": (
+        (*_SMALL, "--machine", "rtx-3080", "memory.activations=keep", "--seq-len", "16384"),
+        "device memory",
+        "memory.activations=",
+    ),
+    "everything resident": (
+        (*_SMALL, "--machine", "rtx-3080", "memory.resident_blocks=16"),
+        "device memory",
+        "memory.resident_blocks=0",
+    ),
+    "too many slots": (
+        (*_LARGE, "--machine", "rtx-4090", "--ram", "2TiB", "memory.num_slots=20"),
+        "device memory",
+        "memory.num_slots=",
+    ),
+    "too long sequences": (
+        (*_SMALL, "--machine", "rtx-3080", "--ram", "1TiB", "--seq-len", "131072"),
+        "device memory",
+        "data.seq_len=",
+    ),
+    "too many rows": (
+        (*_SMALL, "--machine", "rtx-3080", "--micro-batch-size", "64"),
+        "device memory",
+        "train.micro_batch_size=1",
+    ),
+    "fp32": (
+        (*_LARGE, "--machine", "h200", "--ram", "1050GiB", "--precision", "fp32", "--grad-accumulation", "1"),
+        "host memory",
+        "train.precision=bf16",
+    ),
+    "too small a device": (
+        ("--model", "large", "--machine", "rtx-3080", "--seq-len", "256", "--ram", "4TiB"),
+        "device memory",
+        "--machine",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.usefixtures("quick")
+def test_refusal_names_pool_need_limit_and_an_option_that_fits(
+    capsys: pytest.CaptureFixture[str], models: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.chdir(models)
+    arguments, pool, option = REFUSED[case]
+    code, out, err = plan(capsys, *arguments)
+    assert code == 3, (out, err)
+    assert "DOES NOT FIT" in out
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "Traceback" not in err
+    assert pool in errors[0]
+    assert len(re.findall(r"\d(?: GiB| MiB)", errors[0])) >= 2, "need and limit"
+    ways = errors[0].rpartition("; use ")[2].split(", or ")
+    assert any(way.startswith(option) for way in ways), errors[0]
+    for way in ways:
+        found = plan_json(capsys, *changed(arguments, shlex.split(way)))
+        assert found["fits"], way
+
+
+def changed(arguments: tuple[str, ...], options: list[str]) -> list[str]:
+    """Return the arguments of a command with some of them set anew: what is set twice is refused."""
+    flags = {
+        "data.seq_len": "--seq-len",
+        "train.micro_batch_size": "--micro-batch-size",
+        "train.grad_accumulation": "--grad-accumulation",
+        "train.precision": "--precision",
+    }
+    result = list(arguments)
+    for option in options:
+        key = option.partition("=")[0]  # an override, a flag, or the value of one
+        result = [argument for argument in result if argument.partition("=")[0] != key or "=" not in argument]
+        flag = flags.get(key, key)
+        if flag.startswith("--") and flag in result:
+            at = result.index(flag)
+            del result[at : at + 2]
+        if key == "optim.max_grad_norm":
+            result = [argument for argument in result if argument not in ("--clip", "--no-clip")]
+    return [*result, *options]
+
+
+@pytest.mark.usefixtures("quick")
+def test_refusal_as_json_has_the_problem(capsys: pytest.CaptureFixture[str], models: Path) -> None:
+    code, out, err = plan(
+        capsys, "--model", str(models / "large"), "--machine", "cpu-laptop", "--nvme", "0", "--json"
+    )
+    found = json.loads(out)
+    assert code == 3
+    assert found["fits"] is False
+    assert f"error: {found['problem']}" in err
+
+
+def missing_fields(folder: Path) -> None:
+    (folder / "machine.json").write_text('{"name": "mine", "device": "cpu"}')
+
+
+def no_config(folder: Path) -> None:
+    (folder / "notes.json").write_text("[1, 2]")
+
+
+def no_language_model(folder: Path) -> None:
+    ViTConfig(num_hidden_layers=1).save_pretrained(folder / "vision")
+
+
+def no_json(folder: Path) -> None:
+    (folder / "model.txt").write_text("hidden_size: 3")
+
+
+WRONG: dict[str, tuple[Any, list[str], str]] = {
+    "no model": (None, ["--machine", "h200"], "--model"),
+    "no such model": (None, ["--model", "./nowhere", "--machine", "h200"], "nowhere"),
+    "no such config": (None, ["--hf-config", "./nowhere.json", "--machine", "h200"], "nowhere.json"),
+    "not a config": (no_config, ["--hf-config", "notes.json", "--machine", "h200"], "notes.json"),
+    "not JSON": (no_json, ["--hf-config", "model.txt", "--machine", "h200"], "model.txt"),
+    "no language model": (no_language_model, ["--model", "vision", "--machine", "h200"], "not a causal"),
+    "unknown machine": (None, ["--model", "small", "--machine", "h20"], "did you mean h200"),
+    "machine without fields": (
+        missing_fields,
+        ["--model", "small", "--machine", "machine.json"],
+        "matmul_flops_per_s",
+    ),
+    "no such machine file": (None, ["--model", "small", "--machine", "./nowhere.json"], "nowhere.json"),
+    "negative RAM": (None, ["--model", "small", "--machine", "h200", "--ram", "-5GiB"], "--ram"),
+    "RAM of zero": (None, ["--model", "small", "--machine", "h200", "--ram", "0"], "--ram"),
+    "RAM without unit": (None, ["--model", "small", "--machine", "h200", "--ram", "lots"], "--ram"),
+    "negative drives": (None, ["--model", "small", "--machine", "h200", "--nvme", "-1"], "--nvme"),
+    "no tokens": (None, ["--model", "small", "--machine", "h200", "--tokens", "0"], "--tokens"),
+    "negative tokens": (None, ["--model", "small", "--machine", "h200", "--tokens", "-3B"], "--tokens"),
+    "tokens in words": (None, ["--model", "small", "--machine", "h200", "--tokens", "many"], "--tokens"),
+    "budget of zero": (
+        None,
+        ["--model", "small", "--machine", "h200", "memory.device_limit=0"],
+        "memory.device_limit",
+    ),
+    "negative budget": (
+        None,
+        ["--model", "small", "--machine", "h200", "memory.host_limit=-1"],
+        "memory.host_limit",
+    ),
+    "negative length": (None, ["--model", "small", "--machine", "h200", "--seq-len=-4"], "data.seq_len"),
+    "beyond the context": (None, ["--model", "small", "--machine", "h200", "--seq-len", "131073"], "131073"),
+    "more layers than there are": (
+        None,
+        ["--model", "small", "--machine", "h200", "memory.resident_blocks=17"],
+        "memory.resident_blocks",
+    ),
+    "too few slots for fragments": (
+        None,
+        ["--model", "small", "--machine", "h200", "memory.fragments=true", "memory.num_slots=1"],
+        "memory.num_slots",
+    ),
+    "immediate and clipped": (
+        None,
+        ["--model", "small", "--machine", "h200", "optim.updates=immediate", "--clip"],
+        "optim.max_grad_norm",
+    ),
+    "unknown key": (None, ["--model", "small", "--machine", "h200", "memory.num_slot=1"], "num_slots"),
+    "two configs": (None, ["a.yaml", "b.yaml", "--machine", "h200"], "a.yaml"),
+    "set twice": (
+        None,
+        ["--model", "small", "--machine", "h200", "--seq-len", "512", "data.seq_len=256"],
+        "data.seq_len",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.usefixtures("quick")
+def test_mistake_ends_in_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+    models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+) -> None:
+    spoil, arguments, words = WRONG[case]
+    for name in ("small", "large"):
+        (tmp_path / name).symlink_to(models / name)
+    if spoil is not None:
+        spoil(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = plan(capsys, *arguments)
+    assert code == 2, err
+    assert out == ""
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, err
+    assert words in errors[0]
+    assert "Traceback" not in err
+
+
+@pytest.mark.usefixtures("quick")
+def test_larger_budget_than_the_machine_has_is_fine(capsys: pytest.CaptureFixture[str], models: Path) -> None:
+    found = plan_json(
+        capsys, "--model", str(models / "small"), "--machine", "h200", "memory.device_limit=900GiB"
+    )
+    assert found["fits"]
+    assert found["limits"]["device"] == int(USABLE_DEVICE * (load_machine("h200").device_bytes or 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("1e9", 10**9),
+        ("20B", 20 * 10**9),
+        ("1.5T", 15 * 10**11),
+        ("500m", 5 * 10**8),
+        ("1_000", 1000),
+        ("7", 7),
+    ],
+)
+def test_tokens_are_read(text: str, count: int) -> None:
+    assert parse_tokens(text) == count
+
+
+def test_every_setting_that_a_plan_names_exists() -> None:
+    from megatrain.plan.search.remedies import KEYS
+
+    missing = {key for key in KEYS.values() if key not in config_keys()}
+    assert missing <= {"memory.gradients"}, "reported as settings only where they are"

@@ -1,0 +1,275 @@
+"""Runs with state on drives: the same bits, and after kill -9 they go on from the last committed step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from megatrain.errors import CapacityError, CheckpointError, OutputError
+from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_HOST
+from megatrain.store.drives.record import read_record
+from megatrain.stream.lanes import EmulatedMachine
+from megatrain.stream.lanes.emulated_spec import emulated_spec
+from megatrain.train import loop
+from megatrain.train.planning.dry_run import dry_run
+from megatrain.train.loop import train, train_step
+from megatrain.train.planning.run_machine import common_cpu
+from megatrain.train.planning.allocation import check_allocated
+from megatrain.train.planning.plan_run import plan_training
+from megatrain.train.run import prepare
+from megatrain.train.trace import trace
+from tests.train.project import make_config
+from tests.train.test_loop import assert_same_runs, rows_of
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def sections(root: Path, **changes: Any) -> dict[str, Any]:
+    """Return settings of a run of 6 steps whose state is on two drives, and which saves no checkpoint."""
+    return {
+        "train": {"steps": 6, "precision": "bf16", "device": "emulated"},
+        "checkpoint": {"every": None},
+        "memory": {
+            "activations": "recompute",
+            "fragments": False,
+            "tiers": {"ram": 540_000, "nvme": [str(root / "drive0"), str(root / "drive1")]},
+            **changes,
+        },
+    }
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run end like one that is killed when it would begin the step after `step`."""
+    step_of = loop.train_step
+
+    def stopped(run: Any) -> Any:
+        if run.step == step:
+            raise KeyboardInterrupt
+        return step_of(run)
+
+    monkeypatch.setattr(loop, "train_step", stopped)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in RAM."""
+    root = tmp_path_factory.mktemp("whole")
+    memory = {"activations": "recompute", "fragments": False}
+    train(make_config(root, **{**sections(root), "memory": memory}))
+    return root / "run"
+
+
+def test_a_run_on_drives_that_is_stopped_anywhere_goes_on_to_the_same_bits(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path, **sections(tmp_path))
+    for step in (0, 2, 3, 5):
+        with monkeypatch.context() as patch:
+            stop_after(step, patch)
+            with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.INFO, logger="megatrain"):
+                train(config)
+        record = read_record(tmp_path / "drive0")
+        assert (record.step if record else 0) == step
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        train(config)
+    assert_same_runs(tmp_path / "run", whole)
+    found = re.findall(r"going on from step (\d)", caplog.text)
+    assert found == ["2", "3", "5"], "the attempt after step 0 begins anew"
+    assert re.search(r"remainder and moments of (\d) of \1 blocks on the drives", caplog.text)
+    assert list((tmp_path / "drive0").iterdir()) == list((tmp_path / "drive1").iterdir()) == []
+
+
+def test_a_checkpoint_that_is_newer_than_the_commit_wins(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = sections(tmp_path, commit_every=3)
+    changed["checkpoint"] = {"every": 4}
+    config = make_config(tmp_path, **changed)
+    with monkeypatch.context() as patch:
+        stop_after(5, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    record = read_record(tmp_path / "drive0")
+    assert record is not None
+    assert record.step == 3
+    train(config)
+    assert_same_runs(tmp_path / "run", whole)
+
+
+def test_state_of_another_run_and_a_damaged_record_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path, "one", **sections(tmp_path))
+    with monkeypatch.context() as patch:
+        stop_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    with pytest.raises(OutputError, match=r"holds the state of another run \(.*one, step 1\)"):
+        train(make_config(tmp_path, "two", **sections(tmp_path)))
+    record = tmp_path / "drive0" / "commit.json"
+    record.write_bytes(record.read_bytes()[:-40])
+    with pytest.raises(CheckpointError, match=r"commit\.json is damaged"):
+        train(config)
+
+
+def test_state_of_a_run_whose_directory_is_gone_is_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path, **sections(tmp_path))
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    with caplog.at_level(logging.WARNING):
+        train(config)
+    assert "holds step 2 of a run whose directory is gone" in caplog.text
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("fragments", [False, True])
+def test_a_plan_of_other_fragments_does_not_keep_a_run_from_going_on(
+    fragments: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine that is measured again may be planned for in another way; the state is laid out as it is."""
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train(make_config(tmp_path, **sections(tmp_path, fragments=fragments)))
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        train(make_config(tmp_path, **sections(tmp_path, fragments="auto")))
+    assert "going on from step 2" in caplog.text
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kills", [2, 20])
+def test_a_killed_run_goes_on_from_the_last_committed_step(tmp_path: Path, num_kills: int) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.train.killed_run",
+        str(tmp_path),
+        str(num_kills),
+        "0",
+        str(15 * num_kills),
+        "drives",
+    ]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert_same_runs(tmp_path / "killed", tmp_path / "whole")
+    resumed = [
+        int(step) for step in re.findall(r"going on from step (\d+)", (tmp_path / "log.txt").read_text())
+    ]
+    assert resumed == sorted(resumed)
+    assert resumed, "no attempt went on from a commit"
+
+
+def test_a_dry_run_leaves_the_run_s_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, **sections(tmp_path))
+    with monkeypatch.context() as patch:
+        stop_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    before = {file: file.read_bytes() for file in tmp_path.glob("drive*/*")}
+    shown: list[str] = []
+    dry_run(config, shown.append)
+    assert {file: file.read_bytes() for file in tmp_path.glob("drive*/*")} == before
+    assert shown
+
+
+def test_a_trace_of_a_run_on_drives_leaves_the_run_s_state_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path, **sections(tmp_path))
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    before = {file: file.read_bytes() for file in tmp_path.glob("drive*/*")}
+    reports = trace(config, tmp_path / "trace.json")
+    assert {file: file.read_bytes() for file in tmp_path.glob("drive*/*")} == before
+    assert all(report.drive_read_bytes > 0 and report.drive_write_bytes > 0 for report in reports)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"nvme_read", "nvme_write"} <= names
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+@pytest.mark.parametrize("ram", [None, 540_000])
+def test_a_run_with_boundaries_on_drives_takes_what_was_planned_and_gives_the_same_losses(
+    ram: int | None, activations: str, tmp_path: Path
+) -> None:
+    """With all of the state in RAM, and with a part of it on the drives too."""
+    ram = None if ram is None else ram + (3 << 20 if activations == "offload" else 0)
+    losses = []
+    for boundaries in ("device", "nvme"):
+        memory: dict[str, Any] = {"activations": activations, "boundaries": boundaries}
+        if boundaries == "nvme":
+            memory["tiers"] = {"ram": ram, "nvme": [str(tmp_path / "drive0"), str(tmp_path / "drive1")]}
+        config = make_config(
+            tmp_path,
+            boundaries,
+            data={"seq_len": 64},
+            train={"steps": 3, "precision": "bf16", "device": "emulated", "micro_batch_size": 4},
+            memory={"fragments": False, **memory},
+        )
+        run = prepare(config, None, None)
+        losses.append([train_step(run).loss for _ in range(3)])
+        if boundaries == "nvme":
+            assert run.planned is not None
+            plan, stash = run.planned.plan, run.engine.executor.stash
+            pools = {(pool.tier, pool.name): pool.nbytes for pool in plan.pools}
+            check_allocated(run.engine, plan)
+            assert stash.host_bytes == pools["ram", "staging of activations"] > 0
+            assert run.engine._scratch is not None
+            assert run.engine._scratch.nbytes == pools["nvme", "saved activations"] > 0
+            assert stash.drive_bytes[1] > 0
+        run.engine.close(removes=True)
+    assert losses[0] == losses[1]
+    assert list((tmp_path / "drive0").iterdir()) == list((tmp_path / "drive1").iterdir()) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("fragments", [False, "auto"])
+def test_named_drives_that_ram_does_not_need_take_the_commits(
+    device: str, fragments: bool | str, tmp_path: Path
+) -> None:
+    """Whatever else is left to the plan: no layer is resident, and the buffers before drives are counted."""
+    losses = []
+    for name, tiers in (("ram", {}), ("drives", {"tiers": {"nvme": [str(tmp_path / "drive")]}})):
+        config = make_config(
+            tmp_path,
+            name,
+            train={"steps": 3, "precision": "bf16", "device": device},
+            memory={"fragments": fragments, **tiers},
+        )
+        run = prepare(config, None, None)
+        losses.append([train_step(run).loss for _ in range(2)])
+        assert run.planned is not None
+        check_allocated(run.engine, run.planned.plan)
+        if tiers:
+            assert run.planned.plan.choice.resident_layers == run.engine.choice.resident_layers == 0
+            assert run.planned.plan.tier_bytes("nvme") > 0
+        run.engine.close(removes=True)
+    assert losses[0] == losses[1]
+
+
+def test_a_run_that_does_not_fit_is_told_of_settings_not_of_other_machines(tmp_path: Path) -> None:
+    config = make_config(tmp_path, train={"precision": "bf16", "device": "emulated"})
+    model_config = AutoConfig.from_pretrained(config.model.path)
+    ram = int((PROGRAM_BYTES + 560_000) / USABLE_HOST)
+    spec = replace(emulated_spec(EmulatedMachine(), common_cpu("bf16")).with_ram(ram), drives=None)
+    with pytest.raises(CapacityError, match=r"host memory") as caught:
+        plan_training(config, model_config, spec)
+    assert "memory.tiers='{nvme: [DIRECTORY]}'" in str(caught.value)
+    assert "--" not in str(caught.value)
