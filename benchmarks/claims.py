@@ -21,11 +21,11 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
 
+from megatrain.config.choice import Plan, StepBatch
 from megatrain.hardware import HardwareSpec, load_machine
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
-from megatrain.model.weights.skeleton import read_config_or_tower
-from megatrain.config.choice import Batch, Plan
+from megatrain.model.weights.skeleton import read_text_config
 from megatrain.plan.cost.economics import economics
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
@@ -161,7 +161,7 @@ def model_config(model: str, configs: Path) -> PretrainedConfig:
     """Return a model's configuration: of a folder, or a Llama of some width and depth."""
     kind, _, shape = model.partition(":")
     if kind != "dense":
-        return read_config_or_tower(configs / model)
+        return read_text_config(configs / model)
     hidden, layers = map(int, shape.split(":"))
     return LlamaConfig(
         hidden_size=hidden,
@@ -195,7 +195,7 @@ def plan(claim: Claim, configs: Path) -> tuple[Plan, Anatomy]:
         request = Request(
             spec=spec,
             anatomy=anatomy,
-            batch=Batch(micro_batch_size=1, seq_len=claim.seq_len, num_micro_batches=count),
+            batch=StepBatch(micro_batch_size=1, seq_len=claim.seq_len, num_micro_batches=count),
             clips=claim.clips,
             compiles=True,
             fixed=None if claim.clips else {"updates": "immediate"},

@@ -18,7 +18,7 @@ from emulated_runs import Case, Run, machine_of, spec_of, step_seconds
 from plan_race import MACHINES, models, scale
 from report import emit, hardware
 
-from megatrain.config.choice import Batch
+from megatrain.config.choice import StepBatch
 from megatrain.plan.search.planner import make_plan
 from megatrain.train.planning.elastic import Elastic
 
@@ -39,7 +39,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     results = []
     for name, rates in MACHINES.items():
-        batch = Batch(micro_batch_size=1, seq_len=64, num_micro_batches=4)
+        batch = StepBatch(micro_batch_size=1, seq_len=64, num_micro_batches=4)
         case = Case(name="llama", config=models()["llama"], batch=batch)
         result = throttle(case, scale(case, rates, arguments.seconds))
         results.append({"machine": name, **result})

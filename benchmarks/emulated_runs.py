@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from megatrain.config.choice import Choice, StepBatch
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
-from megatrain.config.choice import Batch, Choice
 from megatrain.plan.search.request import Request
 from megatrain.store.placement import Tiers
 from megatrain.stream.attach import attach
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, InlineLanes
-from megatrain.stream.load import load
 from megatrain.stream.lanes.emulated_spec import emulated_spec
+from megatrain.stream.load import load
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.device_bytes import DeviceBytes
@@ -41,7 +41,7 @@ class Case:
 
     name: str
     config: PretrainedConfig
-    batch: Batch
+    batch: StepBatch
     precision: str = "fp32"
     clips: bool = True
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from gpu_measure import Normal, put_parameters
 
-from megatrain.model.blocks import find_blocks
 from megatrain.layout.blocks import BlockLayout
+from megatrain.model.blocks import find_blocks
 from megatrain.model.weights.skeleton import build_skeleton
 from megatrain.store.state import HostState, Precision, planned_host_bytes
 from megatrain.stream.bind import plan_layouts

@@ -274,8 +274,10 @@ def capped(session: Session, limit: int | None) -> Iterator[None]:
 
 def bytes_moved(engine: Any) -> int:
     """Return what crossed the link since attach: weights, gradients, saved activations."""
-    stash = engine.executor.stash
-    return int(engine.bytes_fetched + engine.bytes_offloaded + stash.saved_bytes + stash.restored_bytes)
+    offloaded = engine.executor.offloaded
+    return int(
+        engine.bytes_fetched + engine.bytes_offloaded + offloaded.saved_bytes + offloaded.restored_bytes
+    )
 
 
 def policies_of(engine: Any) -> dict[str, Any]:

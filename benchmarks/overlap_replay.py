@@ -18,9 +18,9 @@ from itertools import pairwise
 
 from overlap_model import Rates, Step
 
-from megatrain.plan.program.operations import Lane
 from megatrain.plan.cost.timetable import Task as TimedTask
 from megatrain.plan.cost.timetable import Timetable
+from megatrain.plan.program.operations import Lane
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, Span
 
 JITTER_S = 5e-5

@@ -21,7 +21,7 @@ from emulated_runs import Case, machine_of, spec_of, step_seconds
 from report import emit, hardware
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from megatrain.config.choice import Batch, Choice
+from megatrain.config.choice import Choice, StepBatch
 from megatrain.plan.search.choices import list_choices
 from megatrain.plan.search.planner import make_plan, plan_of
 from megatrain.plan.search.request import Request, overflow
@@ -164,7 +164,7 @@ def main() -> None:
             case = Case(
                 name=model_name,
                 config=config,
-                batch=Batch(micro_batch_size=1, seq_len=64, num_micro_batches=4),
+                batch=StepBatch(micro_batch_size=1, seq_len=64, num_micro_batches=4),
             )
             scaled = scale(case, rates, arguments.seconds)
             name = f"{model_name} on {machine_name}"

@@ -169,13 +169,13 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     from emulated_runs import Case, Run, machine_of, spec_of
     from transformers import AutoConfig
 
-    from megatrain.config.choice import Batch
+    from megatrain.config.choice import StepBatch
     from megatrain.plan.search.planner import make_plan
     from megatrain.store.placement import Tiers
 
     torch.set_num_threads(1)
     config = AutoConfig.for_model(**case["config"])
-    batch = Batch(micro_batch_size=1, seq_len=case["seq_len"], num_micro_batches=case.get("count", 1))
+    batch = StepBatch(micro_batch_size=1, seq_len=case["seq_len"], num_micro_batches=case.get("count", 1))
     planned = Case(
         name="",
         config=config,
@@ -258,8 +258,8 @@ def this_cpu(case: Any) -> Any:
     from megatrain.doctor import this_machine
     from megatrain.doctor.overhead import visit_overhead_s
     from megatrain.model.profile.timing import time_layers
-    from megatrain.plan.cost.rates import Rates
     from megatrain.plan.cost.measured import Measured
+    from megatrain.plan.cost.rates import Rates
 
     spec = replace(this_machine(None), launch_s=visit_overhead_s(torch.device("cpu")))
     timed = time_layers(

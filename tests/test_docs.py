@@ -67,14 +67,14 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     fakes: list[types.ModuleType] = []
     for module, name in (
         ("loop", "train"),
-        ("dry_run", "dry_run"),
+        ("planning.dry_run", "dry_run"),
         ("quickstart", "quickstart"),
         ("sample", "sample"),
         ("export", "export_run"),
         ("trace", "trace"),
         ("trace", "describe"),
-        ("planning", "plan_run"),
-        ("plan_report", "report"),
+        ("planning.plan_run", "plan_run"),
+        ("planning.plan_report", "report"),
     ):
         name_of = f"megatrain.train.{module}"
         fake = sys.modules.get(name_of)
@@ -88,7 +88,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     doctor.__dict__.update(examine=lambda *_, **__: report, keep=None)
     monkeypatch.setitem(sys.modules, "megatrain.doctor", doctor)
     planned = types.SimpleNamespace(plan=types.SimpleNamespace(fits=True))
-    monkeypatch.setattr(sys.modules["megatrain.train.planning.plan_run"], "plan_run", lambda *_, **__: planned)
+    monkeypatch.setattr(
+        sys.modules["megatrain.train.planning.plan_run"], "plan_run", lambda *_, **__: planned
+    )
     return seen
 
 

@@ -18,11 +18,14 @@ PACKAGE = Path(__file__).parents[1] / "megatrain"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("",),  # megatrain/__init__.py: the names that users import
-    ("train", "doctor"),
-    ("checkpoint", "stream"),
-    ("store", "optim", "data", "distributed", "plan"),
-    ("model",),
-    ("hardware", "config", "errors"),
+    ("doctor",),
+    ("train",),
+    ("stream",),
+    ("store", "optim", "plan"),
+    ("data", "checkpoint", "model"),
+    ("layout",),
+    ("hardware", "config"),
+    ("errors",),
 )
 """Parts of the package. Each imports from later rows only; parts in one row do not import each other."""
 

@@ -57,7 +57,7 @@ _DTYPES = {
 }
 
 
-class System:
+class FileCalls:
     """The calls into the operating system, one method each."""
 
     def open(self, path: Path, flags: int) -> int:
@@ -97,7 +97,7 @@ class System:
         os.rmdir(path)
 
 
-system = System()
+system = FileCalls()
 """What every function here calls; tests put another object in its place."""
 
 

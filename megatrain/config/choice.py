@@ -46,7 +46,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class StepBatch:
     """What a step trains on."""
 
     micro_batch_size: int
@@ -77,7 +77,7 @@ class Plan:
     """A choice with what it takes and how fast it is."""
 
     choice: Choice
-    batch: Batch
+    batch: StepBatch
     fits: bool
     problem: str
     """Empty if it fits; otherwise the pool, the need, the limit, and the option that fits: one sentence."""

@@ -25,7 +25,7 @@ from megatrain.doctor.checks import (
     check_threads,
 )
 from megatrain.doctor.disk import block_device
-from megatrain.doctor.this_machine import compute_device, machine_of, open_own_sensor
+from megatrain.doctor.machine_spec import compute_device, machine_of, open_own_sensor
 from megatrain.doctor.software import check_device, check_sensor, check_versions, versions
 from megatrain.hardware.care import pci_address
 from megatrain.hardware.machines import machine_json

@@ -23,7 +23,7 @@ SCALE_NUMEL = 256
 """Elements that share a scale: 4 units of the layout's alignment, 1.6 % more bytes than none would take."""
 
 
-class Moments(str, Enum):
+class MomentFormat(str, Enum):
     """How the moments are kept: the setting `optim.state`."""
 
     FP32 = "fp32"
@@ -31,7 +31,7 @@ class Moments(str, Enum):
     INT8 = "int8"
 
     @classmethod
-    def read(cls, name: str) -> Moments:
+    def read(cls, name: str) -> MomentFormat:
         """Return the format of that name.
 
         Raises:
@@ -42,7 +42,7 @@ class Moments(str, Enum):
     @property
     def is_exact(self) -> bool:
         """Whether training gives the bits of ordinary AdamW."""
-        return self is Moments.FP32
+        return self is MomentFormat.FP32
 
     def describe(self) -> str:
         """Return the format's name, labelled where it is not exact."""
@@ -68,17 +68,17 @@ def scale_ranges(layout: BlockLayout) -> dict[str, tuple[int, int]]:
     return ranges
 
 
-def moment_planes(layout: BlockLayout, moments: Moments) -> dict[str, tuple[int, torch.dtype]]:
+def moment_planes(layout: BlockLayout, moments: MomentFormat) -> dict[str, tuple[int, torch.dtype]]:
     """Return the elements and the type of each plane of a block's moments."""
     return _planes(layout.num_state, sum(num_scales(entry.numel) for entry in layout.trained), moments)
 
 
-def moment_bytes(layout: BlockLayout, moments: Moments) -> int:
+def moment_bytes(layout: BlockLayout, moments: MomentFormat) -> int:
     """Return the bytes of a block's moments."""
     return sum(numel * dtype.itemsize for numel, dtype in moment_planes(layout, moments).values())
 
 
-def moment_plane_bytes(num_state: int, scales: int, moments: Moments) -> dict[str, int]:
+def moment_plane_bytes(num_state: int, scales: int, moments: MomentFormat) -> dict[str, int]:
     """Return the bytes of each plane, for blocks of which only the sums are known.
 
     Args:
@@ -90,13 +90,13 @@ def moment_plane_bytes(num_state: int, scales: int, moments: Moments) -> dict[st
     return {name: numel * dtype.itemsize for name, (numel, dtype) in planes.items()}
 
 
-def _planes(num_state: int, scales: int, moments: Moments) -> dict[str, tuple[int, torch.dtype]]:
+def _planes(num_state: int, scales: int, moments: MomentFormat) -> dict[str, tuple[int, torch.dtype]]:
     dtype = {
-        Moments.FP32: torch.float32,
-        Moments.BF16: torch.bfloat16,
-        Moments.INT8: torch.uint8,
+        MomentFormat.FP32: torch.float32,
+        MomentFormat.BF16: torch.bfloat16,
+        MomentFormat.INT8: torch.uint8,
     }[moments]
     planes = {"exp_avg": (num_state, dtype), "exp_avg_sq": (num_state, dtype)}
-    if moments is Moments.INT8:
+    if moments is MomentFormat.INT8:
         planes |= {"exp_avg_scale": (scales, torch.float32), "exp_avg_sq_scale": (scales, torch.float32)}
     return planes

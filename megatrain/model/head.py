@@ -103,7 +103,7 @@ class Head:
                 the head's gradients add up in fp32 instead of the working dtype.
         """
         self._model = model
-        self._bring_again = bring_again
+        self._stream_again = bring_again
         vocab_size = int(getattr(model.config.get_text_config(), "vocab_size", 0) or 1)
         self.chunk_tokens = chunk_tokens or max(1, LOGITS_BYTES // (4 * vocab_size))
         self._is_explicit = chunk_tokens is not None
@@ -227,7 +227,7 @@ class Head:
             stop = start + self.chunk_tokens
 
             def run(part: Tensor, targets: Tensor, is_first: bool = start == 0) -> Tensor:
-                with self._bring_again():
+                with self._stream_again():
                     return self._part(inner, named, output, part, targets, total, is_first=is_first)
 
             losses.append(

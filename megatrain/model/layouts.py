@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from megatrain.model.blocks import Block
 from megatrain.layout.blocks import BlockLayout, ParameterSpec, lay_out
+from megatrain.model.blocks import Block
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

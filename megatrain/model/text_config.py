@@ -12,7 +12,12 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.errors import ModelError
-from megatrain.model.weights.skeleton import build_skeleton, first_line, initialise_buffers, parameters_on_meta
+from megatrain.model.weights.skeleton import (
+    build_skeleton,
+    first_line,
+    initialise_buffers,
+    parameters_on_meta,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -39,13 +39,13 @@ CHUNK_NUMEL = 1 << 22
 """Elements per pass. Where scratch memory is short, a tenth would do: a pass then moves about 30 MB, which
 takes as long as the launch of its kernel."""
 TEMPORARY_BYTES = 35
-"""Scratch memory per element of a chunk, in bytes: three fp64, two fp32, three bools."""
+"""UpdateScratch memory per element of a chunk, in bytes: three fp64, two fp32, three bools."""
 MOVED_BYTES = 650
 """Device memory that 55 kernels read and write per element, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class UpdateScratch:
     """Memory for what lives within one chunk."""
 
     wide: Tensor
@@ -56,7 +56,7 @@ class Scratch:
     """(3, N) bool."""
 
     @classmethod
-    def allocate(cls, numel: int, device: torch.device) -> Scratch:
+    def allocate(cls, numel: int, device: torch.device) -> UpdateScratch:
         """Take memory for chunks of `numel` elements."""
         return cls(
             torch.empty((3, numel), dtype=torch.float64, device=device),
@@ -64,9 +64,9 @@ class Scratch:
             torch.empty((3, numel), dtype=torch.bool, device=device),
         )
 
-    def first(self, numel: int) -> Scratch:
+    def first(self, numel: int) -> UpdateScratch:
         """Return views of the first `numel` elements."""
-        return Scratch(self.wide[:, :numel], self.single[:, :numel], self.marks[:, :numel])
+        return UpdateScratch(self.wide[:, :numel], self.single[:, :numel], self.marks[:, :numel])
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def update_on_device(ranges: Iterable[tuple[AdamWStep, Planes]], chunk_numel: in
     devices = {planes.working.device for _, planes in work}
     assert len(devices) == 1, f"ranges are on {devices}"
     largest = max(planes.working.numel() for _, planes in work)
-    scratch = Scratch.allocate(min(largest, chunk_numel), devices.pop())
+    scratch = UpdateScratch.allocate(min(largest, chunk_numel), devices.pop())
     for hyper, planes in work:
         scalars = [float(value) for value in hyper.scalars()]
         if planes.exp_avg.dtype != torch.float32:
@@ -104,13 +104,13 @@ def update_on_device(ranges: Iterable[tuple[AdamWStep, Planes]], chunk_numel: in
 
 
 def _update_compressed(
-    hyper: AdamWStep, scalars: list[float], planes: Planes, scratch: Scratch, chunk_numel: int
+    hyper: AdamWStep, scalars: list[float], planes: Planes, scratch: UpdateScratch, chunk_numel: int
 ) -> None:
     """Update one range whose moments are compressed: with fp32 moments of a chunk, rounded afterwards."""
     chunk_numel = max(SCALE_NUMEL, chunk_numel // 2 // SCALE_NUMEL * SCALE_NUMEL)
     numel = min(chunk_numel, planes.working.numel())
     if scratch.single.shape[1] < numel:
-        scratch = Scratch.allocate(numel, planes.working.device)
+        scratch = UpdateScratch.allocate(numel, planes.working.device)
     moments = torch.empty((2, numel), dtype=torch.float32, device=planes.working.device)
     first, second, base = hyper.noise
     for start in range(0, planes.working.numel(), chunk_numel):
@@ -150,7 +150,7 @@ def split_on_device(master: Tensor, working: Tensor, remainder: Tensor, scratch:
     working.view(torch.int16).copy_(rounded)
 
 
-def multiply_add(a: Tensor, b: Tensor, c: Tensor, out: Tensor, scratch: Scratch) -> None:
+def multiply_add(a: Tensor, b: Tensor, c: Tensor, out: Tensor, scratch: UpdateScratch) -> None:
     """Write a * b + c, rounded once to fp32.
 
     In fp64 the product p is exact: 24 + 24 bits, exponents in range. The sum s = p + c - e is rounded, by an
@@ -190,7 +190,7 @@ def multiply_add(a: Tensor, b: Tensor, c: Tensor, out: Tensor, scratch: Scratch)
     out.copy_(total)
 
 
-def _update_chunk(scalars: list[float], planes: Planes, scratch: Scratch) -> None:
+def _update_chunk(scalars: list[float], planes: Planes, scratch: UpdateScratch) -> None:
     """Do to one chunk what `kernels.update` does, operation by operation."""
     grad_scale, decay, weight1, beta2, weight2, correction2_sqrt, _, eps, step_size = scalars
     m, v = planes.exp_avg, planes.exp_avg_sq

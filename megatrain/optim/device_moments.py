@@ -27,7 +27,7 @@ from megatrain.optim.codes import (
 )
 
 TEMPORARY_BYTES = 40
-"""Scratch memory per element that `store` takes and gives back, in bytes, at most."""
+"""UpdateScratch memory per element that `store` takes and gives back, in bytes, at most."""
 _LOW = 0xFFFFFFFF
 
 

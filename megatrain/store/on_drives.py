@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.layout.host_buffers import PIECE_BYTES, padded, state_bytes
 from megatrain.layout.blocks import BlockLayout
+from megatrain.layout.host_buffers import PIECE_BYTES, padded, state_bytes
 from megatrain.store.drives.striped import Extent, StripedStore, wait
 from megatrain.store.placement import Placement, Tiers, place
 
@@ -71,7 +71,7 @@ class Image:
         return (piece for piece in self.pieces if (working if piece.is_working else state))
 
 
-class Away:
+class BlocksOnDrives:
     """The images of all blocks, and the store that holds them."""
 
     def __init__(self, layouts: Sequence[BlockLayout], tiers: Tiers, *, is_split: bool, accumulates: bool):
@@ -88,18 +88,18 @@ class Away:
 
     def holds_state(self, block: int) -> bool:
         """Whether a block's remainder and moments live on the drives."""
-        return block in self.placement.state_away
+        return block in self.placement.state_on_drives
 
     def holds_working(self, block: int) -> bool:
         """Whether a block's working weights live on the drives."""
-        return block in self.placement.working_away
+        return block in self.placement.working_on_drives
 
     def bytes_per_step(self) -> tuple[int, int, int]:
         """Return the bytes that a step reads and writes for its updates, and what a first commit adds."""
         states = [image.working_start for image in self.images]
         weights = [image.num_bytes - image.working_start for image in self.images]
-        there = self.placement.state_away
-        paged = self.placement.working_away
+        there = self.placement.state_on_drives
+        paged = self.placement.working_on_drives
         updates = sum(states[b] + (weights[b] if b in paged else 0) for b in there if states[b])
         frozen = sum(weights[b] for b in paged if not states[b])
         return updates, updates, sum(states) + sum(weights) - updates - frozen

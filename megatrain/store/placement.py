@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megatrain.errors import CapacityError
 from megatrain.hardware import GIB, host_memory
-from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING, DriveBuffers, largest_first, state_bytes
 from megatrain.layout.blocks import BlockLayout, aligned
+from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING, DriveBuffers, largest_first, state_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +42,9 @@ class Tiers:
 class Placement:
     """Where the planes of each block are."""
 
-    state_away: frozenset[int]
+    state_on_drives: frozenset[int]
     """Blocks whose remainder and moments are on the drives."""
-    working_away: frozenset[int]
+    working_on_drives: frozenset[int]
     """Those of them whose working weights are there too."""
     ram_bytes: Mapping[str, int]
     """Bytes in RAM by plane and buffer."""
@@ -54,8 +54,8 @@ class Placement:
     def describe(self, num_blocks: int) -> str:
         """Return one line for the log."""
         return (
-            f"state: remainder and moments of {len(self.state_away)} of {num_blocks} blocks on the drives, "
-            f"weights of {len(self.working_away)}; {sum(self.ram_bytes.values()) / GIB:.2f} GiB in RAM"
+            f"state: remainder and moments of {len(self.state_on_drives)} of {num_blocks} blocks on drives, "
+            f"weights of {len(self.working_on_drives)}; {sum(self.ram_bytes.values()) / GIB:.2f} GiB in RAM"
         )
 
 
@@ -156,8 +156,8 @@ def placed(
     order = by_size(layouts)
     takes = _Totals(layouts, order, tiers, is_split=is_split, accumulates=accumulates)
     return Placement(
-        state_away=frozenset(order[num_state:]),
-        working_away=frozenset(order[num_working:]),
+        state_on_drives=frozenset(order[num_state:]),
+        working_on_drives=frozenset(order[num_working:]),
         ram_bytes=takes.pools(num_working, num_state),
         keeps_gradients=tiers.keeps_gradients,
         accumulates=accumulates,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatrain.config.types import read_member
 from megatrain.layout.blocks import BlockLayout, Entry
-from megatrain.layout.moments import MOMENT_PLANES, Moments, moment_planes, scale_ranges
+from megatrain.layout.moments import MOMENT_PLANES, MomentFormat, moment_planes, scale_ranges
 from megatrain.store.arena import Arena
 from megatrain.store.master import join_master, split_master_into
 
@@ -159,7 +159,7 @@ class HostState:
     def __init__(self, layouts: Sequence[BlockLayout], precision: Precision) -> None:
         """Allocate the working plane, and the remainder plane where there is one."""
         self.precision = precision
-        self.moments = Moments.FP32
+        self.moments = MomentFormat.FP32
         """How the moments are kept, once they are allocated."""
         self.layouts = tuple(layouts)
         self._arenas: dict[str, Arena] = {}
@@ -174,7 +174,7 @@ class HostState:
         """Copy and pickle as None: a copied model's parameters are its own, no views of this memory."""
         return type(None), ()
 
-    def allocate_moments(self, moments: Moments = Moments.FP32) -> None:
+    def allocate_moments(self, moments: MomentFormat = MomentFormat.FP32) -> None:
         """Allocate `exp_avg` and `exp_avg_sq`, all zero, and the scales that `moments` has."""
         self.moments = moments
         for name in MOMENT_PLANES:  # of an earlier optimizer, which may have had others
@@ -296,7 +296,7 @@ def planned_host_bytes(
     keeps_gradients: bool,
     accumulates: bool = False,
     staging_bytes: int = 0,
-    moments: Moments = Moments.FP32,
+    moments: MomentFormat = MomentFormat.FP32,
 ) -> dict[str, int]:
     """Predict the bytes of each plane, before anything is allocated."""
     planes = {

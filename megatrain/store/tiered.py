@@ -16,16 +16,16 @@ from torch import Tensor
 
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware import GIB, host_memory
-from megatrain.layout.host_buffers import NUM_PAGES, NUM_STATE_STAGING
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.moments import MOMENT_PLANES, Moments
+from megatrain.layout.host_buffers import NUM_PAGES, NUM_STATE_STAGING
+from megatrain.layout.moments import MOMENT_PLANES, MomentFormat
 from megatrain.store.arena import Arena
-from megatrain.store.on_drives import PLANES, Away
+from megatrain.store.on_drives import PLANES, BlocksOnDrives
 from megatrain.store.placement import Tiers
 from megatrain.store.state import BlockState, HostState, Precision, write_value
 
 
-class AwayBlockState(BlockState):
+class BlockStateOnDrives(BlockState):
     """A block whose remainder and moments are on drives: `HostState.borrow` brings them."""
 
     def __init__(self, layout: BlockLayout, working: Tensor) -> None:
@@ -59,9 +59,11 @@ class TieredState(HostState):
             MegatrainError: RAM or a drive does not hold its part; nothing was allocated.
             CheckpointError: `tiers.resumes`, and the drives hold no state of this model.
         """
-        self.away = Away(layouts, tiers, is_split=precision is Precision.BF16, accumulates=accumulates)
+        self.on_drives = BlocksOnDrives(
+            layouts, tiers, is_split=precision is Precision.BF16, accumulates=accumulates
+        )
         room = host_memory().available_bytes
-        need = sum(self.away.placement.ram_bytes.values())
+        need = sum(self.on_drives.placement.ram_bytes.values())
         if need > room:
             raise CapacityError(
                 f"host memory: the part of the state that stays in RAM takes {need / GIB:.2f} GiB, but "
@@ -74,7 +76,7 @@ class TieredState(HostState):
         self.changed: set[tuple[int, bool]] = set()
         """(block, is it the working weights) of what lives in RAM and differs from the newest image."""
         self.is_resumed = tiers.resumes
-        store = self.away.store
+        store = self.on_drives.store
         self.record = store.resume() if tiers.resumes else None
         """What was committed, if that is what this state goes on from."""
         try:
@@ -91,13 +93,13 @@ class TieredState(HostState):
 
     def is_for(self, layouts: Sequence[BlockLayout], precision: Precision, tiers: Tiers | None) -> bool:
         """Whether this is the state that these settings ask for."""
-        return (list(self.layouts), self.precision, self.away.tiers) == (list(layouts), precision, tiers)
+        return (list(self.layouts), self.precision, self.on_drives.tiers) == (list(layouts), precision, tiers)
 
     # -- where things are -----------------------------------------------------------------------------------
 
     def allocate_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the buffers for state on its way to updates, and those for weights on their way out."""
-        pools = self.away.placement.ram_bytes
+        pools = self.on_drives.placement.ram_bytes
         found = []
         for name, count in (("drive_staging", NUM_STATE_STAGING), ("pages", NUM_PAGES)):
             self._allocate(name, [pools[name] // count] * count, torch.uint8)
@@ -110,13 +112,13 @@ class TieredState(HostState):
             )
         return found[0], found[1]
 
-    def allocate_moments(self, moments: Moments = Moments.FP32) -> None:
+    def allocate_moments(self, moments: MomentFormat = MomentFormat.FP32) -> None:
         """Allocate the moments of the blocks in RAM, all zero; those of the others are on the drives already.
 
         Raises:
             ConfigError: They are to be kept in another format than there.
         """
-        if moments is not Moments.FP32:
+        if moments is not MomentFormat.FP32:
             raise ConfigError(
                 f"the optimizer's state is to be {moments.value}, but state on drives (memory.tiers.nvme) is "
                 "kept in fp32; use state='fp32', or no drives"
@@ -125,7 +127,7 @@ class TieredState(HostState):
             self._has_restored_moments = False
             return
         super().allocate_moments(moments)
-        for block in (self.blocks[number] for number in self.away.placement.state_away):
+        for block in (self.blocks[number] for number in self.on_drives.placement.state_on_drives):
             for plane in MOMENT_PLANES:
                 block.__dict__.pop(plane, None)
 
@@ -135,7 +137,7 @@ class TieredState(HostState):
         Raises:
             CapacityError: It has not.
         """
-        if not self.away.placement.keeps_gradients:
+        if not self.on_drives.placement.keeps_gradients:
             raise CapacityError(
                 "host memory: the split between RAM and drives counts on optim.updates=immediate and one "
                 "round per step, but gradients are to be kept; use keeps_gradients=True"
@@ -153,21 +155,21 @@ class TieredState(HostState):
             (block, is_working)
             for block in range(len(self.layouts))
             for is_working in (False, True)
-            if not (self.away.holds_working if is_working else self.away.holds_state)(block)
+            if not (self.on_drives.holds_working if is_working else self.on_drives.holds_state)(block)
         }
 
     def mark_updated(self, block: int) -> None:
         """Take note that a block was updated."""
-        if not self.away.holds_state(block):
+        if not self.on_drives.holds_state(block):
             self.changed.add((block, False))
-        if not self.away.holds_working(block):
+        if not self.on_drives.holds_working(block):
             self.changed.add((block, True))
 
     def planes_in_ram(self, block: int) -> dict[str, Tensor]:
         """Return the planes of a block's image that live in RAM; moments only once there is an optimizer."""
         state = self.blocks[block]
-        planes = {} if self.away.holds_working(block) else {"working": state.working}
-        if not self.away.holds_state(block):
+        planes = {} if self.on_drives.holds_working(block) else {"working": state.working}
+        if not self.on_drives.holds_state(block):
             planes |= {name: plane for name in PLANES if (plane := getattr(state, name)) is not None}
         return planes
 
@@ -176,7 +178,7 @@ class TieredState(HostState):
     @contextmanager
     def borrow(self, block: int, *, writes: bool = False) -> Iterator[BlockState]:
         """Lend a block with all its planes; those on the drives come through memory of their own."""
-        away = self.away
+        away = self.on_drives
         if not away.holds_state(block):
             yield self.blocks[block]
             self.changed |= {(block, False), (block, True)} if writes else set()
@@ -194,16 +196,16 @@ class TieredState(HostState):
     def lend_working(self, block: int) -> Tensor:
         """Return a block's working bytes, (working_bytes,), in new memory if they are on the drives."""
         working = self.blocks[block].working
-        if not self.away.holds_working(block):
+        if not self.on_drives.holds_working(block):
             return working
         buffer = self._buffer(block, only_working=True)
-        self.away.read(block, buffer, state=False)
+        self.on_drives.read(block, buffer, state=False)
         return buffer[: working.numel()]
 
     def put(self, name: str, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
         """Write `value` into `region` of a parameter; a block on the drives leaves once it is complete."""
         number = self.number_of(name)
-        if not self.away.holds_state(number):
+        if not self.on_drives.holds_state(number):
             super().put(name, value, region)
             self.changed |= {(number, False), (number, True)}
             return
@@ -219,7 +221,7 @@ class TieredState(HostState):
         self._filling[number] = _Filling(block, buffer, left - value.numel())
         if left - value.numel() <= 0:
             del self._filling[number]
-            self.away.write(number, buffer, working=self.away.holds_working(number))
+            self.on_drives.write(number, buffer, working=self.on_drives.holds_working(number))
 
     def bring_working(self) -> None:
         """Make the weights that live on the drives readable at their addresses, until `drop_working`.
@@ -236,17 +238,17 @@ class TieredState(HostState):
                 f"{room / GIB:.2f} GiB are left; read them block by block (engine.named_masters), or save a "
                 "checkpoint"
             )
-        for block in sorted(self.away.placement.working_away):
+        for block in sorted(self.on_drives.placement.working_on_drives):
             self.blocks[block].working.copy_(self.lend_working(block))
         self._is_whole = True
 
     def keep_working(self) -> None:
         """Write back weights of `bring_working` that the caller has changed."""
-        for block in sorted(self.away.placement.working_away) if self._is_whole else ():
+        for block in sorted(self.on_drives.placement.working_on_drives) if self._is_whole else ():
             buffer = self._buffer(block, only_working=True)
             working = self.blocks[block].working
             buffer[: working.numel()].copy_(working)
-            self.away.write(block, buffer, state=False)
+            self.on_drives.write(block, buffer, state=False)
 
     def drop_working(self) -> None:
         """Give the memory of `bring_working` back: the weights are about to change on the drives."""
@@ -264,8 +266,8 @@ class TieredState(HostState):
             if not planes:
                 continue
             buffer = self._buffer(number)
-            self.away.read(number, buffer)
-            image = self.away.images[number]
+            self.on_drives.read(number, buffer)
+            image = self.on_drives.images[number]
             found = {**image.planes(buffer), "working": image.working(buffer)}
             for name, plane in planes.items():
                 plane.copy_(found[name])
@@ -273,8 +275,8 @@ class TieredState(HostState):
 
     def _lend(self, number: int) -> tuple[BlockState, Tensor]:
         """Make a block whose planes are views of a new buffer, but for working weights that live in RAM."""
-        buffer, image, state = self._buffer(number), self.away.images[number], self.blocks[number]
-        is_there = self.away.holds_working(number)
+        buffer, image, state = self._buffer(number), self.on_drives.images[number], self.blocks[number]
+        is_there = self.on_drives.holds_working(number)
         lent = BlockState(state.layout, image.working(buffer) if is_there else state.working)
         for name, plane in image.planes(buffer).items():
             setattr(lent, name, plane)
@@ -282,19 +284,21 @@ class TieredState(HostState):
         return lent, buffer
 
     def _buffer(self, number: int, *, only_working: bool = False) -> Tensor:
-        image = self.away.images[number]
+        image = self.on_drives.images[number]
         num_bytes = image.num_bytes - (image.working_start if only_working else 0)
         return Arena(num_bytes).view(torch.uint8, 0, num_bytes)
 
     def _is_filled(self, number: int) -> bool:
         return all(
-            self.away.store.has(piece.extent)
-            for piece in self.away.images[number].of(state=True, working=self.away.holds_working(number))
+            self.on_drives.store.has(piece.extent)
+            for piece in self.on_drives.images[number].of(
+                state=True, working=self.on_drives.holds_working(number)
+            )
         )
 
     def _make_blocks(self) -> list[BlockState]:
         """Allocate the working plane in RAM, and addresses without memory for the rest."""
-        gone = [self.away.holds_working(block) for block in range(len(self.layouts))]
+        gone = [self.on_drives.holds_working(block) for block in range(len(self.layouts))]
         sizes = [layout.working_bytes for layout in self.layouts]
         here = self._allocate(
             "working", [0 if g else n for g, n in zip(gone, sizes, strict=True)], torch.uint8
@@ -305,7 +309,7 @@ class TieredState(HostState):
         self._paged = self._arenas.pop("paged")
         self._is_whole = not any(gone)
         return [
-            (AwayBlockState if self.away.holds_state(block) else BlockState)(
+            (BlockStateOnDrives if self.on_drives.holds_state(block) else BlockState)(
                 layout, there[block] if gone[block] else here[block]
             )
             for block, layout in enumerate(self.layouts)
@@ -313,7 +317,7 @@ class TieredState(HostState):
 
     def _attach(self, plane: str, sizes: Sequence[int], dtype: torch.dtype) -> None:
         """Allocate a plane, but for blocks of which it is on the drives."""
-        gone = [plane in PLANES and self.away.holds_state(block) for block in range(len(sizes))]
+        gone = [plane in PLANES and self.on_drives.holds_state(block) for block in range(len(sizes))]
         views = self._allocate(plane, [0 if g else n for g, n in zip(gone, sizes, strict=True)], dtype)
         for block, view, is_gone in zip(self.blocks, views, gone, strict=True):
             if not is_gone:

@@ -10,28 +10,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatrain.errors import ConfigError
-from megatrain.model.blocks import Block, group_layers
-from megatrain.layout.moments import Moments
 from megatrain.config.choice import BOUNDARIES, Choice
-from megatrain.stream.forward.layer_visit import Activations
-from megatrain.stream.forward.layer_visit import policies as read_activations
+from megatrain.errors import ConfigError
+from megatrain.layout.moments import MomentFormat
+from megatrain.model.blocks import Block, group_layers
 from megatrain.stream.activations.boundaries import Boundaries
-from megatrain.stream.execute.state_on_drives import Drives
+from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.issuer import Counts
-from megatrain.stream.policies import Policies, block_size
 from megatrain.stream.execute.resident_state import DeviceStates
-from megatrain.stream.forward.rounds import Rounds
 from megatrain.stream.execute.slots import Slots
-from megatrain.stream.activations.offload import Stash
+from megatrain.stream.execute.state_on_drives import StateOnDrives
+from megatrain.stream.forward.layer_visit import Activations
+from megatrain.stream.forward.layer_visit import policies as read_activations
+from megatrain.stream.forward.rounds import Rounds
+from megatrain.stream.policies import Policies, block_size
 
 if TYPE_CHECKING:
     from megatrain.store.placement import Placement
     from megatrain.stream.bind import Binding
-    from megatrain.stream.lanes import Lanes
     from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer
+    from megatrain.stream.lanes import Lanes
 
 
 NO_DRIVES = (
@@ -47,7 +47,7 @@ def policies_of(
     micro_batch_size: int | None = None,
     compiles: bool = False,
     host_limit: int | None = None,
-    moments: Moments = Moments.FP32,
+    moments: MomentFormat = MomentFormat.FP32,
 ) -> Policies:
     """Translate a choice for a model's blocks, which must be cut as it says.
 
@@ -151,7 +151,7 @@ def choice_of(policies: Policies, blocks: Sequence[Block]) -> Choice:
 
 def with_tiers(choice: Choice, placement: Placement, num_blocks: int) -> Choice:
     """Return a choice with what the store has put on drives."""
-    num_state, num_weights = len(placement.state_away), len(placement.working_away)
+    num_state, num_weights = len(placement.state_on_drives), len(placement.working_on_drives)
     if not num_state:
         return choice
     planes = ("remainder", "moments", *(("working",) if num_weights else ()))
@@ -222,9 +222,9 @@ class Arrangement:
         layers: Sequence[AttachedLayer],
         outer: Sequence[AttachedBlock],
         *,
-        stash: Stash,
+        offloaded: OffloadedActivations,
         counts: Counts,
-        drives: Drives | None = None,
+        drives: StateOnDrives | None = None,
     ) -> None:
         """Allocate device memory, and let the layers use it.
 
@@ -234,7 +234,7 @@ class Arrangement:
             policies: What is decided.
             layers: In forward order.
             outer: The blocks in no layer.
-            stash: For saved activations; it goes from one arrangement to the next, as `counts` does.
+            offloaded: For saved activations; it goes from one arrangement to the next, as `counts` does.
             counts: What has been moved so far.
             drives: On which a part of the state is; None: all of it is in RAM.
 
@@ -270,13 +270,13 @@ class Arrangement:
             slots=self.slots,
             gradients=self.gradients,
             states=DeviceStates(lanes, host, self.slots, policies.residents),
-            stash=stash,
+            offloaded=offloaded,
             outer=outer_of(blocks),
             counts=counts,
             drives=drives,
         )
         for layer, policy, boundaries in zip(
-            layers, policies.activations, _boundaries(policies, stash), strict=True
+            layers, policies.activations, _boundaries(policies, offloaded), strict=True
         ):
             layer.arrange(self.executor, self.slots, policy, boundaries)
         self.rounds = Rounds(self.executor, host, self.gradients, layers, outer, policies)
@@ -288,12 +288,12 @@ class Arrangement:
         self.slots.release()
 
 
-def _boundaries(policies: Policies, stash: Stash) -> list[Boundaries]:
+def _boundaries(policies: Policies, offloaded: OffloadedActivations) -> list[Boundaries]:
     drops = [policy is Activations.DROP_BOUNDARY for policy in policies.activations]
     drops[0] = False  # there is no layer before the first
     return [
         Boundaries(
-            stash,
+            offloaded,
             on_host=policies.boundaries_on_host and policy.is_recomputed,
             drops=drops[number],
             is_source=number + 1 < len(drops) and drops[number + 1],

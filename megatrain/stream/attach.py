@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from megatrain.errors import ConfigError, ModelError
-from megatrain.model.blocks import find_blocks, group_layers
-from megatrain.layout.moments import Moments
 from megatrain.config.choice import BOUNDARIES, Choice
+from megatrain.errors import ConfigError, ModelError
+from megatrain.layout.moments import MomentFormat
+from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.store.placement import Tiers
 from megatrain.store.state import read_precision
 from megatrain.stream.arrange import NO_DRIVES, policies_of
 from megatrain.stream.bind import bind, plan_layouts, require_device_memory
 from megatrain.stream.choose import Batch, Room, choose
-from megatrain.stream.forward.compiled import is_compiled
-from megatrain.stream.lanes.devices import make_lanes
 from megatrain.stream.engine import Engine
+from megatrain.stream.forward.compiled import is_compiled
 from megatrain.stream.lanes import Lanes
+from megatrain.stream.lanes.devices import make_lanes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,7 +125,7 @@ def attach(
     if resident_blocks != "auto" and resident_blocks < 0:
         raise ConfigError(f"resident_blocks is {resident_blocks}; use 0 or more, or auto")
     kept = read_precision(precision)
-    moments = Moments.read(optimizer_state)
+    moments = MomentFormat.read(optimizer_state)
     if getattr(model, "_megatrain_engine", None) is not None:
         raise ModelError("the model is attached to an engine already; call engine.detach() first")
     fragments = fragments if choice is None else choice.fragments
@@ -138,7 +138,7 @@ def attach(
                 f"resident_blocks is {resident_blocks}, but the state is on drives (memory.tiers.nvme), from "
                 "where no block goes to the device for good; use resident_blocks=0, or no drives"
             )
-        if moments is not Moments.FP32:
+        if moments is not MomentFormat.FP32:
             raise ConfigError(
                 f"optim.state is {moments.value}, but state on drives (memory.tiers.nvme) is kept in "
                 "fp32; use optim.state=fp32, or no drives"

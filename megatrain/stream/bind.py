@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.hardware import GIB, host_memory
-from megatrain.model.blocks import Block, find_blocks
-from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.blocks import BlockLayout
+from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
+from megatrain.layout.moments import MomentFormat, moment_bytes
+from megatrain.model.blocks import Block, find_blocks
 from megatrain.model.layouts import lay_out_blocks
-from megatrain.layout.moments import Moments, moment_bytes
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision, planned_host_bytes
 from megatrain.store.tiered import TieredState
@@ -67,7 +67,7 @@ def bind(
     host_limit: int | None = None,
     fragments: bool = False,
     on_device: Collection[int] | None = None,
-    moments: Moments = Moments.FP32,
+    moments: MomentFormat = MomentFormat.FP32,
     tiers: Tiers | None = None,
 ) -> Binding:
     """Move a model's parameters into host state, one at a time; a model from `load` is there already.
@@ -143,8 +143,8 @@ def make_host(
     if tiers is None:
         return HostState(layouts, precision)
     host = TieredState(layouts, precision, tiers, accumulates=accumulates)
-    _log.info("%s", host.away.placement.describe(len(layouts)))
-    read, written, committed = (nbytes / 1e9 for nbytes in host.away.bytes_per_step())
+    _log.info("%s", host.on_drives.placement.describe(len(layouts)))
+    read, written, committed = (nbytes / 1e9 for nbytes in host.on_drives.bytes_per_step())
     _log.info(
         "drives: a step reads %.3g GB and writes %.3g GB for its updates, beside weights that it fetches "
         "from there; a commit writes %.3g GB more",
@@ -177,7 +177,7 @@ def require_host_memory(
     accumulates: bool = False,
     limit: int | None = None,
     on_device: Collection[int] | None = None,
-    moments: Moments = Moments.FP32,
+    moments: MomentFormat = MomentFormat.FP32,
     tiers: Tiers | None = None,
 ) -> None:
     """Check the predicted bytes of a run against the given limit, the machine and its cgroups.
@@ -211,8 +211,8 @@ def require_host_memory(
     advice = (
         "train.precision=bf16 (14 instead of 16 bytes per parameter), " if precision is Precision.FP32 else ""
     )
-    if moments is not Moments.INT8:
-        smaller = "bf16 or int8 (4 or 6" if moments is Moments.FP32 else "int8 (2"
+    if moments is not MomentFormat.INT8:
+        smaller = "bf16 or int8 (4 or 6" if moments is MomentFormat.FP32 else "int8 (2"
         advice += f"optim.state={smaller} bytes per parameter less, not exact), "
     if on_device is None:
         advice += "memory.gradients=device, "
@@ -231,11 +231,11 @@ def require_host_memory(
 
 
 def room_for_activations(
-    host: HostState, moments: Moments = Moments.FP32, *, keeps_gradients: bool = True
+    host: HostState, moments: MomentFormat = MomentFormat.FP32, *, keeps_gradients: bool = True
 ) -> int:
     """Return the host bytes that saved activations may take: most of what the state will leave."""
     if isinstance(host, TieredState):
-        to_come = sum(host.away.placement.ram_bytes.values()) - host.host_bytes
+        to_come = sum(host.on_drives.placement.ram_bytes.values()) - host.host_bytes
         return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))
     planes = planned_host_bytes(
         host.layouts,
@@ -313,7 +313,7 @@ def device_pools(
     *,
     wide: bool,
     holds: bool = False,
-    moments: Moments = Moments.FP32,
+    moments: MomentFormat = MomentFormat.FP32,
 ) -> dict[str, int]:
     """Predict the bytes of each kind of device memory, activations apart.
 

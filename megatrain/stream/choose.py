@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from megatrain.config.choice import Choice
 from megatrain.errors import ConfigError
 from megatrain.hardware import host_memory
+from megatrain.layout.blocks import BlockLayout
+from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import Block
 from megatrain.model.head import LOGITS_BYTES
-from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.moments import Moments
-from megatrain.config.choice import Choice
-from megatrain.stream.forward.layer_visit import Activations, policies
 from megatrain.stream.bind import device_pools
-from megatrain.stream.lanes import Lanes
 from megatrain.stream.execute.waiting_gradients import waiting_bytes
+from megatrain.stream.forward.layer_visit import Activations, policies
+from megatrain.stream.lanes import Lanes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -50,7 +50,7 @@ class Room:
     config: PretrainedConfig
     batch: Batch
     boundaries: str = "device"
-    moments: Moments = Moments.FP32
+    moments: MomentFormat = MomentFormat.FP32
 
     def left(self, residents: frozenset[int], num_kept: int = 0) -> float | None:
         """Return the bytes left beside `residents` and the activations of kept layers; None: no limit."""

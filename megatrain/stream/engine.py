@@ -1,7 +1,7 @@
 """The engine: attach to a Hugging Face model, run steps, detach.
 
 The model keeps its own forward, and its parameters become views of the host's working plane. How its calls
-come in here is `Entrance`'s; what can be changed between two steps is in an `Arrangement`.
+come in here is `ModelForward`'s; what can be changed between two steps is in an `Arrangement`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
+from megatrain.config.choice import Choice
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.hardware import measure_matmul_peak
+from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import group_layers
 from megatrain.model.head import count_targets
-from megatrain.layout.moments import Moments
-from megatrain.config.choice import Choice
-from megatrain.store.drives.scratch import Scratch
+from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
+from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.arrange import (
     NO_DRIVES,
     Arrangement,
@@ -35,21 +36,20 @@ from megatrain.stream.arrange import (
     planes_to_drop,
     with_tiers,
 )
-from megatrain.stream.forward.attention import attention_of, attention_order
 from megatrain.stream.bind import Binding, require_device_memory, room_for_activations
-from megatrain.stream.forward.compiled import Compiler
-from megatrain.stream.execute.state_on_drives import Drives
-from megatrain.stream.forward.model_forward import Entrance
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients, Home
 from megatrain.stream.execute.issuer import Counts
+from megatrain.stream.execute.slots import Slots
+from megatrain.stream.execute.state_on_drives import StateOnDrives
+from megatrain.stream.forward.attention import attention_of, attention_order
+from megatrain.stream.forward.compiled import Compiler
+from megatrain.stream.forward.model_forward import ModelForward
+from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer
+from megatrain.stream.forward.rounds import Rounds
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.meter import StepMeter, recomputed_forwards
-from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer
 from megatrain.stream.policies import Policies
-from megatrain.stream.forward.rounds import Rounds
-from megatrain.stream.execute.slots import Slots
-from megatrain.stream.activations.offload import Stash
 from megatrain.stream.report import StepReport
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Engine:
         self._binding = binding
         blocks = binding.blocks
         self._tiered = self.host if isinstance(self.host, TieredState) else None
-        self._drives = None if self._tiered is None else Drives(lanes, self._tiered)
+        self._drives = None if self._tiered is None else StateOnDrives(lanes, self._tiered)
         owners = {
             entry.name: (index, number)
             for index, layout in enumerate(self.host.layouts)
@@ -86,29 +86,33 @@ class Engine:
         room = room_for_activations(
             self.host, policies.moments, keeps_gradients=not policies.gradients_on_device
         )
-        stash = Stash(lanes, room)
-        self._scratch = None if self._tiered is None else Scratch(self._tiered.away.store.directories)
-        self._arrangement = self._arrange(policies, stash, Counts())
+        offloaded = OffloadedActivations(lanes, room)
+        self._scratch = (
+            None if self._tiered is None else ScratchFiles(self._tiered.on_drives.store.directories)
+        )
+        self._arrangement = self._arrange(policies, offloaded, Counts())
         self.compiler = Compiler() if policies.compiles else None
         self._settings = ExitStack()
         self._settings.enter_context(attention_order(attention_of(lanes.device)))
         self._names = [name for name, _ in model.named_parameters()]
-        self._entrance = Entrance(self, binding, self._layers, self._outer, policies.head_chunk_tokens)
+        self._model_forward = ModelForward(
+            self, binding, self._layers, self._outer, policies.head_chunk_tokens
+        )
         self._optimizer: StreamedAdamW | None = None
         self.meter = StepMeter(self)
         """Measures every step: what `last_step` reports."""
-        self._entrance.shadow(self.compiler)
+        self._model_forward.override(self.compiler)
         model.__dict__["_megatrain_engine"] = self
 
-    def _arrange(self, policies: Policies, stash: Stash, counts: Counts) -> Arrangement:
-        stash.use(self._scratch if policies.activations_on_drives else None)
+    def _arrange(self, policies: Policies, offloaded: OffloadedActivations, counts: Counts) -> Arrangement:
+        offloaded.use(self._scratch if policies.activations_on_drives else None)
         return Arrangement(
             self.lanes,
             self._binding,
             policies,
             self._layers,
             self._outer,
-            stash=stash,
+            offloaded=offloaded,
             counts=counts,
             drives=self._drives,
         )
@@ -127,7 +131,7 @@ class Engine:
         choice = choice_of(self.policies, blocks)
         if self._tiered is None:
             return choice
-        return with_tiers(choice, self._tiered.away.placement, len(blocks))
+        return with_tiers(choice, self._tiered.on_drives.placement, len(blocks))
 
     @property
     def gradients(self) -> Gradients:
@@ -172,20 +176,20 @@ class Engine:
         self.settle()  # and not `sync`, which would read weights on drives into RAM
         self.lanes.drain()
         old.release()
-        held, stash = self.lanes.device_bytes, old.executor.stash
-        stash.trim()
+        held, offloaded = self.lanes.device_bytes, old.executor.offloaded
+        offloaded.trim()
         try:
-            self._take(choice, stash)
+            self._take(choice, offloaded)
         except BaseException:
             self.lanes.device_bytes = held
-            self._take(old.policies, stash)
+            self._take(old.policies, offloaded)
             raise
         _log.info("the engine goes on with: %s", choice.describe())
 
     def _refuse_change(self, policies: Policies) -> None:
         if self.rounds.is_broken:
             self.rounds.drop()
-        if self._entrance.is_open or self.rounds.is_open or self.gradients.blocks:
+        if self._model_forward.is_open or self.rounds.is_open or self.gradients.blocks:
             raise ConfigError(
                 "engine.reconfigure is for the time between two steps: finish the backward, then call "
                 "opt.step() or opt.zero_grad()"
@@ -205,13 +209,13 @@ class Engine:
         held = self.lanes.device_bytes
         require_device_memory(self._binding.blocks, self.host.layouts, self.lanes, policies, held=held)
 
-    def _take(self, policies: Policies, stash: Stash) -> None:
+    def _take(self, policies: Policies, offloaded: OffloadedActivations) -> None:
         """Let new policies take effect; the device memory of the old ones is free."""
         old = self._arrangement.policies
         for plane in planes_to_drop(old, policies):
             self.lanes.unlock(self.host.arena(plane))
             self.host.release(plane)
-        self._arrangement = self._arrange(policies, stash, self.executor.counts)
+        self._arrangement = self._arrange(policies, offloaded, self.executor.counts)
         if self._optimizer is not None:
             self._optimizer.take_part()
 
@@ -249,7 +253,7 @@ class Engine:
         self.zero_grad()
         self.meter.begin(sum(counts))
         try:
-            return self._entrance.run_step(batches, counts, seeds)
+            return self._model_forward.run_step(batches, counts, seeds)
         except CheckpointError as error:
             self._recover()
             raise ModelError(
@@ -333,7 +337,7 @@ class Engine:
             weight_decay=weight_decay,
             max_grad_norm=max_grad_norm,
             no_decay=no_decay,
-            moments=self.policies.moments if state is None else Moments.read(state),
+            moments=self.policies.moments if state is None else MomentFormat.read(state),
             seed=seed,
         )
         return self._optimizer
@@ -452,7 +456,7 @@ class Engine:
     @property
     def chunked_tokens(self) -> int:
         """Tokens that have passed the head in chunks since attach; their backward passes it again."""
-        return self._entrance.chunked_tokens
+        return self._model_forward.chunked_tokens
 
     @property
     def layer_modules(self) -> list[nn.Module]:
@@ -487,13 +491,13 @@ class Engine:
         if self.model.__dict__.get("_megatrain_engine") is not self:
             return
         self.sync()
-        self._entrance.remove()
+        self._model_forward.remove()
         self._settings.close()
         self.lanes.close()
         self._close_scratch()
         self.model._megatrain_engine = None
         if self._tiered is not None:
-            self._tiered.away.store.remove()
+            self._tiered.on_drives.store.remove()
             self.model.__dict__.pop("_megatrain_host", None)
 
     def close(self, *, removes: bool = False) -> None:
@@ -507,7 +511,7 @@ class Engine:
         finally:
             self._close_scratch()
             if self._tiered is not None:
-                (self._tiered.away.store.remove if removes else self._tiered.away.store.close)()
+                (self._tiered.on_drives.store.remove if removes else self._tiered.on_drives.store.close)()
 
     def _close_scratch(self) -> None:
         if self._scratch is not None:

@@ -10,11 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ConfigError
-from megatrain.model.blocks import find_blocks
-from megatrain.model.weights.files import checkpoint_files, load_weights, model_directory, take_generation_config
-from megatrain.model.weights.initialise import initialise_weights
 from megatrain.layout.blocks import BlockLayout, Entry
-from megatrain.layout.moments import Moments
+from megatrain.layout.moments import MomentFormat
+from megatrain.model.blocks import find_blocks
+from megatrain.model.weights.files import (
+    checkpoint_files,
+    load_weights,
+    model_directory,
+    take_generation_config,
+)
+from megatrain.model.weights.initialise import initialise_weights
 from megatrain.model.weights.skeleton import build_skeleton, read_config
 from megatrain.store.arena import Arena
 from megatrain.store.drives.scratch import FileArena
@@ -88,7 +93,7 @@ def load(
         held=0,
         accumulates=accumulates,
         limit=host_limit,
-        moments=Moments.read(optimizer_state),
+        moments=MomentFormat.read(optimizer_state),
         on_device=None if gradients == "host" else (),
         tiers=tiers,
     )
@@ -114,14 +119,16 @@ def _draw(model: PreTrainedModel, host: HostState, seed: int) -> None:
         _bind_parameters(model, lambda name: _working(host, name))
         initialise_weights(model, seed=seed)
         return
-    scratch = _Scratch(host.layouts, host.away.tiers.nvme[0] if isinstance(host, TieredState) else None)
+    scratch = _InitialValues(
+        host.layouts, host.on_drives.tiers.nvme[0] if isinstance(host, TieredState) else None
+    )
     _bind_parameters(model, scratch.view)
     initialise_weights(model, seed=seed)
     for name in host.names():
         host.put(name, scratch.view(name))
 
 
-class _Scratch:
+class _InitialValues:
     """fp32 room for every parameter, for as long as initial values are drawn: on a drive if there is one."""
 
     def __init__(self, layouts: tuple[BlockLayout, ...], directory: Path | None) -> None:

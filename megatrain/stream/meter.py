@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.model.profile.flops import ModelFlops, count_flops
 from megatrain.model.head import targets_of
+from megatrain.model.profile.flops import ModelFlops, count_flops
 from megatrain.plan.program.operations import Lane
 from megatrain.stream.forward.layer_visit import Activations
 from megatrain.stream.lanes import Record, Span, Wait
@@ -45,7 +45,7 @@ class Moved(NamedTuple):
         return Moved(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 
-class Batch(NamedTuple):
+class MicroBatchSize(NamedTuple):
     """A micro-batch's size. Tensors are 0-dim: nobody waits for the device to know them."""
 
     row_tokens: int
@@ -55,7 +55,7 @@ class Batch(NamedTuple):
     """Tokens that are no padding."""
 
     @classmethod
-    def of(cls, named: Mapping[str, Any]) -> Batch | None:
+    def of(cls, named: Mapping[str, Any]) -> MicroBatchSize | None:
         """Read the arguments of a forward; None if they hold no tokens."""
         ids, embeds = named.get("input_ids"), named.get("inputs_embeds")
         shape = ids.shape if ids is not None else None if embeds is None else embeds.shape[:-1]
@@ -78,7 +78,7 @@ class _Step:
     targets: list[int | Tensor]
     is_counted: bool
     """All targets were known when the step began."""
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[MicroBatchSize] = field(default_factory=list)
     arranged: tuple[list[int], str] | None = None
     """Set when the engine goes on in another way: how often each layer ran again, and the updates."""
     moved: Moved | None = None
@@ -124,7 +124,7 @@ class StepMeter:
         is_counted = targets is not None
         self._open = _Step(time.perf_counter(), self._moved(), spans, waits, counts, is_counted)
 
-    def forward(self, named: Mapping[str, Any], batch: Batch | None) -> None:
+    def forward(self, named: Mapping[str, Any], batch: MicroBatchSize | None) -> None:
         """Take note of a micro-batch, given by name; the first one after a step begins the next."""
         if self._open is None or self._is_stepped:
             self.begin()
@@ -177,16 +177,16 @@ class StepMeter:
         self._last, self._open = self._open, None
 
     def _moved(self) -> Moved:
-        counts, stash = self._engine.executor.counts, self._engine.executor.stash
-        recalled, stowed = stash.drive_bytes
+        counts, offloaded = self._engine.executor.counts, self._engine.executor.offloaded
+        recalled, stowed = offloaded.drive_bytes
         return Moved(
             counts.fetches,
             counts.offloads,
             counts.fetch_bytes,
             counts.offload_bytes,
             counts.update_bytes,
-            stash.saved_bytes,
-            stash.restored_bytes,
+            offloaded.saved_bytes,
+            offloaded.restored_bytes,
             counts.drive_read_bytes + recalled,
             counts.drive_write_bytes + stowed,
             self._engine.chunked_tokens,
@@ -239,7 +239,7 @@ class StepMeter:
         return count_flops(self._engine.model, self._engine.layer_modules)
 
     def _count(
-        self, batches: Iterable[Batch], forwards: Sequence[int], chunked_tokens: int
+        self, batches: Iterable[MicroBatchSize], forwards: Sequence[int], chunked_tokens: int
     ) -> tuple[float, float]:
         model = hardware = 0.0
         for batch in batches:

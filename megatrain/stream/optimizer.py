@@ -14,9 +14,9 @@ import torch
 
 from megatrain.config.types import read_member
 from megatrain.errors import ConfigError, ModelError
-from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.blocks import Entry, aligned
-from megatrain.layout.moments import Moments, moment_bytes
+from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
+from megatrain.layout.moments import MomentFormat, moment_bytes
 from megatrain.optim.adamw import AdamWStep, rounding_key
 from megatrain.optim.clip import global_norm
 from megatrain.plan.program.operations import Operation
@@ -64,7 +64,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         weight_decay: float,
         max_grad_norm: float | None,
         no_decay: Iterable[str] | None,
-        moments: Moments = Moments.FP32,
+        moments: MomentFormat = MomentFormat.FP32,
         seed: int = 0,
     ) -> None:
         """Allocate the moments, and the gradients too if clipping holds them back; see `Engine.adamw`."""
@@ -275,7 +275,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         return Updates(self._engine.updates)
 
     @property
-    def moments(self) -> Moments:
+    def moments(self) -> MomentFormat:
         """How the moments are kept."""
         return self._moments
 
@@ -308,7 +308,7 @@ def check_updates(updates: str, max_grad_norm: float | None) -> None:
         )
 
 
-def _check_moments(engine: Engine, moments: Moments) -> None:
+def _check_moments(engine: Engine, moments: MomentFormat) -> None:
     """Refuse moments that take more memory than was planned.
 
     Raises:
@@ -323,7 +323,7 @@ def _check_moments(engine: Engine, moments: Moments) -> None:
         )
 
 
-def _plan_updates(engine: Engine, moments: Moments) -> None:
+def _plan_updates(engine: Engine, moments: MomentFormat) -> None:
     """Let the program know the bytes of an update, where they are not those that `attach` reckoned with."""
     planned, sizes = engine.policies.moments, engine.executor.sizes
     for number, layout in enumerate(engine.host.layouts):

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.moments import Moments, moment_bytes
+from megatrain.layout.moments import MomentFormat, moment_bytes
 from megatrain.plan.program.operations import BlockSize
 from megatrain.stream.forward.layer_visit import Activations
 
@@ -39,7 +39,7 @@ class Policies:
     """Where complete gradients of streamed blocks wait for the norm."""
     updates: str = "deferred"
     """When the optimizer updates: `deferred`, `immediate` or `serial`."""
-    moments: Moments = Moments.FP32
+    moments: MomentFormat = MomentFormat.FP32
     """For which format of the optimizer's state memory was planned."""
 
     @property
@@ -65,7 +65,7 @@ class Policies:
 
 
 def block_size(
-    layout: BlockLayout, *, is_streamed: bool, on_device: bool, moments: Moments = Moments.FP32
+    layout: BlockLayout, *, is_streamed: bool, on_device: bool, moments: MomentFormat = MomentFormat.FP32
 ) -> BlockSize:
     """Say what the schedule must know of a block."""
     num_split, num_full = layout.num_split, layout.num_state - layout.num_split

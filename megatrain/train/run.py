@@ -32,16 +32,16 @@ from megatrain.model.weights.skeleton import read_config
 from megatrain.optim.threads import update_threads, worker_threads
 from megatrain.store.drives.record import CommitRecord
 from megatrain.stream.attach import attach
-from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.engine import Engine
+from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.load import load
 from megatrain.stream.optimizer import StreamedAdamW
-from megatrain.train.state_commits import encode_buffers, laid_out_as, restore_buffers, resumed, tiers_of
-from megatrain.train.planning.elastic import Elastic
-from megatrain.train.planning.run_machine import Measure
 from megatrain.train.planning.allocation import plan_memory, planned_updates
+from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.plan_run import Planned
+from megatrain.train.planning.run_machine import Measure
 from megatrain.train.state import compact_counts, expand_counts, read_state, write_model, write_state
+from megatrain.train.state_commits import encode_buffers, laid_out_as, restore_buffers, resumed, tiers_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

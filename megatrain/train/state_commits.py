@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from megatrain.config import Config
-from megatrain.model.weights.skeleton import persistent_buffers
 from megatrain.config.choice import Choice
+from megatrain.model.weights.skeleton import persistent_buffers
 from megatrain.store.drives.places import drive_errors
 from megatrain.store.drives.record import CommitRecord, read_record
 from megatrain.store.placement import Tiers

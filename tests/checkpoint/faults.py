@@ -11,7 +11,7 @@ from pathlib import Path
 from megatrain.checkpoint import files, load, save
 
 
-class Watched(files.System):
+class Watched(files.FileCalls):
     """Count the calls, and say before each one what it is about to do to which path.
 
     Nothing is fsynced: no test can see the difference, and it takes most of the time of a small save.

@@ -122,7 +122,7 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_short_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Short(files.System):
+    class Short(files.FileCalls):
         def write(self, descriptor: int, data: memoryview) -> int:
             return os.write(descriptor, data[:7])
 
@@ -134,7 +134,7 @@ def test_short_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.Monke
 def test_filesystem_without_directory_fsync_is_said_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class NoDirectoryFsync(files.System):
+    class NoDirectoryFsync(files.FileCalls):
         def fsync(self, descriptor: int) -> None:
             if stat.S_ISDIR(os.fstat(descriptor).st_mode):
                 raise OSError(errno.EINVAL, "Invalid argument")

@@ -13,7 +13,7 @@ import torch
 
 from megatrain.doctor.bench import Bench, Sizes, run_bench
 from megatrain.doctor.drive import DriveBench, measure_drive
-from megatrain.doctor.this_machine import keep, machine_of, this_machine
+from megatrain.doctor.machine_spec import keep, machine_of, this_machine
 from megatrain.doctor.rates import CopyRates, lockable_bytes, memory_rate, thread_counts
 from megatrain.errors import ConfigError
 from megatrain.hardware import load_machine, save_machine
@@ -153,7 +153,7 @@ def test_kept_rates_are_used_and_others_are_measured(tmp_path: Path, monkeypatch
         measured.append(path)
         return run_bench(device, path, TINY, how=how)
 
-    monkeypatch.setattr("megatrain.doctor.this_machine.run_bench", measure)
+    monkeypatch.setattr("megatrain.doctor.machine_spec.run_bench", measure)
     assert this_machine(tmp_path / "other.json").sources["matmul_flops_per_s"].endswith("quickly")
     assert this_machine(None).drives is None
     found = this_machine(tmp_path / "machine.json", tmp_path)

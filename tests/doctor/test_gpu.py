@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatrain.doctor.checks import Level
-from megatrain.doctor.this_machine import device_name, open_own_sensor, present_device
+from megatrain.doctor.machine_spec import device_name, open_own_sensor, present_device
 from megatrain.doctor.software import check_device
 from megatrain.errors import ConfigError
 from tests.hardware.nvml import PROPERTIES, FakeNvml

@@ -21,8 +21,8 @@ from megatrain.errors import ModelError
 from megatrain.model.selective import cheap_contexts, is_kept
 from tests.families import FAMILIES
 from tests.reference import assert_same_bits, make_batches, make_model
-from tests.stream.runs import family_config, has_dropout
 from tests.stream.execute.test_memory import LiveStorages
+from tests.stream.runs import family_config, has_dropout
 
 FEW = ("llama_tied", "gemma2", "mixtral", "gpt2", "deepseek_v3", "gpt_oss", "qwen3_next", "jamba")
 CASES = [(family, False) for family in FEW] + [("gpt2", True), ("llama_tied", True)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatrain.optim.adamw import AdamWStep, Planes, update_many
 from megatrain.optim.device import (
     TEMPORARY_BYTES,
-    Scratch,
+    UpdateScratch,
     join_on_device,
     multiply_add,
     split_on_device,
@@ -221,7 +221,7 @@ def test_no_ranges_is_no_work() -> None:
 
 
 def test_scratch_takes_the_bytes_it_states() -> None:
-    scratch = Scratch.allocate(1000, torch.device("cpu"))
+    scratch = UpdateScratch.allocate(1000, torch.device("cpu"))
     planes = (scratch.wide, scratch.single, scratch.marks)
     assert sum(plane.nbytes for plane in planes) == 1000 * TEMPORARY_BYTES
 
@@ -358,12 +358,12 @@ def factors_of_25_bits(source: random.Random) -> tuple[float, float]:
 def run_multiply_add(triples: list[Triple], device: torch.device) -> Tensor:
     a, b, c = torch.tensor(triples, dtype=torch.float64).float().T.contiguous().to(device)
     out = torch.empty_like(c)
-    multiply_add(a, b, c, out, Scratch.allocate(len(triples), device))
+    multiply_add(a, b, c, out, UpdateScratch.allocate(len(triples), device))
     one = torch.empty(1, device=device)
     for index in range(0, len(triples), 997):  # a number in place of the first factor
         factor = a[index : index + 1].double()
         pick = slice(index, index + 1)
-        multiply_add(factor, b[pick], c[pick], one, Scratch.allocate(1, device))
+        multiply_add(factor, b[pick], c[pick], one, UpdateScratch.allocate(1, device))
         assert torch.equal(bits(one), bits(out[pick]))
     return out.cpu()
 

@@ -56,7 +56,7 @@ def holds(store: StripedStore, step: int) -> bool:
     return all(torch.equal(found, expected) for found, expected in pairs)
 
 
-class Counted(calls.System):
+class Counted(calls.DriveCalls):
     """Count the calls that change something, and say before each what it is; nothing is synced."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Killed(Counted):
         return num_bytes
 
 
-class Short(calls.System):
+class Short(calls.DriveCalls):
     """Transfer at most one page and a bit at a time, as a drive may."""
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -139,7 +139,7 @@ class Short(calls.System):
         return super().pwritev(descriptor, [buffers[0][:4096]], offset)
 
 
-class WithoutDirect(calls.System):
+class WithoutDirect(calls.DriveCalls):
     """A file system that knows no direct I/O, such as some overlays."""
 
     def open(self, path: Path, flags: int) -> int:
@@ -148,7 +148,7 @@ class WithoutDirect(calls.System):
         return super().open(path, flags)
 
 
-class Full(calls.System):
+class Full(calls.DriveCalls):
     """A drive with little room."""
 
     def free_bytes(self, path: Path) -> int:

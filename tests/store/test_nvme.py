@@ -104,7 +104,7 @@ def test_chunks_are_spread_evenly_over_drives_and_share_no_byte(tmp_path: Path) 
 
 @pytest.mark.parametrize("system", [Short, WithoutDirect])
 def test_short_transfers_and_a_file_system_without_direct_io_change_no_bit(
-    system: type[calls.System],
+    system: type[calls.DriveCalls],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

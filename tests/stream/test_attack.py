@@ -31,7 +31,7 @@ def attached(model: PreTrainedModel, **settings: Any) -> tuple[Resident, Any, An
     """Attach a model, all of its saved activations worth a copy, with its reference and optimizer."""
     reference = Resident(model, **HYPER)
     engine = megatrain.attach(model, **{"device": "checked", **settings})
-    engine.executor.stash._min_bytes = 1
+    engine.executor.offloaded._min_bytes = 1
     return reference, engine, engine.adamw(**HYPER, max_grad_norm=0.5)
 
 
@@ -164,7 +164,7 @@ def test_forwards_without_backward_leave_nothing_on_the_host(settings: dict[str,
         engine.forward_backward(make_batches(1, seed=step))
         optimizer.step()
         model(**make_batches(1, seed=step)[0])
-        held.add((engine.executor.stash.host_bytes, len(engine.executor.stash._visits)))
+        held.add((engine.executor.offloaded.host_bytes, len(engine.executor.offloaded._visits)))
     assert len(held) == 1
 
 

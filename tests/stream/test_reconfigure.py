@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 import megatrain
-from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.config.choice import Choice
+from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.store.placement import Tiers
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
 from tests.reference import assert_same_bits, make_batches, make_model
-from tests.stream.runs import HYPER, assert_same_gradients, start
 from tests.stream.execute.test_updates import assert_same_planes, planes_of
+from tests.stream.runs import HYPER, assert_same_gradients, start
 
 NUM_STEPS = 6
 PLAIN = Choice(num_slots=2, num_gradient_buffers=1, activations=("recompute",) * 4)
@@ -53,7 +53,7 @@ def attach(
     engine = megatrain.attach(
         make_model(FAMILIES[family]()), device=device, precision=precision, choice=choice, num_micro_batches=3
     )
-    engine.executor.stash._min_bytes = 1  # tiny tensors too
+    engine.executor.offloaded._min_bytes = 1  # tiny tensors too
     return engine
 
 
@@ -134,7 +134,7 @@ def test_memory_afterwards_is_that_of_a_new_engine(precision: str) -> None:
         one_step(engine, optimizer, step)
         one_step(fresh, other, step)
         assert engine.lanes.device_bytes == fresh.lanes.device_bytes
-        assert engine.executor.stash.host_bytes == fresh.executor.stash.host_bytes
+        assert engine.executor.offloaded.host_bytes == fresh.executor.offloaded.host_bytes
         planes = {plane: arena.nbytes for plane, arena in fresh.host._arenas.items()}
         assert {plane: arena.nbytes for plane, arena in engine.host._arenas.items()} == planes
 
@@ -303,7 +303,7 @@ def tiered(tmp_path: Path, device: Any = "checked", choice: Choice = PLAIN) -> t
     model = make_model(FAMILIES["llama_tied"]())
     tiers = Tiers(nvme=(tmp_path / "drive",), ram=500_000)
     engine = megatrain.attach(model, device=device, precision="bf16", choice=choice, tiers=tiers)
-    engine.executor.stash._min_bytes = 1
+    engine.executor.offloaded._min_bytes = 1
     return engine, engine.adamw(**HYPER, max_grad_norm=0.5)
 
 

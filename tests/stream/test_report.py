@@ -94,11 +94,11 @@ def test_offloads_are_once_per_block_in_one_round() -> None:
 
 def test_saved_and_restored_bytes_are_the_stash_s() -> None:
     engine, optimizer = start(activations="offload", num_slots=2)
-    engine.executor.stash._min_bytes = 1
+    engine.executor.offloaded._min_bytes = 1
     first, second = run_steps(engine, optimizer)
     assert first.saved_bytes == second.saved_bytes > 0
     assert first.restored_bytes == second.restored_bytes > 0
-    assert first.saved_bytes + second.saved_bytes == engine.executor.stash.saved_bytes
+    assert first.saved_bytes + second.saved_bytes == engine.executor.offloaded.saved_bytes
 
 
 def test_step_by_hand_reports_the_same() -> None:
@@ -207,7 +207,7 @@ def test_launching_thread_waits_for_nothing_inside_a_step_but_what_compute_needs
     """Slow copies and a slow host: all that compute may wait for are lanes, and the caller for nobody."""
     lanes = machine(h2d_bytes_per_s=10e6, d2h_bytes_per_s=10e6, host_bytes_per_s=20e6)
     engine, optimizer = start(device=lanes, activations=activations)
-    engine.executor.stash._min_bytes = 1
+    engine.executor.offloaded._min_bytes = 1
     for step in range(4):
         engine.forward_backward(make_batches(2, seed=step))
         stats = optimizer.step()

@@ -149,7 +149,7 @@ def test_two_hundred_jitter_seeds_give_the_same_bits(family: str) -> None:
             resident_blocks=row["resident_blocks"],
             lockstep=1 + seed % 4,
         )
-        engine.executor.stash._min_bytes = 1
+        engine.executor.offloaded._min_bytes = 1
         optimizer = engine.adamw(**HYPER, max_grad_norm=0.5, updates=("deferred", "serial")[seed % 2])
         norms = []
         for step in range(2):

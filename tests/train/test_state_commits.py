@@ -20,11 +20,11 @@ from megatrain.store.drives.record import read_record
 from megatrain.stream.lanes import EmulatedMachine
 from megatrain.stream.lanes.emulated_spec import emulated_spec
 from megatrain.train import loop
-from megatrain.train.planning.dry_run import dry_run
 from megatrain.train.loop import train, train_step
-from megatrain.train.planning.run_machine import common_cpu
 from megatrain.train.planning.allocation import check_allocated
+from megatrain.train.planning.dry_run import dry_run
 from megatrain.train.planning.plan_run import plan_training
+from megatrain.train.planning.run_machine import common_cpu
 from megatrain.train.run import prepare
 from megatrain.train.trace import trace
 from tests.train.project import make_config
@@ -84,7 +84,7 @@ def test_a_run_on_drives_that_is_stopped_anywhere_goes_on_to_the_same_bits(
     assert_same_runs(tmp_path / "run", whole)
     found = re.findall(r"going on from step (\d)", caplog.text)
     assert found == ["2", "3", "5"], "the attempt after step 0 begins anew"
-    assert re.search(r"remainder and moments of (\d) of \1 blocks on the drives", caplog.text)
+    assert re.search(r"remainder and moments of (\d) of \1 blocks on drives", caplog.text)
     assert list((tmp_path / "drive0").iterdir()) == list((tmp_path / "drive1").iterdir()) == []
 
 
@@ -227,13 +227,13 @@ def test_a_run_with_boundaries_on_drives_takes_what_was_planned_and_gives_the_sa
         losses.append([train_step(run).loss for _ in range(3)])
         if boundaries == "nvme":
             assert run.planned is not None
-            plan, stash = run.planned.plan, run.engine.executor.stash
+            plan, offloaded = run.planned.plan, run.engine.executor.offloaded
             pools = {(pool.tier, pool.name): pool.nbytes for pool in plan.pools}
             check_allocated(run.engine, plan)
-            assert stash.host_bytes == pools["ram", "staging of activations"] > 0
+            assert offloaded.host_bytes == pools["ram", "staging of activations"] > 0
             assert run.engine._scratch is not None
             assert run.engine._scratch.nbytes == pools["nvme", "saved activations"] > 0
-            assert stash.drive_bytes[1] > 0
+            assert offloaded.drive_bytes[1] > 0
         run.engine.close(removes=True)
     assert losses[0] == losses[1]
     assert list((tmp_path / "drive0").iterdir()) == list((tmp_path / "drive1").iterdir()) == []

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 POLICIES = ("keep", "offload", "recompute_cheap", "recompute", "drop_boundary")
 """What may stay of a layer between forward and backward, from most bytes to least."""
 
-STASHED_BYTES = 16 * 1024
+LEAST_OFFLOADED_BYTES = 16 * 1024
 """Saved tensors in smaller storages stay on the device under `offload`, and so do smaller boundaries."""
 
-STASH_ALIGNMENT = 512
+OFFLOAD_ALIGNMENT = 512
 """Of a saved tensor in host memory, in bytes."""
 
 IDS_BYTES = 16
@@ -115,7 +115,7 @@ class Layer:
     collect_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By policy, bytes on the device when gradients of weights are complete, the boundary and what is saved
     included: of each fragment by itself, then of the layer as a whole."""
-    unstashed_bytes: int = 0
+    offload_left_bytes: int = 0
     """What `offload` leaves on the device: small tensors, masks and indices."""
     made_bytes: tuple[int, int] = (0, 0)
     """Most bytes at a time that a backward makes where nothing saved is freed in its course: while copies to

@@ -32,17 +32,17 @@ from torch._subclasses.fake_tensor import (
 from transformers.utils import import_utils
 
 from megatrain.errors import ConfigError, ModelError
-from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy, Cost, Fragment, Layer
-from megatrain.model.blocks import Block, find_blocks, group_layers
-from megatrain.model.profile.flops import active_parameters, count_flops
-from megatrain.model.kernels import accelerator_attention
 from megatrain.layout.blocks import BlockLayout, aligned
-from megatrain.model.layouts import lay_out_blocks
-from megatrain.model.profile.metering import Meter
 from megatrain.layout.moments import num_scales
+from megatrain.model.blocks import Block, find_blocks, group_layers
+from megatrain.model.kernels import accelerator_attention
+from megatrain.model.layouts import lay_out_blocks
+from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy, Cost, Fragment, Layer
+from megatrain.model.profile.flops import active_parameters, count_flops
+from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.passing import Traces, WholePass, WholePassTracer
-from megatrain.model.text_config import Built, build_language_model
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_layer
+from megatrain.model.text_config import Built, build_language_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -251,13 +251,13 @@ class Counter:
             forward=sum(costs, Cost()),
             backward=keep.backward,
             boundary_bytes=keep.input_bytes,
-            saved_bytes={**saved, "offload": keep.stashed_bytes, "drop_boundary": 0},
+            saved_bytes={**saved, "offload": keep.offloaded_bytes, "drop_boundary": 0},
             forward_peak_bytes={p: t.forward_peak_bytes - t.saved_bytes for p, t in every.items()},
             backward_peak_bytes={p: t.backward_peak_bytes - t.saved_bytes for p, t in every.items()},
             holds_input={policy: trace.holds_input for policy, trace in every.items()},
             fragment_peak_bytes={p: t.fragment_peak_bytes - t.saved_bytes for p, t in every.items()},
             collect_bytes={p: (*t.collect_bytes, t.whole_collect_bytes) for p, t in every.items()},
-            unstashed_bytes=keep.unstashed_bytes,
+            offload_left_bytes=keep.offload_left_bytes,
             made_bytes=(keep.backward_made_bytes, keep.fragment_made_bytes),
             rerun_peak_bytes=traces["recompute"].forward_peak_bytes - traces["recompute"].saved_bytes,
         )

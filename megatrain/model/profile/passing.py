@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from megatrain.model.profile.anatomy import Cost
 from megatrain.model.head import Head, Share
+from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace
 
@@ -101,7 +101,7 @@ class WholePassTracer:
     def run(self, micro_batch_size: int, seq_len: int) -> WholePass:
         """Pass a micro-batch of full rows."""
         meter, result = self._meter, self.result
-        head = Head(self._model, self._chunk_tokens, self._bring_again)
+        head = Head(self._model, self._chunk_tokens, self._stream_again)
         head._adds_up = True
         num_tokens = micro_batch_size * seq_len
         num_labels = min(num_tokens, _CHUNKS * head.chunk_tokens)
@@ -111,7 +111,7 @@ class WholePassTracer:
             if num_labels < num_tokens:
                 batch["labels"] = batch["shift_labels"] = torch.zeros((1, num_labels), dtype=torch.int64)
         meter.settle()
-        self._bring()
+        self._stream_block()
         with self._stubs(), head.over(share := Share(num_tokens, num_tokens)):
             output = head.call(type(self._model).forward.__get__(self._model), (), batch)
             loss = share.scaled(output.loss)
@@ -132,15 +132,15 @@ class WholePassTracer:
         result.embedding_peak_bytes = meter.peak_bytes - held
         return result
 
-    def _bring(self) -> None:
+    def _stream_block(self) -> None:
         for block in self._outer:
-            block.bring(lambda _: None)
+            block.stream_weights(lambda _: None)
 
     @contextmanager
-    def _bring_again(self) -> Iterator[None]:
+    def _stream_again(self) -> Iterator[None]:
         if self._chunk_start is None:
             self._chunk_start = self._meter.cost
-        self._bring()
+        self._stream_block()
         yield
 
     @contextmanager

@@ -134,7 +134,7 @@ def _pass(call: LayerCall, blocks: Sequence[FakeBlock]) -> tuple[float, float]:
     hidden = call.hidden.detach().requires_grad_()
     args, kwargs = with_own_caches(*call.given(hidden))
     for block in blocks:
-        block.bring(lambda _: None)
+        block.stream_weights(lambda _: None)
     began_s = time.perf_counter()
     result: Any = type(call.module).forward(call.module, *args, **kwargs)
     output: Tensor = result[0] if isinstance(result, (tuple, list)) else result

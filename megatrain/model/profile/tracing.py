@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from megatrain.model.profile.anatomy import STASH_ALIGNMENT, STASHED_BYTES, Cost
+from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block
 from megatrain.model.caches import with_own_caches
-from megatrain.layout.blocks import BlockLayout
+from megatrain.model.profile.anatomy import LEAST_OFFLOADED_BYTES, OFFLOAD_ALIGNMENT, Cost
 from megatrain.model.profile.metering import Meter
 from megatrain.model.selective import cheap_contexts
 
@@ -69,7 +69,7 @@ class FakeBlock:
         self._weights = [torch.empty(entry.shape, dtype=entry.dtype) for entry in layout.entries]
         self._sites = block.sites
 
-    def bring(self, collect: Collect) -> None:
+    def stream_weights(self, collect: Collect) -> None:
         """Let the modules find new aliases of the weights, whose gradients go to `collect`."""
         pairs = list(zip(self._weights, self._is_trained, strict=True))
         trained = [weight for weight, flag in pairs if flag]
@@ -155,9 +155,9 @@ class Trace:
     forward: list[Cost] = field(default_factory=list)
     """By fragment."""
     backward: Cost = field(default_factory=Cost)
-    stashed_bytes: int = 0
+    offloaded_bytes: int = 0
     """Of what is saved, what `offload` takes to the host, as laid out there."""
-    unstashed_bytes: int = 0
+    offload_left_bytes: int = 0
     """Of what is saved, what `offload` leaves on the device."""
     others: tuple[Any, ...] | None = None
     """What the layer returns beside its hidden states, tensors left out; None: it returns no tuple."""
@@ -195,7 +195,7 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: str, meter
     trace.saved_bytes = meter.settle() - base
     trace.holds_input = not held.expired()
     if policy == "keep":
-        trace.stashed_bytes, trace.unstashed_bytes = saved.stashed(trace.saved_bytes)
+        trace.offloaded_bytes, trace.offload_left_bytes = saved.offloaded(trace.saved_bytes)
     start = meter.cost
     entered.begin_backward()
     sink.backward()
@@ -309,7 +309,7 @@ class _Entered:
             if self._entered is not None:
                 self._note()
             self._entered = block
-            block.bring(partial(self._collect, block))
+            block.stream_weights(partial(self._collect, block))
 
     def _note(self) -> None:
         """Charge what has run since the last note to the fragment that is entered."""
@@ -345,13 +345,13 @@ class _Saved:
         self._held.append(weakref.ref(tensor))
         return tensor
 
-    def stashed(self, saved_bytes: int) -> tuple[int, int]:
+    def offloaded(self, saved_bytes: int) -> tuple[int, int]:
         """Return the bytes that go to the host, and those of `saved_bytes` that stay on the device."""
         groups: dict[int, list[tuple[int, int]]] = {}
         sizes: dict[int, int] = {}
         for reference in self._held:
             tensor = reference()
-            if tensor is None or not self._is_stashed(tensor):
+            if tensor is None or not self._is_offloaded(tensor):
                 continue
             storage = tensor.untyped_storage()
             start = int(tensor.storage_offset()) * tensor.dtype.itemsize
@@ -359,16 +359,16 @@ class _Saved:
             groups.setdefault(storage._cdata, []).append((start, start + (last + 1) * tensor.dtype.itemsize))
             sizes[storage._cdata] = 0 if storage._cdata in self._before else storage.nbytes()
         spans = [span for group in groups.values() for span in _joined(group)]
-        nbytes = sum(-(-(stop - start) // STASH_ALIGNMENT) * STASH_ALIGNMENT for start, stop in spans)
+        nbytes = sum(-(-(stop - start) // OFFLOAD_ALIGNMENT) * OFFLOAD_ALIGNMENT for start, stop in spans)
         return nbytes, saved_bytes - sum(sizes.values())
 
-    def _is_stashed(self, tensor: Tensor) -> bool:
+    def _is_offloaded(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
         return (
             tensor.is_floating_point()
             and tensor.ndim > 0
             and tensor.numel() > 0
-            and storage.nbytes() >= STASHED_BYTES
+            and storage.nbytes() >= LEAST_OFFLOADED_BYTES
             and storage._cdata not in self._weights
         )
 
@@ -380,5 +380,5 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], stop))
         else:
-            found.append((start // STASH_ALIGNMENT * STASH_ALIGNMENT, stop))
+            found.append((start // OFFLOAD_ALIGNMENT * OFFLOAD_ALIGNMENT, stop))
     return found

@@ -47,7 +47,7 @@ def read_config(path_or_id: str | Path) -> PretrainedConfig:
     return _read_config(path_or_id, with_towers=False)
 
 
-def read_config_or_tower(path_or_id: str | Path) -> PretrainedConfig:
+def read_text_config(path_or_id: str | Path) -> PretrainedConfig:
     """Read the configuration of a causal language model, or of a model of language and images.
 
     Args:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatrain.config.choice import Plan
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
-from megatrain.config.choice import Plan
 
 AMORTISED_YEARS = 3
 """Over which the price of a machine is spread, without interest, resale or idle time."""

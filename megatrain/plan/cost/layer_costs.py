@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from megatrain.config.choice import Choice, StepBatch
 from megatrain.model.profile.anatomy import Anatomy, Cost, Layer
-from megatrain.plan.memory.block_sums import Census
-from megatrain.config.choice import Batch, Choice
 from megatrain.plan.cost.rates import Rates
+from megatrain.plan.memory.block_sums import BlockSums
 
 RECOMPUTED = frozenset({"recompute", "recompute_cheap", "drop_boundary"})
 """Policies under which a layer's forward runs again, whole or in part."""
@@ -18,11 +18,11 @@ _PASSES_AGAIN = frozenset({"recompute", "drop_boundary"})
 class LayerCosts:
     """Seconds and bytes of one micro-batch in each layer."""
 
-    def __init__(self, rates: Rates, anatomy: Anatomy, choice: Choice, batch: Batch) -> None:
+    def __init__(self, rates: Rates, anatomy: Anatomy, choice: Choice, batch: StepBatch) -> None:
         """Precompute them for layers that are alike."""
         self.rates, self.anatomy, self.choice, self.batch = rates, anatomy, choice, batch
         self.layers = anatomy.layers
-        self._kinds = Census.of(anatomy, choice.fragments).kinds
+        self._kinds = BlockSums.of(anatomy, choice.fragments).kinds
         self._known: dict[tuple[int, str], tuple[float, float, float, float]] = {}
 
     def forward_s(self, number: int) -> float:
@@ -77,7 +77,7 @@ class LayerCosts:
     @property
     def step_s(self) -> float:
         """Return the seconds of what the device does once per step: updates of its own state."""
-        state = Census.of(self.anatomy, self.choice.fragments).state_on_device(self.choice)
+        state = BlockSums.of(self.anatomy, self.choice.fragments).state_on_device(self.choice)
         return self.rates.device_update_s(state)
 
     def _of(self, number: int) -> tuple[float, float, float, float]:

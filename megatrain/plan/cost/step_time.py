@@ -11,21 +11,21 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from functools import cached_property
 
-from megatrain.model.profile.anatomy import Anatomy
+from megatrain.config.choice import Choice, StepBatch
 from megatrain.layout.host_buffers import (
     NUM_ACTIVATION_STAGING,
     NUM_GRADIENT_STAGING,
     NUM_PAGES,
     NUM_STATE_STAGING,
 )
-from megatrain.plan.memory.block_sums import Block, Census, list_blocks
-from megatrain.config.choice import Batch, Choice
-from megatrain.plan.cost.rates import Rates
-from megatrain.plan.program.drive_traffic import with_activations_through
+from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.layer_costs import RECOMPUTED, LayerCosts
+from megatrain.plan.cost.rates import Rates
+from megatrain.plan.cost.timetable import Task, steady_ends
+from megatrain.plan.memory.block_sums import Block, BlockSums, list_blocks
+from megatrain.plan.program.drive_traffic import with_activations_through
 from megatrain.plan.program.operations import Buffer, Kind, Lane, LayerPlan, Operation, Visit
 from megatrain.plan.program.schedule import fetch_residents, offload_residents, round_visits, schedule
-from megatrain.plan.cost.timetable import Task, steady_ends
 
 _MAX_ROUNDS = 3
 """Rounds that are timed; more go on as the last of these did."""
@@ -40,7 +40,7 @@ _MANY_LAYERS = 60
 class Step:
     """The tasks of one step, and what is known of them without placing them."""
 
-    def __init__(self, rates: Rates, anatomy: Anatomy, choice: Choice, batch: Batch) -> None:
+    def __init__(self, rates: Rates, anatomy: Anatomy, choice: Choice, batch: StepBatch) -> None:
         """List the tasks; `steady_s` places them."""
         self.rates = rates
         self.anatomy = anatomy
@@ -53,9 +53,9 @@ class Step:
         return list_blocks(self.anatomy, self.choice)
 
     @cached_property
-    def census(self) -> Census:
+    def block_sums(self) -> BlockSums:
         """Sums over the blocks."""
-        return Census.of(self.anatomy, self.choice.fragments)
+        return BlockSums.of(self.anatomy, self.choice.fragments)
 
     @cached_property
     def step_s(self) -> float:
@@ -110,11 +110,11 @@ def bounds(step: Step) -> dict[str, float]:
     rates, choice, batch = step.rates, step.choice, step.batch
     count = batch.num_micro_batches
     rounds = -(-count // choice.lockstep)
-    costs, census, compute = step.costs, step.census, step.compute_s
+    costs, block_sums, compute = step.costs, step.block_sums, step.compute_s
     forward, _, _, saved = step.sums
-    fetched, offloaded = census.moved_bytes(choice, rounds)
+    fetched, offloaded = block_sums.moved_bytes(choice, rounds)
     up, down = rates.fetch_s(fetched + saved), rates.offload_s(offloaded + saved)
-    update_s = rates.update_s(*census.updated_on_host(choice))
+    update_s = rates.update_s(*block_sums.updated_on_host(choice))
     if rates.spec.is_cpu:
         return {"everything in turn": compute + up + down + update_s}
     limits = {"compute": compute, "copies to the device": up, "copies to the host": down}
@@ -127,7 +127,7 @@ def bounds(step: Step) -> dict[str, float]:
         first_round = min(choice.lockstep, count) / count
         by_then = compute - costs.step_s - forward * first_round
         limits["backward + optimizer"] = by_then + update_s
-    drive = census.drive_bytes(choice, rounds)
+    drive = block_sums.drive_bytes(choice, rounds)
     if drive != (0, 0) or choice.boundaries == "nvme":
         stowed = saved if choice.boundaries == "nvme" else 0.0
         read_s, write_s = rates.read_s(drive[0] + stowed), rates.write_s(drive[1] + stowed)
@@ -288,9 +288,9 @@ class _Builder:
         else:
             home = ("staging", staging) if staging >= 0 else ("gradient", number)
         state: Buffer = ("moments", number)
-        on_drive = self.step.census.is_state_away(self.choice, number)
+        on_drive = self.step.block_sums.is_state_on_drives(self.choice, number)
         nbytes = 2 * block.num_split + 8 * block.num_state
-        if self.step.census.is_working_away(self.choice, number):
+        if self.step.block_sums.is_working_on_drives(self.choice, number):
             nbytes += block.size.fetch_bytes
         if on_drive:
             state = ("state_staging", self.num_staged % NUM_STATE_STAGING)
@@ -350,7 +350,7 @@ class _Builder:
     def _fetch(self, operation: Operation) -> None:
         seconds = self.rates.fetch_s(operation.nbytes)
         reads = operation.reads
-        if self.step.census.is_working_away(self.choice, operation.block):
+        if self.step.block_sums.is_working_on_drives(self.choice, operation.block):
             buffer: Buffer = ("weights_staging", self.num_staged % NUM_PAGES)
             self.num_staged += 1
             read_s = self.rates.read_s(operation.nbytes)

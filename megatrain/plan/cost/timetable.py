@@ -48,7 +48,7 @@ class Task(NamedTuple):
     """What it is: `fetch`, `forward`, `head`, ..., for bounds and charts."""
 
 
-class Span(NamedTuple):
+class TaskSpan(NamedTuple):
     """When a task runs, in seconds from the first one."""
 
     begin_s: float
@@ -75,10 +75,10 @@ class Timetable:
         self._written: list[float] = []
         self._read: list[float] = []
 
-    def place(self, tasks: Sequence[Task]) -> list[Span]:
+    def place(self, tasks: Sequence[Task]) -> list[TaskSpan]:
         """Place a step's tasks after all that were placed before."""
         begins, ends = self.run(self.numbered(tasks))
-        return [Span(*span) for span in zip(begins, ends, strict=True)]
+        return [TaskSpan(*span) for span in zip(begins, ends, strict=True)]
 
     def numbered(self, tasks: Sequence[Task]) -> list[_Numbered]:
         """Return tasks as `run` wants them: a step's are numbered once, however often it runs."""
@@ -146,7 +146,7 @@ class Timetable:
 
 def steady(
     tasks: Sequence[Task], *, waits_for_compute: bool = False, drives_share: bool = False
-) -> tuple[list[Span], list[Span]]:
+) -> tuple[list[TaskSpan], list[TaskSpan]]:
     """Return when the tasks run in one of many equal steps, and in the step before it.
 
     The buffers' names tie a step to the next one. All that a step leaves for later is done before the next

@@ -8,9 +8,9 @@ from functools import cached_property
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
-from megatrain.model.profile.anatomy import Anatomy, Fragment, Layer
-from megatrain.layout.host_buffers import DriveBuffers, largest_first, state_bytes
 from megatrain.config.choice import Choice
+from megatrain.layout.host_buffers import DriveBuffers, largest_first, state_bytes
+from megatrain.model.profile.anatomy import Anatomy, Fragment, Layer
 from megatrain.plan.program.operations import BlockSize
 
 
@@ -84,13 +84,13 @@ class Sums:
         return self._until[stop] - self._until[start] if stop > start else 0
 
 
-class Census:
+class BlockSums:
     """The blocks of a model, whole or in fragments: layers first, in forward order, then outer ones."""
 
     @classmethod
-    def of(cls, anatomy: Anatomy, fragments: bool) -> Census:
-        """Return the census of a model, made once."""
-        known = _CENSUSES.setdefault(anatomy, {})
+    def of(cls, anatomy: Anatomy, fragments: bool) -> BlockSums:
+        """Return the block_sums of a model, made once."""
+        known = _BLOCK_SUMS.setdefault(anatomy, {})
         if fragments not in known:
             known[fragments] = cls(anatomy, fragments)
         return known[fragments]
@@ -140,7 +140,7 @@ class Census:
             tables[name] = [*list(accumulate(reversed(numbers), max))[::-1], 0]
         return tables
 
-    def largest_away(self, choice: Choice) -> int:
+    def largest_offloaded_gradient(self, choice: Choice) -> int:
         """Return the bytes of the largest gradient that the host uses: what a staging buffer holds."""
         outer = 0 if choice.outer_resident else self._largest_outer
         return max(self.largest("offload_bytes", choice), outer)
@@ -225,11 +225,11 @@ class Census:
             ranks[block] = place
         return ranks
 
-    def is_state_away(self, choice: Choice, block: int) -> bool:
+    def is_state_on_drives(self, choice: Choice, block: int) -> bool:
         """Whether a block's remainder and moments are on drives."""
         return choice.tier("moments") == "nvme" and self.rank[block] >= choice.blocks_in_ram
 
-    def is_working_away(self, choice: Choice, block: int) -> bool:
+    def is_working_on_drives(self, choice: Choice, block: int) -> bool:
         """Whether a block's weights are on drives."""
         return choice.tier("working") == "nvme" and self.rank[block] >= choice.weights_in_ram
 
@@ -248,9 +248,9 @@ class Census:
             state = 2 * block.num_split + 8 * block.num_state
             # a commit writes what is in RAM too, and the weights of all: so that it is whole
             written += block.size.fetch_bytes + state
-            if self.is_state_away(choice, number):
+            if self.is_state_on_drives(choice, number):
                 read += state
-            if self.is_working_away(choice, number):
+            if self.is_working_on_drives(choice, number):
                 read += (2 * num_rounds + 1) * block.size.fetch_bytes
         return read, written
 
@@ -265,4 +265,4 @@ def _kinds(layers: Sequence[Layer]) -> list[int]:
     return kinds
 
 
-_CENSUSES: WeakKeyDictionary[Anatomy, dict[bool, Census]] = WeakKeyDictionary()
+_BLOCK_SUMS: WeakKeyDictionary[Anatomy, dict[bool, BlockSums]] = WeakKeyDictionary()

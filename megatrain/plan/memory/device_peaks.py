@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+from megatrain.config.choice import Choice, StepBatch
 from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy, Layer
-from megatrain.plan.memory.block_sums import Block, Census
-from megatrain.config.choice import Batch, Choice
+from megatrain.plan.memory.block_sums import Block, BlockSums
 from megatrain.plan.memory.visit_bytes import is_boundary_on_host, is_dropped, policy_of
 
 SCALAR_BYTES = 4096
@@ -28,7 +28,7 @@ UPDATE_SCRATCH_BYTES = 35
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class DevicePeak:
     """A moment of a step, with the bytes that are on the device beside what is allocated for good."""
 
     name: str
@@ -42,14 +42,14 @@ class Moment:
         return self.boundaries + self.saved + self.working
 
 
-class Moments:
+class DevicePeaks:
     """The moments of a round."""
 
     def __init__(
         self,
         anatomy: Anatomy,
         choice: Choice,
-        batch: Batch,
+        batch: StepBatch,
         *,
         overlaps: bool = True,
         has_scratch: bool = True,
@@ -73,14 +73,14 @@ class Moments:
         self._policies[-1] = policy_of(anatomy, choice, len(anatomy.layers) - 1)
         self._m = min(choice.lockstep, batch.num_micro_batches)
         self._is_wide = batch.num_micro_batches > 1 and anatomy.precision == "bf16"
-        self._census = Census.of(anatomy, choice.fragments)
+        self._block_sums = BlockSums.of(anatomy, choice.fragments)
         self._rounded = max(self._rounded_bytes(is_resident=False), default=0) if overlaps else 0
         """What the rounding of one gradient takes beside a backward."""
         self._scratch = self._scratch_of_layers()
         """What updates on the device still take while the forward is in each layer."""
-        sums = 8 * self._census.num_blocks
+        sums = 8 * self._block_sums.num_blocks
         self.constant = anatomy.constant_bytes - anatomy.pass_bytes + sums + SCALAR_BYTES
-        self._away = [number for number in range(len(self._layers)) if self._travels(number, back=True)]
+        self._travelling = [number for number in range(len(self._layers)) if self._travels(number, back=True)]
         """Layers whose visits go to the host."""
         places = self._places()
         last = {place: number for number, place in enumerate(places)}
@@ -98,22 +98,22 @@ class Moments:
         That is its kind and policy, those of its neighbours, the two nearest layers before it that send
         something to the host, and whether one after it does.
         """
-        kinds = list(zip(self._census.kinds, self._policies, strict=True))
+        kinds = list(zip(self._block_sums.kinds, self._policies, strict=True))
         nobody = (-1, "")
         before, after = [nobody, *kinds], [*kinds[1:], nobody]
         nearest, second = [], []
         one = two = nobody
-        away = set(self._away)
+        away = set(self._travelling)
         for number, kind in enumerate(kinds):
             nearest.append(one)
             second.append(two)
             if number in away:
                 one, two = kind, one
-        newest = self._away[-1] if self._away else -1
+        newest = self._travelling[-1] if self._travelling else -1
         later = [number < newest for number in range(len(kinds))]
         return list(zip(before, kinds, after, nearest, second, later, self._scratch, strict=False))
 
-    def all(self) -> Iterator[Moment]:
+    def all(self) -> Iterator[DevicePeak]:
         """Yield every moment that may be the largest of compute's."""
         for number in self._telling:
             layer = self._layers[number]
@@ -128,26 +128,26 @@ class Moments:
         yield self._embedding()
         ids = IDS_BYTES * self._anatomy.tokens * self._m
         after = max([*self._scratch_bytes(), *self._rounded_bytes(is_resident=True)], default=0)
-        yield Moment("update", working=self.constant + ids + after)
+        yield DevicePeak("update", working=self.constant + ids + after)
 
     def _rounded_bytes(self, *, is_resident: bool) -> Iterator[int]:
         """Yield what rounding takes of each fp32 sum of gradients of resident blocks, or of streamed ones.
 
         Those of streamed blocks are rounded on their way home; where they wait, there is their place.
         """
-        first = self._census.first_streamed(self._choice)
+        first = self._block_sums.first_streamed(self._choice)
         if not is_resident and not (self._is_wide and self._choice.gradients == "host"):
             return
-        for number, is_outer in self._census.sample(self._choice):
+        for number, is_outer in self._block_sums.sample(self._choice):
             if (is_outer or number < first) is is_resident:
-                yield 2 * self._census.blocks[number].num_split
+                yield 2 * self._block_sums.blocks[number].num_split
 
     def _scratch_bytes(self) -> Iterator[int]:
         """Yield the scratch of each update on the device."""
-        first = self._census.first_streamed(self._choice)
-        for number, is_outer in self._census.sample(self._choice):
+        first = self._block_sums.first_streamed(self._choice)
+        for number, is_outer in self._block_sums.sample(self._choice):
             if self._has_scratch and (self._choice.outer_resident if is_outer else number < first):
-                yield _update_scratch(self._census.blocks[number])
+                yield _update_scratch(self._block_sums.blocks[number])
 
     def _scratch_of_layers(self) -> list[int]:
         """Return for each layer the most scratch of updates that may run during its forward.
@@ -160,7 +160,9 @@ class Moments:
         after = 0
         for number in reversed(range(residents)):
             left[number] = after
-            blocks = self._census.blocks[self._census.starts[number] : self._census.starts[number + 1]]
+            blocks = self._block_sums.blocks[
+                self._block_sums.starts[number] : self._block_sums.starts[number + 1]
+            ]
             after = max([after, *map(_update_scratch, blocks)])
         return left
 
@@ -170,7 +172,7 @@ class Moments:
         if is_dropped(self._choice, number):
             return 0, 0
         if policy == "offload":
-            return 0, layer.unstashed_bytes
+            return 0, layer.offload_left_bytes
         saved = layer.saved_bytes["recompute" if policy == "drop_boundary" else policy]
         boundary = layer.boundary_bytes if layer.holds_input[policy] else 0
         rest = saved - boundary
@@ -193,7 +195,7 @@ class Moments:
         if self._policies[number] != "offload" and self._choice.boundaries == "device":
             return 0
         if self._policies[number] == "offload":
-            return layer.saved_bytes["offload"] if back else self._full(number) - layer.unstashed_bytes
+            return layer.saved_bytes["offload"] if back else self._full(number) - layer.offload_left_bytes
         return layer.boundary_bytes if is_boundary_on_host(self._anatomy, self._choice, number) else 0
 
     def _leaving(self, number: int, place: int, *, after: int = -1) -> int:
@@ -201,16 +203,16 @@ class Moments:
 
         Visits of layers up to `after` do not count.
         """
-        newest = bisect_right(self._away, number if place else number - 1) - 1
-        if newest < 0 or self._away[newest] <= after:
+        newest = bisect_right(self._travelling, number if place else number - 1) - 1
+        if newest < 0 or self._travelling[newest] <= after:
             return 0
-        return self._travels(self._away[newest])
+        return self._travels(self._travelling[newest])
 
     def _arriving(self, number: int, place: int, count: int = 1) -> int:
         """Return what is on the device again of the next `count` visits that come from the host."""
-        nbytes, index = 0, bisect_right(self._away, number) - 1
+        nbytes, index = 0, bisect_right(self._travelling, number) - 1
         while count > 0 and index >= 0:
-            layer = self._away[index]
+            layer = self._travelling[index]
             visits = min(count, self._m - 1 - place if layer == number else self._m)
             nbytes += visits * self._travels(layer, back=True)
             count -= visits
@@ -225,7 +227,7 @@ class Moments:
             nbytes += (self._m if number > 0 else num_passed) * boundary
         return nbytes
 
-    def _forward(self, number: int, layer: Layer, place: int) -> Moment:
+    def _forward(self, number: int, layer: Layer, place: int) -> DevicePeak:
         """A micro-batch is in a layer, and `place` others have passed it."""
         policy = self._policies[number]
         boundary, rest = self._stays(number, layer)
@@ -234,19 +236,19 @@ class Moments:
         leaving = self._leaving(number, place)
         working = layer.forward_peak_bytes[policy] + self._full(number) - layer.boundary_bytes
         working += self._scratch[number]
-        return Moment(
+        return DevicePeak(
             f"forward of layer {number}",
             boundaries=self._held[number] + place * boundary + (self._m - place) * layer.boundary_bytes,
             saved=self._kept[number] + place * rest + leaving,
             working=working + place * passed + self._beside(number, place),
         )
 
-    def _head_forward(self, place: int) -> Moment:
+    def _head_forward(self, place: int) -> DevicePeak:
         """A micro-batch is in the head, and `place` others have passed it."""
         anatomy, last = self._anatomy, len(self._layers) - 1
         boundary, rest = self._stays(last, self._layers[last])
         waiting = (self._m - 1 - place) * self._layers[last].boundary_bytes
-        return Moment(
+        return DevicePeak(
             "forward of the head",
             boundaries=self._held[last] + (place + 1) * boundary + waiting,
             saved=self._kept[last] + (place + 1) * rest + self._leaving(last, 0),
@@ -255,12 +257,12 @@ class Moments:
             + self._beside(last, place),
         )
 
-    def _head_backward(self, place: int) -> Moment:
+    def _head_backward(self, place: int) -> DevicePeak:
         """The backward of a micro-batch is in the head; those of `place` others have left the last layer."""
         anatomy, last = self._anatomy, len(self._layers) - 1
         boundary, rest = self._stays(last, self._layers[last])
         left = place * (anatomy.head_gradient_bytes + self._layers[last].boundary_bytes)
-        return Moment(
+        return DevicePeak(
             "backward of the head",
             boundaries=self._held[last] + (self._m - place) * boundary,
             saved=self._kept[last] + (self._m - place) * rest + self._leaving(last, 0),
@@ -273,7 +275,7 @@ class Moments:
     def _in_backward(self) -> int:
         return self.constant + self._m * self._anatomy.graph_bytes + self._rounded
 
-    def _backward(self, number: int, layer: Layer, place: int) -> Moment:
+    def _backward(self, number: int, layer: Layer, place: int) -> DevicePeak:
         """The backward of a micro-batch is in a layer, and those of `place` others have left it."""
         anatomy, policy, m = self._anatomy, self._policies[number], self._m
         boundary, rest = self._stays(number, layer)
@@ -281,7 +283,7 @@ class Moments:
         peaks = layer.fragment_peak_bytes if self._choice.fragments else layer.backward_peak_bytes
         saved = self._full(number)
         if policy == "offload":
-            saved = layer.saved_bytes["offload"] + layer.unstashed_bytes
+            saved = layer.saved_bytes["offload"] + layer.offload_left_bytes
         working = peaks[policy] + saved - layer.boundary_bytes
         arriving = self._arriving(number, place)
         if policy == "offload":
@@ -303,7 +305,7 @@ class Moments:
         remade = (
             self._remade(number) - place * layer.boundary_bytes if is_dropped(self._choice, number) else 0
         )
-        return Moment(
+        return DevicePeak(
             f"backward of layer {number}",
             boundaries=self._held[number] + (m - 1 - place) * boundary + max(layer.boundary_bytes, remade),
             saved=self._kept[number] + (m - 1 - place) * rest + arriving,
@@ -331,10 +333,10 @@ class Moments:
             nbytes += self._m * self._layers[number].boundary_bytes
         return nbytes
 
-    def _remaking(self, number: int) -> Moment:
+    def _remaking(self, number: int) -> DevicePeak:
         """The layers before run again for a dropped boundary."""
         layer = self._layers[number]
-        return Moment(
+        return DevicePeak(
             f"boundary of layer {number}",
             boundaries=self._held[number] + self._remade(number),
             saved=self._kept[number],
@@ -343,9 +345,9 @@ class Moments:
             + self._in_backward(),
         )
 
-    def _embedding(self) -> Moment:
+    def _embedding(self) -> DevicePeak:
         anatomy, first = self._anatomy, self._layers[0]
-        return Moment(
+        return DevicePeak(
             "backward of the embedding",
             working=anatomy.embedding_peak_bytes
             + self._m * anatomy.head_gradient_bytes

@@ -5,23 +5,22 @@ Pools that the engine allocates are exact. What comes and goes is the largest of
 
 from __future__ import annotations
 
-from megatrain.model.profile.anatomy import Anatomy
-from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING, NUM_GRADIENT_STAGING, padded
+from megatrain.config.choice import Choice, Pool, StepBatch
 from megatrain.layout.blocks import aligned
-from megatrain.layout.moments import Moments as Format
-from megatrain.layout.moments import moment_plane_bytes
-from megatrain.plan.memory.block_sums import Census
-from megatrain.config.choice import Batch, Choice, Pool
-from megatrain.plan.memory.device_peaks import Moments
+from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING, NUM_GRADIENT_STAGING, padded
+from megatrain.layout.moments import MomentFormat, moment_plane_bytes
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.plan.memory.block_sums import BlockSums
+from megatrain.plan.memory.device_peaks import DevicePeaks
 from megatrain.plan.memory.visit_bytes import policy_of, visit_bytes
 
 
 def device_peak_bytes(
     anatomy: Anatomy,
     choice: Choice,
-    batch: Batch,
+    batch: StepBatch,
     *,
-    state: Format = Format.FP32,
+    state: MomentFormat = MomentFormat.FP32,
     overlaps: bool = True,
     has_scratch: bool = True,
 ) -> list[Pool]:
@@ -32,11 +31,11 @@ def device_peak_bytes(
         choice: With one policy per layer.
         batch: Of a step.
         state: How the moments of AdamW are kept.
-        overlaps: The lanes run at the same time, as on a GPU; see `Moments`.
+        overlaps: The lanes run at the same time, as on a GPU; see `DevicePeaks`.
         has_scratch: Updates on the device take scratch memory; see there.
     """
     pools = _allocated(anatomy, choice, batch, state)
-    moments = Moments(anatomy, choice, batch, overlaps=overlaps, has_scratch=has_scratch)
+    moments = DevicePeaks(anatomy, choice, batch, overlaps=overlaps, has_scratch=has_scratch)
     largest = max(moments.all(), key=lambda moment: moment.nbytes)
     pools += [
         Pool(tier="device", name="boundaries", nbytes=largest.boundaries, is_exact=False),
@@ -47,25 +46,25 @@ def device_peak_bytes(
 
 
 def host_planes(
-    anatomy: Anatomy, choice: Choice, batch: Batch, *, state: Format = Format.FP32
+    anatomy: Anatomy, choice: Choice, batch: StepBatch, *, state: MomentFormat = MomentFormat.FP32
 ) -> dict[str, int]:
     """Return the bytes of every plane of state on the host, and of what waits there of activations.
 
     Planes that are on a drive are counted too: `Choice.tier` says where each is.
     """
-    census = Census.of(anatomy, choice.fragments)
-    stop = census.num_blocks
-    num_state = census.num_state(0, stop)
+    block_sums = BlockSums.of(anatomy, choice.fragments)
+    stop = block_sums.num_blocks
+    num_state = block_sums.num_state(0, stop)
     planes = {
-        "working": census.fetch_bytes(0, stop),
-        "remainder": 2 * census.num_split(0, stop),
-        **moment_plane_bytes(num_state, census.num_scales(0, stop), state),
+        "working": block_sums.fetch_bytes(0, stop),
+        "remainder": 2 * block_sums.num_split(0, stop),
+        **moment_plane_bytes(num_state, block_sums.num_scales(0, stop), state),
     }
     num_rounds = -(-batch.num_micro_batches // choice.lockstep)
     if choice.gradients == "device" or (choice.updates == "immediate" and num_rounds == 1):
-        planes["staging"] = NUM_GRADIENT_STAGING * aligned(census.largest_away(choice))
+        planes["staging"] = NUM_GRADIENT_STAGING * aligned(block_sums.largest_offloaded_gradient(choice))
     else:
-        planes["gradient"] = census.gradient_bytes(0, stop)
+        planes["gradient"] = block_sums.gradient_bytes(0, stop)
     if num_rounds > 1 and anatomy.precision == "bf16":
         planes["accumulator"] = 4 * num_state
     together = min(choice.lockstep, batch.num_micro_batches)
@@ -83,21 +82,25 @@ def host_planes(
     return planes | {"boundaries": boundary, "activations": offloaded}
 
 
-def _allocated(anatomy: Anatomy, choice: Choice, batch: Batch, state: Format) -> list[Pool]:
+def _allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: MomentFormat) -> list[Pool]:
     """Return what the engine allocates and keeps."""
-    census = Census.of(anatomy, choice.fragments)
-    first, outer, stop = census.first_streamed(choice), census.first_outer, census.num_blocks
+    block_sums = BlockSums.of(anatomy, choice.fragments)
+    first, outer, stop = block_sums.first_streamed(choice), block_sums.first_outer, block_sums.num_blocks
     wide = batch.num_micro_batches > 1
-    ring = 4 * census.largest("num_state", choice) if wide else census.largest("offload_bytes", choice)
+    ring = (
+        4 * block_sums.largest("num_state", choice) if wide else block_sums.largest("offload_bytes", choice)
+    )
     last = stop if choice.outer_resident else outer
-    num_split = census.num_split(0, first) + census.num_split(outer, last)
-    moments = moment_plane_bytes(census.state_on_device(choice), census.scales_on_device(choice), state)
+    num_split = block_sums.num_split(0, first) + block_sums.num_split(outer, last)
+    moments = moment_plane_bytes(
+        block_sums.state_on_device(choice), block_sums.scales_on_device(choice), state
+    )
     sizes = {
-        "slots": choice.num_slots * census.largest("fetch_bytes", choice),
-        "resident weights": census.fetch_bytes(0, first) + census.fetch_bytes(outer, stop),
-        "resident gradients": 4 * (census.num_state(0, first) + census.num_state(outer, stop)),
+        "slots": choice.num_slots * block_sums.largest("fetch_bytes", choice),
+        "resident weights": block_sums.fetch_bytes(0, first) + block_sums.fetch_bytes(outer, stop),
+        "resident gradients": 4 * (block_sums.num_state(0, first) + block_sums.num_state(outer, stop)),
         "resident optimizer state": 2 * num_split + sum(moments.values()),
         "gradient buffers": choice.num_gradient_buffers * ring,
-        "waiting gradients": census.gradient_bytes(first, outer) if choice.gradients == "device" else 0,
+        "waiting gradients": block_sums.gradient_bytes(first, outer) if choice.gradients == "device" else 0,
     }
     return [Pool(tier="device", name=name, nbytes=nbytes) for name, nbytes in sizes.items()]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatrain.model.profile.anatomy import STASH_ALIGNMENT, STASHED_BYTES, Anatomy
 from megatrain.config.choice import Choice
+from megatrain.model.profile.anatomy import LEAST_OFFLOADED_BYTES, OFFLOAD_ALIGNMENT, Anatomy
 
 
 def policy_of(anatomy: Anatomy, choice: Choice, number: int) -> str:
@@ -20,7 +20,7 @@ def is_boundary_on_host(anatomy: Anatomy, choice: Choice, number: int) -> bool:
         and number < len(anatomy.layers) - 1
         and policy in ("recompute", "recompute_cheap", "drop_boundary")
         and not is_dropped(choice, number)
-        and layer.boundary_bytes >= STASHED_BYTES
+        and layer.boundary_bytes >= LEAST_OFFLOADED_BYTES
     )
 
 
@@ -30,7 +30,7 @@ def visit_bytes(anatomy: Anatomy, choice: Choice, number: int) -> int:
     if policy_of(anatomy, choice, number) == "offload":
         return layer.saved_bytes["offload"]
     if is_boundary_on_host(anatomy, choice, number):
-        return -(-layer.boundary_bytes // STASH_ALIGNMENT) * STASH_ALIGNMENT
+        return -(-layer.boundary_bytes // OFFLOAD_ALIGNMENT) * OFFLOAD_ALIGNMENT
     return 0
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from enum import Enum
 from itertools import product
 
-from megatrain.errors import ConfigError
 from megatrain.config.choice import Choice
+from megatrain.errors import ConfigError
 from megatrain.plan.memory.host_pools import placed_bytes
 from megatrain.plan.search.request import Request, excess, host_bytes, overflow, pools_of
 
@@ -16,7 +16,7 @@ SMALL = 4
 """Layers up to which every number of resident and kept layers is listed."""
 
 
-class Extent(Enum):
+class Breadth(Enum):
     """How many of the possible choices to list."""
 
     LEAST = "those that take least memory"
@@ -25,10 +25,10 @@ class Extent(Enum):
     ALL = "all"
 
 
-def list_choices(request: Request, extent: Extent = Extent.ALL) -> Iterator[Choice]:
+def list_choices(request: Request, extent: Breadth = Breadth.ALL) -> Iterator[Choice]:
     """Yield the choices that fit: in RAM if one does; otherwise with drives, as few bytes there as can be."""
     for tiers in _tiers(request):
-        smallest = list(_frames(request, tiers, Extent.LEAST))
+        smallest = list(_frames(request, tiers, Breadth.LEAST))
         if all(overflow(request, place_in_ram(request, frame)) for frame in smallest):
             continue
         found = False
@@ -37,7 +37,7 @@ def list_choices(request: Request, extent: Extent = Extent.ALL) -> Iterator[Choi
                 for filled in fill(request, choice):
                     found = True
                     yield filled
-            if found and extent is Extent.COARSE:
+            if found and extent is Breadth.COARSE:
                 return
         if found:
             return
@@ -51,7 +51,7 @@ def first_fit(request: Request) -> Choice | None:
     is_over: dict[Choice, bool] = {}
     """Whether the device overflows, whatever is on drives."""
     for tiers in _tiers(request):
-        for frame in _frames(request, tiers, Extent.LEAST):
+        for frame in _frames(request, tiers, Breadth.LEAST):
             bare = replace(frame, tiers=frozenset())
             if bare not in is_over:
                 is_over[bare] = "device" in overflow(request, bare)
@@ -73,7 +73,7 @@ def least(request: Request) -> Choice:
         share = sum(nbytes / max(1, limits[tier] or 1) for tier, nbytes in over.items())
         return len(over), share, len(choice.tiers)  # too little of one tier before too little of two
 
-    frames = [f for tiers in _tiers(request) for f in _frames(request, tiers, Extent.LEAST)]
+    frames = [f for tiers in _tiers(request) for f in _frames(request, tiers, Breadth.LEAST)]
     if not frames:
         fixed = ", ".join(f"{name} {value}" for name, value in (request.fixed or {}).items())
         raise ConfigError(
@@ -94,7 +94,7 @@ def least_bytes(request: Request, tier: str) -> int | None:
     needs = [
         sum(pool.nbytes for pool in pools_of(request, frame) if pool.tier == tier)
         for tiers in _tiers(request)
-        for frame in _frames(request, tiers, Extent.LEAST)
+        for frame in _frames(request, tiers, Breadth.LEAST)
         if not overflow(request, frame).keys() - {tier}
     ]
     return min(needs, default=None)
@@ -126,7 +126,7 @@ def least_held(request: Request, tier: str) -> int | None:
         )
         + leaving(frame)
         for tiers in _tiers(request)
-        for frame in _frames(request, tiers, Extent.LEAST)
+        for frame in _frames(request, tiers, Breadth.LEAST)
         if not overflow(request, frame).keys() - {tier}
     ]
     return min(needs, default=None)
@@ -158,7 +158,7 @@ def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
     return on_drives if request.commits else [frozenset(), *on_drives]
 
 
-def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent) -> Iterator[Choice]:
+def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth) -> Iterator[Choice]:
     """Yield choices with nothing resident and nothing kept: what is left of the device fills them."""
     anatomy, batch = request.anatomy, request.batch
     fixed = dict(request.fixed or {})
@@ -167,8 +167,8 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent)
     most = max(len(layer.fragments) for layer in anatomy.layers)
     given = fixed.get("activations")
     bases = ["recompute", "drop_boundary", "offload", "keep"] if given is None else [None]
-    is_least = extent is Extent.LEAST
-    is_coarse = extent is Extent.COARSE
+    is_least = extent is Breadth.LEAST
+    is_coarse = extent is Breadth.COARSE
     locksteps = lockstep_sizes(batch.num_micro_batches)
     if is_least or is_coarse:
         locksteps = [batch.num_micro_batches, *([1] if is_least else [])]
@@ -176,7 +176,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent)
         values_of(
             fixed,
             "fragments",
-            [False, True] if most > 1 and extent in (Extent.LEAST, Extent.ALL) else [False],
+            [False, True] if most > 1 and extent in (Breadth.LEAST, Breadth.ALL) else [False],
         ),
         values_of(fixed, "lockstep", sorted(set(locksteps))),
         values_of(fixed, "boundaries", ["device"] if is_coarse else ["device", "host"]),
@@ -190,7 +190,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Extent)
         parts = most if fragments else 1
         default_buffers = parts + 1 if lockstep > 1 and not is_least else parts
         numbers = slot_counts(num_layers * parts, parts)
-        numbers = {Extent.LEAST: [parts], Extent.ALL: numbers}.get(extent, [parts + 1])
+        numbers = {Breadth.LEAST: [parts], Breadth.ALL: numbers}.get(extent, [parts + 1])
         for slots in values_of(fixed, "num_slots", numbers):
             if slots < parts:
                 continue

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from megatrain.model.profile.anatomy import POLICIES
 from megatrain.config.choice import Choice
+from megatrain.model.profile.anatomy import POLICIES
 from megatrain.plan.search.choices import (
     SMALL,
     fill,

@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatrain.hardware import GIB
 from megatrain.config.choice import Choice, Plan, Pool
+from megatrain.hardware import GIB
 from megatrain.plan.cost.layer_costs import LayerCosts
+from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.choices import least
 from megatrain.plan.search.remedies import Remedy
 from megatrain.plan.search.request import Request, overflow, pools_of
 from megatrain.plan.search.search import SEARCH_S, search
-from megatrain.plan.cost.step_time import Step
 
 _PATIENCE_S = (1.5, 0.5)
 """Seconds of looking for a first way out, and for a second one."""
@@ -89,10 +89,10 @@ def _flops_done(step: Step) -> float:
 def _bytes(step: Step) -> dict[str, int]:
     choice, count = step.choice, step.batch.num_micro_batches
     rounds = -(-count // choice.lockstep)
-    census = step.census
-    fetched, offloaded = census.moved_bytes(choice, rounds)
+    block_sums = step.block_sums
+    fetched, offloaded = block_sums.moved_bytes(choice, rounds)
     saved = int(LayerCosts(step.rates, step.anatomy, choice, step.batch).sums()[3]) * count
-    read, written = census.drive_bytes(choice, rounds)
+    read, written = block_sums.drive_bytes(choice, rounds)
     if choice.boundaries == "nvme":
         read, written = read + saved, written + saved
     return {

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatrain.config import config_keys
+from megatrain.config.choice import Choice, StepBatch
 from megatrain.hardware import GIB
 from megatrain.model.profile.anatomy import Anatomy
-from megatrain.config.choice import Batch, Choice
 from megatrain.plan.search.choices import first_fit, least, least_bytes, least_held
 from megatrain.plan.search.request import Request, pools_of
 
@@ -231,5 +231,5 @@ def _lengths(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Reme
     yield last
 
 
-def _shortened(request: Request, recount: Callable[..., Anatomy], batch: Batch) -> Request:
+def _shortened(request: Request, recount: Callable[..., Anatomy], batch: StepBatch) -> Request:
     return replace(request, anatomy=recount(seq_len=batch.seq_len), batch=batch)

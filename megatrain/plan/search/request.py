@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
+from megatrain.config.choice import Choice, Pool, StepBatch
 from megatrain.hardware import HardwareSpec
+from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
-from megatrain.layout.moments import Moments
-from megatrain.config.choice import Batch, Choice, Pool
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.memory.device_pools import device_peak_bytes
 from megatrain.plan.memory.host_pools import drive_pools, host_pools
@@ -30,7 +30,7 @@ class Request:
 
     spec: HardwareSpec
     anatomy: Anatomy
-    batch: Batch
+    batch: StepBatch
     clips: bool = True
     """Gradients are clipped to a norm, so that they wait for it."""
     state: str = "fp32"
@@ -63,9 +63,9 @@ class Request:
         }
 
     @property
-    def moments(self) -> Moments:
+    def moments(self) -> MomentFormat:
         """Return the format of the moments."""
-        return Moments(self.state)
+        return MomentFormat(self.state)
 
     @property
     def rates(self) -> Rates:

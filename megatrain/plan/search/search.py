@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatrain.config.choice import Choice
-from megatrain.plan.search.choices import SMALL, Extent, list_choices
+from megatrain.plan.cost.step_time import Step
+from megatrain.plan.search.choices import SMALL, Breadth, list_choices
 from megatrain.plan.search.neighbours import neighbours
 from megatrain.plan.search.request import Request, overflow
-from megatrain.plan.cost.step_time import Step
 
 SEARCH_S = 0.8
 """Time after which the best choice so far is taken."""
@@ -48,9 +48,9 @@ def search(request: Request, *, budget_s: float = SEARCH_S) -> Found | None:
     """
     deadline_s = time.thread_time() + budget_s
     race = _Race(request, deadline_s)
-    race.run(list_choices(request, Extent.COARSE))
+    race.run(list_choices(request, Breadth.COARSE))
     race.climb(_FIRST_STARTS)
-    race.run(list_choices(request, Extent.MAIN))
+    race.run(list_choices(request, Breadth.MAIN))
     if race.best is None or len(request.anatomy.layers) <= SMALL:
         race.run(list_choices(request))
     race.climb(_MOST_STARTS)

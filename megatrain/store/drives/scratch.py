@@ -1,8 +1,8 @@
 """Scratch room in nameless files on drives: nothing of it is committed, and no end of a run leaves any.
 
-A `FileArena` is memory whose pages the kernel writes out where RAM is short. `Scratch` is room for pieces
-that are written and read as a whole, striped over the drives, with a checksum per chunk. What must stay true:
-nobody reads or writes a chunk while another one does; lanes see to that by the chunks' numbers.
+A `FileArena` is memory whose pages the kernel writes out where RAM is short. `ScratchFiles` is room for
+pieces that are written and read as a whole, striped over the drives, with a checksum per chunk. What must
+stay true: nobody reads or writes a chunk while another one does; lanes see to that by the chunks' numbers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Place:
     """xxh3-64 of what each chunk holds, once it was written."""
 
 
-class Scratch:
+class ScratchFiles:
     """Room on one or several drives for what a run need not find again.
 
     `take`, `give_back` and `close` are for one thread; others may read and write meanwhile.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-class System:
+class DriveCalls:
     """The calls into the operating system."""
 
     def open(self, path: Path, flags: int) -> int:
@@ -60,5 +60,5 @@ class System:
         return found.f_bavail * found.f_frsize
 
 
-system = System()
+system = DriveCalls()
 """What every function of this folder calls; tests put another object in its place."""

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from megatrain.stream.activations.offload import Held, OffloadedActivations
 from megatrain.stream.forward.lockstep import RandomState
-from megatrain.stream.activations.offload import Held, Stash
 
 if TYPE_CHECKING:
     from megatrain.stream.forward.layer_visit import LayerVisit
@@ -106,16 +106,18 @@ Boundary: TypeAlias = Tensor | Held | Recipe
 class Boundaries:
     """Packs and unpacks the boundaries of one layer."""
 
-    def __init__(self, stash: Stash, *, on_host: bool, drops: bool, is_source: bool) -> None:
+    def __init__(
+        self, offloaded: OffloadedActivations, *, on_host: bool, drops: bool, is_source: bool
+    ) -> None:
         """Decide for one layer.
 
         Args:
-            stash: Where boundaries wait on the host.
+            offloaded: Where boundaries wait on the host.
             on_host: This layer's wait there.
             drops: This layer's is made again by the layer before.
             is_source: The next layer's is, so this layer's calls are remembered.
         """
-        self._stash = stash
+        self._offloaded = offloaded
         self._on_host = on_host
         self._drops = drops
         self._is_source = is_source
@@ -163,7 +165,7 @@ class Boundaries:
                 "dropped",
             )
         if self._on_host:
-            return self._stash.save(hidden, visit.key)
+            return self._offloaded.save(hidden, visit.key)
         return hidden.detach()
 
     def _say_kept(self, visit: LayerVisit, reason: str) -> None:
@@ -186,7 +188,7 @@ class Boundaries:
         return self._load(packed)
 
     def _load(self, packed: Tensor | Held) -> Tensor:
-        return self._stash.load(packed) if isinstance(packed, Held) else packed
+        return self._offloaded.load(packed) if isinstance(packed, Held) else packed
 
 
 Source: TypeAlias = tuple[_Call, "weakref.ref[Tensor]", int]

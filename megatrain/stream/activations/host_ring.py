@@ -88,7 +88,7 @@ class HostRing:
     def _unmake(self, buffer: HostBuffer) -> None:
         self._free.remove(buffer)
         self.nbytes -= buffer.flat.numel()
-        name = [("stash", buffer.index)]
+        name = [("offloaded", buffer.index)]
         self._lanes.begin(Lane.CALLER, writes=name)  # copies may still use its memory
         self._lanes.unlock(buffer.arena)
         buffer.arena.drop()

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.plan.program.operations import Buffer, Lane
-from megatrain.store.drives.scratch import Scratch
+from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.stream.activations.host_ring import ALIGNMENT, HostBuffer, HostRing
-from megatrain.stream.lanes import Lanes
 from megatrain.stream.activations.on_drives import Staged, Staging
+from megatrain.stream.lanes import Lanes
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class _Where(Enum):
 
 
 @dataclass(eq=False)
-class _Span:
+class _ByteSpan:
     """Bytes of one storage that a visit's tensors cover, from `start` to `stop`."""
 
     start: int
@@ -65,7 +65,7 @@ class _Span:
 
 @dataclass(eq=False)
 class Held:
-    """What autograd keeps in place of a saved tensor, for `Stash.load`."""
+    """What autograd keeps in place of a saved tensor, for `OffloadedActivations.load`."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -78,7 +78,7 @@ class Held:
     """The tensor itself, while it is on the device."""
     visit: _Visit | None
     """None: it stays on the device for as long as autograd keeps it."""
-    span: _Span | None = None
+    span: _ByteSpan | None = None
 
     @property
     def is_intact(self) -> bool:
@@ -106,7 +106,7 @@ class _Visit:
     key: Hashable
     where: _Where = _Where.OPEN
     saved: list[weakref.ref[Held]] = field(default_factory=list)
-    spans: list[weakref.ref[_Span]] = field(default_factory=list)
+    spans: list[weakref.ref[_ByteSpan]] = field(default_factory=list)
     host: HostBuffer | Staged | None = None
     what: str = ""
     """Names it, for messages of drives."""
@@ -130,7 +130,7 @@ class _Visit:
             held.tensor = held.span = None
 
 
-class Stash:
+class OffloadedActivations:
     """Takes tensors that autograd saves to the host and back, by visit.
 
     The caller gives `save` and `load` to `torch.autograd.graph.saved_tensors_hooks`, and calls `flush` after
@@ -187,7 +187,7 @@ class Stash:
         """Bytes read from the drives and written to them so far."""
         return self._moved if self._staging is None else self._staging.moved
 
-    def use(self, scratch: Scratch | None) -> None:
+    def use(self, scratch: ScratchFiles | None) -> None:
         """Let what leaves the device wait on drives; None: in RAM. Nothing is saved at the moment."""
         self.trim()
         self._moved = self.drive_bytes
@@ -376,7 +376,7 @@ class Stash:
             and tensor.untyped_storage().nbytes() >= self._min_bytes
         )
 
-    def _place(self, visit: _Visit) -> dict[_Span, Tensor]:
+    def _place(self, visit: _Visit) -> dict[_ByteSpan, Tensor]:
         """Give a visit a host buffer; return the spans that fit, with their bytes on the device."""
         helds = [held for held in visit.helds() if held.is_intact]  # load will report the others
         spans = _cover(helds)
@@ -483,7 +483,7 @@ def _buffer_of(visit: _Visit) -> HostBuffer:
 
 
 def _buffer_name(visit: _Visit) -> Buffer:
-    return "stash", _buffer_of(visit).index
+    return "offloaded", _buffer_of(visit).index
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -491,7 +491,7 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def _cover(helds: Iterable[Held]) -> dict[_Span, Tensor]:
+def _cover(helds: Iterable[Held]) -> dict[_ByteSpan, Tensor]:
     """Find the spans that cover these tensors, each with its bytes, and tell each tensor its own.
 
     Tensors of one storage whose bytes overlap or touch share a span, so views and repeated saves are copied
@@ -502,17 +502,17 @@ def _cover(helds: Iterable[Held]) -> dict[_Span, Tensor]:
     for held in helds:
         assert held.tensor is not None
         storages.setdefault(held.tensor.untyped_storage().data_ptr(), []).append(held)
-    spans: dict[_Span, Tensor] = {}
+    spans: dict[_ByteSpan, Tensor] = {}
     for group in storages.values():
         assert group[0].tensor is not None
         storage = group[0].tensor.untyped_storage()
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        found: list[_Span] = []
+        found: list[_ByteSpan] = []
         for held in sorted(group, key=lambda held: held.start):
             last = sum((size - 1) * step for size, step in zip(held.shape, held.stride, strict=True))
             stop = held.start + (last + 1) * held.dtype.itemsize
             if not found or held.start > found[-1].stop:
-                found.append(_Span(held.start // ALIGNMENT * ALIGNMENT, stop))
+                found.append(_ByteSpan(held.start // ALIGNMENT * ALIGNMENT, stop))
             found[-1].stop = max(found[-1].stop, stop)
             held.span = found[-1]
         spans |= {span: flat[span.start : span.stop] for span in found}

@@ -2,8 +2,8 @@
 
 A visit has a buffer while it leaves (SAVE fills it, STOW writes it out) and while it comes back (RECALL reads
 it in, RESTORE copies it on); between these its bytes are on the drives alone. What must stay true: between
-RECALL and RESTORE nobody else is given the buffer. All else follows from the names: ("stash", n) of a buffer,
-("scratch", n) of a chunk on the drives.
+RECALL and RESTORE nobody else is given the buffer. All else follows from the names: ("offloaded", n) of a
+buffer, ("scratch", n) of a chunk on the drives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatrain.hardware import GIB
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING, padded
 from megatrain.plan.program.operations import Buffer, Lane
 from megatrain.store.arena import Arena
-from megatrain.store.drives.scratch import Place, Scratch
+from megatrain.store.drives.scratch import Place, ScratchFiles
 from megatrain.stream.activations.host_ring import HostBuffer, filled, offsets_of
 from megatrain.stream.lanes import Lanes
 
@@ -47,7 +47,7 @@ class Staging:
     """The host buffers before the drives, and the places behind them."""
 
     def __init__(
-        self, lanes: Lanes, scratch: Scratch, limit_bytes: int | None, *, moved: tuple[int, int] = (0, 0)
+        self, lanes: Lanes, scratch: ScratchFiles, limit_bytes: int | None, *, moved: tuple[int, int] = (0, 0)
     ) -> None:
         """Start with no memory, and take at most `limit_bytes` (None: any number).
 
@@ -104,7 +104,7 @@ class Staging:
         self._lanes.enqueue(
             Lane.STOW,
             functools.partial(self._scratch.write, place, flat),
-            reads=[("stash", staged.buffer.index)],
+            reads=[("offloaded", staged.buffer.index)],
             writes=staged.chunks,
             work=place.num_bytes,
             label=f"stow {label}",
@@ -132,7 +132,7 @@ class Staging:
             Lane.RECALL,
             functools.partial(self._scratch.read, place, flat, f"what was saved of {label}"),
             reads=staged.chunks,
-            writes=[("stash", staged.buffer.index)],
+            writes=[("offloaded", staged.buffer.index)],
             work=place.num_bytes,
             label=f"recall {label}",
         )
@@ -192,7 +192,7 @@ class Staging:
         return HostBuffer(index, arena, arena.view(torch.uint8, 0, self._buffer_bytes))
 
     def _unmake(self, buffer: HostBuffer) -> None:
-        name = [("stash", buffer.index)]
+        name = [("offloaded", buffer.index)]
         self._lanes.begin(Lane.CALLER, writes=name)  # copies may still use its memory
         self._lanes.unlock(buffer.arena)
         buffer.arena.drop()

@@ -20,14 +20,14 @@ from megatrain.plan.program.drive_traffic import with_activations_through
 from megatrain.plan.program.operations import BlockSize, Kind, Lane, Operation, Visit, weights_buffer
 from megatrain.plan.program.schedule import fetch_residents, offload_residents, schedule
 from megatrain.store.state import HostState, Precision
-from megatrain.stream.execute.state_on_drives import Drives
+from megatrain.stream.activations.offload import OffloadedActivations
+from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.gradients import Gradients, Home
 from megatrain.stream.execute.issuer import Counts, Issuer
-from megatrain.stream.lanes import Lanes
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
-from megatrain.stream.activations.offload import Stash
-from megatrain.stream.execute.compute_work import ComputeWork
+from megatrain.stream.execute.state_on_drives import StateOnDrives
+from megatrain.stream.lanes import Lanes
 
 _log = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ class Executor(Issuer):
         slots: Slots,
         gradients: Gradients,
         states: DeviceStates,
-        stash: Stash,
+        offloaded: OffloadedActivations,
         outer: Sequence[int],
         counts: Counts,
-        drives: Drives | None = None,
+        drives: StateOnDrives | None = None,
     ) -> None:
         """Start with empty slots and stale resident blocks; `outer` blocks are in use during a whole pass."""
         super().__init__(
@@ -61,7 +61,7 @@ class Executor(Issuer):
             slots=slots,
             gradients=gradients,
             states=states,
-            stash=stash,
+            offloaded=offloaded,
             counts=counts,
             drives=drives,
         )
@@ -145,7 +145,7 @@ class Executor(Issuer):
             holds_sums=self._gradients.holds_sums,
         )
         operations: Sequence[Operation] = program.operations
-        if self.stash.is_on_drives:
+        if self.offloaded.is_on_drives:
             operations = with_activations_through(operations)
         self._pending = deque(self.around_drives(operations))
         self.seen = []
@@ -233,7 +233,7 @@ class Executor(Issuer):
             self.close()
         self._pinned.clear()
         self._advance()
-        self.stash.sweep()
+        self.offloaded.sweep()
         self.end_pass()
 
     def take_seen(self) -> list[Visit]:
@@ -302,7 +302,7 @@ class Executor(Issuer):
         self.open_visit = None
         self._pinned.clear()
         self._pending.clear()
-        self.stash.clear()
+        self.offloaded.clear()
         self.contents = [None] * len(self._slots)  # a copy may be what failed
         self._stale_residents = True
 

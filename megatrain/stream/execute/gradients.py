@@ -13,14 +13,14 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.blocks import BlockLayout, Entry
+from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.optim.adamw import sum_of_squares
 from megatrain.optim.pool import default_pool
 from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.state import HostState, Precision, split_gradient
-from megatrain.stream.lanes import Lanes
 from megatrain.stream.execute.waiting_gradients import WaitingGradients, staging_bytes
+from megatrain.stream.lanes import Lanes
 
 
 class Home(Enum):

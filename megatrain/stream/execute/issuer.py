@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from megatrain.plan.program.operations import Buffer, Kind, Lane, Operation, weights_buffer
 from megatrain.store.state import HostState
-from megatrain.stream.execute.state_on_drives import Drives
+from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.gradients import Gradients, Home
-from megatrain.stream.lanes import Lanes
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
-from megatrain.stream.activations.offload import Stash
+from megatrain.stream.execute.state_on_drives import StateOnDrives
+from megatrain.stream.lanes import Lanes
 
 Updater = Callable[[Operation], Callable[[], object]]
 """Returns what an UPDATE operation runs, made at the moment when it is issued."""
@@ -34,14 +34,14 @@ class Issuer:
         slots: Slots,
         gradients: Gradients,
         states: DeviceStates,
-        stash: Stash,
+        offloaded: OffloadedActivations,
         counts: Counts,
-        drives: Drives | None,
+        drives: StateOnDrives | None,
     ) -> None:
         """Start with empty slots."""
         self.lanes = lanes
         self.states = states
-        self.stash = stash
+        self.offloaded = offloaded
         self.drives = drives
         """None: the whole state is in RAM."""
         self.counts = counts
@@ -116,14 +116,14 @@ class Issuer:
                 assert self.drives is not None
                 self.enqueue(operation, self.drives.work(operation))
             case Kind.SAVE:
-                self.stash.flush(key)
+                self.offloaded.flush(key)
             case Kind.STOW:
                 what = f"block {operation.block} in micro-batch {operation.micro_batch} of its round"
-                self.stash.stow(key, what)
+                self.offloaded.stow(key, what)
             case Kind.RECALL:
-                self.stash.recall(key)
+                self.offloaded.recall(key)
             case Kind.RESTORE:
-                self.stash.prefetch(key)
+                self.offloaded.prefetch(key)
             case _:
                 raise AssertionError(f"{operation} is no copy and no update")
 
@@ -238,6 +238,6 @@ class Counts:
         self.update_bytes = 0
         """Host memory that updates have read and written."""
         self.drive_read_bytes = 0
-        """State and weights from the drives; `Stash.drive_bytes` counts activations."""
+        """State and weights from the drives; `OffloadedActivations.drive_bytes` counts activations."""
         self.drive_write_bytes = 0
         """State to the drives, commits included."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from megatrain.layout.moments import MOMENT_PLANES
 from megatrain.plan.program.operations import Lane
 from megatrain.store.state import HostState
-from megatrain.stream.lanes import Lanes
 from megatrain.stream.execute.slots import Slots
+from megatrain.stream.lanes import Lanes
 
 _PLANES = ("remainder", *MOMENT_PLANES)
 

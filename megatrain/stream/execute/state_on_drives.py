@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Drives:
+class StateOnDrives:
     """The lanes' side of a state that is in part on drives."""
 
     def __init__(self, lanes: Lanes, host: TieredState) -> None:
         """Allocate the buffers."""
         self._lanes = lanes
         self._host = host
-        self.away = host.away
+        self.on_drives = host.on_drives
         self._staging, self._pages = host.allocate_buffers()
         lanes.lock(host.arena("pages"))
-        images = self.away.images
+        images = self.on_drives.images
         self._update_bytes = [
-            image.num_bytes if self.away.holds_working(block) else image.working_start
+            image.num_bytes if self.on_drives.holds_working(block) else image.working_start
             for block, image in enumerate(images)
         ]
         self._fetch_bytes = [image.num_bytes - image.working_start for image in images]
@@ -53,12 +53,12 @@ class Drives:
 
     def around_updates(self, operations: Sequence[Operation]) -> list[Operation]:
         """Put reads before the updates of blocks on the drives, and writes behind them."""
-        there = self.away.placement.state_away
+        there = self.on_drives.placement.state_on_drives
         return with_state_through(operations, there, self._update_bytes, len(self._staging))
 
     def around(self, operations: Sequence[Operation]) -> list[Operation]:
         """Do this for updates and for fetches."""
-        there = self.away.placement.working_away
+        there = self.on_drives.placement.working_on_drives
         return with_weights_through(
             self.around_updates(operations), there, self._fetch_bytes, len(self._pages)
         )
@@ -71,8 +71,8 @@ class Drives:
 
     def planes(self, operation: Operation) -> dict[str, Tensor | None]:
         """Return the planes that an update of a block on the drives changes."""
-        image, buffer = self.away.images[operation.block], self._staging[operation.drive_staging]
-        is_there = self.away.holds_working(operation.block)
+        image, buffer = self.on_drives.images[operation.block], self._staging[operation.drive_staging]
+        is_there = self.on_drives.holds_working(operation.block)
         working = image.working(buffer) if is_there else self._host.blocks[operation.block].working
         return {"remainder": None, **image.planes(buffer), "working": working}
 
@@ -97,12 +97,12 @@ class Drives:
 
         def run() -> None:
             self._ready[operation.drive_staging] = False
-            self.away.read(block, buffer, working=self.away.holds_working(block))
+            self.on_drives.read(block, buffer, working=self.on_drives.holds_working(block))
 
         return run
 
     def _read_page(self, operation: Operation) -> Callable[[], object]:
-        return lambda: self.away.read(operation.block, self._pages[operation.page], state=False)
+        return lambda: self.on_drives.read(operation.block, self._pages[operation.page], state=False)
 
     def _write(self, operation: Operation) -> Callable[[], object]:
         block, buffer = operation.block, self._staging[operation.drive_staging]
@@ -110,7 +110,7 @@ class Drives:
         def run() -> None:
             if self._ready[operation.drive_staging]:  # not so in a step that is skipped
                 self._ready[operation.drive_staging] = False
-                self.away.write(block, buffer, working=self.away.holds_working(block))
+                self.on_drives.write(block, buffer, working=self.on_drives.holds_working(block))
             self._num_written += 1
 
         return run
@@ -145,14 +145,14 @@ class Drives:
                     "were lost after an earlier failure; start the same command again to go on from the last "
                     "step that was"
                 )
-            self.away.store.commit(step, whole)
+            self.on_drives.store.commit(step, whole)
 
         blocks = tuple(range(len(self._host.layouts)))
         executor.enqueue(Operation(kind=Kind.COMMIT, blocks=blocks), run)
 
     def _spill(self, executor: Executor, block: int, *, is_working: bool) -> None:
         """Write the state, or the weights, of a block that lives in RAM, piece by piece."""
-        image = self.away.images[block]
+        image = self.on_drives.images[block]
         state = self._host.blocks[block]
         for piece in image.of(state=not is_working, working=is_working):
             turn, self._turn = self._turn, (self._turn + 1) % len(self._staging)
@@ -160,10 +160,10 @@ class Drives:
 
             def fill(piece: Any = piece, buffer: Tensor = buffer) -> None:
                 planes = {"working": state.working} if is_working else self._host.planes_in_ram(block)
-                self.away.fill(piece, block, planes, buffer)
+                self.on_drives.fill(piece, block, planes, buffer)
 
             def write(piece: Any = piece, buffer: Tensor = buffer) -> None:
-                self.away.store.write(piece.extent, buffer)
+                self.on_drives.store.write(piece.extent, buffer)
                 self._num_written += 1
 
             spill = Operation(kind=Kind.SPILL, block=block, drive_staging=turn, nbytes=buffer.numel())

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
-from megatrain.stream.forward.stream_weights import Place, swapped
 from megatrain.stream.forward.compiled_calls import aside, differentiable, kind_of, state_of, without_caches
+from megatrain.stream.forward.stream_weights import Place, swapped
 from megatrain.stream.forward.structure import Fingerprint, IndexWasRead, NotShareable, Template, places_of
 
 _log = logging.getLogger(__name__)

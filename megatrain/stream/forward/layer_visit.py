@@ -26,8 +26,8 @@ from megatrain.model.caches import with_own_caches
 from megatrain.model.selective import cheap_contexts
 from megatrain.plan.program.operations import Operation
 from megatrain.stream.activations.boundaries import note_output
-from megatrain.stream.forward.stream_weights import bring, swapped
 from megatrain.stream.activations.offload import Held
+from megatrain.stream.forward.stream_weights import stream_weights, swapped
 
 if TYPE_CHECKING:
     from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer, Pass
@@ -178,7 +178,7 @@ class LayerVisit:
         if self._recomputed:
             self._recomputed[-1].open_backward()
         elif entry is self.entries[0]:
-            self._layer.stash.drop(self.key)
+            self._layer.offloaded.drop(self.key)
 
     def run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer once more, for the boundary of the next one."""
@@ -213,14 +213,14 @@ class LayerVisit:
                 offset = int(tensor.storage_offset()) - start
                 return _SavedWeight(number, offset, tensor.dtype, tensor.shape, tensor.stride())
         if self._layer.policy is Activations.OFFLOAD:
-            return self._layer.stash.save(tensor, self.key)
+            return self._layer.offloaded.save(tensor, self.key)
         return tensor.detach()  # a node that saved its own output, graph and all, would never be freed
 
     def _unpack(self, saved: Tensor | _SavedWeight | Held) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if isinstance(saved, Held):
-            return self._layer.stash.load(saved)
+            return self._layer.offloaded.load(saved)
         entry = self.entries[saved.entry]
         entry.open_backward()
         place = entry.place
@@ -266,7 +266,7 @@ class _Run:
             visit._recomputed.append(entry)
         self._entry = entry
         aliases = visit.slots.aliases(block.index, self._operation.slot)
-        weights = bring(aliases, entry.trained, entry.close_backward)
+        weights = stream_weights(aliases, entry.trained, entry.close_backward)
         self._swap.enter_context(swapped(*block.fill(weights, visit.current.tensors)))
 
     def leave(self) -> None:

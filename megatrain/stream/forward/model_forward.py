@@ -1,6 +1,6 @@
-"""Where calls of the model come into the engine: shadowed forwards, and what surrounds a pass of the model.
+"""Where calls of the model come into the engine: overridden forwards, and what surrounds a pass of the model.
 
-Each decoder layer's `forward` is shadowed on the instance by one that runs the same forward on the weights
+Each decoder layer's `forward` is overridden on the instance by one that runs the same forward on the weights
 that the engine brings; those of the model and of its decoder by one that puts the outer weights in place.
 Several micro-batches pass in lockstep, each as an ordinary call of the model.
 """
@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from megatrain.errors import ModelError
 from megatrain.model.head import Head, Share, count_targets
 from megatrain.stream.bind import Binding
+from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.lockstep import Lockstep
-from megatrain.stream.meter import Batch
+from megatrain.stream.forward.overrides import Overrides
 from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer, Pass, move_buffers, to_device
-from megatrain.stream.forward.overrides import Shadows
 from megatrain.stream.forward.split_batch import join_outputs, split_batch
-from megatrain.stream.execute.compute_work import ComputeWork
+from megatrain.stream.meter import MicroBatchSize
 
 if TYPE_CHECKING:
     from megatrain.stream.engine import Engine
 
 
-class Entrance:
-    """Shadows a model's forwards, and runs its passes for an engine."""
+class ModelForward:
+    """Overrides a model's forwards, and runs its passes for an engine."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Entrance:
         outer: Sequence[AttachedBlock],
         head_chunk_tokens: int | None,
     ) -> None:
-        """Shadow nothing yet.
+        """Override nothing yet.
 
         Args:
             engine: Whose passes these are.
@@ -57,9 +57,9 @@ class Entrance:
         self._layers = layers
         self._outer = outer
         self._pass: Pass | None = None
-        self._head = Head(engine.model, head_chunk_tokens, self._bring_again)
+        self._head = Head(engine.model, head_chunk_tokens, self._stream_again)
         self.lockstep = Lockstep(self, self._device)
-        self._shadows = Shadows(engine.model)
+        self._overrides = Overrides(engine.model)
 
     @property
     def is_open(self) -> bool:
@@ -73,11 +73,11 @@ class Entrance:
 
     # -- shadows --------------------------------------------------------------------------------------------
 
-    def shadow(self, compiler: Compiler | None) -> None:
+    def override(self, compiler: Compiler | None) -> None:
         """Let calls of the model, its decoder and its layers come in here; `compiler` runs the layers."""
         move_buffers(self._model, self._device)
         for number, layer in enumerate(self._layers):
-            self._shadow_layer(layer, number, compiler)
+            self._override_layer(layer, number, compiler)
         entries = {id(module): module for module in (self._model, self._model.base_model)}
         for module in entries.values():
             inner = module.forward
@@ -92,18 +92,18 @@ class Entrance:
             ) -> Any:
                 return self._enter(inner, args, kwargs, is_causal_lm=is_causal_lm)
 
-            self._shadows.replace(module, enter)
+            self._overrides.replace(module, enter)
             # `save_pretrained` and Trainer read the weights this way, with updates still running
-            self._shadows.before_state_dict(module, self._engine.sync)
-        self._shadows.refuse_moves()
+            self._overrides.before_state_dict(module, self._engine.sync)
+        self._overrides.refuse_moves()
 
     def remove(self) -> None:
         """Give the model its own forwards back, and its buffers."""
-        self._shadows.remove()
+        self._overrides.remove()
         move_buffers(self._model, torch.device("cpu"))
         self._head.remove()
 
-    def _shadow_layer(self, layer: AttachedLayer, number: int, compiler: Compiler | None) -> None:
+    def _override_layer(self, layer: AttachedLayer, number: int, compiler: Compiler | None) -> None:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._pass is None:
                 raise ModelError(f"block {layer.name} was called outside the model's forward; call the model")
@@ -112,12 +112,12 @@ class Entrance:
 
         if compiler is not None and not layer.has_fragments:
             layer.inner = compiler.runner(layer.module, layer.inner)
-        self._shadows.replace(layer.module, forward)
+        self._overrides.replace(layer.module, forward)
         for block in layer.blocks:
             for module in block.block.entries:
-                self._shadow_part(layer, block, module, compiler)
+                self._override_part(layer, block, module, compiler)
 
-    def _shadow_part(
+    def _override_part(
         self, layer: AttachedLayer, block: AttachedBlock, module: nn.Module, compiler: Compiler | None
     ) -> None:
         inner = module.forward
@@ -128,7 +128,7 @@ class Entrance:
             layer.enter(block)
             return inner(*args, **kwargs)
 
-        self._shadows.replace(module, forward)
+        self._overrides.replace(module, forward)
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class Entrance:
             if pieces is not None:
                 return self._enter_pieces(inner, pieces)
         named = {"input_ids": args[0], **kwargs} if args else kwargs
-        batch = Batch.of(named)
+        batch = MicroBatchSize.of(named)
         if torch.is_grad_enabled():
             self._binding.check()
             engine.meter.forward(named, batch)
@@ -296,6 +296,6 @@ class Entrance:
             adds_up=rounds.adds_up,
         )
 
-    def _bring_again(self) -> AbstractContextManager[Any]:
+    def _stream_again(self) -> AbstractContextManager[Any]:
         """Bring the outer blocks once more, for a part of a pass whose gradients must add up in fp32."""
         return self._make_pass()

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Shadows:
+class Overrides:
     """The attributes and hooks that shadow those of a model's classes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Shadow nothing yet."""
+        """Override nothing yet."""
         self._model = model
         self._modules: list[nn.Module] = []
         self._hooks: list[RemovableHandle] = []

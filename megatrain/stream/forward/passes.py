@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
-from megatrain.model.blocks import Block
 from megatrain.layout.blocks import BlockLayout
-from megatrain.stream.forward.layer_visit import Activations, LayerVisit
-from megatrain.stream.forward.stream_weights import Place, bring, exchange
+from megatrain.model.blocks import Block
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.slots import Slots
+from megatrain.stream.forward.layer_visit import Activations, LayerVisit
+from megatrain.stream.forward.stream_weights import Place, exchange, stream_weights
 
 if TYPE_CHECKING:
-    from megatrain.stream.forward.layer_visit import _Run
     from megatrain.stream.activations.boundaries import Boundaries, Source
-    from megatrain.stream.activations.offload import Stash
+    from megatrain.stream.activations.offload import OffloadedActivations
+    from megatrain.stream.forward.layer_visit import _Run
 
 
 class AttachedBlock:
@@ -75,7 +75,7 @@ class AttachedLayer:
 
     executor: Executor
     slots: Slots
-    stash: Stash
+    offloaded: OffloadedActivations
     policy: Activations
     boundaries: Boundaries
 
@@ -94,7 +94,7 @@ class AttachedLayer:
         """Let the layer run through `executor` and `slots`, under `policy`."""
         self.executor = executor
         self.slots = slots
-        self.stash = executor.stash
+        self.offloaded = executor.offloaded
         self.policy = policy
         self.boundaries = boundaries
 
@@ -146,7 +146,9 @@ class Pass:
         self._passed: set[AttachedLayer] = set()
         self.last_call: Source | None = None
         """The last layer's call and its output, if the next layer may want to make it again."""
-        self.tensors = {block.index: self._bring(block, executor, slots, on_backward) for block in outer}
+        self.tensors = {
+            block.index: self._stream_block(block, executor, slots, on_backward) for block in outer
+        }
         self._places: list[Place] = []
         self._own: list[Tensor] = []
         for block in outer:
@@ -188,7 +190,7 @@ class Pass:
         self.restore()
 
     @staticmethod
-    def _bring(
+    def _stream_block(
         block: AttachedBlock, executor: Executor, slots: Slots, on_backward: Callable[[], None]
     ) -> list[Tensor]:
         trained = block.trained_now()
@@ -198,7 +200,7 @@ class Pass:
             if any(grad is not None for grad in grads):
                 executor.collect_resident(block.index, block.line_up(grads, trained))
 
-        return bring(slots.aliases(block.index, -1), trained, collect)
+        return stream_weights(slots.aliases(block.index, -1), trained, collect)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

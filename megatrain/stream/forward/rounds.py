@@ -14,10 +14,10 @@ from megatrain.errors import ModelError
 from megatrain.plan.program.operations import LayerPlan, Visit
 from megatrain.plan.program.schedule import marked, most_open, round_visits
 from megatrain.store.state import HostState, Precision
-from megatrain.stream.forward.layer_visit import Activations
 from megatrain.stream.bind import require_accumulators
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
+from megatrain.stream.forward.layer_visit import Activations
 from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer
 from megatrain.stream.policies import Policies
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 Collect = Callable[[Sequence[Tensor | None]], None]
 
 
-class _Bring(torch.autograd.Function):
+class _StreamWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, collect: Collect, aliases: Sequence[Tensor]) -> tuple[Tensor, ...]:
         ctx.collect = collect
@@ -32,7 +32,7 @@ class _Bring(torch.autograd.Function):
         return None, None, None
 
 
-def bring(aliases: Sequence[Tensor], trained: Sequence[bool], collect: Collect) -> list[Tensor]:
+def stream_weights(aliases: Sequence[Tensor], trained: Sequence[bool], collect: Collect) -> list[Tensor]:
     """Return one tensor per alias to compute with; gradients of the trained ones go to `collect`.
 
     Args:
@@ -43,7 +43,9 @@ def bring(aliases: Sequence[Tensor], trained: Sequence[bool], collect: Collect) 
     if not torch.is_grad_enabled() or not any(trained):
         return [tensor.detach() for tensor in aliases]
     anchor = torch.zeros((), requires_grad=True)
-    brought = iter(_Bring.apply(anchor, collect, [a for a, t in zip(aliases, trained, strict=True) if t]))
+    brought = iter(
+        _StreamWeights.apply(anchor, collect, [a for a, t in zip(aliases, trained, strict=True) if t])
+    )
     return [next(brought) if t else a.detach() for a, t in zip(aliases, trained, strict=True)]
 
 

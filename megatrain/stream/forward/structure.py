@@ -24,7 +24,7 @@ _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"
 _LABELS = frozenset({"target_name"})
 """Keys in dictionaries of modules whose values are for messages; PEFT notes a module's path in one."""
 
-_ROOT_ONLY = frozenset({"forward"})  # the root's forward is shadowed by the engine, which calls the class's
+_ROOT_ONLY = frozenset({"forward"})  # the root's forward is overridden by the engine, which calls the class's
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CAPTURING = "transformers.utils.output_capturing"
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, enum.Enum)

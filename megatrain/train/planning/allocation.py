@@ -6,12 +6,12 @@ import logging
 from typing import TYPE_CHECKING
 
 from megatrain.config import Config
+from megatrain.config.choice import Choice, Plan
 from megatrain.errors import ModelError
 from megatrain.hardware import GIB
-from megatrain.config.choice import Choice, Plan
 from megatrain.stream.engine import Engine
-from megatrain.train.planning.run_machine import Measure, machine_for
 from megatrain.train.planning.plan_run import Planned, plan_training
+from megatrain.train.planning.run_machine import Measure, machine_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

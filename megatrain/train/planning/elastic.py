@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from megatrain.config.choice import Choice, Plan
 from megatrain.plan.cost.measured import Measured
+from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.planner import make_plan, plan_of
 from megatrain.plan.search.request import Request
-from megatrain.plan.cost.step_time import Step
 from megatrain.stream.engine import Engine
 from megatrain.stream.report import StepReport
 

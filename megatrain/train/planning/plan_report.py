@@ -12,9 +12,9 @@ from textwrap import wrap
 from typing import Any
 
 from megatrain.config import config_keys
+from megatrain.config.choice import Plan, Pool
 from megatrain.errors import ConfigError
 from megatrain.hardware import GIB
-from megatrain.config.choice import Plan, Pool
 from megatrain.plan.cost.economics import Economics, economics
 from megatrain.plan.search.choices import least_bytes
 from megatrain.plan.search.planner import make_plan

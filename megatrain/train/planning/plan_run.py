@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, build_config, set_keys
+from megatrain.config.choice import Plan, StepBatch
 from megatrain.data.packing import check_seq_len, context_length
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware import HardwareSpec, load_machine, machine_names
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
-from megatrain.model.weights.skeleton import read_config_or_tower
-from megatrain.config.choice import Batch, Plan
+from megatrain.model.weights.skeleton import read_text_config
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import KEYS, Remedy, device_bytes_held, enough_drives, list_remedies
 from megatrain.plan.search.request import Request
@@ -78,7 +78,7 @@ def plan_run(
     """
     place = str(hf_config) if hf_config is not None else _model_path(raw)
     raw = _with(raw, {"model.path": place, "data.path": _NO_DATA})
-    model_config = read_config_or_tower(place)
+    model_config = read_text_config(place)
     notes = []
     if not is_complete:
         given = raw
@@ -135,7 +135,7 @@ def make_request(config: Config, anatomy: Anatomy, spec: HardwareSpec) -> Reques
     return Request(
         spec=spec,
         anatomy=anatomy,
-        batch=Batch(
+        batch=StepBatch(
             micro_batch_size=config.train.micro_batch_size,
             seq_len=config.data.seq_len,
             num_micro_batches=config.train.grad_accumulation,

@@ -17,10 +17,10 @@ from megatrain.hardware import Drives, HardwareSpec, MemoryNode, host_memory, me
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.timing import time_layers
 from megatrain.optim.threads import update_threads, worker_threads
-from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.measured import Measured
-from megatrain.stream.lanes.devices import check_device, make_lanes
+from megatrain.plan.cost.rates import Rates
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
+from megatrain.stream.lanes.devices import check_device, make_lanes
 from megatrain.stream.lanes.emulated_spec import emulated_spec
 
 if TYPE_CHECKING:

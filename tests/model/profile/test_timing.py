@@ -11,8 +11,8 @@ from transformers import AutoConfig, PretrainedConfig
 from megatrain.model.profile import timing
 from megatrain.model.profile.count import count_anatomy
 from megatrain.model.profile.timing import LayerSeconds, time_layers
-from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.measured import Measured
+from megatrain.plan.cost.rates import Rates
 from tests.families import FAMILIES
 from tests.plan.anatomies import machine
 

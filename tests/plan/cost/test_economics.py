@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain.config.choice import Plan, StepBatch
 from megatrain.hardware import Drives
-from megatrain.config.choice import Batch, Plan
 from megatrain.plan.cost.economics import economics, hourly_price, machine_watts
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
@@ -20,7 +20,7 @@ ANATOMY = llama_like(Shape())
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=2)
+    batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=2)
     made = make_plan(Request(spec=SPEC, anatomy=ANATOMY, batch=batch))
     written = {**made.bytes_per_step, "drive_written": 4 * 10**9}
     return replace(made, step_s=8.0, bytes_per_step=written)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain.config.choice import Choice, StepBatch
 from megatrain.model.profile.anatomy import POLICIES
-from megatrain.plan.memory.block_sums import Census
-from megatrain.config.choice import Batch, Choice
 from megatrain.plan.cost.rates import Rates
-from megatrain.plan.program.operations import Lane
 from megatrain.plan.cost.step_time import Step
+from megatrain.plan.memory.block_sums import BlockSums
+from megatrain.plan.program.operations import Lane
 from tests.plan.anatomies import Shape, llama_like, machine
 
 LAYERS = 4
@@ -41,9 +41,9 @@ def moved(step: Step, lane: Lane, kinds: tuple[str, ...]) -> float:
 @pytest.mark.parametrize("name", CHOICES)
 def test_bytes_of_the_bounds_are_those_of_the_program(name: str, count: int) -> None:
     choice = replace(CHOICES[name], lockstep=1)
-    batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
+    batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
     step = Step(RATES, ANATOMY, choice, batch)
-    fetched, offloaded = Census.of(ANATOMY, choice.fragments).moved_bytes(choice, count)
+    fetched, offloaded = BlockSums.of(ANATOMY, choice.fragments).moved_bytes(choice, count)
     assert moved(step, Lane.FETCH, ("fetch", "load")) == pytest.approx(fetched, rel=1e-6)
     assert moved(step, Lane.OFFLOAD, ("offload",)) == pytest.approx(offloaded, rel=1e-6)
 
@@ -52,20 +52,20 @@ def test_bytes_of_the_bounds_are_those_of_the_program(name: str, count: int) -> 
 def test_bytes_of_the_bounds_are_no_more_than_those_of_a_program_in_fragments(count: int) -> None:
     """Where a backward begins with other fragments than its forward has left, the program fetches more."""
     choice = replace(PLAIN, fragments=True, num_slots=3, num_gradient_buffers=3)
-    batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
+    batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
     step = Step(RATES, ANATOMY, choice, batch)
-    fetched, offloaded = Census.of(ANATOMY, True).moved_bytes(choice, count)
+    fetched, offloaded = BlockSums.of(ANATOMY, True).moved_bytes(choice, count)
     assert 1.0 <= moved(step, Lane.FETCH, ("fetch", "load")) / fetched < 1.15
     assert moved(step, Lane.OFFLOAD, ("offload",)) == pytest.approx(offloaded, rel=1e-6)
 
 
 def test_updates_are_of_every_parameter_that_the_host_keeps() -> None:
-    batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=1)
+    batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=1)
     for choice in CHOICES.values():
         step = Step(RATES, ANATOMY, choice, batch)
         tasks, _ = step.tasks()
         seconds = sum(task.seconds for task in tasks if task.lane is Lane.HOST)
-        split, full = step.census.updated_on_host(choice)
+        split, full = step.block_sums.updated_on_host(choice)
         assert seconds == pytest.approx(RATES.update_s(split, full))
 
 
@@ -95,7 +95,7 @@ def test_no_bound_is_above_the_time(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(60):
         count = chance.randint(1, 4)
-        batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
+        batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
         spec = machine(
             link=chance.choice([2e8, 2e9, 1e11]), update_rate=chance.choice([2e6, 1e8, 1e10]), flops=1e12
         )
@@ -109,7 +109,7 @@ def test_no_bound_is_above_the_time(seed: int) -> None:
 def test_a_faster_machine_is_never_slower() -> None:
     chance = random.Random(7)
     for _ in range(30):
-        batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=3)
+        batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=3)
         choice = random_choice(chance, 3)
         slow = Step(Rates(machine(), "bf16"), ANATOMY, choice, batch)
         fast = Step(Rates(machine(flops=2e12, link=2e9, update_rate=2e8), "bf16"), ANATOMY, choice, batch)
@@ -118,7 +118,7 @@ def test_a_faster_machine_is_never_slower() -> None:
 
 def test_a_host_that_computes_does_one_thing_after_the_other() -> None:
     spec = machine(device="cpu", device_bytes=None)
-    batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=2)
+    batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=2)
     step = Step(Rates(spec, "bf16"), ANATOMY, PLAIN, batch)
     (bound,) = step.bounds_s.values()
     assert step.step_s == pytest.approx(bound, rel=0.02)

@@ -20,13 +20,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from megatrain.config.choice import Choice, StepBatch
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
 from megatrain.optim import device as device_adamw
-from megatrain.config.choice import Batch, Choice
 from megatrain.plan.cost.rates import DEVICE_UPDATE_BYTES
-from megatrain.plan.memory.device_pools import device_peak_bytes, host_planes
 from megatrain.plan.memory.device_peaks import UPDATE_CHUNK, UPDATE_SCRATCH_BYTES
+from megatrain.plan.memory.device_pools import device_peak_bytes, host_planes
 from tests.device_bytes import measure
 
 WIDE = {"num_attention_heads": 8, "num_hidden_layers": 3, "vocab_size": 256}
@@ -138,7 +138,7 @@ def check(
         updates=updates,
         head_chunk_tokens=chunk,
     )
-    batch = Batch(micro_batch_size=rows, seq_len=tokens, num_micro_batches=n or m)
+    batch = StepBatch(micro_batch_size=rows, seq_len=tokens, num_micro_batches=n or m)
     measured = measure(
         CONFIGS[family](),
         precision=precision,
@@ -159,14 +159,14 @@ def check(
     assert measured.peak_bytes <= predicted <= 1.05 * measured.peak_bytes
     assert sum(pool.nbytes for pool in pools if pool.is_exact) == measured.allocated_bytes
     planes = host_planes(anatomy, choice, batch)
-    stashed = planes.pop("boundaries") + planes.pop("activations")
+    offloaded = planes.pop("boundaries") + planes.pop("activations")
     assert sum(planes.values()) == measured.host_bytes
-    assert stashed == measured.stash_bytes
+    assert offloaded == measured.stash_bytes
 
 
 def device_bytes(choice: Choice, *, overlaps: bool) -> int:
     anatomy = anatomy_of("phi3", "fp32", 1, 256, None)
-    batch = Batch(micro_batch_size=1, seq_len=256, num_micro_batches=1)
+    batch = StepBatch(micro_batch_size=1, seq_len=256, num_micro_batches=1)
     return sum(pool.nbytes for pool in device_peak_bytes(anatomy, choice, batch, overlaps=overlaps))
 
 

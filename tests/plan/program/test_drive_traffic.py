@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatrain.config.choice import Choice, StepBatch
 from megatrain.hardware import Drives
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
-from megatrain.config.choice import Batch, Choice
+from megatrain.plan.cost.step_time import Step
 from megatrain.plan.program.drive_traffic import (
     with_activations_through,
     with_state_through,
     with_weights_through,
 )
-from megatrain.plan.search.planner import make_plan, plan_of
 from megatrain.plan.program.operations import BlockSize, Kind, Lane, LayerPlan, Operation
-from megatrain.plan.search.request import Request
 from megatrain.plan.program.schedule import optimizer_program, round_visits, schedule
-from megatrain.plan.cost.step_time import Step
+from megatrain.plan.search.planner import make_plan, plan_of
+from megatrain.plan.search.request import Request
 from tests.plan.anatomies import Shape, llama_like, machine
 
 SIZES = [100 + block for block in range(8)]
@@ -151,7 +151,7 @@ def test_two_visits_are_read_ahead() -> None:
 
 DRIVES = Drives(nbytes=10**12, read_bytes_per_s=5e9, write_bytes_per_s=2e9)
 LONG = llama_like(Shape(num_layers=96), seq_len=16384)
-LONG_BATCH = Batch(micro_batch_size=1, seq_len=16384, num_micro_batches=1)
+LONG_BATCH = StepBatch(micro_batch_size=1, seq_len=16384, num_micro_batches=1)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from megatrain.config.choice import Choice, Plan, StepBatch
 from megatrain.errors import ConfigError
 from megatrain.hardware import Drives
 from megatrain.model.profile.anatomy import Anatomy
-from megatrain.config.choice import Batch, Choice, Plan
 from megatrain.plan.search.choices import least_bytes
 from megatrain.plan.search.neighbours import neighbours
 from megatrain.plan.search.planner import make_plan, plan_of
@@ -23,10 +23,10 @@ from megatrain.plan.search.search import search
 from tests.plan.anatomies import Shape, llama_like, machine
 
 SHAPE = Shape(num_layers=6)
-BATCH = Batch(micro_batch_size=2, seq_len=1024, num_micro_batches=4)
+BATCH = StepBatch(micro_batch_size=2, seq_len=1024, num_micro_batches=4)
 
 
-SHORT = Batch(micro_batch_size=1, seq_len=512, num_micro_batches=3)
+SHORT = StepBatch(micro_batch_size=1, seq_len=512, num_micro_batches=3)
 DRIVES = Drives(nbytes=1 << 40, read_bytes_per_s=2e9, write_bytes_per_s=1e9)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from megatrain.config.choice import Choice, StepBatch
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import POLICIES
-from megatrain.config.choice import Batch, Choice
+from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.request import Request, overflow
 from megatrain.plan.search.search import search
-from megatrain.plan.cost.step_time import Step
 from tests.plan.anatomies import Shape, llama_like, machine
 
 MACHINES: dict[str, HardwareSpec] = {
@@ -28,9 +28,9 @@ MACHINES: dict[str, HardwareSpec] = {
     ),
 }
 BATCHES = {
-    "one": Batch(micro_batch_size=1, seq_len=256, num_micro_batches=1),
-    "three": Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=3),
-    "four": Batch(micro_batch_size=2, seq_len=512, num_micro_batches=4),
+    "one": StepBatch(micro_batch_size=1, seq_len=256, num_micro_batches=1),
+    "three": StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=3),
+    "four": StepBatch(micro_batch_size=2, seq_len=512, num_micro_batches=4),
 }
 
 
@@ -135,7 +135,9 @@ def test_nothing_that_fits_is_faster_on_any(name: str, num_layers: int, batch: s
 def random_request(seed: int, num_layers: int, num_micro_batches: int) -> Request:
     """Return a request to a machine whose rates and sizes are drawn evenly on a logarithmic scale."""
     draw = random.Random(f"{seed} {num_layers} {num_micro_batches}")
-    batch = Batch(micro_batch_size=1, seq_len=draw.choice((256, 1024)), num_micro_batches=num_micro_batches)
+    batch = StepBatch(
+        micro_batch_size=1, seq_len=draw.choice((256, 1024)), num_micro_batches=num_micro_batches
+    )
     spec = machine(
         device_bytes=int(2 ** draw.uniform(5.2, 8)) << 20,
         link=10 ** draw.uniform(8.5, 11),
@@ -172,7 +174,7 @@ def test_nothing_coarse_that_fits_is_faster_with_4_layers(seed: int, num_micro_b
 
 def test_nothing_is_found_where_nothing_fits() -> None:
     anatomy = llama_like(Shape(num_layers=2))
-    batch = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=1)
+    batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=1)
     assert search(Request(spec=machine(device_bytes=1 << 20), anatomy=anatomy, batch=batch)) is None
 
 
@@ -195,7 +197,7 @@ def test_180_layers_are_planned_soon() -> None:
     spec = machine(
         device_bytes=80 << 30, host_bytes=1 << 41, flops=6e14, link=5e10, update_rate=1e10, both_share=0.9
     )
-    batch = Batch(micro_batch_size=1, seq_len=4096, num_micro_batches=32)
+    batch = StepBatch(micro_batch_size=1, seq_len=4096, num_micro_batches=32)
     began_s = time.process_time()
     found = search(Request(spec=spec, anatomy=anatomy, batch=batch))
     assert found is not None

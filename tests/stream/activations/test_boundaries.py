@@ -16,6 +16,7 @@ from megatrain.plan.program.operations import Kind
 from megatrain.plan.program.schedule import round_visits, schedule
 from megatrain.stream.engine import Engine
 from tests.reference import Resident, assert_same_bits, make_batches
+from tests.stream.execute.test_memory import LiveStorages, deep_config
 from tests.stream.runs import (
     assert_same_gradients,
     assert_same_round,
@@ -23,7 +24,6 @@ from tests.stream.runs import (
     family_config,
     start,
 )
-from tests.stream.execute.test_memory import LiveStorages, deep_config
 
 LAYERS = 8
 ROWS, TOKENS = 2, 64
@@ -89,15 +89,15 @@ def test_boundaries_on_the_host_leave_the_device() -> None:
 def test_bytes_of_boundaries_on_the_host(lockstep: int) -> None:
     """Every boundary but the last layer's goes out once; what had left the device comes back once."""
     _, reference, engine, _ = deep_start("recompute", boundaries="host", lockstep=lockstep)
-    stash = engine.executor.stash
+    offloaded = engine.executor.offloaded
     for step in range(2):
-        saved, restored = stash.saved_bytes, stash.restored_bytes
+        saved, restored = offloaded.saved_bytes, offloaded.restored_bytes
         assert_same_round(engine, reference, make_batches(lockstep, seed=step, rows=ROWS, tokens=TOKENS))
-        assert stash.saved_bytes - saved == lockstep * (LAYERS - 1) * BOUNDARY
-        assert stash.restored_bytes - restored == (lockstep * (LAYERS - 1) - 1) * BOUNDARY
-        assert stash.host_bytes == lockstep * (LAYERS - 1) * BOUNDARY
-        assert not stash._visits
-    assert stash.kept_bytes == 0
+        assert offloaded.saved_bytes - saved == lockstep * (LAYERS - 1) * BOUNDARY
+        assert offloaded.restored_bytes - restored == (lockstep * (LAYERS - 1) - 1) * BOUNDARY
+        assert offloaded.host_bytes == lockstep * (LAYERS - 1) * BOUNDARY
+        assert not offloaded._visits
+    assert offloaded.kept_bytes == 0
 
 
 # -- cost ----------------------------------------------------------------------------------------------------

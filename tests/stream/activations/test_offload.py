@@ -17,8 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatrain.errors import ModelError
 from megatrain.plan.program.operations import Lane
 from megatrain.store.arena import Arena
-from megatrain.stream.forward.layer_visit import host_ring
+from megatrain.stream.activations import host_ring
 from megatrain.stream.activations.host_ring import HostBuffer
+from megatrain.stream.activations.offload import Held, OffloadedActivations
 from megatrain.stream.lanes import (
     Cause,
     CheckedLanes,
@@ -30,7 +31,6 @@ from megatrain.stream.lanes import (
     Lanes,
     OrderingError,
 )
-from megatrain.stream.activations.offload import Held, Stash
 from tests.reference import assert_same_bits
 
 SIZE = 4096
@@ -47,12 +47,12 @@ MISSING_WAITS = {
     "the copy out, before the memory is freed": Cause(Lane.COMPUTE, Lane.SAVE, "saved"),
     "compute's use of the memory, before the copy in": Cause(Lane.RESTORE, Lane.COMPUTE, "restored"),
     "the copy in, before its use": Cause(Lane.COMPUTE, Lane.RESTORE, "restored"),
-    "the host buffer's last use, before the next copy out": Cause(Lane.SAVE, Lane.RESTORE, "stash"),
+    "the host buffer's last use, before the next copy out": Cause(Lane.SAVE, Lane.RESTORE, "offloaded"),
 }
 
 
 class ForgetfulLanes(CheckedLanes):
-    """Checked lanes that leave out the waits of one cause, as a bug in the stash would."""
+    """Checked lanes that leave out the waits of one cause, as a bug in the offloaded would."""
 
     def __init__(self, forgotten: Cause) -> None:
         super().__init__()
@@ -91,12 +91,12 @@ def assert_same_layout(actual: Tensor, expected: Tensor) -> None:
     assert torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-def away(tensors: Sequence[Tensor]) -> tuple[Stash, list[Held]]:
+def away(tensors: Sequence[Tensor]) -> tuple[OffloadedActivations, list[Held]]:
     """Save tensors as visit 0, and take them off the device."""
-    stash = Stash(CheckedLanes(), num_leaving=0)
-    helds = [stash.save(tensor, 0) for tensor in tensors]
-    stash.flush(0)
-    return stash, helds
+    offloaded = OffloadedActivations(CheckedLanes(), num_leaving=0)
+    helds = [offloaded.save(tensor, 0) for tensor in tensors]
+    offloaded.flush(0)
+    return offloaded, helds
 
 
 class Blocks(nn.Module):
@@ -138,7 +138,9 @@ class Done(torch.autograd.Function):
         return grad, None
 
 
-def stashed_gradients(model: Blocks, stash: Stash, x: Tensor, *, prefetches: bool = True) -> list[Tensor]:
+def stashed_gradients(
+    model: Blocks, offloaded: OffloadedActivations, x: Tensor, *, prefetches: bool = True
+) -> list[Tensor]:
     """Run the model with every block's saved tensors on the host between its forward and its backward."""
     x = x.clone().requires_grad_()
     hidden = x
@@ -146,21 +148,21 @@ def stashed_gradients(model: Blocks, stash: Stash, x: Tensor, *, prefetches: boo
 
     def over(index: int) -> Callable[[], None]:
         def call() -> None:
-            stash.drop(index)
+            offloaded.drop(index)
             if prefetches and index > 1:
-                stash.prefetch(index - 2)
+                offloaded.prefetch(index - 2)
 
         return call
 
     for index in range(last + 1):
         hidden = Done.apply(hidden, over(index))
-        with saved_tensors_hooks(partial(stash.save, key=index), stash.load):
+        with saved_tensors_hooks(partial(offloaded.save, key=index), offloaded.load):
             hidden = model.block(index, hidden)
-        stash.flush(index)
+        offloaded.flush(index)
     loss = hidden.square().sum()
     if prefetches:
-        stash.prefetch(last)
-        stash.prefetch(last - 1)
+        offloaded.prefetch(last)
+        offloaded.prefetch(last - 1)
     return list(torch.autograd.grad(loss, [x, *model.parameters()]))
 
 
@@ -169,15 +171,15 @@ def stashed_gradients(model: Blocks, stash: Stash, x: Tensor, *, prefetches: boo
 @pytest.mark.parametrize("name", BACKENDS)
 def test_gradients_equal_resident(name: str, num_leaving: int, prefetches: bool) -> None:
     model, lanes = Blocks(), BACKENDS[name]()
-    stash = Stash(lanes, min_bytes=0, num_leaving=num_leaving)
+    offloaded = OffloadedActivations(lanes, min_bytes=0, num_leaving=num_leaving)
     for step in range(3):
         x = values(step, 2, 16, 32)
         expected = resident_gradients(model, x)
-        actual = stashed_gradients(model, stash, x, prefetches=prefetches)
+        actual = stashed_gradients(model, offloaded, x, prefetches=prefetches)
         for grad, wanted in zip(actual, expected, strict=True):
             assert_same_bits(grad, wanted, f"step {step}")
-    assert stash.restored_bytes > 0
-    assert stash.kept_bytes == 0
+    assert offloaded.restored_bytes > 0
+    assert offloaded.kept_bytes == 0
     lanes.close()
 
 
@@ -186,17 +188,19 @@ def test_two_hundred_jitter_seeds_give_the_same_bits() -> None:
     expected = resident_gradients(model, x)
     for seed in range(200):
         lanes = EmulatedLanes(EmulatedMachine(seed=seed, jitter_s=1e-4))
-        stash = Stash(lanes, min_bytes=0, num_leaving=seed % 3)
+        offloaded = OffloadedActivations(lanes, min_bytes=0, num_leaving=seed % 3)
         for _ in range(2):
-            for grad, wanted in zip(stashed_gradients(model, stash, x), expected, strict=True):
+            for grad, wanted in zip(stashed_gradients(model, offloaded, x), expected, strict=True):
                 assert_same_bits(grad, wanted, f"jitter seed {seed}")
         lanes.close()
 
 
 def test_gradients_in_bf16_equal_resident() -> None:
     model, x = Blocks().bfloat16(), values(0, 2, 16, 32, dtype=torch.bfloat16)
-    stash = Stash(CheckedLanes(), min_bytes=0)
-    for grad, wanted in zip(stashed_gradients(model, stash, x), resident_gradients(model, x), strict=True):
+    offloaded = OffloadedActivations(CheckedLanes(), min_bytes=0)
+    for grad, wanted in zip(
+        stashed_gradients(model, offloaded, x), resident_gradients(model, x), strict=True
+    ):
         assert_same_bits(grad, wanted)
 
 
@@ -206,14 +210,14 @@ def test_gradients_in_bf16_equal_resident() -> None:
 def test_gradients_on_cuda_equal_resident(num_leaving: int) -> None:
     """In sizes whose copies take longer than their launch, and with memory that is used again."""
     lanes = CudaLanes(torch.device("cuda", torch.cuda.current_device()))
-    model, stash = Blocks(8, 512).to(lanes.device), Stash(lanes, num_leaving=num_leaving)
+    model, offloaded = Blocks(8, 512).to(lanes.device), OffloadedActivations(lanes, num_leaving=num_leaving)
     for step in range(5):
         x = values(step, 8, 512, 512).to(lanes.device)
         expected = resident_gradients(model, x)
-        actual = stashed_gradients(model, stash, x)
+        actual = stashed_gradients(model, offloaded, x)
         for grad, wanted in zip(actual, expected, strict=True):
             assert_same_bits(grad, wanted, f"step {step}")
-    assert stash.restored_bytes > 0
+    assert offloaded.restored_bytes > 0
     lanes.close()
 
 
@@ -232,9 +236,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_come_back(layout: str) -> None:
     tensor = LAYOUTS[layout](values(0, 8, 24, 32))
-    stash, (held,) = away([tensor])
+    offloaded, (held,) = away([tensor])
     assert held.tensor is None
-    restored = stash.load(held)
+    restored = offloaded.load(held)
     assert_same_layout(restored, tensor)
     assert restored.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
 
@@ -243,30 +247,30 @@ def test_restored_tensors_are_aligned_as_their_originals() -> None:
     """Kernels may add in another order for another alignment. Storages of both are aligned themselves."""
     base = values(0, 4 * SIZE)
     for offset in (1, 130, 131):
-        stash, (held,) = away([base[offset : offset + SIZE]])
-        assert stash.load(held).storage_offset() * 4 % 512 == offset * 4 % 512
-        assert stash.restored_bytes == SIZE * 4 + offset * 4 % 512
+        offloaded, (held,) = away([base[offset : offset + SIZE]])
+        assert offloaded.load(held).storage_offset() * 4 % 512 == offset * 4 % 512
+        assert offloaded.restored_bytes == SIZE * 4 + offset * 4 % 512
 
 
 def test_views_and_repeats_are_copied_once() -> None:
     base = values(0, 64, 192)
     tensors = [base, base, base.t(), base.view(-1), base[:, 64:], *base.chunk(3, dim=1), base[5:]]
-    stash, helds = away(tensors)
-    assert stash.saved_bytes == base.nbytes
-    restored = [stash.load(held) for held in helds]
+    offloaded, helds = away(tensors)
+    assert offloaded.saved_bytes == base.nbytes
+    restored = [offloaded.load(held) for held in helds]
     for tensor, wanted in zip(restored, tensors, strict=True):
         assert_same_layout(tensor, wanted)
-    assert stash.restored_bytes == base.nbytes
+    assert offloaded.restored_bytes == base.nbytes
     assert len({tensor.untyped_storage().data_ptr() for tensor in restored}) == 1
 
 
 def test_parts_far_apart_in_a_storage_are_copied_without_what_lies_between() -> None:
     base = values(0, 100 * SIZE)
     tensors = [base[90 * SIZE : 91 * SIZE], base[: 2 * SIZE], base[SIZE : 3 * SIZE]]
-    stash, helds = away(tensors)
-    assert stash.saved_bytes == 4 * SIZE * 4
+    offloaded, helds = away(tensors)
+    assert offloaded.saved_bytes == 4 * SIZE * 4
     for held, tensor in zip(helds, tensors, strict=True):
-        assert_same_layout(stash.load(held), tensor)
+        assert_same_layout(offloaded.load(held), tensor)
 
 
 def test_what_is_not_worth_a_copy_stays() -> None:
@@ -282,10 +286,10 @@ def test_what_is_not_worth_a_copy_stays() -> None:
         torch.view_as_complex(values(0, SIZE, 2)).conj().imag,
         values(0, 64, SIZE).to_sparse(),
     ]
-    stash, helds = away(tensors)
-    assert stash.saved_bytes == 0
+    offloaded, helds = away(tensors)
+    assert offloaded.saved_bytes == 0
     for held, tensor in zip(helds, tensors, strict=True):
-        loaded = stash.load(held)
+        loaded = offloaded.load(held)
         assert not loaded.requires_grad
         assert loaded.device == tensor.device
         if loaded.layout is torch.strided:
@@ -293,20 +297,20 @@ def test_what_is_not_worth_a_copy_stays() -> None:
 
 
 def test_a_tensor_that_has_not_left_is_returned_as_it_is() -> None:
-    stash = Stash(CheckedLanes())
+    offloaded = OffloadedActivations(CheckedLanes())
     first, second = values(0, SIZE), values(1, SIZE)
-    held = stash.save(first, "first")
-    assert stash.load(held).data_ptr() == first.data_ptr()
-    stash.flush("first")
-    other = stash.save(second, "second")
-    stash.prefetch("first")  # it was on its way out only
-    stash.flush("second")
-    assert stash.load(held).data_ptr() == first.data_ptr()
-    assert stash.load(other).data_ptr() == second.data_ptr()
-    stash.drop("second")
-    stash.drop("first")
-    assert stash.saved_bytes == 2 * first.nbytes
-    assert stash.restored_bytes == 0
+    held = offloaded.save(first, "first")
+    assert offloaded.load(held).data_ptr() == first.data_ptr()
+    offloaded.flush("first")
+    other = offloaded.save(second, "second")
+    offloaded.prefetch("first")  # it was on its way out only
+    offloaded.flush("second")
+    assert offloaded.load(held).data_ptr() == first.data_ptr()
+    assert offloaded.load(other).data_ptr() == second.data_ptr()
+    offloaded.drop("second")
+    offloaded.drop("first")
+    assert offloaded.saved_bytes == 2 * first.nbytes
+    assert offloaded.restored_bytes == 0
 
 
 def storage_ref(tensor: Tensor) -> Callable[[], bool]:
@@ -318,30 +322,30 @@ def storage_ref(tensor: Tensor) -> Callable[[], bool]:
 @pytest.mark.parametrize("num_leaving", [0, 1, 2])
 def test_device_memory_is_free_after_the_copy(num_leaving: int) -> None:
     """Only the visits on their way out have device memory, and a restored tensor has it while it is held."""
-    stash = Stash(CheckedLanes(), num_leaving=num_leaving)
+    offloaded = OffloadedActivations(CheckedLanes(), num_leaving=num_leaving)
     helds, alive = [], []
     for key in range(5):
         tensor = values(key, SIZE)
         alive.append(storage_ref(tensor))
-        helds.append(stash.save(tensor, key))
+        helds.append(offloaded.save(tensor, key))
         del tensor
-        stash.flush(key)
+        offloaded.flush(key)
         assert [ask() for ask in alive] == [number > key - num_leaving for number in range(key + 1)]
-    restored = storage_ref(stash.load(helds[0]))
+    restored = storage_ref(offloaded.load(helds[0]))
     assert restored()
     helds[0] = helds[1]  # autograd is done with the node
     assert not restored()
-    stash.prefetch(1)
-    assert_same_bits(stash.load(helds[1]), values(1, SIZE))
-    restored = storage_ref(stash.load(helds[1]))
-    stash.drop(1)
+    offloaded.prefetch(1)
+    assert_same_bits(offloaded.load(helds[1]), values(1, SIZE))
+    restored = storage_ref(offloaded.load(helds[1]))
+    offloaded.drop(1)
     assert not restored()
 
 
 def test_nothing_is_kept_alive_by_a_node_that_saves_its_own_output() -> None:
-    stash = Stash(InlineLanes())
+    offloaded = OffloadedActivations(InlineLanes())
     x = values(0, SIZE).requires_grad_()
-    with saved_tensors_hooks(lambda tensor: stash.save(tensor, 0), stash.load):
+    with saved_tensors_hooks(lambda tensor: offloaded.save(tensor, 0), offloaded.load):
         y = x.exp()
     is_alive = storage_ref(y)
     del y
@@ -349,16 +353,16 @@ def test_nothing_is_kept_alive_by_a_node_that_saves_its_own_output() -> None:
 
 
 def test_saves_that_autograd_has_dropped_are_not_copied() -> None:
-    stash = Stash(CheckedLanes(), num_leaving=0)
-    held = stash.save(values(0, SIZE), 0)
-    dropped = stash.save(values(1, SIZE), 0)
+    offloaded = OffloadedActivations(CheckedLanes(), num_leaving=0)
+    held = offloaded.save(values(0, SIZE), 0)
+    dropped = offloaded.save(values(1, SIZE), 0)
     del dropped
-    stash.flush(0)
-    assert stash.saved_bytes == 4 * SIZE
+    offloaded.flush(0)
+    assert offloaded.saved_bytes == 4 * SIZE
     del held
-    stash.prefetch(0)
-    assert stash.restored_bytes == 0
-    stash.drop(0)
+    offloaded.prefetch(0)
+    assert offloaded.restored_bytes == 0
+    offloaded.drop(0)
 
 
 def count_arenas(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -379,96 +383,96 @@ def test_the_second_step_allocates_no_host_memory(
 ) -> None:
     """And copies and keeps the same bytes as the first."""
     made = count_arenas(monkeypatch)
-    model, stash = Blocks(), Stash(CheckedLanes(), limit_bytes, min_bytes=0)
+    model, offloaded = Blocks(), OffloadedActivations(CheckedLanes(), limit_bytes, min_bytes=0)
     found = []
     for step in range(3):
-        before = (stash.saved_bytes, stash.restored_bytes, stash.kept_bytes)
+        before = (offloaded.saved_bytes, offloaded.restored_bytes, offloaded.kept_bytes)
         x = values(step, 2, 16, 32)
         for grad, wanted in zip(
-            stashed_gradients(model, stash, x), resident_gradients(model, x), strict=True
+            stashed_gradients(model, offloaded, x), resident_gradients(model, x), strict=True
         ):
             assert_same_bits(grad, wanted)
-        after = (stash.saved_bytes, stash.restored_bytes, stash.kept_bytes)
+        after = (offloaded.saved_bytes, offloaded.restored_bytes, offloaded.kept_bytes)
         found.append([stop - start for start, stop in zip(before, after, strict=True)])
         if step == 0:
             num_made = len(made)
     assert num_made == len(made) > 0
     assert found[0] == found[1] == found[2]
-    assert sum(made) == stash.host_bytes <= (limit_bytes or stash.host_bytes)
+    assert sum(made) == offloaded.host_bytes <= (limit_bytes or offloaded.host_bytes)
     assert (found[0][2] > 0) == (limit_bytes is not None and limit_bytes < 1 << 20)
 
 
 def test_bytes_are_counted() -> None:
-    stash = Stash(CheckedLanes())
+    offloaded = OffloadedActivations(CheckedLanes())
     sizes = [SIZE, 2 * SIZE + 1, 3 * SIZE]
-    helds = [stash.save(values(key, size), key) for key, size in enumerate(sizes)]
+    helds = [offloaded.save(values(key, size), key) for key, size in enumerate(sizes)]
     for key in range(3):
-        stash.flush(key)
-    assert stash.saved_bytes == 4 * sum(sizes)
-    assert stash.host_bytes == 4 * (6 * SIZE + 128), "rounded up to 512 bytes"
+        offloaded.flush(key)
+    assert offloaded.saved_bytes == 4 * sum(sizes)
+    assert offloaded.host_bytes == 4 * (6 * SIZE + 128), "rounded up to 512 bytes"
     for key in (2, 1, 0):
-        stash.prefetch(key)
-        assert_same_bits(stash.load(helds[key]), values(key, sizes[key]))
-        stash.drop(key)
-    assert stash.restored_bytes == 4 * sum(sizes[:2]), "the last visit had not left"
+        offloaded.prefetch(key)
+        assert_same_bits(offloaded.load(helds[key]), values(key, sizes[key]))
+        offloaded.drop(key)
+    assert offloaded.restored_bytes == 4 * sum(sizes[:2]), "the last visit had not left"
 
 
 def test_the_limit_is_kept_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    stash = Stash(CheckedLanes(), 4 * SIZE * 4)
+    offloaded = OffloadedActivations(CheckedLanes(), 4 * SIZE * 4)
     tensors = [values(number, SIZE) for number in range(3)]
     helds = []
     with caplog.at_level(logging.WARNING):
         for key in range(3):
-            helds.append([stash.save(tensor + key, key) for tensor in tensors])
-            stash.flush(key)
-    assert stash.host_bytes == 4 * SIZE * 4
-    assert stash.saved_bytes == 4 * SIZE * 4
-    assert stash.kept_bytes == 5 * SIZE * 4
+            helds.append([offloaded.save(tensor + key, key) for tensor in tensors])
+            offloaded.flush(key)
+    assert offloaded.host_bytes == 4 * SIZE * 4
+    assert offloaded.saved_bytes == 4 * SIZE * 4
+    assert offloaded.kept_bytes == 5 * SIZE * 4
     assert [record.getMessage() for record in caplog.records] == [
         "the host limit of 0.1 MiB for saved activations has no room for 0.0 MiB of visit 1: they stay on "
         "the device, as all do that find no room from now on"
     ]
     for key in (2, 1, 0):
         for held, tensor in zip(helds[key], tensors, strict=True):
-            assert_same_bits(stash.load(held), tensor + key)
-        stash.drop(key)
+            assert_same_bits(offloaded.load(held), tensor + key)
+        offloaded.drop(key)
 
 
 def test_longer_sequences_take_the_place_of_free_buffers() -> None:
     """A limit that fits four long visits holds four, whatever was in the ring before."""
-    stash = Stash(CheckedLanes(), 4 * 2 * SIZE * 4)
+    offloaded = OffloadedActivations(CheckedLanes(), 4 * 2 * SIZE * 4)
     for size in (SIZE, SIZE + SIZE // 2, 2 * SIZE, SIZE):
-        helds = [stash.save(values(key, size), key) for key in range(4)]
+        helds = [offloaded.save(values(key, size), key) for key in range(4)]
         for key in range(4):
-            stash.flush(key)
+            offloaded.flush(key)
         for key in range(4):
-            assert_same_bits(stash.load(helds[key]), values(key, size))
-            stash.drop(key)
-        assert stash.host_bytes <= 4 * 2 * SIZE * 4
-    assert stash.kept_bytes == 0
+            assert_same_bits(offloaded.load(helds[key]), values(key, size))
+            offloaded.drop(key)
+        assert offloaded.host_bytes <= 4 * 2 * SIZE * 4
+    assert offloaded.kept_bytes == 0
 
 
 def test_dropped_host_buffers_are_poisoned() -> None:
-    stash, (held,) = away([values(0, SIZE)])
+    offloaded, (held,) = away([values(0, SIZE)])
     assert held.visit is not None
     assert isinstance(held.visit.host, HostBuffer)
     flat = held.visit.host.flat
     assert not flat.view(torch.float32).isnan().any()
-    stash.drop(0)
+    offloaded.drop(0)
     assert flat.view(torch.float32).isnan().all()
 
 
-def steps_of(stash: Stash, num_steps: int = 2) -> None:
+def steps_of(offloaded: OffloadedActivations, num_steps: int = 2) -> None:
     """Run steps by hand: three visits out, and back."""
     for _ in range(num_steps):
         helds = []
         for key in range(3):
-            helds.append(stash.save(values(key, SIZE), key))
-            stash.flush(key)
+            helds.append(offloaded.save(values(key, SIZE), key))
+            offloaded.flush(key)
         for key in (2, 1, 0):
-            stash.prefetch(key)
-            assert_same_bits(stash.load(helds[key]), values(key, SIZE))
-            stash.drop(key)
+            offloaded.prefetch(key)
+            assert_same_bits(offloaded.load(helds[key]), values(key, SIZE))
+            offloaded.drop(key)
 
 
 @pytest.mark.parametrize("name", MISSING_WAITS)
@@ -479,7 +483,7 @@ def test_a_missing_wait_is_found(name: str) -> None:
         f"lane {cause.waiting.value} uses {cause.buffer} . without waiting until lane {cause.owner.value}"
     )
     with pytest.raises(OrderingError, match=message):
-        steps_of(Stash(lanes))
+        steps_of(OffloadedActivations(lanes))
     assert lanes.num_forgotten > 0
 
 
@@ -487,7 +491,7 @@ def test_a_missing_wait_is_found(name: str) -> None:
 def test_the_stash_s_own_order_is_sound(num_leaving: int) -> None:
     """No error in a clean run, and every wait that the injections above leave out does occur in it."""
     lanes = CountingLanes()
-    steps_of(Stash(lanes, num_leaving=num_leaving))
+    steps_of(OffloadedActivations(lanes, num_leaving=num_leaving))
     if num_leaving < 3:
         assert set(MISSING_WAITS.values()) <= lanes.causes
 
@@ -495,11 +499,11 @@ def test_the_stash_s_own_order_is_sound(num_leaving: int) -> None:
 @pytest.mark.parametrize("stop", range(1, 24))
 @pytest.mark.parametrize("name", BACKENDS)
 def test_after_an_exception_anywhere_the_next_step_is_sound(name: str, stop: int) -> None:
-    """The stash is cleared, no visit or buffer is lost, and the next step is exact."""
+    """The offloaded is cleared, no visit or buffer is lost, and the next step is exact."""
     lanes = BACKENDS[name]()
-    model, stash, x = Blocks(), Stash(lanes, min_bytes=0), values(0, 2, 16, 32)
-    stashed_gradients(model, stash, x)
-    host_bytes = stash.host_bytes
+    model, offloaded, x = Blocks(), OffloadedActivations(lanes, min_bytes=0), values(0, 2, 16, 32)
+    stashed_gradients(model, offloaded, x)
+    host_bytes = offloaded.host_bytes
     countdown = itertools.count(1)
 
     def fail(*args: Any) -> None:
@@ -509,20 +513,22 @@ def test_after_an_exception_anywhere_the_next_step_is_sound(name: str, stop: int
     handles = [m.register_forward_hook(fail) for m in model.modules()]
     handles += [p.register_hook(fail) for p in model.parameters()]
     with pytest.raises(KeyboardInterrupt):
-        stashed_gradients(model, stash, x)
-    stash.clear()
+        stashed_gradients(model, offloaded, x)
+    offloaded.clear()
     for handle in handles:
         handle.remove()
-    for grad, wanted in zip(stashed_gradients(model, stash, x), resident_gradients(model, x), strict=True):
+    for grad, wanted in zip(
+        stashed_gradients(model, offloaded, x), resident_gradients(model, x), strict=True
+    ):
         assert_same_bits(grad, wanted)
-    assert stash.host_bytes == host_bytes
+    assert offloaded.host_bytes == host_bytes
     lanes.close()
 
 
 @pytest.mark.parametrize("lane", [Lane.SAVE, Lane.RESTORE])
 def test_a_failed_copy_reaches_the_caller(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     lanes = EmulatedLanes(EmulatedMachine(seed=2))
-    model, stash, x = Blocks(), Stash(lanes, min_bytes=0), values(0, 2, 16, 32)
+    model, offloaded, x = Blocks(), OffloadedActivations(lanes, min_bytes=0), values(0, 2, 16, 32)
     enqueue = lanes.enqueue
     countdown = itertools.count(1)
 
@@ -534,9 +540,11 @@ def test_a_failed_copy_reaches_the_caller(lane: Lane, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(lanes, "enqueue", failing)
     with pytest.raises(OSError, match="the copy failed"):
-        stashed_gradients(model, stash, x)
-    stash.clear()
-    for grad, wanted in zip(stashed_gradients(model, stash, x), resident_gradients(model, x), strict=True):
+        stashed_gradients(model, offloaded, x)
+    offloaded.clear()
+    for grad, wanted in zip(
+        stashed_gradients(model, offloaded, x), resident_gradients(model, x), strict=True
+    ):
         assert_same_bits(grad, wanted)
     lanes.close()
 
@@ -544,46 +552,46 @@ def test_a_failed_copy_reaches_the_caller(lane: Lane, monkeypatch: pytest.Monkey
 def test_a_tensor_that_was_changed_in_place_is_refused() -> None:
     """As autograd itself does, which does not look when there are hooks."""
     for num_flushed in range(3):
-        stash = Stash(CheckedLanes())
+        offloaded = OffloadedActivations(CheckedLanes())
         tensor = values(0, SIZE)
-        held = stash.save(tensor, 0)
+        held = offloaded.save(tensor, 0)
         helds = [held]
         for key in range(num_flushed):  # still in the visit, and on the way to the host
-            stash.flush(key)
-            helds.append(stash.save(values(1, SIZE), key + 1))
+            offloaded.flush(key)
+            helds.append(offloaded.save(values(1, SIZE), key + 1))
             if key == 0:
                 tensor.add_(1)
         tensor.add_(1)
         with pytest.raises(ModelError, match="was changed in place"):
-            stash.load(held)
+            offloaded.load(held)
 
 
 def test_a_second_backward_is_refused() -> None:
-    stash, (held,) = away([values(0, SIZE)])
-    stash.drop(0)
+    offloaded, (held,) = away([values(0, SIZE)])
+    offloaded.drop(0)
     with pytest.raises(ModelError, match="second backward"):
-        stash.load(held)
+        offloaded.load(held)
 
 
 def test_a_backward_again_before_the_drop_is_exact() -> None:
     """`retain_graph`: autograd keeps what it would have dropped, and so does the host."""
-    stash = Stash(CheckedLanes(), num_leaving=0)
+    offloaded = OffloadedActivations(CheckedLanes(), num_leaving=0)
     x = values(0, SIZE).requires_grad_()
-    with saved_tensors_hooks(lambda tensor: stash.save(tensor, 0), stash.load):
+    with saved_tensors_hooks(lambda tensor: offloaded.save(tensor, 0), offloaded.load):
         y = x.exp().sin().sum()
-    stash.flush(0)
+    offloaded.flush(0)
     (first,) = torch.autograd.grad(y, x, retain_graph=True)
     (second,) = torch.autograd.grad(y, x)
     assert_same_bits(first, second)
-    stash.drop(0)
+    offloaded.drop(0)
 
 
 def test_unknown_and_empty_keys_are_no_work() -> None:
     lanes = CountingLanes()
-    stash = Stash(lanes)
-    stash.save(torch.tensor(1), "small")
+    offloaded = OffloadedActivations(lanes)
+    offloaded.save(torch.tensor(1), "small")
     for key in ("small", "never"):
-        stash.flush(key)
-        stash.prefetch(key)
-        stash.drop(key)
+        offloaded.flush(key)
+        offloaded.prefetch(key)
+        offloaded.drop(key)
     assert not lanes.causes

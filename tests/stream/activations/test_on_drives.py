@@ -14,15 +14,15 @@ from torch import Tensor
 
 import megatrain
 from megatrain.config import build_config
+from megatrain.config.choice import StepBatch
 from megatrain.errors import CapacityError, CheckpointError, ConfigError
-from megatrain.model.profile.count import count_anatomy
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING, SCRATCH_CHUNK_BYTES
-from megatrain.config.choice import Batch
+from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.memory.device_pools import host_planes
 from megatrain.plan.memory.host_pools import drive_pools
 from megatrain.plan.program.operations import Lane
 from megatrain.store.drives import system as calls
-from megatrain.store.drives.scratch import Place, Scratch
+from megatrain.store.drives.scratch import Place, ScratchFiles
 from megatrain.store.placement import Tiers
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import (
@@ -36,8 +36,8 @@ from megatrain.stream.lanes import (
 from tests.families import FAMILIES
 from tests.reference import make_batches, make_model
 from tests.store.disks import Counted
-from tests.stream.runs import HYPER, assert_same_masters, assert_same_steps, start
 from tests.stream.lanes.test_lanes import CountingLanes, ForgetfulLanes
+from tests.stream.runs import HYPER, assert_same_masters, assert_same_steps, start
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def tiers_in(root: Path, *, num_drives: int = 1, ram: int = 1 << 30) -> Tiers:
     return Tiers(nvme=tuple(root / f"drive{number}" for number in range(num_drives)), ram=ram)
 
 
-def scratch_of(engine: Engine) -> Scratch:
+def scratch_of(engine: Engine) -> ScratchFiles:
     assert engine._scratch is not None
     return engine._scratch
 
@@ -63,7 +63,7 @@ def begin(root: Path, *, num_drives: int = 1, **settings: Any) -> tuple[Any, Any
 
 
 def shrink(engine: Engine) -> None:
-    engine.executor.stash._min_bytes = 1
+    engine.executor.offloaded._min_bytes = 1
     scratch_of(engine).chunk_bytes = 8192
 
 
@@ -82,7 +82,7 @@ def test_activations_on_drives_change_no_bit(
         num_micro_batches=num_micro_batches,
     )
     assert_same_steps(engine, optimizer, reference, num_micro_batches=num_micro_batches)
-    read, written = engine.executor.stash.drive_bytes
+    read, written = engine.executor.offloaded.drive_bytes
     assert written > 0
     assert read > 0 or (activations == "drop_boundary" and num_micro_batches == 1), "it is wanted at once"
     engine.detach()
@@ -121,8 +121,8 @@ def test_every_way_of_streaming_gives_the_bits_of_boundaries_on_the_device(
         found.append((losses, dict(engine.named_masters())))
         assert bool(engine.choice.tiers) == (settings.get("ram") is not None)
         there = boundaries == "nvme" or activations in ("offload", MIXED)
-        assert (engine.executor.stash.saved_bytes > 0) == there
-        assert (engine.executor.stash.drive_bytes != (0, 0)) == (boundaries == "nvme")
+        assert (engine.executor.offloaded.saved_bytes > 0) == there
+        assert (engine.executor.offloaded.drive_bytes != (0, 0)) == (boundaries == "nvme")
         engine.detach()
     assert found[0][0] == found[1][0]
     for key, value in found[0][1].items():
@@ -135,14 +135,14 @@ def test_a_boundary_is_written_once_and_read_once(tmp_path: Path) -> None:
     config.num_hidden_layers = 6
     _, reference, engine, optimizer = begin(tmp_path, config=config, num_micro_batches=2, lockstep=2)
     assert_same_steps(engine, optimizer, reference, num_micro_batches=2)
-    stash = engine.executor.stash
-    size = stash.host_bytes // NUM_ACTIVATION_STAGING
+    offloaded = engine.executor.offloaded
+    size = offloaded.host_bytes // NUM_ACTIVATION_STAGING
     assert size % 4096 == 0
-    assert stash.drive_bytes == (2 * (2 * 5 - 1) * size, 2 * 2 * 5 * size)
+    assert offloaded.drive_bytes == (2 * (2 * 5 - 1) * size, 2 * 2 * 5 * size)
     report = engine.last_step
     assert report.drive_write_bytes >= 2 * 5 * size
     assert scratch_of(engine).nbytes == 2 * 5 * -(-size // 8192) * 8192
-    assert not stash._visits
+    assert not offloaded._visits
     engine.detach()
 
 
@@ -165,10 +165,10 @@ def test_bytes_are_those_of_the_plan(count: int, activations: str, tmp_path: Pat
     for step in range(2):
         engine.forward_backward(make_batches(count, seed=step, rows=2, tokens=64))
         optimizer.step()
-    batch = Batch(micro_batch_size=2, seq_len=64, num_micro_batches=count)
+    batch = StepBatch(micro_batch_size=2, seq_len=64, num_micro_batches=count)
     planes = host_planes(anatomy, engine.choice, batch)
     assert engine.choice.boundaries == "nvme"
-    assert planes["staging of activations"] == engine.executor.stash.host_bytes > 0
+    assert planes["staging of activations"] == engine.executor.offloaded.host_bytes > 0
     pools = {pool.name: pool.nbytes for pool in drive_pools(anatomy, engine.choice, batch)}
     assert pools["saved activations"] == scratch_of(engine).nbytes == 4 * count * SCRATCH_CHUNK_BYTES
     engine.detach()
@@ -183,7 +183,7 @@ def test_longer_sequences_make_larger_buffers(tmp_path: Path) -> None:
         reference.forward_backward(batches, [step])
         reference.step(optimizer.step().grad_norm, 0.5)
         assert_same_masters(engine, reference)
-        sizes.append(engine.executor.stash.host_bytes)
+        sizes.append(engine.executor.offloaded.host_bytes)
     assert sizes[0] <= sizes[1] == sizes[2]
     engine.detach()
 
@@ -200,7 +200,7 @@ def test_two_forwards_and_one_backward_are_exact(activations: str, tmp_path: Pat
             (net(**first).loss + 2 * net(**second).loss).backward()
         for name, gradient in engine.named_gradients():
             torch.testing.assert_close(gradient, reference.parameters[name].grad, rtol=1e-5, atol=1e-7)
-        assert not engine.executor.stash._visits
+        assert not engine.executor.offloaded._visits
         engine.zero_grad()
         reference.model.zero_grad()
     with torch.no_grad():
@@ -218,7 +218,7 @@ def test_an_engine_can_change_where_boundaries_wait(tmp_path: Path) -> None:
         shrink(engine)
         assert engine.choice.boundaries == engine.policies.boundaries == boundaries
         assert_same_steps(engine, optimizer, reference, first=first, steps=1)
-        assert (engine.executor.stash.host_bytes > 0) == (boundaries != "device")
+        assert (engine.executor.offloaded.host_bytes > 0) == (boundaries != "device")
         assert (scratch_of(engine).nbytes > 0) == (boundaries == "nvme")
     engine.detach()
 
@@ -226,12 +226,12 @@ def test_an_engine_can_change_where_boundaries_wait(tmp_path: Path) -> None:
 # -- order ---------------------------------------------------------------------------------------------------
 
 MISSING_WAITS = {
-    "saved, before it is written": Cause(Lane.STOW, Lane.SAVE, "stash"),
-    "written, before the buffer is filled again": Cause(Lane.SAVE, Lane.STOW, "stash"),
-    "written, before the buffer is read into": Cause(Lane.RECALL, Lane.STOW, "stash"),
+    "saved, before it is written": Cause(Lane.STOW, Lane.SAVE, "offloaded"),
+    "written, before the buffer is filled again": Cause(Lane.SAVE, Lane.STOW, "offloaded"),
+    "written, before the buffer is read into": Cause(Lane.RECALL, Lane.STOW, "offloaded"),
     "written, before it is read": Cause(Lane.RECALL, Lane.STOW, "scratch"),
-    "read, before it is restored": Cause(Lane.RESTORE, Lane.RECALL, "stash"),
-    "restored, before the buffer is read into": Cause(Lane.RECALL, Lane.RESTORE, "stash"),
+    "read, before it is restored": Cause(Lane.RESTORE, Lane.RECALL, "offloaded"),
+    "restored, before the buffer is read into": Cause(Lane.RECALL, Lane.RESTORE, "offloaded"),
 }
 """Not in the list: that a buffer is filled, or room written, again after it was restored or read. Both follow
 from the others and compute's: what has been restored was computed with before anything is saved again."""
@@ -271,19 +271,19 @@ class HastyLanes(EmulatedLanes):
     """Lanes of which RESTORE does not wait for RECALL."""
 
     def _wait(self, lane: Lane, event: Any, cause: Cause) -> None:
-        if cause != Cause(Lane.RESTORE, Lane.RECALL, "stash"):
+        if cause != Cause(Lane.RESTORE, Lane.RECALL, "offloaded"):
             super()._wait(lane, event, cause)
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let every read of the drives take so long."""
-    read = Scratch.read
+    read = ScratchFiles.read
 
-    def slowly(self: Scratch, place: Place, buffer: Tensor, what: str) -> None:
+    def slowly(self: ScratchFiles, place: Place, buffer: Tensor, what: str) -> None:
         time.sleep(seconds)
         read(self, place, buffer, what)
 
-    monkeypatch.setattr(Scratch, "read", slowly)
+    monkeypatch.setattr(ScratchFiles, "read", slowly)
 
 
 @pytest.mark.parametrize("is_hasty", [False, True])
@@ -335,10 +335,10 @@ def test_a_flipped_bit_stops_the_step_and_is_named(
     config = FAMILIES["llama_tied"]()
     config.num_hidden_layers = 5
     _, reference, engine, optimizer = begin(tmp_path, config=config, device=device)
-    write = Scratch.write
+    write = ScratchFiles.write
     numbers: list[int] = []
 
-    def spoil(self: Scratch, place: Place, buffer: Tensor) -> None:
+    def spoil(self: ScratchFiles, place: Place, buffer: Tensor) -> None:
         write(self, place, buffer)
         numbers.append(place.chunks[0])
         if len(numbers) == 2:
@@ -350,7 +350,7 @@ def test_a_flipped_bit_stops_the_step_and_is_named(
 
     batches = make_batches(1, seed=0)
     with monkeypatch.context() as patch:
-        patch.setattr(Scratch, "write", spoil)
+        patch.setattr(ScratchFiles, "write", spoil)
         message = (
             r"scratch\.bin is damaged: chunk 0 of what was saved of block \d in micro-batch 0 .*not what"
         )
@@ -388,7 +388,7 @@ def test_a_full_drive_stops_the_step_and_is_named(
 
 def test_buffers_that_ram_has_no_room_for_are_refused(tmp_path: Path) -> None:
     _, _, engine, _ = begin(tmp_path)
-    staging = engine.executor.stash._staging
+    staging = engine.executor.offloaded._staging
     assert staging is not None
     staging._limit = 1000
     with pytest.raises(

@@ -17,9 +17,9 @@ from megatrain.train import loop
 from megatrain.train.loop import train
 from tests.families import FAMILIES
 from tests.reference import make_batches, make_model
-from tests.stream.runs import HYPER, assert_same_masters, assert_same_steps, start
 from tests.stream.execute.test_memory import deep_config
 from tests.stream.execute.test_updates import assert_same_planes, planes_of
+from tests.stream.runs import HYPER, assert_same_masters, assert_same_steps, start
 from tests.train.project import make_config
 from tests.train.test_loop import assert_same_runs
 

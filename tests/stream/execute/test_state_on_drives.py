@@ -16,8 +16,8 @@ import megatrain
 from megatrain.errors import CapacityError, CheckpointError, ConfigError, OutputError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.plan.program.operations import Lane
-from megatrain.store import placement
 from megatrain.store import on_drives as away
+from megatrain.store import placement
 from megatrain.store.drives import system as calls
 from megatrain.store.placement import Tiers
 from megatrain.store.tiered import TieredState
@@ -26,8 +26,8 @@ from megatrain.stream.lanes import Cause, CheckedLanes, EmulatedLanes, EmulatedM
 from tests.families import FAMILIES
 from tests.reference import assert_same_bits, make_batches, make_model
 from tests.store.disks import Counted
-from tests.stream.runs import HYPER, assert_same_masters, check_parity, start
 from tests.stream.lanes.test_lanes import CountingLanes, ForgetfulLanes
+from tests.stream.runs import HYPER, assert_same_masters, check_parity, start
 
 
 @pytest.fixture(autouse=True)
@@ -135,14 +135,14 @@ def test_every_plane_is_that_of_a_run_in_ram(name: str, make_tiers: Callable[...
             if extra and step == 1:
                 engine.commit(step, {})
             if extra and step == 2:
-                counts, away_from = engine.executor.counts, tiered(engine).away
+                counts, away_from = engine.executor.counts, tiered(engine).on_drives
                 reads, writes, committed = away_from.bytes_per_step()
                 assert counts.drive_write_bytes == 3 * writes + committed
                 assert counts.drive_read_bytes >= 3 * reads
         planes.append(planes_of(engine))
         if extra:
             assert engine.executor.counts.drive_read_bytes > 0
-            pools = dict(tiered(engine).away.placement.ram_bytes)
+            pools = dict(tiered(engine).on_drives.placement.ram_bytes)
             assert engine.host_bytes == sum(pools.values()), "the placement has foretold other bytes"
         engine.detach()
     assert losses[:3] == losses[3:]
@@ -291,13 +291,13 @@ def test_a_step_that_is_skipped_writes_nothing(make_tiers: Callable[..., Tiers])
     engine.forward_backward(make_batches(1, seed=0))
     optimizer.step()
     expected = planes_of(engine)
-    written = tiered(engine).away.store.written_bytes
+    written = tiered(engine).on_drives.store.written_bytes
     hook = model.lm_head.register_forward_hook(lambda _, __, logits: logits * torch.inf)
     engine.forward_backward(make_batches(1, seed=1))
     assert optimizer.step().skipped
     hook.remove()
     assert_same_planes(engine, expected)
-    assert tiered(engine).away.store.written_bytes == written
+    assert tiered(engine).on_drives.store.written_bytes == written
     engine.detach()
 
 
@@ -377,8 +377,8 @@ def test_a_flipped_bit_stops_the_step_and_is_named(
     engine.forward_backward(make_batches(1, seed=0))
     optimizer.step()
     engine.settle()
-    store = tiered(engine).away.store
-    piece = tiered(engine).away.images[2].pieces[0]
+    store = tiered(engine).on_drives.store
+    piece = tiered(engine).on_drives.images[2].pieces[0]
     chunk = store._chunks[piece.extent][0]
     with (tmp_path / "drive0" / "state.bin").open("r+b") as file:
         file.seek(chunk.offsets[store._current[piece.extent]] + 100)
@@ -468,7 +468,7 @@ def test_after_a_write_that_failed_nothing_is_committed(
     with pytest.raises(OutputError, match=r"no step can be committed after|cannot be committed: "):  # noqa: PT012
         engine.commit(2, {})
         engine.lanes.drain()
-    store = tiered(engine).away.store
+    store = tiered(engine).on_drives.store
     engine.close()
     assert store.resume().step == 1
     store.close()

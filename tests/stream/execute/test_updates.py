@@ -21,9 +21,8 @@ import megatrain
 from megatrain.checkpoint.load import verify
 from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.blocks import aligned
-from megatrain.stream.lanes import devices
 from megatrain.stream.engine import Engine
-from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
+from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, devices
 from megatrain.train import loop
 from megatrain.train.loop import train
 from megatrain.train.state import read_state, write_state

@@ -20,11 +20,14 @@ from megatrain.plan.program.schedule import optimizer_program, round_visits, sch
 from megatrain.store.state import planned_host_bytes
 from megatrain.stream.bind import device_pools
 from megatrain.stream.engine import Engine
-from megatrain.stream.lanes import Cause, EmulatedLanes, EmulatedMachine, OrderingError
 from megatrain.stream.execute.waiting_gradients import staging_bytes
+from megatrain.stream.lanes import Cause, EmulatedLanes, EmulatedMachine, OrderingError
 from megatrain.train.loop import train
 from tests.families import FAMILIES
 from tests.reference import Resident, make_batches, make_model
+from tests.stream.execute.test_memory import deep_config
+from tests.stream.execute.test_updates import assert_same_planes, planes_of, slow_host
+from tests.stream.lanes.test_lanes import ForgetfulLanes
 from tests.stream.runs import (
     HYPER,
     assert_same_gradients,
@@ -35,9 +38,6 @@ from tests.stream.runs import (
     start,
 )
 from tests.stream.test_attack import layer_drop
-from tests.stream.lanes.test_lanes import ForgetfulLanes
-from tests.stream.execute.test_memory import deep_config
-from tests.stream.execute.test_updates import assert_same_planes, planes_of, slow_host
 from tests.train.project import make_config
 from tests.train.test_loop import assert_same_runs
 

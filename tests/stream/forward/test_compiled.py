@@ -21,9 +21,9 @@ from transformers import DynamicCache, GPT2Config, PretrainedConfig
 import megatrain
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import find_blocks
-from megatrain.stream.forward.stream_weights import bring, swapped
-from megatrain.stream.forward.compiled import Compiler, is_compiled
 from megatrain.stream.engine import Engine
+from megatrain.stream.forward.compiled import Compiler, is_compiled
+from megatrain.stream.forward.stream_weights import stream_weights, swapped
 from megatrain.stream.forward.structure import Fingerprint, NotShareable, places_of
 from tests.families import FAMILIES
 from tests.reference import make_batches, make_model
@@ -243,7 +243,7 @@ def test_saved_weights_share_the_memory_that_was_put_in() -> None:
     """What the `keep` policy relies on: a saved weight is known by its storage."""
     layer = Layer(width=8)
     place = torch.randn(8 * 8 + 8)
-    tensors = bring([place[:64].view(8, 8), place[64:]], [True, True], lambda grads: None)
+    tensors = stream_weights([place[:64].view(8, 8), place[64:]], [True, True], lambda grads: None)
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:

@@ -289,7 +289,7 @@ def test_saved_activations_of_frozen_parts_leave_the_host(
     held = []
     for step in range(3):
         assert_same_round(engine, reference, make_batches(1, seed=step, rows=2, tokens=64))
-        held.append(engine.executor.stash.host_bytes)
+        held.append(engine.executor.offloaded.host_bytes)
     assert held[0] > 0
     assert held[2] == held[0], "it grows with every step"
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from megatrain.errors import ConfigError, ModelError
 from megatrain.stream.engine import Engine
 from tests.reference import Batch, Resident, assert_same_bits, make_batches
-from tests.stream.runs import assert_same_gradients, family_config, start
 from tests.stream.forward.test_lockstep import RaiseOnCall, Stop, recorded_visits
+from tests.stream.runs import assert_same_gradients, family_config, start
 
 
 def pieces_of(batch: Batch, rows: int) -> list[Batch]:
@@ -37,13 +37,13 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
 def num_rounds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record how many micro-batches each round of the lockstep has."""
     sizes: list[int] = []
-    run = engine._entrance.lockstep.run
+    run = engine._model_forward.lockstep.run
 
     def record(calls: Any) -> Any:
         sizes.append(len(calls))
         return run(calls)
 
-    monkeypatch.setattr(engine._entrance.lockstep, "run", record)
+    monkeypatch.setattr(engine._model_forward.lockstep, "run", record)
     return sizes
 
 

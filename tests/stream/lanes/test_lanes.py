@@ -12,7 +12,6 @@ from torch import Tensor
 import megatrain
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.plan.program.operations import Lane
-from megatrain.stream.lanes.devices import make_lanes
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import (
     Cause,
@@ -24,6 +23,7 @@ from megatrain.stream.lanes import (
     Lanes,
     OrderingError,
 )
+from megatrain.stream.lanes.devices import make_lanes
 from tests.families import FAMILIES
 from tests.reference import assert_same_bits, make_batches, make_model
 from tests.stream.runs import HYPER

@@ -16,9 +16,9 @@ import megatrain
 from megatrain.errors import ConfigError
 from megatrain.model.profile.flops import count_flops
 from megatrain.plan.program.operations import Lane
-from megatrain.stream.lanes.devices import compute_device, make_lanes
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, Span
+from megatrain.stream.lanes.devices import compute_device, make_lanes
 from megatrain.train.loop import train
 from tests.families import FAMILIES
 from tests.reference import assert_same_bits, make_batches, make_model

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from megatrain.config.choice import Batch, Choice, Plan
+from megatrain.config.choice import Choice, Plan, StepBatch
 from megatrain.plan.cost.measured import Measured
+from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.planner import make_plan, plan_of
 from megatrain.plan.search.request import Request
-from megatrain.plan.cost.step_time import Step
-from megatrain.train.planning.plan_run import elastic as elastic_module
+from megatrain.train.planning import elastic as elastic_module
 from megatrain.train.planning.elastic import GAIN, WARM_UP_STEPS, Elastic, describe_change
 from tests.plan.anatomies import Shape, llama_like, machine
 
-BATCH = Batch(micro_batch_size=1, seq_len=1024, num_micro_batches=2)
+BATCH = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=2)
 
 
 @dataclass

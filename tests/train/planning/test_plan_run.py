@@ -18,8 +18,8 @@ from megatrain.hardware import load_machine, save_machine
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_DEVICE, USABLE_HOST
-from megatrain.train.planning.plan_run import plan_report
-from megatrain.train.planning.plan_run import plan_run as planning
+from megatrain.train.planning import plan_report
+from megatrain.train.planning import plan_run as planning
 from megatrain.train.planning.plan_report import parse_tokens
 from tests.plan.anatomies import Shape, llama_like
 
