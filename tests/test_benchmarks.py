@@ -12,15 +12,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RATIOS = ("streamed_over_resident_recompute", "streamed_over_resident_keep", "streamed_over_roofline_128")
 
 
 def run(script: str, *arguments: str) -> dict[str, Any]:
     """Run a script; returns the JSON object on the last line of its output."""
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *arguments], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", f"benchmarks.{script}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
@@ -28,7 +26,7 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parity
 def test_streaming_reports_ratios_of_equal_losses(tmp_path: Path) -> None:
-    result = run("streaming.py", "--quick", "--out", str(tmp_path / "out.json"))
+    result = run("training.streaming", "--quick", "--out", str(tmp_path / "out.json"))
     assert all(result[name] > 0 for name in RATIOS)
     assert result["details"]["streamed_over_roofline_128"]["bytes_moved_per_step"] > 0
     assert {"hardware", "config", "details"} <= result.keys()
@@ -37,7 +35,7 @@ def test_streaming_reports_ratios_of_equal_losses(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_cpu_rivals_train_alike_and_a_missing_one_says_why(tmp_path: Path) -> None:
-    result = run("cpu_rivals.py", "--quick", "--deepspeed-python", str(tmp_path / "python"))
+    result = run("rivals.cpu", "--quick", "--deepspeed-python", str(tmp_path / "python"))
     details = result["details"]
     assert result["streamed_over_resident_8_micro_batches"] > 0
     assert details["streamed"]["losses"] == details["resident"]["losses"]
@@ -52,7 +50,7 @@ def test_cpu_rivals_train_alike_and_a_missing_one_says_why(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_loss_curves_of_a_whole_run_are_equal_bit_for_bit(tmp_path: Path) -> None:
-    result = run("loss_curve.py", "--quick", "--date", "2001-02-03", "--results", str(tmp_path))
+    result = run("training.loss_curve", "--quick", "--date", "2001-02-03", "--results", str(tmp_path))
     assert result["max_abs_difference"] == result["max_weight_difference"] == 0
     assert result["bitwise_equal_steps"] == result["steps"] == 20
     assert result["final_losses"]["streamed"] == result["final_losses"]["resident"]
@@ -73,14 +71,14 @@ def test_loss_curve_reads_text_that_is_named(tmp_path: Path) -> None:
     text.mkdir()
     for number in range(2):
         (text / f"{number}.txt").write_text("".join(f"{number} and {n * n}.\n" for n in range(3000)))
-    result = run("loss_curve.py", "--quick", "--precision", "bf16", "--data", str(text))
+    result = run("training.loss_curve", "--quick", "--precision", "bf16", "--data", str(text))
     assert result["data"]["name"] == "0.txt, 1.txt"
     assert result["max_abs_difference"] == result["max_weight_difference"] == 0
 
 
 @pytest.mark.parity
 def test_compressed_moments_train_like_fp32_and_say_how_fast(tmp_path: Path) -> None:
-    result = run("state_compression.py", "--quick", "--date", "2001-02-03", "--results", str(tmp_path))
+    result = run("optimizer.state_compression", "--quick", "--date", "2001-02-03", "--results", str(tmp_path))
     found = result["scratch"]
     assert result["pretrained"] is None
     assert found["final_minus_fp32"].keys() == {"nudged", "bf16", "int8"}
@@ -99,7 +97,7 @@ def test_compressed_moments_train_like_fp32_and_say_how_fast(tmp_path: Path) -> 
 
 @pytest.mark.parity
 def test_drives_are_compared_with_what_is_there(tmp_path: Path) -> None:
-    result = run("nvme.py", "--directory", str(tmp_path), "--gib", "0.2", "--rounds", "1")
+    result = run("store.nvme", "--directory", str(tmp_path), "--gib", "0.2", "--rounds", "1")
     rival = next(name for name in result["rates_gb_per_s"] if name != "ours").split()[0]
     assert result[f"write_over_{rival}"] > 0
     assert result[f"read_over_{rival}"] > 0

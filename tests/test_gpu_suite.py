@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CELLS = ("8b_32k", "8b_seq8k", "8b_128k", "8b_24gb", "8b_80gb", "3b_ours", "3b_fsdp2", "resident", "depth",
          "120b", "8b_512k")  # fmt: skip
 FIGURES = ("tokens_per_step", "tokens_per_s", "step_s", "model_flops_per_s", "of_matmul_peak",
@@ -24,15 +23,14 @@ OUR_FIGURES = ("device_bytes_peak", "bytes_moved_per_step", "policies", "busy", 
 
 
 def suite(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "gpu_suite.py"), *map(str, arguments)]
+    command = [sys.executable, "-m", "benchmarks.gpu.suite", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+def module() -> Any:
     """Import a script of the suite by its name."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
+    return lambda name: importlib.import_module(f"benchmarks.gpu.{name}")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +56,7 @@ def results(dry: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parity
 def test_every_step_of_a_dry_run_ends_well(results: dict[str, dict[str, Any]], module: Any) -> None:
-    assert results.keys() == module("gpu_suite").STEPS.keys()
+    assert results.keys() == module("suite").STEPS.keys()
     apart = {name: step["status"] for name, step in results.items() if step["status"] != "ok"}
     # what is not there is said, and is no failure
     assert apart.keys() <= {"3b_deepspeed"}
@@ -113,7 +111,7 @@ def test_policies_and_rivals_have_the_same_losses(results: dict[str, dict[str, A
 
 @pytest.mark.parity
 def test_ratios_and_gates_follow_from_the_runs(results: dict[str, dict[str, Any]], module: Any) -> None:
-    gates = {gate["what"]: gate for gate in module("gpu_report").gates(results)}
+    gates = {gate["what"]: gate for gate in module("page").gates(results)}
     assert len(gates) == 8
     budget = results["8b_24gb"]
     assert budget["of_unlimited_same_policies"] == pytest.approx(
@@ -169,7 +167,7 @@ def test_without_time_steps_are_skipped_and_the_report_says_so(tmp_path: Path) -
 
 
 def test_groups_keep_the_order_and_neighbours_share_a_process(module: Any) -> None:
-    runner = module("gpu_suite")
+    runner = module("suite")
     assert runner.chosen_steps(["8b", "8b_32k", "rates"])[-2:] == ["8b_80gb", "rates"]
     assert runner.chosen_steps(["all"]) == list(runner.STEPS)
     processes = list(runner.in_processes(["rates", "8b_32k", "8b_24gb", "depth", "8b_512k"], is_dry=False))
@@ -177,7 +175,7 @@ def test_groups_keep_the_order_and_neighbours_share_a_process(module: Any) -> No
 
 
 def test_a_process_that_dies_costs_one_step(module: Any, tmp_path: Path) -> None:
-    runner = module("gpu_suite")
+    runner = module("suite")
     (tmp_path / "8b_32k.json").write_text('{"status": "ok"}')
     (tmp_path / "8b_seq8k.json").write_text('{"status": "running", "runs": [1]}')
     left = runner.unfinished(tmp_path, ["8b_32k", "8b_seq8k", "8b_128k"], "failed: the process ended with -9")
@@ -188,7 +186,7 @@ def test_a_process_that_dies_costs_one_step(module: Any, tmp_path: Path) -> None
 
 
 def test_a_step_is_stopped_at_its_limit(module: Any) -> None:
-    run = module("gpu_run")
+    run = module("run")
     began = time.monotonic()
     with pytest.raises(run.TimeLimitError, match="stopped after"), run.limited(0.05):
         time.sleep(20)
@@ -199,7 +197,7 @@ def test_a_step_is_stopped_at_its_limit(module: Any) -> None:
 
 
 def test_pairwise_rows_hold_every_pair(module: Any) -> None:
-    correctness = module("gpu_correctness")
+    correctness = module("correctness")
     rows = correctness.pairwise(correctness.AXES)
     assert len(rows) < 40
     for (one, ones), (other, others) in itertools.combinations(correctness.AXES.items(), 2):
@@ -216,7 +214,7 @@ def test_the_first_attempt_that_memory_allows_is_measured(module: Any) -> None:
         return {"found": attempt["size"]}
 
     attempts = [{"size": size} for size in (3, 2, 1, 0)]
-    measure = module("gpu_measure").attempts_until_one_fits
+    measure = module("measure").attempts_until_one_fits
     rows = list(measure(attempts, run, lambda: cleaned.append(True)))
     assert [row.get("refused") for row in rows] == [{"size": 3}, {"size": 2}, None]
     assert rows[-1] == {"found": 1}
@@ -226,7 +224,7 @@ def test_the_first_attempt_that_memory_allows_is_measured(module: Any) -> None:
 
 
 def test_random_models_are_the_same_in_either_dtype_and_no_rows_are_alike(module: Any) -> None:
-    measure = module("gpu_measure")
+    measure = module("measure")
     config = measure.config_of("3b", True)
     wide, narrow = (
         measure.random_model(config, dtype=dtype, small=True) for dtype in (torch.float32, torch.bfloat16)
@@ -238,7 +236,7 @@ def test_random_models_are_the_same_in_either_dtype_and_no_rows_are_alike(module
 
 
 def test_model_flops_are_those_of_the_file_s_rule(module: Any) -> None:
-    measure = module("gpu_measure")
+    measure = module("measure")
     config = measure.config_of("8b", False)
     # 8.03B parameters, of which the embedding does no product; attention of 1024 at half
     assert measure.model_flops(config, 8_030_261_248, 1024) == pytest.approx(
@@ -249,8 +247,8 @@ def test_model_flops_are_those_of_the_file_s_rule(module: Any) -> None:
 def test_layers_over_the_memory_of_a_few_are_blocks_of_their_own(module: Any) -> None:
     import megatrain
 
-    config = module("gpu_measure").config_of("120b", True)
-    model = module("gpu_aliased").aliased_model(config, num_real=2)
+    config = module("measure").config_of("120b", True)
+    model = module("aliased").aliased_model(config, num_real=2)
     layers = model.model.layers
     weights = [layer.mlp.up_proj.weight for layer in layers]
     assert len({id(weight) for weight in weights}) == len(layers) == 6

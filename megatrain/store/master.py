@@ -1,9 +1,9 @@
 """Split an fp32 master weight into a bf16 working weight and its 16-bit remainder, and join them again.
 
-Every one of the 2^32 bit patterns survives the round trip (`benchmarks/prove_split.py` proves it): denormals,
--0, infinities and every NaN included. The working weight is the master rounded to nearest, ties away from
-zero; it differs from `master.bfloat16()`, which rounds ties to even, on exact ties only. Rounding to even
-cannot be undone by 16 bits: its remainders take 65537 values.
+Every one of the 2^32 bit patterns survives the round trip (proved by `benchmarks/store/prove_split.py`):
+denormals, -0, infinities and every NaN included. The working weight is the master rounded to nearest, ties
+away from zero; it differs from `master.bfloat16()`, which rounds ties to even, on exact ties only. Rounding
+to even cannot be undone by 16 bits: its remainders take 65537 values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One drive: a preallocated file, direct I/O in whole pages, and a pool of threads for each direction.
 
 Reads and writes have threads of their own, so that what is read ahead never queues behind what is written
-back. Threads with `preadv` and `pwritev` matched fio with io_uring (`benchmarks/nvme.py`) and need no
+back. Threads with `preadv` and `pwritev` matched fio with io_uring (`benchmarks/store/nvme.py`) and need no
 library; whoever finds otherwise on a faster drive replaces this file, behind `submit_read`, `submit_write`
 and the futures that they return.
 """

@@ -1,0 +1,178 @@
+"""What a step of `suite.py` runs with: its record on disk, its time limit, its device."""
+
+from __future__ import annotations
+
+import gc
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+MATMUL_SIZE = 8192
+"""Rows and columns of the product whose rate is the peak that figures are held against."""
+
+
+class TimeLimitError(BaseException):
+    """A step's time is over. No `Exception`: a loop that notes failures and goes on must not take it."""
+
+
+class UnavailableError(Exception):
+    """A step cannot run here, for a reason that is no failure: a package or a feature is not there."""
+
+
+class Record:
+    """The result of one step, on disk after every change."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin an empty result."""
+        self.path = path
+        self.values: dict[str, Any] = {"status": "running"}
+        self.add()
+
+    def add(self, **values: Any) -> None:
+        """Add values, and write everything."""
+        self.values.update(values)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.values, indent=1) + "\n")
+        part.replace(self.path)
+
+    def append(self, key: str, row: dict[str, Any], *, shown: dict[str, Any] | None = None) -> None:
+        """Add a row to a list, write everything, and show the row, or `shown` in its place."""
+        print(json.dumps({self.path.stem: {key: row if shown is None else shown}}), flush=True)
+        self.add(**{key: [*self.values.get(key, []), row]})
+
+
+class Heard:
+    """What an engine's lanes did from now on: its meter takes it from them, and passes it on."""
+
+    def __init__(self, engine: Any) -> None:
+        """Listen to the engine's meter."""
+        self.spans: list[Any] = []
+        self.waits: list[Any] = []
+        self._meter = engine.meter
+        self._meter.take()
+        self._meter.on_record = self._hear
+
+    def _hear(self, record: Any) -> None:
+        self.spans += record.spans
+        self.waits += record.waits
+
+    def stop(self) -> None:
+        """Hear what there is so far, and nothing more."""
+        self._meter.take()
+        self._meter.on_record = None
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[float]:
+    """Raise `TimeLimitError` in the main thread once the seconds are over; yields when that is.
+
+    Python runs a signal's handler between two of its own instructions, so a call that hangs is not ended.
+    """
+
+    def stop(_: int, __: FrameType | None) -> None:
+        raise TimeLimitError(f"stopped after {seconds:.0f} s")
+
+    held = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield time.monotonic() + seconds
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, held)
+
+
+def be_deterministic() -> None:
+    """Choose kernels whose result does not depend on timing, and full fp32 products."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_math_sdp(True)
+
+
+def device_of(is_dry: bool) -> Any:
+    """Return the device of the run."""
+    import torch
+
+    return torch.device("cpu" if is_dry else "cuda:0")
+
+
+def synchronize(device: Any) -> None:
+    """Wait for the device, if it is one that must be waited for."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release(device: Any) -> None:
+    """Give back what nobody refers to any more, on the host and on the device."""
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def best_s(device: Any, run: Callable[[], object], repeats: int = 5) -> float:
+    """Return the seconds of the fastest of some runs, after one that does not count."""
+    seconds = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        began = time.perf_counter()
+        run()
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
+
+
+def matmul_flops(is_dry: bool) -> float:
+    """Measure the rate of one large bf16 product on random data, FLOP/s: the peak that a user can reach.
+
+    Sixteen products a run, because a single short one is faster than the card can go on.
+    """
+    import torch
+
+    device = device_of(is_dry)
+    size, count = (256, 1) if is_dry else (MATMUL_SIZE, 16)
+    dtype = torch.float32 if is_dry else torch.bfloat16
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+
+    def run() -> None:
+        for _ in range(count):
+            torch.mm(left, right, out=out)
+
+    return 2 * count * size**3 / best_s(device, run, repeats=8)
+
+
+def measured_peak(out: Path, is_dry: bool) -> float:
+    """Return the matmul rate that the step `rates` has found in this directory, or measure it."""
+    try:
+        return float(json.loads((out / "rates.json").read_text())["matmul_flops"])
+    except (OSError, KeyError, ValueError):
+        return matmul_flops(is_dry)
+
+
+def memory_of_process(name: str = "VmRSS") -> int:
+    """Return a value of this process in bytes, as Linux counts it: `VmRSS`, or `VmHWM` for its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+def reset_peak_of_process() -> None:
+    """Let `VmHWM` begin anew, where the kernel allows it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return

@@ -1,0 +1,1 @@
+"""AdamW's kernels, and moments in fewer bits."""

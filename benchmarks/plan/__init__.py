@@ -1,0 +1,1 @@
+"""Plans against what happens: bytes, step times, other choices, changing machines."""

@@ -1,0 +1,1 @@
+"""Drives, and the split of masters."""

@@ -1,0 +1,1 @@
+"""Whole training runs: losses, bits and time of streamed steps."""
