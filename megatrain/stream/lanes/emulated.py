@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,9 +15,9 @@ from megatrain.errors import ConfigError
 from megatrain.plan.program.operations import Buffer, Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.base import Event
-from megatrain.stream.lanes.launch import LaunchClock, sleep_until
-from megatrain.stream.lanes.records import Cause, Recorder
-from megatrain.stream.lanes.threads import Failure, ThreadedLanes, Worker
+from megatrain.stream.lanes.pacing import LaunchClock, Link, PacedWorker
+from megatrain.stream.lanes.records import Cause
+from megatrain.stream.lanes.threads import ThreadedLanes, Worker
 
 _SHARERS = {
     Lane.RESTORE: Lane.FETCH,
@@ -112,73 +111,9 @@ class EmulatedMachine:
         }
         return rates[_SHARERS.get(lane, lane)]
 
-
-class Link:
-    """Something that serves one operation at a time, at a rate."""
-
-    def __init__(self, rate: float) -> None:
-        """Serve `rate` units of work per second; 0: no delay."""
-        self._rate = rate
-        self._lock = threading.Lock()
-        self._free_s = 0.0
-
-    def set_rate(self, rate: float) -> None:
-        """Serve at another rate from the next operation on."""
-        with self._lock:
-            self._rate = rate
-
-    def reserve(self, ready_s: float, work: float) -> tuple[float, float]:
-        """Return when an operation that is ready at `ready_s` begins, and the seconds that it takes."""
-        with self._lock:
-            seconds = work / self._rate if self._rate else 0.0
-            if not seconds:
-                return ready_s, 0.0
-            begin_s = max(ready_s, self._free_s)
-            self._free_s = begin_s + seconds
-        return begin_s, seconds
-
-
-class PacedWorker(Worker):
-    """A lane that keeps to a timetable.
-
-    An operation begins when what it waits for is done by the timetable and its lane and link are free by the
-    timetable, so that a thread that sleeps too long does not delay what comes after: errors do not add up.
-    """
-
-    def __init__(
-        self, lane: Lane, failure: Failure, recorder: Recorder, link: Link, machine: EmulatedMachine
-    ) -> None:
-        """Take turns on `link`, with delays of this lane's own chance."""
-        super().__init__(lane, failure, recorder)
-        self._link = link
-        self._jitter_s = machine.jitter_s
-        self._catch_up_s = machine.catch_up_s
-        self._chance = random.Random(machine.seed * len(Lane) + list(Lane).index(lane))
-        self._ready_s = 0.0
-        self._free_s = 0.0
-
-    def _wait(self, event: Event, cause: Cause) -> None:
-        self._until_launched(event, cause)
-        self._ready_s = max(self._ready_s, event.done_s)
-
-    def _run(self, function: Callable[[], object], work: float, label: str, enqueued_s: float) -> None:
-        timely_s = time.perf_counter() - self._catch_up_s
-        ready_s = max(enqueued_s, self._ready_s, self._free_s, timely_s)
-        if self._jitter_s:
-            ready_s += self._chance.random() * self._jitter_s
-        begin_s, seconds = self._link.reserve(ready_s, work)
-        sleep_until(begin_s)
-        start_s = time.perf_counter()
-        try:
-            function()
-        finally:
-            self._free_s = begin_s + max(seconds, time.perf_counter() - start_s)
-            sleep_until(self._free_s)
-        self._recorder.span(self.lane, label, begin_s, self._free_s, work)
-
-    def _set(self, event: Event) -> None:
-        event.done_s = max(self._free_s, self._ready_s)
-        super()._set(event)
+    def chance(self, lane: Lane) -> random.Random:
+        """Return what draws the delays of a lane."""
+        return random.Random(self.seed * len(Lane) + list(Lane).index(lane))
 
 
 class EmulatedLanes(ThreadedLanes):
@@ -198,8 +133,9 @@ class EmulatedLanes(ThreadedLanes):
         self._links: dict[Lane, Link] = {}
         self._locked: list[Arena] = []
         self._is_direct = False
-        chance = random.Random(self.machine.seed * len(Lane) + list(Lane).index(Lane.COMPUTE))
-        self._clock = LaunchClock(chance, self.machine.jitter_s, self.machine.catch_up_s)
+        self._clock = LaunchClock(
+            self.machine.chance(Lane.COMPUTE), self.machine.jitter_s, self.machine.catch_up_s
+        )
         self._spent: tuple[float, float] | None = None
         """When, by the timetable, the span that is about to end began and ended."""
 
@@ -284,7 +220,16 @@ class EmulatedLanes(ThreadedLanes):
         return lane is not Lane.CALLER
 
     def _make_worker(self, lane: Lane) -> Worker:
-        return PacedWorker(lane, self._failure, self._recorder, self._link(lane), self.machine)
+        machine = self.machine
+        return PacedWorker(
+            lane,
+            self._failure,
+            self._recorder,
+            self._link(lane),
+            machine.chance(lane),
+            machine.jitter_s,
+            machine.catch_up_s,
+        )
 
     def _link(self, lane: Lane) -> Link:
         owner = _SHARERS.get(lane, lane)
