@@ -139,7 +139,7 @@ def train(
     }
     config = read_settings(arguments or [], {key: value for key, value in flags.items() if value is not None})
     if dry_run:
-        from megatrain.train.planning.dry_run import dry_run as try_out
+        from megatrain.train.dry_run import dry_run as try_out
 
         try_out(config, print, measure=_measure())
         return

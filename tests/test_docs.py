@@ -67,7 +67,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     fakes: list[types.ModuleType] = []
     for module, name in (
         ("loop", "train"),
-        ("planning.dry_run", "dry_run"),
+        ("dry_run", "dry_run"),
         ("quickstart", "quickstart"),
         ("sample", "sample"),
         ("export", "export_run"),
