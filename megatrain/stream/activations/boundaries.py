@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatrain.stream.activations.offload import Held, OffloadedActivations
-from megatrain.stream.forward.lockstep import RandomState
+from megatrain.stream.activations.torch_state import Autocast, RandomState
 
 if TYPE_CHECKING:
     from megatrain.stream.forward.layer_visit import LayerVisit
@@ -54,7 +54,7 @@ class _Call:
         self._kwargs = kwargs
         self._place = place
         self._random = RandomState(device)
-        self._autocast = _Autocast(device.type)
+        self._autocast = Autocast(device)
         self.boundary = boundary
 
     @property
@@ -234,21 +234,3 @@ def note_output(current: Pass, call: _Call | None, result: Any) -> None:
 
 def _is_boundary(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
-
-
-class _Autocast:
-    """The autocast state of a call."""
-
-    def __init__(self, device_type: str) -> None:
-        self._states = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys(("cpu", device_type))
-        ]
-        self._cache = torch.is_autocast_cache_enabled()
-
-    def again(self) -> ExitStack:
-        """Return a context with the same state."""
-        stack = ExitStack()
-        for kind, enabled, dtype in self._states:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
-        return stack

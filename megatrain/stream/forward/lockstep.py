@@ -19,6 +19,8 @@ from typing import Protocol, TypeVar
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from megatrain.stream.activations.torch_state import Autocast, RandomState
+
 T = TypeVar("T")
 
 
@@ -30,22 +32,6 @@ class Keeper(Protocol):
 
     def put_back(self, kept: object) -> None:
         """Put it in place again."""
-
-
-class RandomState:
-    """The state of the generators from which a model draws, to draw the same again."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Take the state of the CPU's generator and of `device`'s."""
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        """Set the generators to this state."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 class Lockstep:
@@ -131,14 +117,9 @@ class _Modes:
 
     def __init__(self, device: torch.device) -> None:
         self._has_grad = torch.is_grad_enabled()
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys(("cpu", device.type))
-        ]
+        self._autocast = Autocast(device)
 
     def restore(self) -> None:
         """Set the thread's modes to these."""
         torch.set_grad_enabled(self._has_grad)
-        for kind, is_enabled, dtype in self._autocast:
-            torch.set_autocast_enabled(kind, is_enabled)
-            torch.set_autocast_dtype(kind, dtype)
+        self._autocast.restore()

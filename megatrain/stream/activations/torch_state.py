@@ -1,0 +1,50 @@
+"""What torch keeps for a thread and a model computes by, to have it again: random generators, autocast."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+
+class RandomState:
+    """The state of the generators from which a model draws, to draw the same again."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take the state of the CPU's generator and of `device`'s."""
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+class Autocast:
+    """The autocast state of a thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take the state for the CPU and for `device`."""
+        self._states = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(("cpu", device.type))
+        ]
+        self._cache = torch.is_autocast_cache_enabled()
+
+    def restore(self) -> None:
+        """Set the thread's state to this one."""
+        for kind, is_enabled, dtype in self._states:
+            torch.set_autocast_enabled(kind, is_enabled)
+            torch.set_autocast_dtype(kind, dtype)
+
+    def again(self) -> ExitStack:
+        """Return a context with this state; casts that it keeps are dropped when it is left."""
+        stack = ExitStack()
+        for kind, is_enabled, dtype in self._states:
+            stack.enter_context(
+                torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._cache)
+            )
+        return stack
