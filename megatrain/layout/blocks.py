@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.moments import num_scales
+
 ALIGNMENT = 64
 """Elements; 128 bytes of bf16, 256 of fp32: whole cache lines and whole vectors for every dtype."""
 
@@ -66,11 +69,27 @@ class BlockLayout:
     """
 
     entries: tuple[Entry, ...]
-    working_bytes: int
-    num_split: int
-    """State elements of bf16 parameters, padding included: they have a remainder."""
-    num_state: int
-    """State elements in all, padding included."""
+    sizes: BlockBytes
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of the working weights, padding included."""
+        return self.sizes.working_bytes
+
+    @property
+    def num_split(self) -> int:
+        """State elements of bf16 parameters, padding included: they have a remainder."""
+        return self.sizes.num_split
+
+    @property
+    def num_state(self) -> int:
+        """State elements in all, padding included."""
+        return self.sizes.num_state
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the complete gradient: each parameter's in its working dtype."""
+        return self.sizes.gradient_bytes
 
     @property
     def trained(self) -> tuple[Entry, ...]:
@@ -83,9 +102,14 @@ class BlockLayout:
         return sum(entry.numel for entry in self.entries)
 
     @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradient plane: each gradient in its parameter's working dtype."""
-        return 2 * self.num_split + 4 * (self.num_state - self.num_split)
+    def scale_ranges(self) -> dict[str, tuple[int, int]]:
+        """Where the scales of each trained parameter are in a block's scale planes: [start, stop)."""
+        ranges, start = {}, 0
+        for entry in self.trained:
+            stop = start + num_scales(entry.numel)
+            ranges[entry.name] = start, stop
+            start = stop
+        return ranges
 
     @property
     def padding(self) -> tuple[tuple[int, int], ...]:
@@ -107,7 +131,7 @@ def lay_out(parameters: Iterable[ParameterSpec]) -> BlockLayout:
     """
     specs = list(parameters)
     entries: list[Entry] = []
-    byte = state = split = 0
+    byte = state = split = scales = 0
     for dtype in (torch.bfloat16, torch.float32):
         for is_trained in (True, False):
             for spec in specs:
@@ -126,6 +150,8 @@ def lay_out(parameters: Iterable[ParameterSpec]) -> BlockLayout:
                 size = aligned(math.prod(spec.shape))
                 byte += size * dtype.itemsize
                 state += size if is_trained else 0
+                scales += num_scales(size) if is_trained else 0
         split = state if dtype == torch.bfloat16 else split
     assert len(entries) == len(specs), "a working dtype is bf16 or fp32"
-    return BlockLayout(entries=tuple(entries), working_bytes=byte, num_split=split, num_state=state)
+    sizes = BlockBytes(working_bytes=byte, num_split=split, num_state=state, num_scales=scales)
+    return BlockLayout(entries=tuple(entries), sizes=sizes)

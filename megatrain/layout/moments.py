@@ -17,7 +17,6 @@ from enum import Enum
 import torch
 
 from megatrain.config.types import read_member
-from megatrain.layout.blocks import BlockLayout, aligned
 
 SCALE_NUMEL = 256
 """Elements that share a scale: 4 units of the layout's alignment, 1.6 % more bytes than none would take."""
@@ -55,42 +54,19 @@ MOMENT_PLANES = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
 
 def num_scales(numel: int) -> int:
     """Return how many scales a moment of a parameter of `numel` elements has."""
-    return -(-aligned(numel) // SCALE_NUMEL)
+    return -(-numel // SCALE_NUMEL)
 
 
-def scale_ranges(layout: BlockLayout) -> dict[str, tuple[int, int]]:
-    """Return where the scales of each trained parameter are in a block's scale planes: [start, stop)."""
-    ranges, start = {}, 0
-    for entry in layout.trained:
-        stop = start + num_scales(entry.numel)
-        ranges[entry.name] = start, stop
-        start = stop
-    return ranges
-
-
-def moment_planes(layout: BlockLayout, moments: MomentFormat) -> dict[str, tuple[int, torch.dtype]]:
-    """Return the elements and the type of each plane of a block's moments."""
-    return _planes(layout.num_state, sum(num_scales(entry.numel) for entry in layout.trained), moments)
-
-
-def moment_bytes(layout: BlockLayout, moments: MomentFormat) -> int:
-    """Return the bytes of a block's moments."""
-    return sum(numel * dtype.itemsize for numel, dtype in moment_planes(layout, moments).values())
-
-
-def moment_plane_bytes(num_state: int, scales: int, moments: MomentFormat) -> dict[str, int]:
-    """Return the bytes of each plane, for blocks of which only the sums are known.
+def moment_planes(
+    num_state: int, num_scales: int, moments: MomentFormat
+) -> dict[str, tuple[int, torch.dtype]]:
+    """Return the elements and the type of each plane of the moments.
 
     Args:
-        num_state: State elements in all.
-        scales: What one moment of theirs has in `int8`.
+        num_state: State elements of a block, or of several.
+        num_scales: Of one moment of theirs in `int8`.
         moments: The format.
     """
-    planes = _planes(num_state, scales, moments)
-    return {name: numel * dtype.itemsize for name, (numel, dtype) in planes.items()}
-
-
-def _planes(num_state: int, scales: int, moments: MomentFormat) -> dict[str, tuple[int, torch.dtype]]:
     dtype = {
         MomentFormat.FP32: torch.float32,
         MomentFormat.BF16: torch.bfloat16,
@@ -98,5 +74,6 @@ def _planes(num_state: int, scales: int, moments: MomentFormat) -> dict[str, tup
     }[moments]
     planes = {"exp_avg": (num_state, dtype), "exp_avg_sq": (num_state, dtype)}
     if moments is MomentFormat.INT8:
-        planes |= {"exp_avg_scale": (scales, torch.float32), "exp_avg_sq_scale": (scales, torch.float32)}
+        scales = num_scales, torch.float32
+        planes |= {"exp_avg_scale": scales, "exp_avg_sq_scale": scales}
     return planes

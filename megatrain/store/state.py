@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatrain.config.types import read_member
 from megatrain.layout.blocks import BlockLayout, Entry
-from megatrain.layout.moments import MOMENT_PLANES, MomentFormat, moment_planes, scale_ranges
+from megatrain.layout.moments import MOMENT_PLANES, MomentFormat, moment_planes
 from megatrain.store.arena import Arena
 from megatrain.store.master import join_master, split_master_into
 
@@ -80,7 +80,7 @@ class BlockState:
 
         In the parameter's shape; scales are flat.
         """
-        views, scales = {}, scale_ranges(self.layout)
+        views, scales = {}, self.layout.scale_ranges
         for plane in ("remainder", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
             tensor: Tensor | None = getattr(self, plane)
             if tensor is None:
@@ -181,7 +181,9 @@ class HostState:
             if self._arenas.pop(name, None) is not None:
                 for block in self.blocks:
                     setattr(block, name, None)
-        planes = [moment_planes(layout, moments) for layout in self.layouts]
+        planes = [
+            moment_planes(layout.num_state, layout.sizes.num_scales, moments) for layout in self.layouts
+        ]
         for name in planes[0]:
             self._attach(name, [plane[name][0] for plane in planes], planes[0][name][1])
 
@@ -304,7 +306,7 @@ def planned_host_bytes(
         "remainder": 2 * sum(layout.num_split for layout in layouts),
     }
     for layout in layouts:
-        for name, (numel, dtype) in moment_planes(layout, moments).items():
+        for name, (numel, dtype) in moment_planes(layout.num_state, layout.sizes.num_scales, moments).items():
             planes[name] = planes.get(name, 0) + numel * dtype.itemsize
     if keeps_gradients:
         planes["gradient"] = sum(layout.gradient_bytes for layout in layouts)

@@ -14,6 +14,7 @@ from megatrain.config.choice import BOUNDARIES, Choice
 from megatrain.errors import ConfigError
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import Block, group_layers
+from megatrain.plan.program.operations import BlockSize
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.executor import Executor
@@ -25,7 +26,7 @@ from megatrain.stream.execute.state_on_drives import StateOnDrives
 from megatrain.stream.forward.layer_visit import Activations
 from megatrain.stream.forward.layer_visit import policies as read_activations
 from megatrain.stream.forward.rounds import Rounds
-from megatrain.stream.policies import Policies, block_size
+from megatrain.stream.policies import Policies
 
 if TYPE_CHECKING:
     from megatrain.store.placement import Placement
@@ -245,8 +246,8 @@ class Arrangement:
         blocks, host = binding.blocks, binding.host
         streamed = [b.is_streamed and n not in policies.residents for n, b in enumerate(blocks)]
         sizes = [
-            block_size(
-                layout,
+            BlockSize.of(
+                layout.sizes,
                 is_streamed=streamed[n],
                 on_device=n in policies.residents,
                 moments=policies.moments,

@@ -15,7 +15,7 @@ from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.hardware import GIB, host_memory
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
-from megatrain.layout.moments import MomentFormat, moment_bytes
+from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import Block, find_blocks
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.store.placement import Tiers
@@ -335,7 +335,7 @@ def device_pools(
         "resident weights": sum(layout.working_bytes for layout in stay),
         "resident gradients": sum(4 * layout.num_state for layout in stay),
         "resident optimizer state": sum(
-            2 * layouts[n].num_split + moment_bytes(layouts[n], moments) for n in residents
+            layouts[n].sizes.remainder_bytes + layouts[n].sizes.moment_bytes(moments) for n in residents
         ),
         "gradient buffers": num_gradient_buffers * ring_bytes(layouts, streamed, wide=wide),
         "waiting gradients": waiting_bytes(layouts, streamed) if holds else 0,

@@ -16,7 +16,7 @@ from megatrain.config.types import read_member
 from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.blocks import Entry, aligned
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
-from megatrain.layout.moments import MomentFormat, moment_bytes
+from megatrain.layout.moments import MomentFormat
 from megatrain.optim.adamw import AdamWStep, rounding_key
 from megatrain.optim.clip import global_norm
 from megatrain.plan.program.operations import Operation
@@ -315,7 +315,8 @@ def _check_moments(engine: Engine, moments: MomentFormat) -> None:
         ConfigError: They do.
     """
     planned = engine.policies.moments
-    need, room = (sum(moment_bytes(lay, kind) for lay in engine.host.layouts) for kind in (moments, planned))
+    layouts = engine.host.layouts
+    need, room = (sum(layout.sizes.moment_bytes(kind) for layout in layouts) for kind in (moments, planned))
     if need > room:
         raise ConfigError(
             f"state is {moments.value}, but memory was planned for {planned.value}, which is smaller; call "
@@ -325,10 +326,9 @@ def _check_moments(engine: Engine, moments: MomentFormat) -> None:
 
 def _plan_updates(engine: Engine, moments: MomentFormat) -> None:
     """Let the program know the bytes of an update, where they are not those that `attach` reckoned with."""
-    planned, sizes = engine.policies.moments, engine.executor.sizes
+    sizes = engine.executor.sizes
     for number, layout in enumerate(engine.host.layouts):
-        less = 2 * (moment_bytes(layout, planned) - moment_bytes(layout, moments))
-        sizes[number] = replace(sizes[number], update_bytes=sizes[number].update_bytes - less)
+        sizes[number] = replace(sizes[number], update_bytes=layout.sizes.update_bytes(moments))
 
 
 def _decays(entry: Entry, patterns: tuple[str, ...] | None) -> bool:

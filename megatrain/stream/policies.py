@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.moments import MomentFormat, moment_bytes
-from megatrain.plan.program.operations import BlockSize
+from megatrain.layout.moments import MomentFormat
 from megatrain.stream.forward.layer_visit import Activations
 
 
@@ -62,21 +60,3 @@ class Policies:
             f"gradients wait on the {'device' if self.gradients_on_device else 'host'}; "
             f"compiled: {'yes' if self.compiles else 'no'}; optimizer state: {self.moments.describe()}"
         )
-
-
-def block_size(
-    layout: BlockLayout, *, is_streamed: bool, on_device: bool, moments: MomentFormat = MomentFormat.FP32
-) -> BlockSize:
-    """Say what the schedule must know of a block."""
-    num_split, num_full = layout.num_split, layout.num_state - layout.num_split
-    return BlockSize(
-        is_streamed=is_streamed,
-        is_trained=layout.num_state > 0,
-        fetch_bytes=layout.working_bytes,
-        offload_bytes=layout.gradient_bytes,
-        accumulator_bytes=4 * layout.num_state,
-        # with fp32 moments: read 14 and write 12 bytes of a split master with bf16 gradient, 16 and 12 of an
-        # fp32 one
-        update_bytes=10 * num_split + 12 * num_full + 2 * moment_bytes(layout, moments),
-        updates_on_device=on_device,
-    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatrain.hardware import Drives, HardwareSpec, MemoryNode
+from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.moments import num_scales
 from megatrain.model.profile.anatomy import POLICIES, Anatomy, Cost, Fragment, Layer
 
 _ALIGNED = 64
@@ -137,22 +139,17 @@ def _fragment(kind: str, num_params: int, wide: int, precision: str) -> Fragment
         name="",
         kind=kind,
         num_params=num_params,
-        working_bytes=padded * wide,
-        num_split=padded if precision == "bf16" else 0,
-        num_state=padded,
+        sizes=BlockBytes(
+            working_bytes=padded * wide,
+            num_split=padded if precision == "bf16" else 0,
+            num_state=padded,
+            num_scales=num_scales(padded),
+        ),
     )
 
 
 def _renamed(fragment: Fragment, name: str) -> Fragment:
-    return Fragment(
-        name=name,
-        kind=fragment.kind,
-        num_params=fragment.num_params,
-        working_bytes=fragment.working_bytes,
-        num_split=fragment.num_split,
-        num_state=fragment.num_state,
-        forward=fragment.forward,
-    )
+    return replace(fragment, name=name)
 
 
 def machine(

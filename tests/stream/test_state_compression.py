@@ -13,8 +13,11 @@ from torch import Tensor
 
 import megatrain
 from megatrain.errors import CapacityError, CheckpointError, ConfigError
-from megatrain.layout.moments import num_scales
+from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.moments import MOMENT_PLANES, MomentFormat, num_scales
+from megatrain.model.profile.count import count_anatomy
 from megatrain.optim import pool
+from megatrain.plan.memory.block_sums import BlockSums, list_blocks
 from megatrain.stream.bind import device_pools
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
@@ -156,6 +159,28 @@ def test_updated_bytes_are_counted(state: str) -> None:
     scales = sum(num_scales(entry.numel) for layout in engine.host.layouts for entry in layout.trained)
     expected = (10 + 2 * BYTES[state]) * num_state + (16 * scales if state == "int8" else 0)
     assert reports == [expected, expected]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("state", ["fp32", *STATES])
+def test_bytes_of_an_update_are_those_of_its_planes(state: str, precision: Any) -> None:
+    """Planner and program say what the tensors are that AdamW reads, and writes but for the gradient."""
+    engine, _, _ = train_steps(state, precision=precision)
+    moments = MomentFormat(state)
+    measured = []
+    for block in engine.host.blocks:
+        planes = [getattr(block, name) for name in ("working", "remainder", *MOMENT_PLANES)]
+        changed = [plane for plane in planes if plane is not None]
+        assert len(block.layout.trained) == len(block.layout.entries)
+        assert block.gradient is not None
+        measured.append(2 * sum(tensor.nbytes for tensor in changed) + block.gradient.nbytes)
+    assert [size.update_bytes for size in engine.executor.sizes] == measured
+    config = FAMILIES["llama_tied"]()
+    anatomy = count_anatomy(config, micro_batch_size=2, seq_len=16, precision=precision, device_type="cpu")
+    blocks = list_blocks(anatomy, engine.choice, moments)
+    assert [block.size.update_bytes for block in blocks] == measured
+    selection = BlockSums.of(anatomy, fragments=False).updated_on_host(engine.choice)
+    assert selection.total(BlockBytes.update_bytes, moments) == sum(measured)
 
 
 @pytest.mark.parametrize("state", ["fp32", *STATES])

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megatrain.layout.block_bytes import BlockBytes
+
 POLICIES = ("keep", "offload", "recompute_cheap", "recompute", "drop_boundary")
 """What may stay of a layer between forward and backward, from most bytes to least."""
 
@@ -70,22 +72,10 @@ class Fragment:
     kind: str
     """`attention`, `mlp`, `experts`, `layer` (one that does not come apart), `embedding`, `head`, `other`."""
     num_params: int
-    working_bytes: int
-    """As laid out: padding included."""
-    num_split: int
-    """State elements with a remainder, padding included (`model.layout.BlockLayout`)."""
-    num_state: int
-    """State elements in all, padding included; 0 if nothing of it is trained."""
-    num_scales: int = 0
-    """Of one moment in int8, one for every 256 elements of a parameter or less (`model.moments`)."""
+    sizes: BlockBytes
     largest_run: int = 0
     """State elements that AdamW updates in one go, at most: neighbours that all decay, or all do not."""
     forward: Cost = Cost()
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the complete gradient."""
-        return 2 * self.num_split + 4 * (self.num_state - self.num_split)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

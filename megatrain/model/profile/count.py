@@ -33,7 +33,6 @@ from transformers.utils import import_utils
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.blocks import BlockLayout, aligned
-from megatrain.layout.moments import num_scales
 from megatrain.model.blocks import Block, find_blocks, group_layers
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
@@ -268,10 +267,7 @@ def _fragment(block: Block, layout: BlockLayout, kind: str, forward: Cost) -> Fr
         name=block.name,
         kind=kind,
         num_params=layout.num_parameters,
-        working_bytes=layout.working_bytes,
-        num_split=layout.num_split,
-        num_state=layout.num_state,
-        num_scales=sum(num_scales(entry.numel) for entry in layout.trained),
+        sizes=layout.sizes,
         largest_run=_largest_run(layout),
         forward=forward,
     )

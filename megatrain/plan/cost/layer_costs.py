@@ -77,8 +77,8 @@ class LayerCosts:
     @property
     def step_s(self) -> float:
         """Return the seconds of what the device does once per step: updates of its own state."""
-        state = BlockSums.of(self.anatomy, self.choice.fragments).state_on_device(self.choice)
-        return self.rates.device_update_s(state)
+        blocks = BlockSums.of(self.anatomy, self.choice.fragments).updated_on_device(self.choice)
+        return self.rates.device_update_s(blocks)
 
     def _of(self, number: int) -> tuple[float, float, float, float]:
         return self._known_of(self._kinds[number], self.choice.activations[number])
@@ -108,7 +108,7 @@ class LayerCosts:
     def _sums_s(self, layer: Layer) -> float:
         """Return the seconds in which gradients add up and their squares are summed, per micro-batch."""
         count = self.batch.num_micro_batches
-        params = sum(fragment.num_state for fragment in layer.fragments)
+        params = sum(fragment.sizes.num_state for fragment in layer.fragments)
         # one micro-batch: read on the way out. More: working dtype in, fp32 read and written, rounded
         passes = 2 if count == 1 else 6 + (count - 1) * 10 + 6
         return self.rates.device_pass_s(passes * params) / count

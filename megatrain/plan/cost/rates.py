@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from megatrain.hardware import Drives, HardwareSpec
+from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.moments import MomentFormat
+from megatrain.layout.totals import Selection
 from megatrain.model.profile.anatomy import Cost
 
 UPDATE_BYTES = 26
-"""Host memory that AdamW reads (14) and writes (12) per parameter of a split master: what rates count in."""
-
-_STATE_BYTES = {"fp32": 26, "bf16": 18, "int8": 14}
-"""The same by how moments are kept: 4, 2 or 1 byte each, read and written."""
+"""Host memory that AdamW reads (14) and writes (12) per parameter of a split master with fp32 moments: what
+rates count in."""
 
 DEVICE_UPDATE_BYTES = 650
 """Device memory that an update there reads and writes per parameter, in 55 passes (`optim.device`)."""
 
+_NUM_STATE = attrgetter("num_state")
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A machine with the dtype that it computes in."""
+    """A machine with the dtype that it computes in, and how the optimizer keeps its moments."""
 
     spec: HardwareSpec
     precision: str
-    state: str = "fp32"
-    """How the optimizer keeps its moments."""
+    moments: MomentFormat = MomentFormat.FP32
 
     @property
     def matmul_flops_per_s(self) -> float:
@@ -51,17 +54,15 @@ class Rates:
         """Return the seconds of a copy to the host."""
         return nbytes / (self.spec.d2h_bytes_per_s * (self.spec.both_share if beside else 1.0))
 
-    def update_s(self, num_split: int, num_full: int) -> float:
-        """Return the seconds of AdamW on so many split masters and fp32 masters."""
-        each = _STATE_BYTES[self.state]
-        nbytes = each * num_split + (each + 2) * num_full
+    def update_s(self, nbytes: int) -> float:
+        """Return the seconds of AdamW that reads and writes so many bytes of host memory."""
         return nbytes / (UPDATE_BYTES * self.spec.update_rate)
 
-    def device_update_s(self, num_params: int) -> float:
+    def device_update_s(self, blocks: Selection) -> float:
         """Return the seconds of AdamW on the device; where a CPU computes, it is the host's."""
         if self.spec.is_cpu or self.spec.launches_inline:
-            return self.update_s(num_params, 0)
-        return self.device_pass_s(DEVICE_UPDATE_BYTES * num_params)
+            return self.update_s(blocks.total(BlockBytes.update_bytes, self.moments))
+        return self.device_pass_s(DEVICE_UPDATE_BYTES * blocks.total(_NUM_STATE))
 
     @property
     def drives(self) -> Drives:

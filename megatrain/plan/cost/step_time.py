@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import (
     NUM_ACTIVATION_STAGING,
     NUM_GRADIENT_STAGING,
     NUM_PAGES,
     NUM_STATE_STAGING,
 )
+from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.layer_costs import RECOMPUTED, LayerCosts
 from megatrain.plan.cost.rates import Rates
@@ -50,7 +52,7 @@ class Step:
     @cached_property
     def blocks(self) -> list[Block]:
         """What streams as one: of all layers in forward order, then the outer ones."""
-        return list_blocks(self.anatomy, self.choice)
+        return list_blocks(self.anatomy, self.choice, self.rates.moments)
 
     @cached_property
     def block_sums(self) -> BlockSums:
@@ -114,7 +116,9 @@ def bounds(step: Step) -> dict[str, float]:
     forward, _, _, saved = step.sums
     fetched, offloaded = block_sums.moved_bytes(choice, rounds)
     up, down = rates.fetch_s(fetched + saved), rates.offload_s(offloaded + saved)
-    update_s = rates.update_s(*block_sums.updated_on_host(choice))
+    update_s = rates.update_s(
+        block_sums.updated_on_host(choice).total(BlockBytes.update_bytes, rates.moments)
+    )
     if rates.spec.is_cpu:
         return {"everything in turn": compute + up + down + update_s}
     limits = {"compute": compute, "copies to the device": up, "copies to the host": down}
@@ -136,10 +140,6 @@ def bounds(step: Step) -> dict[str, float]:
         else:
             limits["drives"] = read_s + write_s
     return limits
-
-
-def _update_s(rates: Rates, block: Block) -> float:
-    return rates.update_s(block.num_split, block.num_state - block.num_split)
 
 
 class _Builder:
@@ -289,7 +289,7 @@ class _Builder:
             home = ("staging", staging) if staging >= 0 else ("gradient", number)
         state: Buffer = ("moments", number)
         on_drive = self.step.block_sums.is_state_on_drives(self.choice, number)
-        nbytes = 2 * block.num_split + 8 * block.num_state
+        nbytes = block.sizes.remainder_bytes + block.sizes.moment_bytes(MomentFormat.FP32)
         if self.step.block_sums.is_working_on_drives(self.choice, number):
             nbytes += block.size.fetch_bytes
         if on_drive:
@@ -297,7 +297,7 @@ class _Builder:
             self.tasks.append(Task(Lane.READ, self.rates.read_s(nbytes), (), (state,), "read"))
         self.num_staged += 1
         writes: tuple[Buffer, ...] = (("working", number), state)
-        seconds = _update_s(self.rates, block)
+        seconds = self.rates.update_s(block.size.update_bytes)
         self.tasks.append(Task(Lane.HOST, seconds, (home, *reads, state), writes, "update"))
         if on_drive:
             seconds = self.rates.write_s(nbytes)

@@ -140,7 +140,7 @@ class DevicePeaks:
             return
         for number, is_outer in self._block_sums.sample(self._choice):
             if (is_outer or number < first) is is_resident:
-                yield 2 * self._block_sums.blocks[number].num_split
+                yield 2 * self._block_sums.blocks[number].sizes.num_split
 
     def _scratch_bytes(self) -> Iterator[int]:
         """Yield the scratch of each update on the device."""
@@ -288,7 +288,9 @@ class DevicePeaks:
         arriving = self._arriving(number, place)
         if policy == "offload":
             parts = layer.fragments[:1] if self._choice.fragments else layer.fragments
-            at_end = sum(part.gradient_bytes for part in parts) + self._arriving(number, place, 2) - arriving
+            at_end = (
+                sum(part.sizes.gradient_bytes for part in parts) + self._arriving(number, place, 2) - arriving
+            )
             if place == 0 and not self._leaving(len(self._layers), 0, after=number):
                 # the newest to go to the host comes back first: its copy may not be done, so nothing is freed
                 at_end += saved
@@ -318,9 +320,10 @@ class DevicePeaks:
             return 0
         *parts, whole = layer.collect_bytes[self._policies[number]]
         if not self._choice.fragments:
-            return whole + 2 * sum(fragment.num_split for fragment in layer.fragments)
+            return whole + 2 * sum(fragment.sizes.num_split for fragment in layer.fragments)
         return max(
-            alive + 2 * fragment.num_split for alive, fragment in zip(parts, layer.fragments, strict=True)
+            alive + 2 * fragment.sizes.num_split
+            for alive, fragment in zip(parts, layer.fragments, strict=True)
         )
 
     def _remade(self, number: int) -> int:

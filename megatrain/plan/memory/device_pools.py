@@ -6,9 +6,9 @@ Pools that the engine allocates are exact. What comes and goes is the largest of
 from __future__ import annotations
 
 from megatrain.config.choice import Choice, Pool, StepBatch
-from megatrain.layout.blocks import aligned
+from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING, NUM_GRADIENT_STAGING, padded
-from megatrain.layout.moments import MomentFormat, moment_plane_bytes
+from megatrain.layout.moments import MomentFormat, moment_planes
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.device_peaks import DevicePeaks
@@ -34,15 +34,15 @@ def device_peak_bytes(
         overlaps: The lanes run at the same time, as on a GPU; see `DevicePeaks`.
         has_scratch: Updates on the device take scratch memory; see there.
     """
-    pools = _allocated(anatomy, choice, batch, state)
+    found = _allocated(anatomy, choice, batch, state)
     moments = DevicePeaks(anatomy, choice, batch, overlaps=overlaps, has_scratch=has_scratch)
     largest = max(moments.all(), key=lambda moment: moment.nbytes)
-    pools += [
+    found += [
         Pool(tier="device", name="boundaries", nbytes=largest.boundaries, is_exact=False),
         Pool(tier="device", name="saved activations", nbytes=largest.saved, is_exact=False),
         Pool(tier="device", name=f"working memory ({largest.name})", nbytes=largest.working, is_exact=False),
     ]
-    return [pool for pool in pools if pool.nbytes]
+    return [pool for pool in found if pool.nbytes]
 
 
 def host_planes(
@@ -53,20 +53,20 @@ def host_planes(
     Planes that are on a drive are counted too: `Choice.tier` says where each is.
     """
     block_sums = BlockSums.of(anatomy, choice.fragments)
-    stop = block_sums.num_blocks
-    num_state = block_sums.num_state(0, stop)
+    blocks = block_sums.totals[:]
     planes = {
-        "working": block_sums.fetch_bytes(0, stop),
-        "remainder": 2 * block_sums.num_split(0, stop),
-        **moment_plane_bytes(num_state, block_sums.num_scales(0, stop), state),
+        "working": blocks.total(pools.working_plane),
+        "remainder": blocks.total(pools.remainder_plane),
+        **{name: blocks.total(pools.moment_plane, name, state) for name in moment_planes(0, 0, state)},
     }
     num_rounds = -(-batch.num_micro_batches // choice.lockstep)
     if choice.gradients == "device" or (choice.updates == "immediate" and num_rounds == 1):
-        planes["staging"] = NUM_GRADIENT_STAGING * aligned(block_sums.largest_offloaded_gradient(choice))
+        largest = block_sums.updated_on_host(choice).largest(pools.gradient_staging)
+        planes["staging"] = NUM_GRADIENT_STAGING * largest
     else:
-        planes["gradient"] = block_sums.gradient_bytes(0, stop)
+        planes["gradient"] = blocks.total(pools.gradient_plane)
     if num_rounds > 1 and anatomy.precision == "bf16":
-        planes["accumulator"] = 4 * num_state
+        planes["accumulator"] = blocks.total(pools.accumulator_plane)
     together = min(choice.lockstep, batch.num_micro_batches)
     boundary, offloaded = 0, 0
     if choice.boundaries != "device" or "offload" in choice.activations:
@@ -85,22 +85,14 @@ def host_planes(
 def _allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: MomentFormat) -> list[Pool]:
     """Return what the engine allocates and keeps."""
     block_sums = BlockSums.of(anatomy, choice.fragments)
-    first, outer, stop = block_sums.first_streamed(choice), block_sums.first_outer, block_sums.num_blocks
+    streamed, staying = block_sums.streamed(choice), block_sums.staying(choice)
     wide = batch.num_micro_batches > 1
-    ring = (
-        4 * block_sums.largest("num_state", choice) if wide else block_sums.largest("offload_bytes", choice)
-    )
-    last = stop if choice.outer_resident else outer
-    num_split = block_sums.num_split(0, first) + block_sums.num_split(outer, last)
-    moments = moment_plane_bytes(
-        block_sums.state_on_device(choice), block_sums.scales_on_device(choice), state
-    )
     sizes = {
-        "slots": choice.num_slots * block_sums.largest("fetch_bytes", choice),
-        "resident weights": block_sums.fetch_bytes(0, first) + block_sums.fetch_bytes(outer, stop),
-        "resident gradients": 4 * (block_sums.num_state(0, first) + block_sums.num_state(outer, stop)),
-        "resident optimizer state": 2 * num_split + sum(moments.values()),
-        "gradient buffers": choice.num_gradient_buffers * ring,
-        "waiting gradients": block_sums.gradient_bytes(first, outer) if choice.gradients == "device" else 0,
+        "slots": choice.num_slots * streamed.largest(pools.slot),
+        "resident weights": staying.total(pools.resident_weights),
+        "resident gradients": staying.total(pools.resident_gradient),
+        "resident optimizer state": block_sums.updated_on_device(choice).total(pools.resident_state, state),
+        "gradient buffers": choice.num_gradient_buffers * streamed.largest(pools.gradient_buffer, wide),
+        "waiting gradients": streamed.total(pools.waiting_gradient) if choice.gradients == "device" else 0,
     }
     return [Pool(tier="device", name=name, nbytes=nbytes) for name, nbytes in sizes.items()]

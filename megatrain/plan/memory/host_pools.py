@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatrain.config.choice import Choice, Pool, StepBatch
+from megatrain.layout import pools
 from megatrain.layout.host_buffers import SCRATCH_CHUNK_BYTES, padded, state_bytes
-from megatrain.layout.moments import MomentFormat, moment_plane_bytes
+from megatrain.layout.moments import MomentFormat, moment_planes
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.device_pools import host_planes
@@ -33,8 +34,8 @@ def drive_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> list[Pool
     if not choice.tiers and choice.boundaries != "nvme":
         return []
     block_sums = BlockSums.of(anatomy, choice.fragments)
-    pools = [Pool("nvme", "two copies of the state", 2 * _all_bytes(block_sums))]
-    return pools + ([_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else [])
+    state = Pool("nvme", "two copies of the state", 2 * _all_bytes(block_sums))
+    return [state] + ([_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else [])
 
 
 def _scratch(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> Pool:
@@ -49,7 +50,7 @@ def _all_bytes(block_sums: BlockSums) -> int:
     """Return the bytes of all blocks' state on a drive, counted once."""
     if ("all",) not in block_sums.placed:
         nbytes = sum(
-            state_bytes(block.num_split, block.num_state) + padded(block.size.fetch_bytes)
+            state_bytes(block.sizes.num_split, block.sizes.num_state) + padded(block.size.fetch_bytes)
             for block in block_sums.blocks
         )
         block_sums.placed["all",] = {"image": nbytes}
@@ -74,14 +75,13 @@ def _in_ram(block_sums: BlockSums, choice: Choice) -> dict[str, int]:
 
     State on drives is kept in fp32.
     """
-    blocks = [block_sums.blocks[number] for number in block_sums.by_size]
+    blocks, state = block_sums.totals_by_size, MomentFormat.FP32
     with_state = blocks[: choice.blocks_in_ram]
-    with_weights = blocks[: choice.weights_in_ram] if choice.tier("working") == "nvme" else blocks
-    num_state = sum(block.num_state for block in with_state)
+    with_weights = blocks[: choice.weights_in_ram] if choice.tier("working") == "nvme" else blocks[:]
     return {
-        "working": sum(block.size.fetch_bytes for block in with_weights),
-        "remainder": 2 * sum(block.num_split for block in with_state),
-        **moment_plane_bytes(num_state, 0, MomentFormat.FP32),
+        "working": with_weights.total(pools.working_plane),
+        "remainder": with_state.total(pools.remainder_plane),
+        **{name: with_state.total(pools.moment_plane, name, state) for name in moment_planes(0, 0, state)},
     }
 
 

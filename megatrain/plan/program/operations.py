@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
+from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.moments import MomentFormat
+
 Buffer: TypeAlias = tuple[str, int]
 """A kind and an index: ("slot", 0), ("gradient_buffer", 1), ("working", block), ("gradient", block), ..."""
 
@@ -263,9 +266,29 @@ class BlockSize:
     accumulator_bytes: int
     """Bytes of a gradient that is still adding up."""
     update_bytes: int = 0
-    """Bytes of host memory that an update reads and writes."""
+    """Bytes of memory that an update reads and writes."""
     updates_on_device: bool = False
     """A resident block with all of its state on the device: nothing of it crosses the link."""
+
+    @classmethod
+    def of(cls, sizes: BlockBytes, *, is_streamed: bool, on_device: bool, moments: MomentFormat) -> BlockSize:
+        """Return what a schedule needs to know of a block.
+
+        Args:
+            sizes: Of the block.
+            is_streamed: Its weights are on the device for a visit at a time.
+            on_device: It is updated there.
+            moments: How its moments are kept.
+        """
+        return cls(
+            is_streamed=is_streamed,
+            is_trained=sizes.num_state > 0,
+            fetch_bytes=sizes.working_bytes,
+            offload_bytes=sizes.gradient_bytes,
+            accumulator_bytes=sizes.accumulator_bytes,
+            update_bytes=sizes.update_bytes(moments),
+            updates_on_device=on_device,
+        )
 
 
 @dataclass(frozen=True, slots=True)

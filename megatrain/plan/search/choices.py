@@ -111,7 +111,7 @@ def least_held(request: Request, tier: str) -> int | None:
 
     def leaving(choice: Choice) -> int:
         parts = [f for layer in request.anatomy.layers for f in layer.fragments]
-        sizes = [f.gradient_bytes + 2 * f.num_split * wide for f in parts]
+        sizes = [f.sizes.gradient_bytes + 2 * f.sizes.num_split * wide for f in parts]
         if choice.fragments:
             return max(sizes)
         numbers = iter(sizes)

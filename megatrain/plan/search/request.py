@@ -70,7 +70,7 @@ class Request:
     @property
     def rates(self) -> Rates:
         """Return the machine in the dtype and with the moments of the run."""
-        return Rates(self.spec, self.anatomy.precision, self.state)
+        return Rates(self.spec, self.anatomy.precision, self.moments)
 
 
 def pools_of(request: Request, choice: Choice) -> list[Pool]:

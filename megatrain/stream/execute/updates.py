@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.moments import MOMENT_PLANES, scale_ranges
+from megatrain.layout.moments import MOMENT_PLANES
 from megatrain.optim.adamw import AdamWStep, Planes, update_many
 from megatrain.optim.clip import clip_coefficient
 from megatrain.optim.device import update_on_device
@@ -152,7 +152,7 @@ def _view(
     assert exp_avg_sq is not None
     entries = {entry.state_offset: entry for entry in layout.trained}
     scales = {name: plane for name, plane in planes.items() if name.endswith("_scale") and plane is not None}
-    places = scale_ranges(layout) if scales else {}
+    places = layout.scale_ranges if scales else {}
     views = []
     for hyper, start, stop in ranges:
         first = entries[start]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.layout.block_bytes import BlockBytes
 from megatrain.model.profile.anatomy import POLICIES
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.step_time import Step
@@ -65,8 +66,8 @@ def test_updates_are_of_every_parameter_that_the_host_keeps() -> None:
         step = Step(RATES, ANATOMY, choice, batch)
         tasks, _ = step.tasks()
         seconds = sum(task.seconds for task in tasks if task.lane is Lane.HOST)
-        split, full = step.block_sums.updated_on_host(choice)
-        assert seconds == pytest.approx(RATES.update_s(split, full))
+        nbytes = step.block_sums.updated_on_host(choice).total(BlockBytes.update_bytes, RATES.moments)
+        assert seconds == pytest.approx(RATES.update_s(nbytes))
 
 
 def random_choice(chance: random.Random, count: int) -> Choice:

@@ -1,0 +1,55 @@
+"""The bytes of a block's planes, buffers and updates, from four numbers; those of several blocks add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain.layout.moments import MomentFormat, moment_planes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockBytes:
+    """How large a block is. The planner counts it, the engine lays it out, and all bytes follow from it."""
+
+    working_bytes: int = 0
+    """Of the working weights, padding included."""
+    num_split: int = 0
+    """State elements of bf16 parameters, padding included: they have a remainder."""
+    num_state: int = 0
+    """State elements in all, padding included; 0 if nothing of the block is trained."""
+    num_scales: int = 0
+    """Of one moment in int8: one for every 256 elements of a parameter, or less."""
+
+    def __add__(self, other: BlockBytes) -> BlockBytes:
+        """Return the sizes of a block that has the parameters of both."""
+        return BlockBytes(
+            working_bytes=self.working_bytes + other.working_bytes,
+            num_split=self.num_split + other.num_split,
+            num_state=self.num_state + other.num_state,
+            num_scales=self.num_scales + other.num_scales,
+        )
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the complete gradient: each parameter's in its working dtype."""
+        return 2 * self.num_split + 4 * (self.num_state - self.num_split)
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """Bytes of a gradient that is still adding up, in fp32."""
+        return 4 * self.num_state
+
+    @property
+    def remainder_bytes(self) -> int:
+        """Bytes of the remainder."""
+        return 2 * self.num_split
+
+    def moment_bytes(self, moments: MomentFormat) -> int:
+        """Return the bytes of AdamW's two moments, with their scales."""
+        planes = moment_planes(self.num_state, self.num_scales, moments)
+        return sum(numel * dtype.itemsize for numel, dtype in planes.values())
+
+    def update_bytes(self, moments: MomentFormat) -> int:
+        """Return the bytes of memory that AdamW reads and writes: masters, moments, and the gradient once."""
+        masters = 4 * self.num_state  # as working weights and remainders, or in fp32
+        return 2 * (masters + self.moment_bytes(moments)) + self.gradient_bytes
