@@ -1,0 +1,169 @@
+"""One side of `same_bits.py`: runs what stdin says with the megatrain on its path, and prints digests.
+
+It imports nothing of this repository's but megatrain, and of that what the public names and the format of
+checkpoints give, so that one worker serves checkouts whose insides differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import struct
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+
+def main() -> None:
+    """Make the runs of stdin, a JSON line each."""
+    import megatrain
+
+    checkout = Path(sys.argv[1]).resolve()
+    if checkout not in Path(megatrain.__file__).resolve().parents:
+        sys.exit(f"megatrain is {megatrain.__file__}, and not that of {checkout}")
+    torch.set_num_threads(1)
+    for name, asked in json.load(sys.stdin).items():
+        try:
+            with tempfile.TemporaryDirectory() as directory:
+                report = run(asked, Path(directory))
+        except Exception as error:
+            report = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"name": name, **report}), flush=True)
+
+
+def run(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Train as asked; returns the digests of all that came out."""
+    model = make_model(asked["config"])
+    engine = attach(model, asked, directory)
+    found = {key: getattr(engine.choice, key) for key in field_names(type(engine.choice))}
+    optimizer = engine.adamw(**supported(engine.adamw, asked["adamw"]))
+    values: dict[str, str] = {}
+    for step in range(asked["steps"]):
+        number = asked["attach"]["num_micro_batches"]
+        batches = make_batches(number, asked["rows"], asked["tokens"], seed=step)
+        loss = engine.forward_backward(batches, seeds=[100 * step + n for n in range(number)])
+        values[f"loss of step {step}"] = digest(loss)
+        values[f"gradient norm of step {step}"] = struct.pack("<d", optimizer.step().grad_norm).hex()
+    values |= {f"master {name}": digest(value) for name, value in engine.named_masters()}
+    values |= state_digests(engine, directory / "state")
+    engine.detach()
+    values |= {f"weight {name}": digest(value) for name, value in model.named_parameters()}
+    return {"values": values, "asked_but_not_so": list(not_as_asked(asked, found))}
+
+
+def make_model(config: dict[str, Any]) -> PreTrainedModel:
+    """Make a random model in training mode, its norms and biases moved off their defaults."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.02 * torch.randn(parameter.shape))
+    return model.train()
+
+
+def make_batches(number: int, rows: int, tokens: int, *, seed: int) -> list[dict[str, Tensor]]:
+    """Make random micro-batches whose rows end in padding of different lengths."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    batches = []
+    for _ in range(number):
+        ids = torch.randint(3, 128, (rows, tokens), generator=generator)
+        mask = torch.ones_like(ids)
+        for row in range(rows):
+            mask[row, tokens - 3 - 2 * row :] = 0
+        ids = ids * mask
+        batches.append({"input_ids": ids, "labels": ids.where(mask == 1, -100), "attention_mask": mask})
+    return batches
+
+
+def attach(model: PreTrainedModel, asked: dict[str, Any], directory: Path) -> Any:
+    """Attach with every setting given, wherever this checkout takes it.
+
+    Raises:
+        LookupError: The checkout has a setting that is not spelled out, or lacks one.
+    """
+    import megatrain
+
+    choice_class, tiers_class = classes()
+    settings = settings_of(asked)
+    in_choice = field_names(choice_class)
+    if unknown := in_choice - settings.keys():
+        raise LookupError(f"Choice has {', '.join(sorted(unknown))}; spell it out in same_bits_runs.py")
+    accepted = inspect.signature(megatrain.attach).parameters
+    keywords = {name: value for name, value in settings.items() if name not in in_choice}
+    if lacking := keywords.keys() - accepted.keys():
+        raise LookupError(f"neither Choice nor attach has {', '.join(sorted(lacking))}")
+    choice = choice_class(**{name: settings[name] for name in in_choice})
+    tiers = None
+    if asked["drives"]:
+        drives = tuple(directory / f"drive{number}" for number in range(asked["drives"]))
+        keeps = asked["choice"]["updates"] != "immediate"
+        tiers = tiers_class(nvme=drives, ram=asked["ram"], keeps_gradients=keeps)
+    return megatrain.attach(model, choice=choice, tiers=tiers, **keywords)
+
+
+def settings_of(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return all settings but the optimizer's, with the types that they have in a `Choice`."""
+    settings = {**asked["attach"], **asked["choice"]}
+    settings["activations"] = tuple(settings["activations"])
+    settings["tiers"] = frozenset(tuple(pair) for pair in settings["tiers"])
+    return settings
+
+
+def classes() -> tuple[type, type]:
+    """Return this checkout's `Choice` and `Tiers`."""
+    from megatrain.store.placement import Tiers
+
+    homes = ("megatrain.config.choice", "megatrain.plan.choice")  # now, and before that folder held it
+    home = next(home for home in homes if importlib.util.find_spec(home) is not None)
+    return importlib.import_module(home).Choice, Tiers
+
+
+def field_names(of: type) -> set[str]:
+    """Return the names of a dataclass's fields."""
+    return {field.name for field in fields(of)}
+
+
+def supported(function: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords that a function takes: a schedule that it lacks is in the choice."""
+    accepted = inspect.signature(function).parameters
+    return {name: value for name, value in keywords.items() if name in accepted}
+
+
+def not_as_asked(asked: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
+    """Yield where the engine's choice is not the one that was asked for."""
+    for name, wanted in settings_of(asked).items():
+        if found.get(name, wanted) != wanted:
+            yield f"{name} is {found[name]!r}, not {wanted!r}"
+
+
+def state_digests(engine: Any, directory: Path) -> Iterator[tuple[str, str]]:
+    """Yield (name, digest) of remainders, moments and scales, read from the files of a checkpoint."""
+    from safetensors.torch import load_file
+
+    from megatrain.train.state import write_state
+
+    directory.mkdir()
+    write_state(engine, directory)
+    for file in sorted(directory.rglob("*.safetensors")):
+        yield from ((name, digest(tensor)) for name, tensor in load_file(file).items())
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor's type, shape and bytes."""
+    plain = tensor.detach().contiguous()
+    about = f"{plain.dtype} {tuple(plain.shape)} ".encode()
+    return hashlib.sha256(about + plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    main()
