@@ -21,7 +21,7 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
 
-from megatrain.config.choice import Plan, StepBatch
+from megatrain.config.choice import Choice, Plan, StepBatch
 from megatrain.hardware import HardwareSpec, load_machine
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
@@ -198,7 +198,7 @@ def plan(claim: Claim, configs: Path) -> tuple[Plan, Anatomy]:
             batch=StepBatch(micro_batch_size=1, seq_len=claim.seq_len, num_micro_batches=count),
             clips=claim.clips,
             compiles=True,
-            fixed=None if claim.clips else {"updates": "immediate"},
+            choice=Choice() if claim.clips else Choice(updates="immediate"),
         )
         made.append(make_plan(request))
     return max(

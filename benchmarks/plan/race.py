@@ -77,7 +77,7 @@ def fixed_strategies(request: Request) -> dict[str, Choice]:
 
     def choice(policy: str, **changes: object) -> Choice:
         fields = {"num_slots": 2, "num_gradient_buffers": 2, "lockstep": count, **changes}
-        return Choice(activations=(policy,) * num_layers, **fields)  # type: ignore[arg-type]
+        return Choice(activations=(policy,) * num_layers, **fields).with_defaults(num_layers)  # type: ignore[arg-type]
 
     named = {
         "recompute all, layer by layer": choice("recompute"),

@@ -1,48 +1,272 @@
-"""What can be chosen about where a step's bytes are and when they move: no choice changes the result."""
+"""What can be chosen about where a step's bytes are and when they move: no choice changes the result.
+
+A field of a `Choice` that is `AUTO` is open: the planner decides it. An engine runs a resolved choice, in
+which nothing is open. Loads neither pydantic nor torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from typing import Any, TypeVar
+
+from megatrain.errors import ConfigError
+
+AUTO: Any = "auto"
+"""Of a field: the planner decides it."""
 
 BOUNDARIES = ("device", "host", "nvme")
 """Where the inputs of recomputed layers can wait for their backward."""
 
+GRADIENTS = ("host", "device")
+"""Where complete gradients can wait for the norm."""
+
 _DEVICE_POOLS = ("slots", "gradient buffers", "waiting gradients", "resident")
 """How the names of pools begin that the device allocates; on a CPU they are in RAM, as state is."""
+
+_Member = TypeVar("_Member", bound=Enum)
+
+
+class Activations(str, Enum):
+    """What stays of a layer between its forward and its backward, from most bytes to least; one result."""
+
+    KEEP = "keep"
+    """Everything that autograd saves, on the device."""
+    OFFLOAD = "offload"
+    """Everything that autograd saves, on the host."""
+    RECOMPUTE_CHEAP = "recompute_cheap"
+    """The layer's inputs, and the results of matrix products and attention; the rest is computed again."""
+    RECOMPUTE = "recompute"
+    """The layer's inputs (its boundary)."""
+    DROP_BOUNDARY = "drop_boundary"
+    """Nothing: the boundary is made again by the layers before it."""
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the layer's forward runs again in the backward."""
+        return self not in (Activations.KEEP, Activations.OFFLOAD)
+
+
+class Updates(str, Enum):
+    """When blocks are updated; the numbers are the same."""
+
+    DEFERRED = "deferred"
+    IMMEDIATE = "immediate"
+    SERIAL = "serial"
+
+
+POLICIES = tuple(policy.value for policy in Activations)
+"""Names of `Activations`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One way to run a step: the settings of `memory` and `optim.updates`, with no `auto` left."""
+    """One way to run a step, as far as it is decided; types are those of decided fields."""
 
-    num_slots: int
-    num_gradient_buffers: int
-    activations: tuple[str, ...]
-    """One policy per decoder layer."""
-    boundaries: str = "device"
-    """`device`, `host` or `nvme`. With `nvme`, what `offload` saves goes to the drives too."""
-    fragments: bool = False
-    resident_layers: int = 0
-    """First layers that stay on the device with all their state."""
-    outer_resident: bool = False
+    num_slots: int = AUTO
+    """Device buffers of streamed blocks: 2, or one more than a layer has fragments, overlap copies and
+    compute; 1 saves memory."""
+    num_gradient_buffers: int = AUTO
+    """Device buffers in which gradients of streamed blocks add up."""
+    activations: tuple[str, ...] = AUTO
+    """One name of `Activations` per decoder layer; while open also one for all layers, as a plain string."""
+    boundaries: str = AUTO
+    """Where the inputs of recomputed layers wait. With `nvme`, what `offload` saves is on drives too."""
+    fragments: bool = AUTO
+    """Stream each layer in parts (attention; mlp or experts), in slots as large as a part."""
+    resident_layers: int = AUTO
+    """First layers that stay on the device with all their state, and are updated there."""
+    outer_resident: bool = AUTO
     """Whether embedding, head and the like keep their optimizer state on the device too."""
-    lockstep: int = 1
-    """Micro-batches of a round."""
-    updates: str = "deferred"
-    gradients: str = "host"
-    """Where complete gradients wait for the norm: `host` or `device`."""
-    tiers: frozenset[tuple[str, str]] = frozenset()
+    lockstep: int = AUTO
+    """Micro-batches that pass each layer together, which is fetched twice for all of them: a round."""
+    updates: str = AUTO
+    """When the optimizer runs: a name of `Updates`."""
+    gradients: str = AUTO
+    """Where complete gradients of streamed layers wait for the norm."""
+    tiers: frozenset[tuple[str, str]] = AUTO
     """Pairs of a plane and `ram` or `nvme`; a plane that is not named is in RAM."""
-    blocks_in_ram: int = 0
+    blocks_in_ram: int = AUTO
     """With planes on drives: blocks, the largest first, whose state is in RAM all the same."""
-    weights_in_ram: int = 0
+    weights_in_ram: int = AUTO
     """With `working` on drives: blocks, the largest first, whose weights are in RAM all the same."""
-    head_chunk_tokens: int | None = None
+    head_chunk_tokens: int | None = AUTO
+    """Tokens that pass head and loss at a time. None: by the size of the vocabulary, and small batches whole,
+    which is bitwise the model's own loss."""
 
     def tier(self, plane: str) -> str:
         """Return where a plane is: `ram` or `nvme`."""
         return dict(self.tiers).get(plane, "ram")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Return the fields that are decided, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value != AUTO}
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether nothing is open."""
+        return len(self.given) == len(fields(self)) and not isinstance(self.activations, str)
+
+    def require_resolved(self, what: str) -> None:
+        """Refuse a choice that is not resolved; `what` begins the sentence.
+
+        Raises:
+            ConfigError: Fields are open.
+        """
+        if not self.is_resolved:
+            given = self.given
+            names = [field.name for field in fields(self) if field.name not in given] or ["activations"]
+            raise ConfigError(
+                f"{what} needs a choice in which nothing is open, but {', '.join(names)} "
+                f"{'is' if len(names) == 1 else 'are'} not decided; change one that is, such as engine.choice"
+            )
+
+    def for_layers(self, num_layers: int) -> Choice:
+        """Return the same for a model of so many layers: one policy for all becomes one per layer.
+
+        Raises:
+            ConfigError: Not one policy per layer, or more resident layers than there are.
+        """
+        activations = self.activations
+        if isinstance(activations, str) and activations != AUTO:
+            activations = (activations,) * num_layers
+        if activations != AUTO and len(activations) != num_layers:
+            raise ConfigError(
+                f"activations names {len(activations)} policies for {num_layers} layers; give one, or "
+                "one per layer"
+            )
+        if self.resident_layers != AUTO and self.resident_layers > num_layers:
+            raise ConfigError(
+                f"resident_layers (memory.resident_blocks) is {self.resident_layers}, but the model has "
+                f"{num_layers} layers; use at most that"
+            )
+        return replace(self, activations=activations)
+
+    def with_defaults(self, num_layers: int, num_parts: int = 1) -> Choice:
+        """Return a resolved choice: what is open becomes the plainest that there is.
+
+        Two slots, all layers recomputed, nothing resident, one micro-batch at a time, nothing on drives.
+
+        Args:
+            num_layers: Of the model.
+            num_parts: Most fragments that a layer has, if layers are streamed in fragments.
+        """
+        given = self.for_layers(num_layers).given
+        parts = num_parts if given.get("fragments") else 1
+        buffers = parts + 1 if given.get("lockstep", 1) > 1 else 1
+        plain: dict[str, Any] = {
+            "num_slots": parts + 1,
+            "num_gradient_buffers": buffers,
+            "activations": (Activations.RECOMPUTE.value,) * num_layers,
+            "boundaries": "device",
+            "fragments": False,
+            "resident_layers": 0,
+            "outer_resident": False,
+            "lockstep": 1,
+            "updates": Updates.DEFERRED.value,
+            "gradients": "host",
+            "tiers": frozenset(),
+            "blocks_in_ram": 0,
+            "weights_in_ram": 0,
+            "head_chunk_tokens": None,
+        }
+        return Choice(**plain | given)
+
+
+def read_choice(choice: Choice | None, values: Mapping[str, Any]) -> Choice:
+    """Join a choice with further fields by name, and check every value.
+
+    Raises:
+        ConfigError: An unknown field, one that is given twice, or a value out of range.
+    """
+    choice = Choice() if choice is None else choice
+    names = [field.name for field in fields(Choice)]
+    for name in values:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"a choice has {', '.join(names)}"
+            raise ConfigError(f"unknown setting {name}; {hint}")
+        if name in choice.given:
+            raise ConfigError(f"{name} is given twice, in the choice and by itself; keep one")
+    return checked(replace(choice, **{name: _value(value) for name, value in values.items()}))
+
+
+def checked(choice: Choice) -> Choice:
+    """Return a choice whose decided fields have possible values.
+
+    Raises:
+        ConfigError: One has not.
+    """
+    given = choice.given
+    activations = given.get("activations", ())
+    for name in (activations,) if isinstance(activations, str) else activations:
+        read_member(Activations, name, "activations")
+    for name, least in _LEAST.items():
+        value = given.get(name, least)
+        is_free = value is None and name == "head_chunk_tokens"
+        if not is_free and (type(value) is not int or value < least):
+            raise ConfigError(f"{name} is {value!r}; use {least} or more, or auto")
+    for name, allowed in _ALLOWED.items():
+        if name in given and given[name] not in allowed:
+            values = [repr(value) if isinstance(value, bool) else value for value in allowed]
+            raise ConfigError(f"{name} is {given[name]!r}; use {', '.join(values)} or auto")
+    return choice
+
+
+KEYS: Mapping[str, str] = {
+    "num_slots": "memory.num_slots",
+    "activations": "memory.activations",
+    "boundaries": "memory.boundaries",
+    "fragments": "memory.fragments",
+    "resident_layers": "memory.resident_blocks",
+    "lockstep": "memory.lockstep",
+    "num_gradient_buffers": "memory.num_gradient_buffers",
+    "gradients": "memory.gradients",
+    "updates": "optim.updates",
+}
+"""Fields of a choice that are settings of a run, by the setting's name."""
+
+_LEAST = {
+    "num_slots": 1,
+    "num_gradient_buffers": 1,
+    "resident_layers": 0,
+    "lockstep": 1,
+    "blocks_in_ram": 0,
+    "weights_in_ram": 0,
+    "head_chunk_tokens": 1,
+}
+_ALLOWED: Mapping[str, Sequence[Any]] = {
+    "boundaries": BOUNDARIES,
+    "fragments": (False, True),
+    "outer_resident": (False, True),
+    "updates": [schedule.value for schedule in Updates],
+    "gradients": GRADIENTS,
+}
+
+
+def _value(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def read_member(kind: type[_Member], name: str, what: str) -> _Member:
+    """Return the member of an enumeration that has a name as its value.
+
+    Args:
+        kind: The enumeration.
+        name: What a user or caller has given.
+        what: The setting, at the beginning of the error.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    values = [member.value for member in kind]
+    if name not in values:
+        raise ConfigError(f"{what} is {name!r}; use {', '.join(values[:-1])} or {values[-1]}")
+    return kind(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from pydantic import (
     ValidationError,
 )
 
+from megatrain.config.choice import AUTO, BOUNDARIES, GRADIENTS, KEYS, POLICIES, Choice, Updates
 from megatrain.config.types import (
     Betas,
     Bytes,
@@ -25,6 +26,7 @@ from megatrain.config.types import (
     Rate,
     Schedule,
     Seed,
+    one_of,
     reads_as,
 )
 
@@ -105,7 +107,7 @@ class OptimConfig(_Section):
     """Shell patterns of the parameter names without weight decay. null = biases and norms; [] = none."""
     max_grad_norm: Rate | None = 1.0
     """Clip the gradient's global norm to this. null = off."""
-    updates: Literal["auto", "deferred", "immediate", "serial"] = "deferred"
+    updates: Annotated[str, one_of("auto", *(schedule.value for schedule in Updates))] = "deferred"
     """When AdamW runs: behind the next step's forward (`deferred`), as soon as each gradient is complete
     (`immediate`; no clipping, and no skipping of a step that is not finite), or before the step ends
     (`serial`). The numbers are the same. `auto` = `deferred`, or `immediate` where it is faster and nothing
@@ -151,11 +153,11 @@ class MemoryConfig(_Section):
 
     num_slots: Count | None = None
     """Device buffers of one block each. null = as planned: 2 or more overlap copies with compute."""
-    activations: Literal["auto", "keep", "offload", "recompute_cheap", "recompute", "drop_boundary"] = "auto"
+    activations: Annotated[str, one_of("auto", *POLICIES)] = "auto"
     """What stays of a layer until its backward: all (`keep`), all on the host (`offload`), products and
     attention (`recompute_cheap`), its input (`recompute`), nothing (`drop_boundary`). `auto` = for each
     layer what is fastest."""
-    boundaries: Literal["auto", "device", "host", "nvme"] = "auto"
+    boundaries: Annotated[str, one_of("auto", *BOUNDARIES)] = "auto"
     """Where the inputs of recomputed layers wait for the backward. `nvme` = on the drives of
     `memory.tiers`, where then also goes what `activations: offload` saves."""
     fragments: bool | Literal["auto"] = "auto"
@@ -164,7 +166,7 @@ class MemoryConfig(_Section):
     """First layers that stay on the device with all their state. `auto` = as planned; none on a CPU."""
     lockstep: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Micro-batches that pass each layer together, so that it is copied once for all. `auto` = as planned."""
-    gradients: Literal["host", "device", "auto"] = "auto"
+    gradients: Annotated[str, one_of(*GRADIENTS, "auto")] = "auto"
     """Where complete gradients wait for the norm. `device` = in spare device memory, which saves the host 2
     bytes per parameter; `auto` = as planned."""
     num_gradient_buffers: Count | None = None
@@ -240,6 +242,15 @@ class Config(_Section):
     """Run directory: `config.yaml env.json metrics.jsonl checkpoints/ hf/`."""
 
     @property
+    def choice(self) -> Choice:
+        """What `memory` and `optim` decide; all else is open, for the planner."""
+        values = {field: getattr(getattr(self, section), name) for field, (section, name) in _FIELDS.items()}
+        return Choice(
+            **{field: AUTO if value is None else value for field, value in values.items()},
+            head_chunk_tokens=self.memory.head_chunk_tokens or AUTO,
+        )
+
+    @property
     def data_seed(self) -> int:
         """Seed of the order of the data."""
         return self.train.seed if self.data.seed is None else self.data.seed
@@ -254,6 +265,9 @@ class Config(_Section):
         """Tokens in one optimizer step."""
         return self.sequences_per_step * self.data.seq_len
 
+
+_FIELDS = {field: key.split(".") for field, key in KEYS.items()}
+"""Section and name of the settings that are fields of a choice."""
 
 # Names that users of the Hugging Face Trainer and TRL know: read at top level only, with their meaning there.
 ALIASES: Mapping[str, str] = {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from enum import Enum
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
@@ -17,7 +16,6 @@ _BYTES_PER_UNIT = {
     **{prefix + "B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
     **{prefix + "iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
-_Member = TypeVar("_Member", bound=Enum)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*")
 
 
@@ -44,23 +42,6 @@ def parse_bytes(value: object, what: str) -> int:
     return size
 
 
-def read_member(kind: type[_Member], name: str, what: str) -> _Member:
-    """Return the member of an enumeration that has a name as its value.
-
-    Args:
-        kind: The enumeration.
-        name: What a user or caller has given.
-        what: The setting, at the beginning of the error.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    values = [member.value for member in kind]
-    if name not in values:
-        raise ConfigError(f"{what} is {name!r}; use {', '.join(values[:-1])} or {values[-1]}")
-    return kind(name)
-
-
 def _one_or_more(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
@@ -72,6 +53,11 @@ def _list(value: object) -> object:
 def reads_as(kind: str) -> WithJsonSchema:
     """Give a type the words that help, documentation and errors use for it."""
     return WithJsonSchema({"kind": kind})
+
+
+def one_of(*names: str) -> Any:
+    """Make text one of a few names, in the words for it too."""
+    return Field(pattern=f"^({'|'.join(names)})$", json_schema_extra={"kind": " | ".join(names)})
 
 
 Name = Annotated[str, Field(min_length=1)]

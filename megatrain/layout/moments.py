@@ -16,7 +16,7 @@ from enum import Enum
 
 import torch
 
-from megatrain.config.types import read_member
+from megatrain.config.choice import read_member
 
 SCALE_NUMEL = 256
 """Elements that share a scale: 4 units of the layout's alignment, 1.6 % more bytes than none would take."""

@@ -21,7 +21,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megatrain.config.types import read_member
+from megatrain.config.choice import read_member
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.layout.moments import MOMENT_PLANES, MomentFormat, moment_planes
 from megatrain.store.arena import Arena

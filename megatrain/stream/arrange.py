@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatrain.config.choice import BOUNDARIES, Choice
+from megatrain.config.choice import Activations, Choice, checked
 from megatrain.errors import ConfigError
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import Block, group_layers
@@ -23,8 +23,6 @@ from megatrain.stream.execute.issuer import Counts
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
-from megatrain.stream.forward.layer_visit import Activations
-from megatrain.stream.forward.layer_visit import policies as read_activations
 from megatrain.stream.forward.rounds import Rounds
 from megatrain.stream.policies import Policies
 
@@ -64,18 +62,15 @@ def policies_of(
         ConfigError: The choice does not fit the model, or contradicts itself.
     """
     layers = group_layers(blocks)
-    if not 0 <= choice.resident_layers <= len(layers):
-        raise ConfigError(
-            f"resident_blocks is {choice.resident_layers}, but the model has {len(layers)} layers; use at "
-            "most that"
-        )
+    choice.require_resolved("an engine")
+    checked(choice.for_layers(len(layers)))
     residents = [block for layer in layers[: choice.resident_layers] for block in layer]
     residents += outer_of(blocks) if choice.outer_resident else []
     policies = Policies(
         num_slots=choice.num_slots,
         num_gradient_buffers=choice.num_gradient_buffers,
-        activations=tuple(read_activations(choice.activations, len(layers))),
-        boundaries_on_host=_one_of("boundaries", choice.boundaries, BOUNDARIES) != "device",
+        activations=tuple(map(Activations, choice.activations)),
+        boundaries_on_host=choice.boundaries != "device",
         activations_on_drives=choice.boundaries == "nvme",
         residents=frozenset(residents),
         lockstep=choice.lockstep,
@@ -85,8 +80,8 @@ def policies_of(
         host_limit=host_limit,
         moments=moments,
         fragments=choice.fragments,
-        updates=_one_of("updates", choice.updates, ("deferred", "immediate", "serial")),
-        gradients_on_device=_one_of("gradients", choice.gradients, ("host", "device")) == "device",
+        updates=choice.updates,
+        gradients_on_device=choice.gradients == "device",
     )
     check(policies, layers)
     return policies
@@ -147,7 +142,7 @@ def choice_of(policies: Policies, blocks: Sequence[Block]) -> Choice:
         updates=policies.updates,
         gradients="device" if policies.gradients_on_device else "host",
         head_chunk_tokens=policies.head_chunk_tokens,
-    )
+    ).with_defaults(len(layers))
 
 
 def with_tiers(choice: Choice, placement: Placement, num_blocks: int) -> Choice:
@@ -186,9 +181,6 @@ def check(policies: Policies, layers: Sequence[Sequence[int]]) -> None:
     Raises:
         ConfigError: They do.
     """
-    for name in ("num_slots", "num_gradient_buffers", "lockstep"):
-        if getattr(policies, name) < 1:
-            raise ConfigError(f"{name} is {getattr(policies, name)}; use 1 or more")
     most = max(map(len, layers))
     if policies.num_slots < most:
         raise ConfigError(
@@ -301,9 +293,3 @@ def _boundaries(policies: Policies, offloaded: OffloadedActivations) -> list[Bou
         )
         for number, policy in enumerate(policies.activations)
     ]
-
-
-def _one_of(name: str, value: str, allowed: Sequence[str]) -> str:
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; use {' or '.join(allowed)}")
-    return value

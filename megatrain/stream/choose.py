@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from megatrain.config.choice import Choice
+from megatrain.config.choice import Activations, Choice, read_choice
 from megatrain.errors import ConfigError
 from megatrain.hardware import host_memory
 from megatrain.layout.blocks import BlockLayout
@@ -15,7 +15,6 @@ from megatrain.model.blocks import Block
 from megatrain.model.head import LOGITS_BYTES
 from megatrain.stream.bind import device_pools
 from megatrain.stream.execute.waiting_gradients import waiting_bytes
-from megatrain.stream.forward.layer_visit import Activations, policies
 from megatrain.stream.lanes import Lanes
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def choose(
         lockstep=together,
         gradients=gradients,
         head_chunk_tokens=head_chunk_tokens,
-    )
+    ).with_defaults(len(room.layers))
 
 
 def choose_lockstep(room: Room) -> int:
@@ -207,7 +206,8 @@ def choose_activations(
     free host memory is the room.
     """
     if value != "auto":
-        return policies(value, len(room.layers))
+        spread = read_choice(None, {"activations": value}).for_layers(len(room.layers))
+        return [Activations(name) for name in spread.activations]
     num_layers = len(room.layers)
     left = room.left(residents)
     if left is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from megatrain.config.choice import Choice
+from megatrain.config.choice import Choice, Updates, read_member
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.layout.moments import MomentFormat
@@ -320,11 +320,11 @@ class Engine:
                 state for which no memory was planned.
             ModelError: A parameter is trained but was not there, or was frozen, when the engine was attached.
         """
-        from megatrain.stream.optimizer import StreamedAdamW, Updates, check_updates
+        from megatrain.stream.optimizer import StreamedAdamW, check_updates
 
         if self._optimizer is not None:
             raise ConfigError("the engine has an optimizer already; one engine trains with one optimizer")
-        updates = Updates.read(updates or self.updates).value
+        updates = read_member(Updates, updates or self.updates, "updates").value
         check_updates(updates, max_grad_norm)
         policies = replace(self.policies, updates=updates)
         check(policies, group_layers(self._binding.blocks))

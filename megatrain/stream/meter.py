@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from megatrain.config.choice import Activations
 from megatrain.errors import ConfigError
 from megatrain.model.head import targets_of
 from megatrain.model.profile.flops import ModelFlops, count_flops
 from megatrain.plan.program.operations import Lane
-from megatrain.stream.forward.layer_visit import Activations
 from megatrain.stream.lanes import Record, Span, Wait
 from megatrain.stream.report import StepReport, Work
 

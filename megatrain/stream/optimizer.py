@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from fnmatch import fnmatch
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.config.types import read_member
+from megatrain.config.choice import Updates
 from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.blocks import Entry, aligned
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
@@ -27,23 +26,6 @@ from megatrain.stream.execute.updates import BlockUpdate, StepStats
 
 if TYPE_CHECKING:
     from megatrain.stream.engine import Engine
-
-
-class Updates(str, Enum):
-    """When blocks are updated; the numbers are the same."""
-
-    DEFERRED = "deferred"
-    IMMEDIATE = "immediate"
-    SERIAL = "serial"
-
-    @classmethod
-    def read(cls, name: str) -> Updates:
-        """Return the schedule of that name.
-
-        Raises:
-            ConfigError: There is none.
-        """
-        return read_member(cls, name, "updates")
 
 
 class StreamedAdamW(torch.optim.Optimizer):

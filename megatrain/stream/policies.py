@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from megatrain.config.choice import Activations
 from megatrain.layout.moments import MomentFormat
-from megatrain.stream.forward.layer_visit import Activations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -466,9 +466,9 @@ def test_a_block_called_on_its_own_is_refused() -> None:
         ({"precision": "fp16"}, "precision is 'fp16'; use fp32 or bf16"),
         (
             {"activations": "drop"},
-            "activations is 'drop'; use one of keep, offload, recompute_cheap, recompute",
+            "activations is 'drop'; use keep, offload, recompute_cheap, recompute",
         ),
-        ({"activations": ["keep"]}, "activations names 1 policies for 4 blocks"),
+        ({"activations": ["keep"]}, "activations names 1 policies for 4 layers"),
         ({"device": "gpu"}, "device is 'gpu'; use auto"),
     ],
 )

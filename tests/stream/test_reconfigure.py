@@ -24,7 +24,7 @@ from tests.stream.execute.test_updates import assert_same_planes, planes_of
 from tests.stream.runs import HYPER, assert_same_gradients, start
 
 NUM_STEPS = 6
-PLAIN = Choice(num_slots=2, num_gradient_buffers=1, activations=("recompute",) * 4)
+PLAIN = Choice().with_defaults(4)
 
 
 def random_choice(chance: random.Random, *, fragments: bool = False, clips: bool = True) -> Choice:
@@ -44,7 +44,7 @@ def random_choice(chance: random.Random, *, fragments: bool = False, clips: bool
         lockstep=lockstep,
         updates=updates,
         gradients="host" if updates == "immediate" else chance.choice(("host", "device")),
-    )
+    ).with_defaults(4)
 
 
 def attach(
@@ -224,13 +224,13 @@ def test_a_change_inside_a_step_is_refused(what: str) -> None:
         ({"fragments": True}, "fragments is True, but the state is laid out for fragments=False; detach"),
         ({"head_chunk_tokens": 8}, "head_chunk_tokens is 8, and was None: the loss would be rounded"),
         ({"updates": "immediate"}, r"updates=immediate cannot clip \(max_grad_norm is 0.5\)"),
-        ({"updates": "later"}, "updates is 'later'; use deferred or immediate or serial"),
+        ({"updates": "later"}, "updates is 'later'; use deferred, immediate, serial or auto"),
         ({"num_slots": 0}, "num_slots is 0; use 1 or more"),
         ({"lockstep": 0}, "lockstep is 0; use 1 or more"),
-        ({"activations": ("keep",) * 3}, "activations names 3 policies for 4 blocks"),
-        ({"activations": ("keep",) * 3 + ("drop",)}, "activations is 'drop'; use one of keep"),
-        ({"resident_layers": 5}, "resident_blocks is 5, but the model has 4 layers"),
-        ({"boundaries": "disk"}, "boundaries is 'disk'; use device or host or nvme"),
+        ({"activations": ("keep",) * 3}, "activations names 3 policies for 4 layers"),
+        ({"activations": ("keep",) * 3 + ("drop",)}, "activations is 'drop'; use keep"),
+        ({"resident_layers": 5}, "is 5, but the model has 4 layers"),
+        ({"boundaries": "disk"}, "boundaries is 'disk'; use device, host, nvme or auto"),
         ({"boundaries": "nvme"}, "boundaries is nvme, but there are no drives"),
         (
             {"tiers": frozenset({("moments", "nvme")})},

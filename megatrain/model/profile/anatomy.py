@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 
 from megatrain.layout.block_bytes import BlockBytes
 
-POLICIES = ("keep", "offload", "recompute_cheap", "recompute", "drop_boundary")
-"""What may stay of a layer between forward and backward, from most bytes to least."""
-
 LEAST_OFFLOADED_BYTES = 16 * 1024
 """Saved tensors in smaller storages stay on the device under `offload`, and so do smaller boundaries."""
 

@@ -78,8 +78,7 @@ class BlockSums:
         counts = [len(layer.fragments) if fragments else 1 for layer in anatomy.layers]
         self.starts = [0, *accumulate(counts)]
         """First block of each layer, and the first outer block."""
-        nothing = Choice(num_slots=1, num_gradient_buffers=1, activations=(), fragments=fragments)
-        self.blocks = list_blocks(anatomy, nothing, MomentFormat.FP32)
+        self.blocks = list_blocks(anatomy, Choice(fragments=fragments).with_defaults(0), MomentFormat.FP32)
         self.totals = BlockTotals(block.sizes for block in self.blocks)
         self.num_blocks = len(self.blocks)
         self._drive_bytes: dict[tuple[object, ...], tuple[int, int]] = {}

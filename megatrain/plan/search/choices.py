@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from itertools import product
+from typing import Any
 
-from megatrain.config.choice import Choice
+from megatrain.config.choice import AUTO, Choice
 from megatrain.errors import ConfigError
 from megatrain.plan.memory.host_pools import placed_bytes
 from megatrain.plan.search.request import Request, excess, host_bytes, overflow, pools_of
@@ -75,9 +76,9 @@ def least(request: Request) -> Choice:
 
     frames = [f for tiers in _tiers(request) for f in _frames(request, tiers, Breadth.LEAST)]
     if not frames:
-        fixed = ", ".join(f"{name} {value}" for name, value in (request.fixed or {}).items())
+        given = ", ".join(f"{name} {value}" for name, value in request.choice.given.items())
         raise ConfigError(
-            f"these settings exclude each other: {fixed}; with fragments, num_slots and num_gradient_buffers "
+            f"these settings exclude each other: {given}; with fragments, num_slots and num_gradient_buffers "
             "must be at least the parts of a layer, gradients wait on the device in a single round only, and "
             "boundaries on nvme need drives, moments in fp32 and no resident layer"
         )
@@ -134,10 +135,9 @@ def least_held(request: Request, tier: str) -> int | None:
 
 def _with_activations_on_drives(request: Request) -> Request | None:
     """Return the same with saved activations on drives, the last resort; None: none, or it is set."""
-    fixed = request.fixed or {}
-    if request.spec.drives is None or request.state != "fp32" or fixed.get("boundaries") is not None:
+    if request.spec.drives is None or request.state != "fp32" or request.choice.boundaries != AUTO:
         return None
-    return replace(request, fixed={**fixed, "boundaries": "nvme"})
+    return replace(request, choice=replace(request.choice, boundaries="nvme"))
 
 
 def uses_drives(choice: Choice) -> bool:
@@ -146,11 +146,8 @@ def uses_drives(choice: Choice) -> bool:
 
 
 def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
-    fixed = request.fixed or {}
-    if "tiers" in fixed:
-        tiers = fixed["tiers"]
-        assert isinstance(tiers, frozenset)
-        return [tiers]
+    if request.choice.tiers != AUTO:
+        return [request.choice.tiers]
     if request.spec.drives is None or request.state != "fp32":
         return [frozenset()]
     moments = frozenset({("remainder", "nvme"), ("moments", "nvme")})
@@ -161,55 +158,52 @@ def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
 def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth) -> Iterator[Choice]:
     """Yield choices with nothing resident and nothing kept: what is left of the device fills them."""
     anatomy, batch = request.anatomy, request.batch
-    fixed = dict(request.fixed or {})
-    fixed.pop("tiers", None)
+    given = request.choice
     num_layers = len(anatomy.layers)
     most = max(len(layer.fragments) for layer in anatomy.layers)
-    given = fixed.get("activations")
-    bases = ["recompute", "drop_boundary", "offload", "keep"] if given is None else [None]
+    bases: list[tuple[str, ...]] = [given.activations]
+    if given.activations == AUTO:
+        bases = [(base,) * num_layers for base in ("recompute", "drop_boundary", "offload", "keep")]
     is_least = extent is Breadth.LEAST
     is_coarse = extent is Breadth.COARSE
     locksteps = lockstep_sizes(batch.num_micro_batches)
     if is_least or is_coarse:
         locksteps = [batch.num_micro_batches, *([1] if is_least else [])]
-    for fragments, lockstep, boundaries, updates, gradients, outer, base in product(
-        values_of(
-            fixed,
-            "fragments",
-            [False, True] if most > 1 and extent in (Breadth.LEAST, Breadth.ALL) else [False],
-        ),
-        values_of(fixed, "lockstep", sorted(set(locksteps))),
-        values_of(fixed, "boundaries", ["device"] if is_coarse else ["device", "host"]),
-        values_of(fixed, "updates", ["deferred"] if request.clips else ["deferred", "immediate"]),
-        values_of(fixed, "gradients", ["host"] if is_coarse else ["host", "device"]),
-        values_of(fixed, "outer_resident", [False] if is_least else outer_options(request)),
+    comes_apart = most > 1 and extent in (Breadth.LEAST, Breadth.ALL)
+    for fragments, lockstep, boundaries, updates, gradients, outer, activations in product(
+        values_of(given.fragments, [False, True] if comes_apart else [False]),
+        values_of(given.lockstep, sorted(set(locksteps))),
+        values_of(given.boundaries, ["device"] if is_coarse else ["device", "host"]),
+        values_of(given.updates, ["deferred"] if request.clips else ["deferred", "immediate"]),
+        values_of(given.gradients, ["host"] if is_coarse else ["host", "device"]),
+        values_of(given.outer_resident, [False] if is_least else outer_options(request)),
         bases,
     ):
+        base = activations[0] if given.activations == AUTO else ""
         if (boundaries == "host" and base in ("keep", "offload")) or (is_least and base == "keep"):
             continue
         parts = most if fragments else 1
         default_buffers = parts + 1 if lockstep > 1 and not is_least else parts
         numbers = slot_counts(num_layers * parts, parts)
         numbers = {Breadth.LEAST: [parts], Breadth.ALL: numbers}.get(extent, [parts + 1])
-        for slots in values_of(fixed, "num_slots", numbers):
+        for slots in values_of(given.num_slots, numbers):
             if slots < parts:
                 continue
-            buffers = fixed.get("num_gradient_buffers") or default_buffers
-            assert isinstance(buffers, int)
-            activations = (base,) * num_layers if base is not None else given
             choice = Choice(
                 num_slots=slots,
-                num_gradient_buffers=buffers,
-                activations=tuple(activations),  # type: ignore[arg-type]
+                num_gradient_buffers=decided(given.num_gradient_buffers, default_buffers),
+                activations=activations,
                 boundaries=boundaries,
                 fragments=fragments,
-                resident_layers=fixed.get("resident_layers") or 0,  # type: ignore[arg-type]
+                resident_layers=decided(given.resident_layers, 0),
                 outer_resident=outer,
                 lockstep=lockstep,
                 updates=updates,
                 gradients=gradients,
                 tiers=tiers,
-                head_chunk_tokens=fixed.get("head_chunk_tokens"),  # type: ignore[arg-type]
+                blocks_in_ram=decided(given.blocks_in_ram, 0),
+                weights_in_ram=decided(given.weights_in_ram, 0),
+                head_chunk_tokens=decided(given.head_chunk_tokens, None),
             )
             if is_allowed(request, choice):
                 yield choice
@@ -229,9 +223,14 @@ def is_allowed(request: Request, choice: Choice) -> bool:
     return True
 
 
-def values_of(fixed: Mapping[str, object], name: str, values: Sequence[object]) -> list:
-    """Return what the user has set of a field, or else what may be tried."""
-    return [fixed[name]] if fixed.get(name) is not None else list(values)
+def values_of(given: Any, values: Sequence[Any]) -> list[Any]:
+    """Return what is decided of a field, or else what may be tried."""
+    return list(values) if given == AUTO else [given]
+
+
+def decided(given: Any, otherwise: Any) -> Any:
+    """Return what is decided of a field, or else a first value."""
+    return otherwise if given == AUTO else given
 
 
 def outer_options(request: Request) -> list[bool]:
@@ -259,21 +258,20 @@ def fill(request: Request, frame: Choice) -> Iterator[Choice]:
     if overflow(request, frame):
         return
     num_layers = len(request.anatomy.layers)
-    fixed = request.fixed or {}
-    if fixed.get("resident_layers") is not None:
-        residents: Sequence[object] = [fixed["resident_layers"]]
+    given = request.choice
+    if given.resident_layers != AUTO:
+        residents: Sequence[int] = [given.resident_layers]
     elif request.spec.is_cpu or uses_drives(frame):
         residents = [0]
     else:
         most = _most(num_layers, lambda n: excess(request, replace(frame, resident_layers=n)))
         residents = sorted(set(range(most + 1)) if num_layers <= SMALL else {0, most // 2, most})
     for number in residents:
-        assert isinstance(number, int)
         choice = replace(frame, resident_layers=number)
         if overflow(request, choice):
             continue
         yield choice
-        if fixed.get("activations") is None:
+        if given.activations == AUTO:
             yield from keep_more(request, choice)
 
 
@@ -318,7 +316,7 @@ def _with_last(choice: Choice, num_cheap: int, num_kept: int) -> Choice:
 
 def place_in_ram(request: Request, choice: Choice) -> Choice:
     """Keep in RAM what fits of what could be on the drives: first weights, then state; the largest blocks."""
-    if not choice.tiers or (request.fixed or {}).get("blocks_in_ram") is not None:
+    if not choice.tiers or request.choice.blocks_in_ram != AUTO:
         return choice
 
     limit = request.limits["ram"]

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from megatrain.config.choice import Choice
-from megatrain.model.profile.anatomy import POLICIES
+from megatrain.config.choice import AUTO, POLICIES, Choice
 from megatrain.plan.search.choices import (
     SMALL,
+    decided,
     fill,
     is_allowed,
     keep_more,
@@ -29,7 +29,7 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
     Of a small model also those that differ in the policies of any layers, with everything else as it is. Not
     all of them fit: to find out takes longer than to see that they cannot be faster.
     """
-    num_layers, fixed = len(request.anatomy.layers), request.fixed or {}
+    num_layers, given = len(request.anatomy.layers), request.choice
     most = max(len(layer.fragments) for layer in request.anatomy.layers)
     parts = most if choice.fragments else 1
     changes: dict[str, Sequence[object]] = {
@@ -41,34 +41,32 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
         "outer_resident": outer_options(request),
         "lockstep": lockstep_sizes(request.batch.num_micro_batches),
     }
-    bases = [choice.activations[0]] if "activations" in fixed else dict.fromkeys(choice.activations)
-    for base in bases:
-        activations = choice.activations if "activations" in fixed else (base,) * num_layers
-        number = fixed.get("resident_layers") or 0
-        assert isinstance(number, int)
-        frame = replace(choice, activations=activations, resident_layers=number)
+    is_open = given.activations == AUTO
+    for base in dict.fromkeys(choice.activations) if is_open else [""]:
+        activations = (base,) * num_layers if is_open else choice.activations
+        frame = replace(choice, activations=activations, resident_layers=decided(given.resident_layers, 0))
         for name, values in changes.items():
-            for value in values if fixed.get(name) is None else ():
+            for value in values if getattr(given, name) == AUTO else ():
                 if value != getattr(choice, name):
                     yield from _changed(request, frame, name, value, parts)
-        if fixed.get("fragments") is None and most > 1:
+        if given.fragments == AUTO and most > 1:
             yield from _resplit(request, frame, 1 if choice.fragments else most)
-        if fixed.get("resident_layers") is None and not uses_drives(choice) and not request.spec.is_cpu:
+        if given.resident_layers == AUTO and not uses_drives(choice) and not request.spec.is_cpu:
             # what is resident updates on the device: the best share of it is one of layers and outer blocks
-            outers = values_of(fixed, "outer_resident", outer_options(request))
+            outers = values_of(given.outer_resident, outer_options(request))
             for change, outer in product((-1, 0, 1), outers):
                 number = choice.resident_layers + change
                 changed = replace(frame, resident_layers=number, outer_resident=outer)
                 if not 0 <= number <= num_layers or (change, outer) == (0, choice.outer_resident):
                     continue
-                if "activations" in fixed:
-                    yield changed
-                else:
+                if is_open:
                     yield from keep_more(request, changed)
+                else:
+                    yield changed
     yield from _thinned(request, choice)
-    if num_layers <= SMALL and fixed.get("activations") is None:
+    if num_layers <= SMALL and is_open:
         yield from _mixed(request, choice)
-        if fixed.get("fragments") is None and most > 1:
+        if given.fragments == AUTO and most > 1:
             for split in _splits(request, choice, 1 if choice.fragments else most):
                 placed = place_in_ram(request, split)
                 yield from _mixed(request, placed, residents=[choice.resident_layers])
@@ -77,7 +75,7 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
 def _changed(request: Request, frame: Choice, name: str, value: object, parts: int) -> Iterator[Choice]:
     """Yield a frame with one field changed, and what follows from it."""
     changed = replace(frame, **{name: value})  # type: ignore[arg-type]
-    if name == "lockstep" and (request.fixed or {}).get("num_gradient_buffers") is None:
+    if name == "lockstep" and request.choice.num_gradient_buffers == AUTO:
         changed = replace(changed, num_gradient_buffers=parts + (changed.lockstep > 1))
     if name == "updates" and value == "immediate":
         changed = replace(changed, gradients="host")
@@ -93,12 +91,11 @@ def _resplit(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
 
 def _splits(request: Request, frame: Choice, parts: int) -> Iterator[Choice]:
     """Yield a choice whose layers stream in so many parts, through fewer slots and more; not placed yet."""
-    fixed = request.fixed or {}
-    buffers = fixed.get("num_gradient_buffers") or parts + (frame.lockstep > 1)
-    assert isinstance(buffers, int)
-    for slots in values_of(fixed, "num_slots", [parts + 1, parts]):
+    given = request.choice
+    buffers = decided(given.num_gradient_buffers, parts + (frame.lockstep > 1))
+    for slots in values_of(given.num_slots, [parts + 1, parts]):
         split = replace(frame, fragments=parts > 1, num_slots=slots, num_gradient_buffers=buffers)
-        if fixed.get("blocks_in_ram") is None:
+        if given.blocks_in_ram == AUTO:
             split = replace(split, blocks_in_ram=0, weights_in_ram=0)  # they counted other blocks
         if slots >= parts and is_allowed(request, split):
             yield split
@@ -114,7 +111,7 @@ def _mixed(request: Request, choice: Choice, residents: Sequence[int] = ()) -> I
     """
     policies = [p for p in POLICIES if not (request.compiles and p == "recompute_cheap")]
     numbers = set(residents) or {choice.resident_layers}
-    is_free = (request.fixed or {}).get("resident_layers") is None and not request.spec.is_cpu
+    is_free = request.choice.resident_layers == AUTO and not request.spec.is_cpu
     if is_free and not uses_drives(choice) and not residents:
         numbers |= {choice.resident_layers - 1, choice.resident_layers + 1}
     for number in sorted(n for n in numbers if 0 <= n <= len(choice.activations)):
@@ -128,16 +125,16 @@ def _thinned(request: Request, choice: Choice) -> Iterator[Choice]:
     More is nearly always faster, but not always: a timetable is a packing, and a copy that is spared in one
     place may delay another. So a choice that fits in less memory is looked at where there is more, too.
     """
-    fixed = request.fixed or {}
+    given = request.choice
     num_layers = len(choice.activations)
     residents, kept = choice.resident_layers, 0
     while kept < num_layers and choice.activations[num_layers - 1 - kept] == "keep":
         kept += 1
-    numbers = {residents} if "resident_layers" in fixed else {residents, residents - 1, residents // 2}
+    numbers = {residents} if given.resident_layers != AUTO else {residents, residents - 1, residents // 2}
     counts = {kept, kept - 1, kept // 2}
     bases = [choice.activations[0]] if choice.boundaries == "host" else ["recompute", "offload"]
     for number in sorted(n for n in numbers if n >= 0):
-        if "activations" in fixed:
+        if given.activations != AUTO:
             yield replace(choice, resident_layers=number)
             continue
         for count, base in product(sorted(n for n in counts if n >= 0), bases):

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from megatrain.config import config_keys
-from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.choice import AUTO, KEYS, Choice, StepBatch
 from megatrain.hardware import GIB
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.choices import first_fit, least, least_bytes, least_held
 from megatrain.plan.search.request import Request, pools_of
-
-KEYS: Mapping[str, str] = {
-    "num_slots": "memory.num_slots",
-    "activations": "memory.activations",
-    "boundaries": "memory.boundaries",
-    "fragments": "memory.fragments",
-    "resident_layers": "memory.resident_blocks",
-    "lockstep": "memory.lockstep",
-    "num_gradient_buffers": "memory.num_gradient_buffers",
-    "gradients": "memory.gradients",
-    "updates": "optim.updates",
-}
-"""Fields of `Choice` that are settings, by the setting's name."""
 
 _TERABYTE = 10**12
 
@@ -126,11 +113,9 @@ def _size(option: str) -> int:
 
 def _settings(request: Request) -> Iterator[Remedy]:
     """Yield other values of what the user has set: one setting at a time, then all."""
-    fixed = dict(request.fixed or {})
-    names = [name for name in KEYS if fixed.get(name) is not None]
+    names = [name for name in KEYS if name in request.choice.given]
     for freed in (*([name] for name in names), names):
-        rest = {name: value for name, value in fixed.items() if name not in freed}
-        changed = replace(request, fixed=rest)
+        changed = replace(request, choice=replace(request.choice, **dict.fromkeys(freed, AUTO)))
         yield Remedy(partial(_same, changed), partial(_as_settings, freed))
 
 
@@ -169,7 +154,7 @@ def _batches(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Reme
 
 def _drives(request: Request, *, is_running: bool) -> Iterator[Remedy]:
     """Yield drives, or larger ones, if they hold two copies of all state and nothing else is too large."""
-    if request.fixed is not None and "tiers" in request.fixed:
+    if request.choice.tiers != AUTO:
         return
     nbytes = enough_drives(request)
     have = 0 if request.spec.drives is None else request.spec.drives.nbytes
@@ -198,7 +183,7 @@ def _ram(request: Request) -> Iterator[Remedy]:
 
 
 def _unclipped(request: Request) -> Request:
-    return replace(request, clips=False, fixed={**(request.fixed or {}), "updates": "immediate"})
+    return replace(request, clips=False, choice=replace(request.choice, updates="immediate"))
 
 
 def _lengths(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Remedy]:

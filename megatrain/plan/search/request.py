@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 from megatrain.config.choice import Choice, Pool, StepBatch
@@ -42,8 +41,8 @@ class Request:
     """Bytes of the device that the run may take; None: what the machine has."""
     host_limit: int | None = None
     drive_limit: int | None = None
-    fixed: Mapping[str, object] | None = None
-    """Fields of `Choice` that the user has set."""
+    choice: Choice = field(default_factory=Choice)
+    """What is decided already; the planner decides what is open."""
 
     @property
     def limits(self) -> dict[str, int | None]:

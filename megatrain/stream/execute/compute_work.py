@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatrain.config.choice import Activations
 from megatrain.model.profile.flops import ModelFlops
 from megatrain.plan.program.operations import Kind, Operation
-from megatrain.stream.forward.layer_visit import Activations
 
 
 class ComputeWork:

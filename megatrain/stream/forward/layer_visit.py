@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatrain.config.choice import Activations
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.caches import with_own_caches
 from megatrain.model.selective import cheap_contexts
@@ -31,44 +31,6 @@ from megatrain.stream.forward.stream_weights import stream_weights, swapped
 
 if TYPE_CHECKING:
     from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer, Pass
-
-
-class Activations(str, Enum):
-    """What stays of a layer between its forward and its backward; all give the same bits."""
-
-    KEEP = "keep"
-    """Everything that autograd saves, on the device."""
-    OFFLOAD = "offload"
-    """Everything that autograd saves, on the host."""
-    RECOMPUTE_CHEAP = "recompute_cheap"
-    """The layer's inputs, and the results of matrix products and attention; the rest is computed again."""
-    RECOMPUTE = "recompute"
-    """The layer's inputs (its boundary)."""
-    DROP_BOUNDARY = "drop_boundary"
-    """Nothing: the boundary is made again by the layers before it."""
-
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether the layer's forward runs again in the backward."""
-        return self not in (Activations.KEEP, Activations.OFFLOAD)
-
-
-def policies(value: str | Sequence[str], num_layers: int) -> list[Activations]:
-    """Read one policy for all layers, or one per layer.
-
-    Raises:
-        ConfigError: An unknown policy, or not one per layer.
-    """
-    names = [value] * num_layers if isinstance(value, str) else list(value)
-    if len(names) != num_layers:
-        raise ConfigError(
-            f"activations names {len(names)} policies for {num_layers} blocks; give one, or one per block"
-        )
-    known = {policy.value: policy for policy in Activations}
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"activations is {name!r}; use one of {', '.join(known)}")
-    return [known[name] for name in names]
 
 
 @dataclass(frozen=True, slots=True)

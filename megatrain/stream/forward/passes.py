@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.choice import Activations
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.slots import Slots
-from megatrain.stream.forward.layer_visit import Activations, LayerVisit
+from megatrain.stream.forward.layer_visit import LayerVisit
 from megatrain.stream.forward.stream_weights import Place, exchange, stream_weights
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatrain.config.choice import Activations
 from megatrain.errors import ModelError
 from megatrain.plan.program.operations import LayerPlan, Visit
 from megatrain.plan.program.schedule import marked, most_open, round_visits
@@ -17,7 +18,6 @@ from megatrain.store.state import HostState, Precision
 from megatrain.stream.bind import require_accumulators
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
-from megatrain.stream.forward.layer_visit import Activations
 from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer
 from megatrain.stream.policies import Policies
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 from megatrain.config.choice import Choice, Plan
 from megatrain.plan.cost.measured import Measured
@@ -39,7 +40,7 @@ class Elastic:
     def __init__(self, engine: Engine, request: Request, plan: Plan) -> None:
         """Watch an engine that runs as `plan` says, which was made for `request`."""
         self._engine = engine
-        self._request = replace(request, fixed={**(request.fixed or {}), **_lasting(plan.choice)})
+        self._request = replace(request, choice=replace(request.choice, **_lasting(plan.choice)))
         self._choice = plan.choice
         self._known = Measured()
         """What the present plan was made with."""
@@ -99,7 +100,7 @@ class Elastic:
         )
 
 
-def _lasting(choice: Choice) -> dict[str, object]:
+def _lasting(choice: Choice) -> dict[str, Any]:
     """Return what cannot change while an engine lives."""
     placed = {"updates": choice.updates} if choice.tiers else {}  # what is on drives depends on it
     if choice.boundaries == "nvme":  # the last resort, and the buffers before drives are counted for it

@@ -12,13 +12,12 @@ from textwrap import wrap
 from typing import Any
 
 from megatrain.config import config_keys
-from megatrain.config.choice import Plan, Pool
+from megatrain.config.choice import KEYS, Plan, Pool
 from megatrain.errors import ConfigError
 from megatrain.hardware import GIB
 from megatrain.plan.cost.economics import Economics, economics
 from megatrain.plan.search.choices import least_bytes
 from megatrain.plan.search.planner import make_plan
-from megatrain.plan.search.remedies import KEYS
 from megatrain.plan.search.request import Request
 from megatrain.train.metrics import format_duration
 from megatrain.train.planning.plan_run import Planned
@@ -160,7 +159,7 @@ def explain(planned: Planned) -> list[str]:
     """Say why this choice: bounds, what was fixed, how many were timed, what the next memory would give."""
     plan, request = planned.plan, planned.request
     lines = [_bounds(plan)]
-    fixed = [KEYS[name] for name in request.fixed or {} if name in KEYS]
+    fixed = [key for name, key in KEYS.items() if name in request.choice.given]
     lines.append(
         f"Fixed by the settings: {', '.join(fixed)}."
         if fixed

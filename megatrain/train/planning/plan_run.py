@@ -23,7 +23,7 @@ from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
 from megatrain.model.weights.skeleton import read_text_config
 from megatrain.plan.search.planner import make_plan
-from megatrain.plan.search.remedies import KEYS, Remedy, device_bytes_held, enough_drives, list_remedies
+from megatrain.plan.search.remedies import Remedy, device_bytes_held, enough_drives, list_remedies
 from megatrain.plan.search.request import Request
 from megatrain.train.planning.run_machine import with_layers_timed
 
@@ -146,33 +146,8 @@ def make_request(config: Config, anatomy: Anatomy, spec: HardwareSpec) -> Reques
         compiles=config.train.compile == "on" or (config.train.compile == "auto" and not spec.is_cpu),
         device_limit=config.memory.device_budget,
         host_limit=config.memory.host_budget,
-        fixed=_fixed(config, len(anatomy.layers)),
+        choice=config.choice.for_layers(len(anatomy.layers)),
     )
-
-
-def _fixed(config: Config, num_layers: int) -> dict[str, object]:
-    """Return the fields of a choice that the user has set."""
-    fixed: dict[str, object] = {}
-    for field, key in KEYS.items():
-        value = _given(config, key)
-        if value is not None:
-            fixed[field] = value
-    if "activations" in fixed:
-        fixed["activations"] = (fixed["activations"],) * num_layers
-    residents = fixed.get("resident_layers", 0)
-    if isinstance(residents, int) and residents > num_layers:
-        raise ConfigError(
-            f"memory.resident_blocks is {residents}, but the model has {num_layers} layers; use at most that"
-        )
-    chunk = config.memory.head_chunk_tokens
-    return fixed | ({"head_chunk_tokens": chunk} if chunk else {})
-
-
-def _given(config: Config, key: str) -> Any:
-    """Return the value of a setting that the user has given; None: not given, or left to the plan."""
-    section, _, name = key.partition(".")
-    value = getattr(getattr(config, section), name, None)
-    return None if value == "auto" else value
 
 
 def _model_path(raw: Mapping[str, Any]) -> str:

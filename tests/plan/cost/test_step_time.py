@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.choice import POLICIES, Choice, StepBatch
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.model.profile.anatomy import POLICIES
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.memory.block_sums import BlockSums
@@ -19,7 +18,7 @@ from tests.plan.anatomies import Shape, llama_like, machine
 LAYERS = 4
 RATES = Rates(machine(), "bf16")
 ANATOMY = llama_like(Shape(num_layers=LAYERS))
-PLAIN = Choice(num_slots=2, num_gradient_buffers=2, activations=("recompute",) * LAYERS)
+PLAIN = Choice(num_gradient_buffers=2).with_defaults(LAYERS)
 
 CHOICES = {
     "plain": PLAIN,
@@ -87,7 +86,7 @@ def random_choice(chance: random.Random, count: int) -> Choice:
         lockstep=lockstep,
         updates=updates,
         gradients="device" if waits else "host",
-    )
+    ).with_defaults(LAYERS)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -137,7 +137,7 @@ def check(
         lockstep=m,
         updates=updates,
         head_chunk_tokens=chunk,
-    )
+    ).with_defaults(num_layers)
     batch = StepBatch(micro_batch_size=rows, seq_len=tokens, num_micro_batches=n or m)
     measured = measure(
         CONFIGS[family](),
@@ -171,7 +171,7 @@ def device_bytes(choice: Choice, *, overlaps: bool) -> int:
 
 
 def test_updates_on_the_device_overlap_the_forward_of_earlier_residents_only() -> None:
-    one = Choice(num_slots=2, num_gradient_buffers=1, activations=("recompute",) * 3, resident_layers=1)
+    one = Choice(resident_layers=1).with_defaults(3)
     assert device_bytes(one, overlaps=True) == device_bytes(one, overlaps=False)
     # all are updated there, and the forward of the first may begin while the others' scratch is in use
     kept = replace(one, activations=("keep",) * 3, resident_layers=3)

@@ -183,9 +183,7 @@ def test_boundaries_go_to_drives_only_where_nothing_else_fits(
 @pytest.mark.parametrize("is_duplex", [False, True])
 def test_the_time_of_drives_counts(is_duplex: bool) -> None:
     """It bounds a step, and no step is faster than its bounds; drives that are fast enough cost nothing."""
-    choice = Choice(
-        num_slots=2, num_gradient_buffers=1, activations=("recompute",) * 96, boundaries="nvme", lockstep=1
-    )
+    choice = Choice(boundaries="nvme").with_defaults(96)
     spec = machine(flops=1e14, link=1e11, update_rate=1e10)
     moved = 95 * (8 << 20)
     seconds = {}

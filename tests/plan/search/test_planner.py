@@ -79,11 +79,11 @@ def test_least_bytes_are_enough_and_no_byte_less_is() -> None:
 
 def test_settings_that_exclude_every_choice_are_refused() -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
-        make_plan(request(fixed={"fragments": True, "num_slots": 1}))
+        make_plan(request(choice=Choice(fragments=True, num_slots=1)))
 
 
 def test_given_residents_count_in_what_is_too_large() -> None:
-    tight = request(device_limit=60 << 20, fixed={"resident_layers": 6})
+    tight = request(device_limit=60 << 20, choice=Choice(resident_layers=6))
     plan = make_plan(tight)
     assert not plan.fits
     assert overflow(tight, plan.choice)
@@ -173,7 +173,7 @@ def test_blocks_in_ram_are_counted_anew_where_layers_come_apart() -> None:
         lockstep=SHORT.num_micro_batches,
         tiers=tiers,
         weights_in_ram=num_parts,
-    )
+    ).with_defaults(len(tight.anatomy.layers))
     found = list(neighbours(tight, in_parts))
     whole = [choice for choice in found if not choice.fragments]
     assert whole
@@ -188,10 +188,10 @@ def test_blocks_in_ram_are_counted_anew_where_layers_come_apart() -> None:
         {"host_limit": 30 << 20},
         {"device_limit": 20 << 20},
         {"host_limit": 30 << 20, "device_limit": 20 << 20},
-        {"device_limit": 60 << 20, "fixed": {"resident_layers": 6}},
-        {"device_limit": 40 << 20, "fixed": {"num_slots": 6, "activations": ("keep",) * 6}},
+        {"device_limit": 60 << 20, "choice": Choice(resident_layers=6)},
+        {"device_limit": 40 << 20, "choice": Choice(num_slots=6, activations=("keep",) * 6)},
         {"spec": machine(host_bytes=570 << 20)},
-        {"spec": machine(host_bytes=570 << 20), "fixed": {"tiers": frozenset()}},
+        {"spec": machine(host_bytes=570 << 20), "choice": Choice(tiers=frozenset())},
         {"spec": machine(device_bytes=36 << 20)},
         {"spec": machine(device_bytes=30 << 20)},
     ],

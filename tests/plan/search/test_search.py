@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.choice import POLICIES, Choice, StepBatch
 from megatrain.hardware import HardwareSpec
-from megatrain.model.profile.anatomy import POLICIES
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.request import Request, overflow
 from megatrain.plan.search.search import search
@@ -82,7 +81,7 @@ def everything(
                     lockstep=lockstep,
                     updates=when,
                     gradients=gradients,
-                )
+                ).with_defaults(num_layers)
 
 
 def fastest(request: Request, than_s: float, choices: Iterable[Choice]) -> tuple[float, Choice | None]:
@@ -180,9 +179,9 @@ def test_nothing_is_found_where_nothing_fits() -> None:
 
 def test_what_is_given_is_kept() -> None:
     request = request_for("fast link", 2, "four", clips=True)
-    fixed: dict[str, object] = {"num_slots": 2, "activations": ("offload", "offload"), "lockstep": 3}
+    fixed: dict[str, Any] = {"num_slots": 2, "activations": ("offload", "offload"), "lockstep": 3}
     fixed |= {"resident_layers": 1, "boundaries": "host", "fragments": False, "num_gradient_buffers": 3}
-    given = Request(spec=request.spec, anatomy=request.anatomy, batch=request.batch, fixed=fixed)
+    given = Request(spec=request.spec, anatomy=request.anatomy, batch=request.batch, choice=Choice(**fixed))
     found = search(given)
     assert found is not None
     assert {name: getattr(found.choice, name) for name in fixed} == fixed

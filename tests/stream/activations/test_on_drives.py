@@ -427,7 +427,7 @@ def test_drives_are_needed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="boundaries is nvme, but there are no drives; name a directory"):
         megatrain.attach(model, boundaries="nvme")
     with pytest.raises(ConfigError, match="boundaries is 'disk'; use device, host, nvme"):
-        megatrain.attach(model, boundaries="disk")  # type: ignore[arg-type]
+        megatrain.attach(model, boundaries="disk")
     engine = megatrain.attach(model)
     with pytest.raises(ConfigError, match="boundaries is nvme, but there are no drives; name a directory"):
         engine.reconfigure(replace(engine.choice, boundaries="nvme"))

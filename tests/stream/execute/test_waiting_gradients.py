@@ -390,7 +390,7 @@ def test_gradients_that_are_used_up_at_once_do_not_wait() -> None:
 
 def test_an_unknown_place_is_refused() -> None:
     with pytest.raises(ConfigError, match="gradients is 'nvme'; use host, device or auto"):
-        megatrain.attach(make_model(FAMILIES["llama"]()), gradients="nvme")  # type: ignore[arg-type]
+        megatrain.attach(make_model(FAMILIES["llama"]()), gradients="nvme")
 
 
 def test_no_room_on_the_device_is_said_before_anything_is_allocated() -> None:

@@ -163,6 +163,6 @@ def test_only_a_large_change_is_one(now: float, share: float, expected: str) -> 
 
 
 def test_a_change_is_described() -> None:
-    old = Choice(num_slots=2, num_gradient_buffers=1, activations=("keep", "recompute"))
+    old = Choice(activations=("keep", "recompute")).with_defaults(2)
     new = replace(old, num_slots=3, activations=("keep", "keep"))
     assert describe_change(old, new) == "num_slots 2 -> 3, activations 1 keep + 1 recompute -> 2 keep"

@@ -420,7 +420,7 @@ def test_tokens_are_read(text: str, count: int) -> None:
 
 
 def test_every_setting_that_a_plan_names_exists() -> None:
-    from megatrain.plan.search.remedies import KEYS
+    from megatrain.config.choice import KEYS
 
     missing = {key for key in KEYS.values() if key not in config_keys()}
     assert missing <= {"memory.gradients"}, "reported as settings only where they are"

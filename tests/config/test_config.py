@@ -268,7 +268,7 @@ def test_every_key_is_described_and_the_page_is_fresh() -> None:
     assert len(keys) == 52
     assert all(key.description.endswith(".") for key in keys.values())
     assert [name for name, key in keys.items() if key.default == "required"] == ["model.path", "data.path"]
-    page = Path(__file__).parents[1] / "docs" / "configuration.md"
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
     assert page.read_text(encoding="utf-8") == configuration_page(), (
         "run: python -c 'from megatrain.config.page import write_configuration_page as write; write()'"
     )
