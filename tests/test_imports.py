@@ -50,9 +50,6 @@ KNOWN: dict[tuple[str, str], str] = {
     (f"{_FORWARD}.rounds", "megatrain.stream.policies"): "the choice takes the place of the policies",
     (f"{_FORWARD}.rounds", "megatrain.stream.bind"): "who checks memory is passed",
     # go next
-    ("megatrain.stream.activations.boundaries", f"{_FORWARD}.layer_visit"): "receives what it needs",
-    ("megatrain.stream.activations.boundaries", f"{_FORWARD}.passes"): "receives what it needs",
-    (f"{_FORWARD}.layer_visit", f"{_FORWARD}.passes"): "blocks of an engine get a file of their own",
     (f"{_FORWARD}.model_forward", "megatrain.stream.engine"): "receives what it needs",
     (f"{_FORWARD}.model_forward", "megatrain.stream.meter"): "receives what it needs",
     (f"{_FORWARD}.model_forward", "megatrain.stream.bind"): "receives what it needs",

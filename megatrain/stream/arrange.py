@@ -29,7 +29,7 @@ from megatrain.stream.policies import Policies
 if TYPE_CHECKING:
     from megatrain.store.placement import Placement
     from megatrain.stream.bind import Binding
-    from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer
+    from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
     from megatrain.stream.lanes import Lanes
 
 
@@ -269,7 +269,7 @@ class Arrangement:
             drives=drives,
         )
         for layer, policy, boundaries in zip(
-            layers, policies.activations, _boundaries(policies, offloaded), strict=True
+            layers, policies.activations, _boundaries(policies, layers, offloaded), strict=True
         ):
             layer.arrange(self.executor, self.slots, policy, boundaries)
         self.rounds = Rounds(self.executor, host, self.gradients, layers, outer, policies)
@@ -281,11 +281,14 @@ class Arrangement:
         self.slots.release()
 
 
-def _boundaries(policies: Policies, offloaded: OffloadedActivations) -> list[Boundaries]:
+def _boundaries(
+    policies: Policies, layers: Sequence[AttachedLayer], offloaded: OffloadedActivations
+) -> list[Boundaries]:
     drops = [policy is Activations.DROP_BOUNDARY for policy in policies.activations]
     drops[0] = False  # there is no layer before the first
     return [
         Boundaries(
+            layers[number].name,
             offloaded,
             on_host=policies.boundaries_on_host and policy.is_recomputed,
             drops=drops[number],

@@ -42,10 +42,10 @@ from megatrain.stream.execute.gradients import Gradients, Home
 from megatrain.stream.execute.issuer import Counts
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
+from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.attention import attention_of, attention_order
 from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.model_forward import ModelForward
-from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.rounds import Rounds
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.meter import StepMeter, recomputed_forwards

@@ -17,9 +17,9 @@ import copy
 import logging
 import weakref
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,43 +27,44 @@ from torch import Tensor
 from megatrain.stream.activations.offload import Held, OffloadedActivations
 from megatrain.stream.activations.torch_state import Autocast, RandomState
 
-if TYPE_CHECKING:
-    from megatrain.stream.forward.layer_visit import LayerVisit
-    from megatrain.stream.forward.passes import AttachedLayer, Pass
-
 _log = logging.getLogger(__name__)
 
 _NOTHING = torch.empty(0)
 """What a graph that nobody goes back through saves."""
 
 
-class _Call:
+RunAgain: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a layer on the arguments of a call, and returns its result."""
+
+
+class Call:
     """A layer's call in the forward: everything that another run of it takes, its boundary packed."""
 
     def __init__(
         self,
-        visit: LayerVisit,
+        run: RunAgain,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
         place: int,
+        micro_batch: int,
+        device: torch.device,
         boundary: Boundary,
     ) -> None:
-        device = visit.executor.lanes.device
-        self._visit = visit
+        """Keep what is called; the boundary is the argument at `place`."""
+        self._run = run
         self._args = tuple(None if number == place else value for number, value in enumerate(args))
         self._kwargs = kwargs
         self._place = place
+        self._device = device
         self._random = RandomState(device)
         self._autocast = Autocast(device)
+        self.micro_batch = micro_batch
         self.boundary = boundary
-
-    @property
-    def layer(self) -> AttachedLayer:
-        return self._visit.layer
 
     def run_again(self, hidden: Tensor) -> Tensor:
         """Run the layer on its boundary as it ran first, and return its output; no graph is left of it."""
-        held = RandomState(self._visit.executor.lanes.device)
+        held = RandomState(self._device)
         boundary = hidden.detach().requires_grad_()  # with a graph, libraries choose the forward's kernels
         args = (*self._args[: self._place], boundary, *self._args[self._place + 1 :])
         # layers may write into containers that they share
@@ -75,7 +76,7 @@ class _Call:
                 stack.enter_context(
                     torch.autograd.graph.saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
                 )
-                return output_of(self._visit.run_again(args, kwargs)).detach()
+                return output_of(self._run(args, kwargs)).detach()
         finally:
             held.restore()
 
@@ -83,7 +84,7 @@ class _Call:
 class Recipe:
     """A dropped boundary: the output of a call."""
 
-    def __init__(self, call: _Call, peers: list[Recipe]) -> None:
+    def __init__(self, call: Call, peers: list[Recipe]) -> None:
         """Make the output of `call`; `peers` are the same boundary of the round's other micro-batches."""
         self.call = call
         self._peers = weakref.WeakSet(peers)
@@ -92,7 +93,7 @@ class Recipe:
     def peers(self) -> list[Recipe]:
         """Return this boundary's recipes of all micro-batches that are not made yet, as they ran first."""
         waiting = [recipe for recipe in [*self._peers, self] if recipe.value is None]
-        return sorted(set(waiting), key=lambda recipe: -recipe.call._visit.current.micro_batch)
+        return sorted(set(waiting), key=lambda recipe: -recipe.call.micro_batch)
 
     def share(self, other: Recipe) -> None:
         """Let this recipe make another micro-batch's boundary too."""
@@ -103,20 +104,44 @@ Boundary: TypeAlias = Tensor | Held | Recipe
 """A boundary that was packed."""
 
 
+class LastCall:
+    """The last layer's call in a pass of the model, known again by its output."""
+
+    def __init__(self) -> None:
+        """Know of none."""
+        self._found: tuple[Call, weakref.ref[Tensor], int] | None = None
+
+    def note(self, call: Call | None, result: Any) -> None:
+        """Remember what a layer has returned; None: nobody will ask for its call."""
+        hidden = result[0] if isinstance(result, (tuple, list)) and result else result
+        self._found = None
+        if call is not None and isinstance(hidden, Tensor):
+            self._found = call, weakref.ref(hidden), hidden._version
+
+    def of(self, hidden: Tensor) -> Call | None:
+        """Return the call if these are its output, unchanged."""
+        if self._found is None:
+            return None
+        call, output, version = self._found
+        return call if output() is hidden and version == hidden._version else None
+
+
 class Boundaries:
     """Packs and unpacks the boundaries of one layer."""
 
     def __init__(
-        self, offloaded: OffloadedActivations, *, on_host: bool, drops: bool, is_source: bool
+        self, name: str, offloaded: OffloadedActivations, *, on_host: bool, drops: bool, is_source: bool
     ) -> None:
         """Decide for one layer.
 
         Args:
+            name: Of the layer, for messages.
             offloaded: Where boundaries wait on the host.
             on_host: This layer's wait there.
             drops: This layer's is made again by the layer before.
             is_source: The next layer's is, so this layer's calls are remembered.
         """
+        self._name = name
         self._offloaded = offloaded
         self._on_host = on_host
         self._drops = drops
@@ -125,17 +150,34 @@ class Boundaries:
         self._has_warned = False
 
     def watch(
-        self, stack: ExitStack, visit: LayerVisit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Call | None:
-        """Pack the boundary of the call that follows; returns the call if the next layer may ask for it."""
+        self,
+        stack: ExitStack,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        key: Hashable,
+        micro_batch: int,
+        last: LastCall,
+        run: RunAgain,
+    ) -> Call | None:
+        """Pack the boundary of the call that follows; returns the call if the next layer may ask for it.
+
+        Args:
+            stack: In which the call is made.
+            args: Of the call.
+            kwargs: Of the call.
+            key: Names what the call saves.
+            micro_batch: Number within the round.
+            last: Of the pass.
+            run: Runs the layer once more.
+        """
         place = next((n for n, value in enumerate(args) if _is_boundary(value)), None)
         if place is None and (self._on_host or self._drops) and any(map(_is_boundary, kwargs.values())):
-            self._say_kept(visit, "its input is given by name, so it stays on the device")
+            self._say_kept("its input is given by name, so it stays on the device")
         if place is None or not (self._on_host or self._drops or self._is_source):
             return None
         hidden = args[place]
-        packed = self._packed(visit, hidden)
-        call = _Call(visit, args, kwargs, place, packed) if self._is_source else None
+        packed = self._packed(hidden, key, last)
 
         # autograd keeps `pack`, which must not keep the tensor
         place_of, shape = hidden.data_ptr(), hidden.shape
@@ -145,36 +187,31 @@ class Boundaries:
             return packed if is_hidden else tensor.detach()
 
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, self._unpack))
-        return call
-
-    def remember(self, visit: LayerVisit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-        """Return the call of a layer whose inside is kept, if the next layer may ask for it."""
-        place = next((n for n, value in enumerate(args) if _is_boundary(value)), None)
-        if place is None or not self._is_source:
+        if not self._is_source:
             return None
-        return _Call(visit, args, kwargs, place, args[place].detach())
+        device = self._offloaded.device
+        return Call(run, args, kwargs, place=place, micro_batch=micro_batch, device=device, boundary=packed)
 
-    def _packed(self, visit: LayerVisit, hidden: Tensor) -> Boundary:
+    def _packed(self, hidden: Tensor, key: Hashable, last: LastCall) -> Boundary:
         if self._drops:
-            source = visit.current.last_call
-            if source is not None and source[1]() is hidden and source[2] == hidden._version:
-                return self._recipe(source[0])
+            source = last.of(hidden)
+            if source is not None:
+                return self._recipe(source)
             self._say_kept(
-                visit,
                 "its input is not just the output of the layer before, so it is kept in place of being "
-                "dropped",
+                "dropped"
             )
         if self._on_host:
-            return self._offloaded.save(hidden, visit.key)
+            return self._offloaded.save(hidden, key)
         return hidden.detach()
 
-    def _say_kept(self, visit: LayerVisit, reason: str) -> None:
+    def _say_kept(self, reason: str) -> None:
         """Warn, once, that a boundary is not where the policy wants it."""
         if not self._has_warned:
             self._has_warned = True
-            _log.warning("%s: %s", visit.layer.name, reason)
+            _log.warning("%s: %s", self._name, reason)
 
-    def _recipe(self, call: _Call) -> Recipe:
+    def _recipe(self, call: Call) -> Recipe:
         peers = [recipe for ref in self._recipes if (recipe := ref()) is not None and recipe.value is None]
         recipe = Recipe(call, peers)
         for peer in peers:
@@ -189,10 +226,6 @@ class Boundaries:
 
     def _load(self, packed: Tensor | Held) -> Tensor:
         return self._offloaded.load(packed) if isinstance(packed, Held) else packed
-
-
-Source: TypeAlias = tuple[_Call, "weakref.ref[Tensor]", int]
-"""A call, its output, and the version of the output."""
 
 
 def make(recipe: Recipe, load: Callable[[Tensor | Held], Tensor]) -> Tensor:
@@ -221,15 +254,6 @@ def output_of(result: Any) -> Tensor:
     hidden = result[0] if isinstance(result, (tuple, list)) else result
     assert isinstance(hidden, Tensor)
     return hidden
-
-
-def note_output(current: Pass, call: _Call | None, result: Any) -> None:
-    """Remember a layer's output, to know it again as the next layer's input."""
-    hidden = result[0] if isinstance(result, (tuple, list)) and result else result
-    if call is None or not isinstance(hidden, Tensor):
-        current.last_call = None
-    else:
-        current.last_call = (call, weakref.ref(hidden), hidden._version)
 
 
 def _is_boundary(value: Any) -> bool:

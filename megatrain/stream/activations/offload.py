@@ -173,6 +173,11 @@ class OffloadedActivations:
         """Left on the device so far because the host limit had no room for them."""
 
     @property
+    def device(self) -> torch.device:
+        """What tensors leave and come back to."""
+        return self._lanes.device
+
+    @property
     def host_bytes(self) -> int:
         """Host memory in use or free in the ring, or of the buffers before the drives."""
         return self._ring.nbytes + (0 if self._staging is None else self._staging.nbytes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,10 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.model.caches import with_own_caches
 from megatrain.model.selective import cheap_contexts
 from megatrain.plan.program.operations import Operation
-from megatrain.stream.activations.boundaries import note_output
 from megatrain.stream.activations.offload import Held
-from megatrain.stream.forward.stream_weights import stream_weights, swapped
-
-if TYPE_CHECKING:
-    from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer, Pass
+from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
+from megatrain.stream.forward.passes import Pass
+from megatrain.stream.forward.stream_weights import Place, exchange, stream_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class _Entry:
         self._is_done = False
 
     def open_backward(self, *, is_again: bool = False) -> Operation | None:
-        """Begin the backward if nothing has: a recomputation (again), a saved weight, or the bring itself."""
+        """Begin the backward if nothing has: a recomputation (again), a saved weight, or its own node."""
         if self._is_done:
             raise ModelError(
                 f"a second backward through the same forward of block {self.block.block.name}; its graph is "
@@ -67,15 +65,18 @@ class _Entry:
         if self._is_backward:
             return None
         self._is_backward = True
-        self._visit.current.begin_backward()
-        operation = self._visit.open(self.block, is_backward=True, is_again=is_again)
-        self.place = self._visit.slots.target(operation)
+        visit = self._visit
+        visit.current.begin_backward()
+        operation = visit.layer.executor.open(
+            self.block.index, visit.current.micro_batch, is_backward=True, is_again=is_again, owner=visit
+        )
+        self.place = visit.layer.slots.target(operation)
         return operation
 
     def close_backward(self, grads: Sequence[Tensor | None]) -> None:
         """Take the gradients; autograd is done with the fragment."""
         self.open_backward()
-        self._visit.executor.close(self.block.line_up(grads, self.trained))
+        self._visit.layer.executor.close(self.block.line_up(grads, self.trained))
         self.place = None
         self._is_done = True
         self._visit.go_on_before(self)
@@ -86,83 +87,77 @@ class LayerVisit:
 
     def __init__(self, layer: AttachedLayer, current: Pass) -> None:
         """Prepare the visit of `layer` in the forward pass `current`."""
-        self._layer = layer
+        self.layer = layer
         self.current = current
-        self.executor = layer.executor
-        self.slots = layer.slots
         self.entries: list[_Entry] = []
-        self._recomputed: list[_Entry] = []
+        self.recomputed: list[_Entry] = []
+        """Those that are on the device again, for their backward."""
         self._has_run = False
-        self.key = -1
+        self._key = -1
         """Name of what the visit saves."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer under its policy."""
         if not torch.is_grad_enabled():
-            return self._run(*args, **kwargs)
-        self.current.note(self._layer)
-        self.key = self.executor.name_visit(self._layer.blocks[-1].index, self.current.micro_batch)
-        policy = self._layer.policy
-        if not policy.is_recomputed:
-            _refuse_autocast(self._layer.name, policy)
-            call = self._layer.boundaries.remember(self, args, kwargs)
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                result = self._run(*args, **kwargs)
-            note_output(self.current, call, result)
-            return result
-        # checkpoint keeps the random state of its positional tensors' devices, and no other's: a layer that
-        # gets its hidden states by name would draw another dropout mask in its recomputation.
-        token = torch.empty(0, device=self.executor.lanes.device)
-        options: dict[str, Any] = {}
-        if policy is Activations.RECOMPUTE_CHEAP:
-            options["context_fn"] = cheap_contexts()
+            return self._run(None, *args, **kwargs)
+        layer, current = self.layer, self.current
+        current.note(layer)
+        self._key = layer.executor.name_visit(layer.blocks[-1].index, current.micro_batch)
         with ExitStack() as stack:
-            call = self._layer.boundaries.watch(stack, self, args, kwargs)
-            result = checkpoint(self._run_on, token, *args, use_reentrant=False, **options, **kwargs)
-        note_output(self.current, call, result)
+            call = layer.boundaries.watch(
+                stack,
+                args,
+                kwargs,
+                key=self._key,
+                micro_batch=current.micro_batch,
+                last=current.last_call,
+                run=self._run_again,
+            )
+            if layer.policy.is_recomputed:
+                result = self._checkpointed(args, kwargs)
+            else:
+                _refuse_autocast(layer.name, layer.policy)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+                result = self._run(None, *args, **kwargs)
+        current.last_call.note(call, result)
         return result
-
-    @property
-    def layer(self) -> AttachedLayer:
-        """The layer that is called."""
-        return self._layer
-
-    def open(self, block: AttachedBlock, *, is_backward: bool, is_again: bool = False) -> Operation:
-        """Open a block of the layer for this visit's micro-batch."""
-        return self.executor.open(
-            block.index, self.current.micro_batch, is_backward=is_backward, is_again=is_again, owner=self
-        )
 
     def go_on_before(self, entry: _Entry) -> None:
         """After a fragment's backward, open that of the one before: its operations come next."""
-        if self._recomputed and self._recomputed[-1] is entry:
-            self._recomputed.pop()
-        if self._recomputed:
-            self._recomputed[-1].open_backward()
+        if self.recomputed and self.recomputed[-1] is entry:
+            self.recomputed.pop()
+        if self.recomputed:
+            self.recomputed[-1].open_backward()
         elif entry is self.entries[0]:
-            self._layer.offloaded.drop(self.key)
+            self.layer.offloaded.drop(self._key)
 
-    def run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # checkpoint keeps the random state of its positional tensors' devices, and no other's: a layer that
+        # gets its hidden states by name would draw another dropout mask in its recomputation.
+        token = torch.empty(0, device=self.layer.executor.lanes.device)
+        options: dict[str, Any] = {}
+        if self.layer.policy is Activations.RECOMPUTE_CHEAP:
+            options["context_fn"] = cheap_contexts()
+        return checkpoint(self._run, token, *args, use_reentrant=False, **options, **kwargs)
+
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer once more, for the boundary of the next one."""
-        return LayerVisit(self._layer, self.current)._run(*args, **kwargs)
+        return LayerVisit(self.layer, self.current)._run(None, *args, **kwargs)
 
-    def _run_on(self, token: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, _: Tensor | None, *args: Any, **kwargs: Any) -> Any:
         """Run the class's own forward on slot views: the forward first, the recomputation after it."""
-        is_recomputation, self._has_run = self._has_run, True
-        run = _Run(self, is_recomputation=is_recomputation)
-        held, self._layer.run = self._layer.run, run
+        layer = self.layer
+        run, self._has_run = _Run(self, is_recomputation=self._has_run), True
+        held, layer.entering = layer.entering, run.enter
         try:
-            if not self._layer.has_fragments:
-                run.enter(self._layer.blocks[0])
+            if not layer.has_fragments:
+                run.enter(layer.blocks[0])
             if torch.is_grad_enabled():
                 args, kwargs = with_own_caches(args, kwargs)
-            return self._layer.inner(*args, **kwargs)
+            return layer.inner(*args, **kwargs)
         finally:
             run.leave()
-            self._layer.run = held
+            layer.entering = held
 
     def _pack(self, tensor: Tensor) -> Tensor | _SavedWeight | Held:
         for number, entry in enumerate(self.entries):
@@ -174,15 +169,15 @@ class LayerVisit:
                 start = place.storage_offset() // tensor.dtype.itemsize
                 offset = int(tensor.storage_offset()) - start
                 return _SavedWeight(number, offset, tensor.dtype, tensor.shape, tensor.stride())
-        if self._layer.policy is Activations.OFFLOAD:
-            return self._layer.offloaded.save(tensor, self.key)
+        if self.layer.policy is Activations.OFFLOAD:
+            return self.layer.offloaded.save(tensor, self._key)
         return tensor.detach()  # a node that saved its own output, graph and all, would never be freed
 
     def _unpack(self, saved: Tensor | _SavedWeight | Held) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if isinstance(saved, Held):
-            return self._layer.offloaded.load(saved)
+            return self.layer.offloaded.load(saved)
         entry = self.entries[saved.entry]
         entry.open_backward()
         place = entry.place
@@ -202,48 +197,60 @@ class _Run:
         self._operation: Operation | None = None
         self._count = 0
         self._stays_open = False
-        self._swap = ExitStack()
+        self._places: Sequence[Place] = ()
+        self._own: Sequence[Any] = ()
+        """The modules' own parameters, while they find others."""
 
     def enter(self, block: AttachedBlock) -> None:
         """Let the modules of `block` find its weights; leaves the fragment that was entered before."""
         if self._entry is not None and self._entry.block is block:
             return
         self.leave()
-        visit = self._visit
+        visit, slots = self._visit, self._visit.layer.slots
         if self._is_recomputation:
             entry = visit.entries[self._count]
             assert entry.block is block, "the recomputation took another way than the forward"
+            visit.recomputed.append(entry)
         else:
             entry = _Entry(visit, block)
             visit.entries.append(entry)
         self._count += 1
         self._stays_open = self._is_recomputation and self._count == len(visit.entries)
         if self._stays_open:
-            self._operation = entry.open_backward(is_again=True)
-            assert self._operation is not None
+            operation = entry.open_backward(is_again=True)
+            assert operation is not None
         else:
-            self._operation = visit.open(block, is_backward=False, is_again=self._is_recomputation)
-            entry.place = visit.slots.target(self._operation)
-        if self._is_recomputation:
-            visit._recomputed.append(entry)
-        self._entry = entry
-        aliases = visit.slots.aliases(block.index, self._operation.slot)
-        weights = stream_weights(aliases, entry.trained, entry.close_backward)
-        self._swap.enter_context(swapped(*block.fill(weights, visit.current.tensors)))
+            operation = visit.layer.executor.open(
+                block.index,
+                visit.current.micro_batch,
+                is_backward=False,
+                is_again=self._is_recomputation,
+                owner=visit,
+            )
+            entry.place = slots.target(operation)
+        self._entry, self._operation = entry, operation
+        weights = stream_weights(
+            slots.aliases(block.index, operation.slot), entry.trained, entry.close_backward
+        )
+        self._places, found = block.fill(weights, visit.current.tensors)
+        self._own = exchange(self._places, found)
 
     def leave(self) -> None:
-        """Give the modules their parameters back; a recomputed fragment stays in its slot."""
+        """Give the modules their parameters back; a recomputed fragment stays in its slot.
+
+        A recomputation is always left through an exception: torch's checkpoint stops it early that way.
+        """
         entry, self._entry = self._entry, None
         if entry is None:
             return
-        self._swap.close()
+        exchange(self._places, self._own)
         if self._stays_open:
             return
         assert self._operation is not None
-        self._visit.executor.close()
+        self._visit.layer.executor.close()
         entry.place = None
         if self._is_recomputation:
-            self._visit.executor.pin(self._operation, self._visit)
+            self._visit.layer.executor.pin(self._operation, self._visit)
 
 
 def _refuse_autocast(name: str, policy: Activations) -> None:

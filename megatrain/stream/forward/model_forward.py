@@ -19,10 +19,12 @@ from megatrain.errors import ModelError
 from megatrain.model.head import Head, Share, count_targets
 from megatrain.stream.bind import Binding
 from megatrain.stream.execute.compute_work import ComputeWork
+from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.compiled import Compiler
+from megatrain.stream.forward.layer_visit import LayerVisit
 from megatrain.stream.forward.lockstep import Lockstep
 from megatrain.stream.forward.overrides import Overrides
-from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer, Pass, move_buffers, to_device
+from megatrain.stream.forward.passes import Pass, move_buffers, to_device
 from megatrain.stream.forward.split_batch import join_outputs, split_batch
 from megatrain.stream.meter import MicroBatchSize
 
@@ -108,7 +110,9 @@ class ModelForward:
             if self._pass is None:
                 raise ModelError(f"block {layer.name} was called outside the model's forward; call the model")
             self.lockstep.give_way(number)
-            return layer.forward(self._pass, args, kwargs)
+            if getattr(layer.module, "gradient_checkpointing", False):
+                layer.module.gradient_checkpointing = False  # type: ignore[assignment]  # ours replaces it
+            return LayerVisit(layer, self._pass).call(args, kwargs)
 
         if compiler is not None and not layer.has_fragments:
             layer.inner = compiler.runner(layer.module, layer.inner)

@@ -18,7 +18,7 @@ from megatrain.store.state import HostState, Precision
 from megatrain.stream.bind import require_accumulators
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
-from megatrain.stream.forward.passes import AttachedBlock, AttachedLayer
+from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.policies import Policies
 
 

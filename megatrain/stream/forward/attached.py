@@ -1,0 +1,113 @@
+"""Layers and blocks as the engine sees them: with their layouts, and where their parameters are looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatrain.config.choice import Activations
+from megatrain.errors import ModelError
+from megatrain.layout.blocks import BlockLayout
+from megatrain.model.blocks import Block
+from megatrain.stream.activations.boundaries import Boundaries
+from megatrain.stream.activations.offload import OffloadedActivations
+from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.slots import Slots
+from megatrain.stream.forward.stream_weights import Place
+
+
+class AttachedBlock:
+    """A block of the model with its layout, and where its parameters are looked up."""
+
+    def __init__(
+        self, index: int, block: Block, layout: BlockLayout, owners: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """Tie block `index` to its layout; `owners` maps a name to (block, entry) for borrowed weights."""
+        self.index = index
+        self.block = block
+        self.layout = layout
+        self.parameters = [block.parameters[entry.name] for entry in layout.entries]
+        position = {entry.name: number for number, entry in enumerate(layout.entries)}
+        self._positions = [position[site.name] for site in block.sites]
+        self.places: list[Place] = [(site.module._parameters, site.leaf) for site in block.sites]
+        self._borrowed = [owners[site.name] for site in block.borrowed]
+        self._borrowed_places: list[Place] = [(site.module._parameters, site.leaf) for site in block.borrowed]
+        self._has_state = [entry.state_offset is not None for entry in layout.entries]
+
+    def trained_now(self) -> list[bool]:
+        """Which entries want a gradient at this moment.
+
+        Raises:
+            ModelError: A parameter was unfrozen after attach: there is no room for its state.
+        """
+        wanted = [parameter.requires_grad for parameter in self.parameters]
+        for entry, wants, has_state in zip(self.layout.entries, wanted, self._has_state, strict=True):
+            if wants and not has_state:
+                raise ModelError(
+                    f"parameter {entry.name} was frozen when the engine was attached and requires a gradient "
+                    "now; set requires_grad before megatrain.attach"
+                )
+        return wanted
+
+    def line_up(self, grads: Sequence[Tensor | None], trained: Sequence[bool]) -> list[Tensor | None]:
+        """Give every entry that has state its gradient or None, from the gradients of the `trained` ones."""
+        given = iter(grads)
+        by_entry = [next(given) if wants else None for wants in trained]
+        return [grad for grad, has_state in zip(by_entry, self._has_state, strict=True) if has_state]
+
+    def fill(
+        self, weights: Sequence[Tensor], resident: Mapping[int, Sequence[Tensor]]
+    ) -> tuple[list[Place], list[Tensor]]:
+        """Pair every place of the block with its tensor: its own weights, and borrowed ones."""
+        own = [weights[position] for position in self._positions]
+        borrowed = [resident[block][entry] for block, entry in self._borrowed]
+        return self.places + self._borrowed_places, own + borrowed
+
+
+class AttachedLayer:
+    """A decoder layer: its fragments (one, if it streams as a whole), its own forward, and its policy."""
+
+    executor: Executor
+    slots: Slots
+    offloaded: OffloadedActivations
+    policy: Activations
+    boundaries: Boundaries
+
+    def __init__(self, blocks: Sequence[AttachedBlock]) -> None:
+        """Tie a layer to its blocks, which are of one module; `arrange` comes before its first use."""
+        module = blocks[0].block.module
+        assert module is not None
+        self.blocks = list(blocks)
+        self.module: nn.Module = module
+        self.has_fragments = bool(blocks[0].block.entries)
+        self.inner: Callable[..., Any] = module.forward
+        self.entering: Callable[[AttachedBlock], None] | None = None
+        """What takes note of the fragment whose module is called; None: the layer is not running."""
+
+    def arrange(self, executor: Executor, slots: Slots, policy: Activations, boundaries: Boundaries) -> None:
+        """Let the layer run through `executor` and `slots`, under `policy`."""
+        self.executor = executor
+        self.slots = slots
+        self.offloaded = executor.offloaded
+        self.policy = policy
+        self.boundaries = boundaries
+
+    @property
+    def name(self) -> str:
+        """Name of the layer, or of its first fragment."""
+        return self.blocks[0].block.name
+
+    def enter(self, block: AttachedBlock) -> None:
+        """Enter a fragment: one of its modules is called.
+
+        Raises:
+            ModelError: The module was called outside its layer's forward.
+        """
+        if self.entering is None:
+            raise ModelError(
+                f"{block.block.name} was called outside its layer's forward; call the model, or attach it "
+                "with fragments=False"
+            )
+        self.entering(block)
