@@ -1,7 +1,8 @@
-"""`benchmarks/training/same_bits.py` finds equal runs equal, and one flipped bit a difference."""
+"""Two checkouts side by side: equal runs are found equal, and one flipped bit a difference."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import fields
@@ -12,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.training import same_bits_worker as worker
+from benchmarks.training import checkout_worker as worker
+from benchmarks.training.checkout_runs import RUNS
 from benchmarks.training.same_bits import compare
-from benchmarks.training.same_bits_runs import RUNS
 from megatrain.config.choice import Choice
 
 ROOT = Path(__file__).parent.parent
@@ -96,3 +97,15 @@ def test_a_checkout_trains_to_the_bits_of_itself() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" equal\n") == len(RUNS) == 12
+
+
+@pytest.mark.parity
+def test_the_cpu_time_of_a_step_is_that_of_both_checkouts() -> None:
+    command = [sys.executable, "-m", "benchmarks.training.step_cpu_time", "--reference", str(ROOT)]
+    command += ["--pairs", "1", "--turns", "3", "--steps", "2", "--warm-up", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["by_pair"] == [result["other_over_reference"]]
+    for side in ("reference", "other"):
+        assert 0 < result[f"{side}_cpu_s_per_step"]["min"] <= result[f"{side}_cpu_s_per_step"]["max"]

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import emit, hardware
-from benchmarks.training.same_bits_runs import RUNS
+from benchmarks.training.checkout_runs import RUNS
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKER = Path(__file__).with_name("same_bits_worker.py")
+WORKER = Path(__file__).with_name("checkout_worker.py")
 MOST_NAMED = 5
 """Values that differ are named up to this number."""
 
@@ -72,7 +72,7 @@ def run_all(checkout: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     A report has `values` (digests by name) and `asked_but_not_so`, or an `error`.
     """
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(WORKER), str(checkout)]
+    command = [sys.executable, "-W", "ignore", str(WORKER), str(checkout), "bits"]
     asked = json.dumps({name: RUNS[name] for name in names})
     done = subprocess.run(command, input=asked, env=environment, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

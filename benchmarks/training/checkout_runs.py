@@ -1,4 +1,4 @@
-"""The runs of `same_bits.py`: plain data, in which no setting is left to a default."""
+"""The runs of `same_bits.py` and `step_cpu_time.py`: plain data, in which no setting is left to a default."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One side of `same_bits.py`: runs what stdin says with the megatrain on its path, and prints digests.
+"""One checkout's side of `same_bits.py` and `step_cpu_time.py`: trains as stdin says, prints what came out.
 
-It imports nothing of this repository's but megatrain, and of that what the public names and the format of
-checkpoints give, so that one worker serves checkouts whose insides differ.
+It uses the megatrain on its path, and of that what the public names and the format of checkpoints give: one
+worker serves checkouts whose insides differ. It imports nothing else of this repository.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import resource
 import struct
 import sys
 import tempfile
@@ -24,13 +25,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 
 def main() -> None:
-    """Make the runs of stdin, a JSON line each."""
+    """Do `bits` or `cpu_time` with a checkout."""
     import megatrain
 
     checkout = Path(sys.argv[1]).resolve()
     if checkout not in Path(megatrain.__file__).resolve().parents:
         sys.exit(f"megatrain is {megatrain.__file__}, and not that of {checkout}")
     torch.set_num_threads(1)
+    {"bits": report_bits, "cpu_time": report_cpu_time}[sys.argv[2]]()
+
+
+def report_bits() -> None:
+    """Make the runs of stdin, and print a JSON line for each."""
     for name, asked in json.load(sys.stdin).items():
         try:
             with tempfile.TemporaryDirectory() as directory:
@@ -40,24 +46,57 @@ def main() -> None:
         print(json.dumps({"name": name, **report}), flush=True)
 
 
+def report_cpu_time() -> None:
+    """Take the run of stdin's first line; print the CPU time of steps for each number that follows."""
+    asked = json.loads(sys.stdin.readline())
+    with tempfile.TemporaryDirectory() as directory:
+        engine, optimizer = begin(make_model(asked["config"]), asked, Path(directory))
+        first = 0
+        for line in sys.stdin:
+            steps = range(first, first := first + int(line))
+            engine.sync()  # so that no update of the steps before counts
+            before = cpu_seconds()
+            for step in steps:
+                train_step(engine, optimizer, asked, step)
+            engine.sync()
+            print((cpu_seconds() - before) / len(steps), flush=True)
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of all threads of this process so far, user and system."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
 def run(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Train as asked; returns the digests of all that came out."""
     model = make_model(asked["config"])
-    engine = attach(model, asked, directory)
+    engine, optimizer = begin(model, asked, directory)
     found = {key: getattr(engine.choice, key) for key in field_names(type(engine.choice))}
-    optimizer = engine.adamw(**supported(engine.adamw, asked["adamw"]))
     values: dict[str, str] = {}
     for step in range(asked["steps"]):
-        number = asked["attach"]["num_micro_batches"]
-        batches = make_batches(number, asked["rows"], asked["tokens"], seed=step)
-        loss = engine.forward_backward(batches, seeds=[100 * step + n for n in range(number)])
+        loss, norm = train_step(engine, optimizer, asked, step)
         values[f"loss of step {step}"] = digest(loss)
-        values[f"gradient norm of step {step}"] = struct.pack("<d", optimizer.step().grad_norm).hex()
+        values[f"gradient norm of step {step}"] = struct.pack("<d", norm).hex()
     values |= {f"master {name}": digest(value) for name, value in engine.named_masters()}
     values |= state_digests(engine, directory / "state")
     engine.detach()
     values |= {f"weight {name}": digest(value) for name, value in model.named_parameters()}
     return {"values": values, "asked_but_not_so": list(not_as_asked(asked, found))}
+
+
+def begin(model: PreTrainedModel, asked: dict[str, Any], directory: Path) -> tuple[Any, Any]:
+    """Return the engine and the optimizer."""
+    engine = attach(model, asked, directory)
+    return engine, engine.adamw(**supported(engine.adamw, asked["adamw"]))
+
+
+def train_step(engine: Any, optimizer: Any, asked: dict[str, Any], step: int) -> tuple[Tensor, float]:
+    """Take a step; returns its loss and the norm of its gradients."""
+    number = asked["attach"]["num_micro_batches"]
+    batches = make_batches(number, asked["rows"], asked["tokens"], seed=step)
+    loss = engine.forward_backward(batches, seeds=[100 * step + n for n in range(number)])
+    return loss, optimizer.step().grad_norm
 
 
 def make_model(config: dict[str, Any]) -> PreTrainedModel:
@@ -97,7 +136,7 @@ def attach(model: PreTrainedModel, asked: dict[str, Any], directory: Path) -> An
     settings = settings_of(asked)
     in_choice = field_names(choice_class)
     if unknown := in_choice - settings.keys():
-        raise LookupError(f"Choice has {', '.join(sorted(unknown))}; spell it out in same_bits_runs.py")
+        raise LookupError(f"Choice has {', '.join(sorted(unknown))}; spell it out in checkout_runs.py")
     accepted = inspect.signature(megatrain.attach).parameters
     keywords = {name: value for name, value in settings.items() if name not in in_choice}
     if lacking := keywords.keys() - accepted.keys():
