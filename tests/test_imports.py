@@ -62,7 +62,6 @@ MOST_LINES = 400
 
 LONG = {
     "megatrain.plan.cost.step_time",
-    "megatrain.stream.activations.offload",
     "megatrain.stream.engine",
     "megatrain.stream.execute.gradients",
 }

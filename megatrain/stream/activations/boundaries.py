@@ -24,7 +24,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from megatrain.stream.activations.offload import Held, OffloadedActivations
+from megatrain.stream.activations.offload import OffloadedActivations
+from megatrain.stream.activations.saved_tensors import Held
 from megatrain.stream.activations.torch_state import Autocast, RandomState
 
 _log = logging.getLogger(__name__)

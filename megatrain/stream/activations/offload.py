@@ -20,8 +20,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -29,105 +27,12 @@ from torch import Tensor, nn
 from megatrain.errors import ModelError
 from megatrain.plan.program.operations import Buffer, Lane
 from megatrain.store.drives.scratch import ScratchFiles
-from megatrain.stream.activations.host_ring import ALIGNMENT, HostBuffer, HostRing
+from megatrain.stream.activations.host_ring import HostBuffer, HostRing
 from megatrain.stream.activations.on_drives import Staged, Staging
+from megatrain.stream.activations.saved_tensors import ByteSpan, Held, SavedVisit, Where, cover
 from megatrain.stream.lanes import Lanes
 
 _log = logging.getLogger(__name__)
-
-
-class _Where(Enum):
-    """Where the tensors of a visit are."""
-
-    OPEN = "on the device; the forward is going on"
-    LEAVING = "on the device and on their way to the host"
-    STAYING = "on the device; the backward came before they were dropped"
-    HOST = "on the host"
-    ARRIVING = "on their way to the device"
-    DEVICE = "on the device again"
-
-
-@dataclass(eq=False)
-class _ByteSpan:
-    """Bytes of one storage that a visit's tensors cover, from `start` to `stop`."""
-
-    start: int
-    stop: int
-    offset: int = 0
-    """Where the span is in the host buffer."""
-    restored: Tensor | None = None
-    """(nbytes,) uint8 on the device, once it is back."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(eq=False)
-class Held:
-    """What autograd keeps in place of a saved tensor, for `OffloadedActivations.load`."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    start: int
-    """Bytes into its storage."""
-    version: int
-    """Of the tensor's content when it was saved."""
-    tensor: Tensor | None
-    """The tensor itself, while it is on the device."""
-    visit: _Visit | None
-    """None: it stays on the device for as long as autograd keeps it."""
-    span: _ByteSpan | None = None
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether the tensor on the device is still what was saved."""
-        return self.tensor is not None and self.tensor._version == self.version
-
-    def restored(self) -> Tensor:
-        """View the tensor in the bytes that came back."""
-        assert self.span is not None
-        flat = self.span.restored
-        assert flat is not None
-        offset = (self.start - self.span.start) // self.dtype.itemsize
-        tensor = torch.empty(0, dtype=self.dtype, device=flat.device)
-        return tensor.set_(flat.untyped_storage(), offset, self.shape, self.stride)
-
-
-@dataclass(eq=False)
-class _Visit:
-    """The saved tensors of one key.
-
-    Autograd owns them: it drops each `Held` when it is done with a node, and with the last `Held` of a span
-    goes the span and its device memory. So a visit holds both weakly.
-    """
-
-    key: Hashable
-    where: _Where = _Where.OPEN
-    saved: list[weakref.ref[Held]] = field(default_factory=list)
-    spans: list[weakref.ref[_ByteSpan]] = field(default_factory=list)
-    host: HostBuffer | Staged | None = None
-    what: str = ""
-    """Names it, for messages of drives."""
-    copied: list[Tensor] = field(default_factory=list)
-    """Device memory that a copy lane still reads or writes."""
-
-    def helds(self) -> list[Held]:
-        return [held for reference in self.saved if (held := reference()) is not None]
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether autograd still holds one of the tensors."""
-        return any(reference() is not None for reference in self.saved)
-
-    def end(self) -> None:
-        """Let go of all device memory."""
-        self.copied = []
-        for held in self.helds():
-            if held.span is not None:
-                held.span.restored = None
-            held.tensor = held.span = None
 
 
 class OffloadedActivations:
@@ -161,8 +66,8 @@ class OffloadedActivations:
         self._staging: Staging | None = None
         self._min_bytes = min_bytes
         self._num_leaving = num_leaving
-        self._visits: dict[Hashable, _Visit] = {}
-        self._leaving: deque[_Visit] = deque()
+        self._visits: dict[Hashable, SavedVisit] = {}
+        self._leaving: deque[SavedVisit] = deque()
         self._has_warned = False
         self._moved = (0, 0)
         self.saved_bytes = 0
@@ -222,16 +127,16 @@ class OffloadedActivations:
         if is_weight or not self._is_worth_it(tensor):
             return held
         visit = self._visits.get(key) or self._begin(key)
-        assert visit.where is _Where.OPEN, f"{key} saves after its flush; give every visit a key of its own"
+        assert visit.where is Where.OPEN, f"{key} saves after its flush; give every visit a key of its own"
         held.visit = visit
         visit.saved.append(weakref.ref(held))
         return held
 
-    def _begin(self, key: Hashable) -> _Visit:
+    def _begin(self, key: Hashable) -> SavedVisit:
         """Begin a visit, and drop those whose graph is gone: a forward that no backward followed."""
         for visit in [visit for visit in self._visits.values() if not visit.is_wanted]:
             self.drop(visit.key)
-        self._visits[key] = _Visit(key)
+        self._visits[key] = SavedVisit(key)
         return self._visits[key]
 
     def flush(self, key: Hashable) -> None:
@@ -242,22 +147,20 @@ class OffloadedActivations:
         visit = self._visits.get(key)
         if visit is None:
             return
-        assert visit.where is _Where.OPEN, f"{key} is flushed twice"
-        visit.where = _Where.LEAVING
+        assert visit.where is Where.OPEN, f"{key} is flushed twice"
+        visit.where = Where.LEAVING
         placed = self._place(visit)
         if visit.host is None:
             return
         visit.spans = [weakref.ref(span) for span in placed]
         visit.copied = list(placed.values())
-        flat = _buffer_of(visit).flat
-        targets = [flat[span.offset : span.offset + span.nbytes] for span in placed]
         nbytes = sum(span.nbytes for span in placed)
-        self._mark_compute(writes=_name("saved", visit))  # all that the visit has computed
+        self._mark_compute(writes=visit.device_name("saved"))  # all that the visit has computed
         self._lanes.enqueue(
             Lane.SAVE,
-            functools.partial(_copy, list(zip(targets, visit.copied, strict=True))),
-            reads=_name("saved", visit),
-            writes=[_buffer_name(visit)],
+            visit.copy(list(placed), home=True),
+            reads=visit.device_name("saved"),
+            writes=[visit.buffer_name],
             work=nbytes,
             label=f"save {key}",
         )
@@ -281,7 +184,7 @@ class OffloadedActivations:
     def recall(self, key: Hashable) -> None:
         """Start to read a visit back from the drives, if it has left the device; its `prefetch` is near."""
         visit = self._visits.get(key)
-        if visit is not None and visit.where is _Where.HOST and isinstance(visit.host, Staged):
+        if visit is not None and visit.where is Where.HOST and isinstance(visit.host, Staged):
             self._drives.recall(visit.host, visit.what)
 
     def prefetch(self, key: Hashable) -> None:
@@ -310,9 +213,9 @@ class OffloadedActivations:
                 "forward again"
             )
         self._return(visit)
-        if visit.where is _Where.ARRIVING:
-            self._mark_compute(reads=_name("restored", visit))
-            visit.where = _Where.DEVICE
+        if visit.where is Where.ARRIVING:
+            self._mark_compute(reads=visit.device_name("restored"))
+            visit.where = Where.DEVICE
             visit.copied = []
         return held.restored()
 
@@ -323,17 +226,17 @@ class OffloadedActivations:
             return
         if visit.host is not None:
             # Device memory goes back to the allocator in compute's order: not before the copies are done.
-            if visit.where in (_Where.LEAVING, _Where.STAYING):
-                self._mark_compute(writes=_name("saved", visit))
-                if visit.where is _Where.LEAVING:
+            if visit.where in (Where.LEAVING, Where.STAYING):
+                self._mark_compute(writes=visit.device_name("saved"))
+                if visit.where is Where.LEAVING:
                     self._leaving.remove(visit)
-            elif visit.where is _Where.ARRIVING:
-                self._mark_compute(reads=_name("restored", visit))
+            elif visit.where is Where.ARRIVING:
+                self._mark_compute(reads=visit.device_name("restored"))
             if isinstance(visit.host, HostBuffer):
                 self._lanes.enqueue(
                     Lane.RESTORE,
                     functools.partial(self._lanes.freed, visit.host.flat),
-                    writes=[_buffer_name(visit)],
+                    writes=[visit.buffer_name],
                     label=f"drop {key}",
                 )
             self._give_back(visit.host)
@@ -348,7 +251,7 @@ class OffloadedActivations:
     def clear(self) -> None:
         """Free everything, after an exception; nothing is waited for and nothing raises."""
         for visit in self._visits.values():
-            lane = Lane.RESTORE if visit.where is _Where.ARRIVING else Lane.SAVE
+            lane = Lane.RESTORE if visit.where is Where.ARRIVING else Lane.SAVE
             for tensor in visit.copied:
                 self._lanes.share(tensor, lane)  # the copy may not have run: the memory waits for it
             if visit.host is not None:
@@ -381,10 +284,10 @@ class OffloadedActivations:
             and tensor.untyped_storage().nbytes() >= self._min_bytes
         )
 
-    def _place(self, visit: _Visit) -> dict[_ByteSpan, Tensor]:
+    def _place(self, visit: SavedVisit) -> dict[ByteSpan, Tensor]:
         """Give a visit a host buffer; return the spans that fit, with their bytes on the device."""
         helds = [held for held in visit.helds() if held.is_intact]  # load will report the others
-        spans = _cover(helds)
+        spans = cover(helds)
         offsets: list[int | None] = []
         if spans:
             source = self._ring if self._staging is None else self._staging
@@ -411,26 +314,26 @@ class OffloadedActivations:
         self.kept_bytes += kept_bytes
         return placed
 
-    def _settle(self, visit: _Visit) -> None:
+    def _settle(self, visit: SavedVisit) -> None:
         """Drop a visit's tensors on the device, once compute waits for their copies."""
-        self._mark_compute(writes=_name("saved", visit))
-        visit.where = _Where.HOST
+        self._mark_compute(writes=visit.device_name("saved"))
+        visit.where = Where.HOST
         visit.copied = []
         for held in visit.helds():
             if held.span is not None and held.is_intact:  # load reports what compute has changed meanwhile
                 held.tensor = None
 
-    def _return(self, visit: _Visit) -> None:
-        if visit.where is _Where.LEAVING and visit.host is not None:
+    def _return(self, visit: SavedVisit) -> None:
+        if visit.where is Where.LEAVING and visit.host is not None:
             self._leaving.remove(visit)
-            visit.where = _Where.STAYING
-        elif visit.where is _Where.HOST:
+            visit.where = Where.STAYING
+        elif visit.where is Where.HOST:
             self._restore(visit)
 
-    def _restore(self, visit: _Visit) -> None:
+    def _restore(self, visit: SavedVisit) -> None:
         assert visit.host is not None
         spans = [span for reference in visit.spans if (span := reference()) is not None]
-        visit.where = _Where.DEVICE
+        visit.where = Where.DEVICE
         if not spans:  # autograd has dropped them all
             return
         if isinstance(visit.host, Staged):
@@ -439,22 +342,21 @@ class OffloadedActivations:
         for span in spans:
             span.restored = torch.empty(span.nbytes, dtype=torch.uint8, device=device)
         visit.copied = [span.restored for span in spans if span.restored is not None]
-        self._mark_compute(writes=_name("restored", visit))  # done with what the memory was used for before
-        flat = _buffer_of(visit).flat
-        sources = [flat[span.offset : span.offset + span.nbytes] for span in spans]
+        # compute is done with what the memory was used for before
+        self._mark_compute(writes=visit.device_name("restored"))
         nbytes = sum(span.nbytes for span in spans)
         self._lanes.enqueue(
             Lane.RESTORE,
-            functools.partial(_copy, list(zip(visit.copied, sources, strict=True))),
-            reads=[_buffer_name(visit)],
-            writes=_name("restored", visit),
+            visit.copy(spans, home=False),
+            reads=[visit.buffer_name],
+            writes=visit.device_name("restored"),
             work=nbytes,
             label=f"restore {visit.key}",
         )
         if isinstance(visit.host, Staged):
             self._drives.release(visit.host)
         self.restored_bytes += nbytes
-        visit.where = _Where.ARRIVING
+        visit.where = Where.ARRIVING
 
     @property
     def _drives(self) -> Staging:
@@ -472,53 +374,3 @@ class OffloadedActivations:
         reads, writes = tuple(reads), tuple(writes)
         self._lanes.begin(Lane.COMPUTE, reads=reads, writes=writes)
         self._lanes.end(Lane.COMPUTE, reads=reads, writes=writes)
-
-
-def _name(kind: str, visit: _Visit) -> list[Buffer]:
-    """Name a visit's memory on the device: ("saved", n) and ("restored", n)."""
-    assert visit.host is not None
-    return [(kind, visit.host.index)]
-
-
-def _buffer_of(visit: _Visit) -> HostBuffer:
-    """Return the host buffer in which a visit's bytes are, or will be."""
-    buffer = visit.host.buffer if isinstance(visit.host, Staged) else visit.host
-    assert buffer is not None
-    return buffer
-
-
-def _buffer_name(visit: _Visit) -> Buffer:
-    return "offloaded", _buffer_of(visit).index
-
-
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for target, source in pairs:
-        target.copy_(source, non_blocking=True)
-
-
-def _cover(helds: Iterable[Held]) -> dict[_ByteSpan, Tensor]:
-    """Find the spans that cover these tensors, each with its bytes, and tell each tensor its own.
-
-    Tensors of one storage whose bytes overlap or touch share a span, so views and repeated saves are copied
-    once. Spans start at aligned addresses, as their copies on the device do: for another alignment a kernel
-    may add in another order.
-    """
-    storages: dict[int, list[Held]] = {}
-    for held in helds:
-        assert held.tensor is not None
-        storages.setdefault(held.tensor.untyped_storage().data_ptr(), []).append(held)
-    spans: dict[_ByteSpan, Tensor] = {}
-    for group in storages.values():
-        assert group[0].tensor is not None
-        storage = group[0].tensor.untyped_storage()
-        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        found: list[_ByteSpan] = []
-        for held in sorted(group, key=lambda held: held.start):
-            last = sum((size - 1) * step for size, step in zip(held.shape, held.stride, strict=True))
-            stop = held.start + (last + 1) * held.dtype.itemsize
-            if not found or held.start > found[-1].stop:
-                found.append(_ByteSpan(held.start // ALIGNMENT * ALIGNMENT, stop))
-            found[-1].stop = max(found[-1].stop, stop)
-            held.span = found[-1]
-        spans |= {span: flat[span.start : span.stop] for span in found}
-    return spans

@@ -25,7 +25,7 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.model.caches import with_own_caches
 from megatrain.model.selective import cheap_contexts
 from megatrain.plan.program.operations import Operation
-from megatrain.stream.activations.offload import Held
+from megatrain.stream.activations.saved_tensors import Held
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.passes import Pass
 from megatrain.stream.forward.stream_weights import Place, exchange, stream_weights

@@ -19,7 +19,8 @@ from megatrain.plan.program.operations import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.activations import host_ring
 from megatrain.stream.activations.host_ring import HostBuffer
-from megatrain.stream.activations.offload import Held, OffloadedActivations
+from megatrain.stream.activations.offload import OffloadedActivations
+from megatrain.stream.activations.saved_tensors import Held
 from megatrain.stream.lanes import (
     Cause,
     CheckedLanes,
