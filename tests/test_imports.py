@@ -47,7 +47,6 @@ KNOWN: dict[tuple[str, str], str] = {
     (f"{_EXECUTE}.updates", "megatrain.stream.optimizer"): "an update receives what it needs",
     ("megatrain.stream.optimizer", "megatrain.stream.engine"): "the optimizer receives what it needs",
     # goes with the one set of settings, and the one table of sizes
-    (f"{_FORWARD}.rounds", "megatrain.stream.policies"): "the choice takes the place of the policies",
     (f"{_FORWARD}.rounds", "megatrain.stream.bind"): "who checks memory is passed",
     # go next
     (f"{_FORWARD}.model_forward", "megatrain.stream.engine"): "receives what it needs",

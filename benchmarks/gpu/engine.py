@@ -281,9 +281,11 @@ def bytes_moved(engine: Any) -> int:
 
 
 def policies_of(engine: Any) -> dict[str, Any]:
-    """Return the policies as plain values; resident blocks by their number."""
-    values = dataclasses.asdict(engine.policies)
-    values["activations"] = [policy.value for policy in engine.policies.activations]
+    """Return the choice as plain values; resident blocks by their number."""
+    values = dataclasses.asdict(engine.choice)
+    values["residents"] = engine.residents
+    values["boundaries_on_host"] = engine.choice.boundaries != "device"
+    values["compiles"] = engine.compiler is not None
     return described(values)
 
 

@@ -7,6 +7,7 @@ which nothing is open. Loads neither pydantic nor torch.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -101,6 +102,11 @@ class Choice:
         return dict(self.tiers).get(plane, "ram")
 
     @property
+    def policies(self) -> tuple[Activations, ...]:
+        """Return what stays of each layer."""
+        return tuple(map(Activations, self.activations))
+
+    @property
     def given(self) -> dict[str, Any]:
         """Return the fields that are decided, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -124,6 +130,20 @@ class Choice:
                 f"{what} needs a choice in which nothing is open, but {', '.join(names)} "
                 f"{'is' if len(names) == 1 else 'are'} not decided; change one that is, such as engine.choice"
             )
+
+    def describe(self) -> str:
+        """Return one line for the log; nothing is open."""
+        counts = Counter(self.activations)
+        activations = ", ".join(
+            name if len(counts) == 1 else f"{name} in {number}" for name, number in counts.items()
+        )
+        outer = " and the outer blocks" if self.outer_resident else ""
+        return (
+            f"layers: {len(self.activations)}{' in fragments' * self.fragments} through {self.num_slots} "
+            f"slots; resident: {self.resident_layers} layers{outer}; activations: {activations}; boundaries "
+            f"on the {self.boundaries}; micro-batches in lockstep: {self.lockstep}; gradients wait on the "
+            f"{self.gradients}; updates: {self.updates}"
+        )
 
     def for_layers(self, num_layers: int) -> Choice:
         """Return the same for a model of so many layers: one policy for all becomes one per layer.

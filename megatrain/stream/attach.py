@@ -13,7 +13,7 @@ from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.store.placement import Tiers
 from megatrain.store.state import read_precision
-from megatrain.stream.arrange import NO_DRIVES, policies_of
+from megatrain.stream.arrange import NO_DRIVES, check_choice, residents_of
 from megatrain.stream.bind import bind, plan_layouts, require_device_memory
 from megatrain.stream.choose import Batch, Room, choose
 from megatrain.stream.engine import Engine
@@ -172,23 +172,18 @@ def attach(
             gradients=gradients,
         )
     is_cheap = "recompute_cheap" in choice.activations
-    policies = policies_of(
-        choice,
-        blocks,
-        micro_batch_size=micro_batch_size,
-        compiles=compile == "on" or (not is_cheap and is_compiled(compile, lanes.device)),
-        host_limit=host_limit,
-        moments=moments,
-    )
-    require_device_memory(blocks, layouts, lanes, policies)
+    compiles = compile == "on" or (not is_cheap and is_compiled(compile, lanes.device))
+    check_choice(choice, blocks, compiles=compiles)
+    residents = residents_of(choice, blocks)
+    require_device_memory(blocks, layouts, lanes, choice, residents, moments=moments)
     binding = bind(
         model,
         kept,
-        accumulates=num_micro_batches > policies.lockstep,
+        accumulates=num_micro_batches > choice.lockstep,
         host_limit=host_limit,
         fragments=fragments,
         moments=moments,
         tiers=tiers,
-        on_device=policies.residents if policies.gradients_on_device else None,
+        on_device=residents if choice.gradients == "device" else None,
     )
-    return Engine(model, binding, lanes, policies)
+    return Engine(model, binding, lanes, choice, micro_batch_size=micro_batch_size, compiles=compiles)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.choice import Choice
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.hardware import GIB, host_memory
 from megatrain.layout.blocks import BlockLayout
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from megatrain.stream.lanes import Lanes
-    from megatrain.stream.policies import Policies
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +42,10 @@ class Binding:
 
     blocks: list[Block]
     host: HostState
+    host_limit: int | None = None
+    """Bytes that the whole state may take."""
+    moments: MomentFormat = MomentFormat.FP32
+    """For which format of the optimizer's state memory was planned."""
 
     def check(self) -> None:
         """Refuse to go on with parameters that are no views of the host state any more.
@@ -108,7 +112,7 @@ def bind(
         )
     is_same = loaded is not None and loaded.precision is precision and list(loaded.layouts) == layouts
     if loaded is not None and is_same and isinstance(loaded, TieredState) == (tiers is not None):
-        binding = Binding(blocks, loaded)
+        binding = Binding(blocks, loaded, host_limit, moments)
         binding.check()
         fits(held=loaded.host_bytes)
         return binding
@@ -129,7 +133,7 @@ def bind(
                 host.put(entry.name, _value(loaded, entry.name, parameter))
                 parameter.data = state.weight(entry)
     model.__dict__["_megatrain_host"] = host
-    return Binding(blocks, host)
+    return Binding(blocks, host, host_limit, moments)
 
 
 def make_host(
@@ -270,8 +274,10 @@ def require_device_memory(
     blocks: Sequence[Block],
     layouts: Sequence[BlockLayout],
     lanes: Lanes,
-    policies: Policies,
+    choice: Choice,
+    residents: Collection[int],
     *,
+    moments: MomentFormat = MomentFormat.FP32,
     held: int = 0,
 ) -> None:
     """Check the predicted bytes of slots, resident blocks and gradient buffers against the device's limit.
@@ -288,19 +294,19 @@ def require_device_memory(
     pools = device_pools(
         blocks,
         layouts,
-        policies.residents,
-        policies.num_slots,
-        policies.num_gradient_buffers,
-        wide=policies.lockstep > 1,
-        holds=policies.gradients_on_device,
-        moments=policies.moments,
+        residents,
+        choice.num_slots,
+        choice.num_gradient_buffers,
+        wide=choice.lockstep > 1,
+        holds=choice.gradients == "device",
+        moments=moments,
     )
     need = sum(pools.values())
     if need > limit:
         parts = ", ".join(f"{pool} {size / GIB:.3f}" for pool, size in pools.items() if size)
         raise CapacityError(
             f"device memory: {need / GIB:.3f} GiB are needed before activations ({parts}), but the limit is "
-            f"{limit / GIB:.3f} GiB; use {_smaller(policies, blocks)}, or a larger device"
+            f"{limit / GIB:.3f} GiB; use {_smaller(choice, residents, blocks)}, or a larger device"
         )
 
 
@@ -342,14 +348,14 @@ def device_pools(
     }
 
 
-def _smaller(policies: Policies, blocks: Sequence[Block]) -> str:
+def _smaller(choice: Choice, residents: Collection[int], blocks: Sequence[Block]) -> str:
     """Name what would take less device memory."""
     options = []
-    if policies.gradients_on_device:
+    if choice.gradients == "device":
         options.append("memory.gradients=host")
-    if policies.residents:
+    if residents:
         options.append("memory.resident_blocks=0")
-    if policies.num_slots > 1 and not any(block.entries for block in blocks):
+    if choice.num_slots > 1 and not any(block.entries for block in blocks):
         options.append("memory.num_slots=1")
     if not any(block.entries for block in blocks):
         options.append("memory.fragments=true")

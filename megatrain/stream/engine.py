@@ -29,12 +29,12 @@ from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.arrange import (
     NO_DRIVES,
     Arrangement,
-    changed_policies,
-    check,
-    choice_of,
+    as_placed,
+    changed,
+    check_choice,
     outer_of,
     planes_to_drop,
-    with_tiers,
+    residents_of,
 )
 from megatrain.stream.bind import Binding, require_device_memory, room_for_activations
 from megatrain.stream.execute.executor import Executor
@@ -49,7 +49,6 @@ from megatrain.stream.forward.model_forward import ModelForward
 from megatrain.stream.forward.rounds import Rounds
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.meter import StepMeter, recomputed_forwards
-from megatrain.stream.policies import Policies
 from megatrain.stream.report import StepReport
 
 if TYPE_CHECKING:
@@ -63,7 +62,16 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Streams the blocks of one model; made by `attach`."""
 
-    def __init__(self, model: PreTrainedModel, binding: Binding, lanes: Lanes, policies: Policies) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        binding: Binding,
+        lanes: Lanes,
+        choice: Choice,
+        *,
+        micro_batch_size: int | None = None,
+        compiles: bool = False,
+    ) -> None:
         """Allocate device memory and shadow the forwards; the host state is in `binding`."""
         self.model = model
         self.host: HostState = binding.host
@@ -83,33 +91,33 @@ class Engine:
         ]
         self._outer = [attached[index] for index in outer_of(blocks)]
         self._layers = [AttachedLayer([attached[i] for i in indices]) for indices in group_layers(blocks)]
-        room = room_for_activations(
-            self.host, policies.moments, keeps_gradients=not policies.gradients_on_device
-        )
+        room = room_for_activations(self.host, binding.moments, keeps_gradients=choice.gradients == "host")
         offloaded = OffloadedActivations(lanes, room)
         self._scratch = (
             None if self._tiered is None else ScratchFiles(self._tiered.on_drives.store.directories)
         )
-        self._arrangement = self._arrange(policies, offloaded, Counts())
-        self.compiler = Compiler() if policies.compiles else None
+        if self._tiered is not None:
+            choice = as_placed(choice, self._tiered.on_drives.placement, len(blocks))
+        self._arrangement = self._arrange(choice, offloaded, Counts())
+        self.micro_batch_size = micro_batch_size
+        """Rows of a micro-batch into which a larger batch of `model(**batch)` is split; None: never."""
+        self.compiler = Compiler() if compiles else None
         self._settings = ExitStack()
         self._settings.enter_context(attention_order(attention_of(lanes.device)))
         self._names = [name for name, _ in model.named_parameters()]
-        self._model_forward = ModelForward(
-            self, binding, self._layers, self._outer, policies.head_chunk_tokens
-        )
+        self._model_forward = ModelForward(self, binding, self._layers, self._outer, choice.head_chunk_tokens)
         self._optimizer: StreamedAdamW | None = None
         self.meter = StepMeter(self)
         """Measures every step: what `last_step` reports."""
         self._model_forward.override(self.compiler)
         model.__dict__["_megatrain_engine"] = self
 
-    def _arrange(self, policies: Policies, offloaded: OffloadedActivations, counts: Counts) -> Arrangement:
-        offloaded.use(self._scratch if policies.activations_on_drives else None)
+    def _arrange(self, choice: Choice, offloaded: OffloadedActivations, counts: Counts) -> Arrangement:
+        offloaded.use(self._scratch if choice.boundaries == "nvme" else None)
         return Arrangement(
             self.lanes,
             self._binding,
-            policies,
+            choice,
             self._layers,
             self._outer,
             offloaded=offloaded,
@@ -120,18 +128,19 @@ class Engine:
     # -- how it is arranged ---------------------------------------------------------------------------------
 
     @property
-    def policies(self) -> Policies:
-        """What decides how the model is streamed."""
-        return self._arrangement.policies
+    def choice(self) -> Choice:
+        """The choice in force, in which nothing is open; `reconfigure` changes it."""
+        return self._arrangement.choice
 
     @property
-    def choice(self) -> Choice:
-        """The choice in force, with no `auto` left; `reconfigure` changes it."""
-        blocks = self._binding.blocks
-        choice = choice_of(self.policies, blocks)
-        if self._tiered is None:
-            return choice
-        return with_tiers(choice, self._tiered.on_drives.placement, len(blocks))
+    def residents(self) -> frozenset[int]:
+        """Blocks of which everything is on the device."""
+        return self._arrangement.residents
+
+    @property
+    def moments(self) -> MomentFormat:
+        """For which format of the optimizer's state memory was planned."""
+        return self._binding.moments
 
     @property
     def gradients(self) -> Gradients:
@@ -153,7 +162,7 @@ class Engine:
         """What passes of the model are expected."""
         return self._arrangement.rounds
 
-    def reconfigure(self, choice: Choice | Policies) -> None:
+    def reconfigure(self, choice: Choice) -> None:
         """Go on in another way from the next step on; no bit of any result changes.
 
         Call it between two steps: after `opt.step()`, before the next forward. It waits for the updates that
@@ -168,8 +177,7 @@ class Engine:
             CapacityError: The device does not hold it; nothing was changed.
         """
         self.require_attached()
-        if isinstance(choice, Choice):
-            choice = changed_policies(choice, self.choice, self.policies, self._binding.blocks)
+        choice = changed(choice, self.choice)
         self._refuse_change(choice)
         self.meter.settle()
         old = self._arrangement
@@ -182,11 +190,14 @@ class Engine:
             self._take(choice, offloaded)
         except BaseException:
             self.lanes.device_bytes = held
-            self._take(old.policies, offloaded)
+            self._take(old.choice, offloaded)
             raise
         _log.info("the engine goes on with: %s", choice.describe())
 
-    def _refuse_change(self, policies: Policies) -> None:
+    def _refuse_change(self, choice: Choice) -> None:
+        blocks = self._binding.blocks
+        check_choice(choice, blocks, compiles=self.compiler is not None)
+        residents = residents_of(choice, blocks)
         if self.rounds.is_broken:
             self.rounds.drop()
         if self._model_forward.is_open or self.rounds.is_open or self.gradients.blocks:
@@ -194,28 +205,28 @@ class Engine:
                 "engine.reconfigure is for the time between two steps: finish the backward, then call "
                 "opt.step() or opt.zero_grad()"
             )
-        if policies.residents and self._tiered is not None:
+        if residents and self._tiered is not None:
             raise ConfigError(
                 "blocks cannot become resident: the state is on drives, from where none goes to the device "
                 "for good; use resident_layers=0 and outer_resident=False"
             )
-        if policies.activations_on_drives and self._scratch is None:
+        if choice.boundaries == "nvme" and self._scratch is None:
             raise ConfigError(NO_DRIVES)
-        check(policies, group_layers(self._binding.blocks))
         if self._optimizer is not None:
             from megatrain.stream.optimizer import check_updates
 
-            check_updates(policies.updates, self._optimizer.max_grad_norm)
+            check_updates(choice.updates, self._optimizer.max_grad_norm)
         held = self.lanes.device_bytes
-        require_device_memory(self._binding.blocks, self.host.layouts, self.lanes, policies, held=held)
+        require_device_memory(
+            blocks, self.host.layouts, self.lanes, choice, residents, moments=self.moments, held=held
+        )
 
-    def _take(self, policies: Policies, offloaded: OffloadedActivations) -> None:
-        """Let new policies take effect; the device memory of the old ones is free."""
-        old = self._arrangement.policies
-        for plane in planes_to_drop(old, policies):
+    def _take(self, choice: Choice, offloaded: OffloadedActivations) -> None:
+        """Let a new choice take effect; the device memory of the old one is free."""
+        for plane in planes_to_drop(self.choice, choice):
             self.lanes.unlock(self.host.arena(plane))
             self.host.release(plane)
-        self._arrangement = self._arrange(policies, offloaded, self.executor.counts)
+        self._arrangement = self._arrange(choice, offloaded, self.executor.counts)
         if self._optimizer is not None:
             self._optimizer.take_part()
 
@@ -248,7 +259,7 @@ class Engine:
         counts = [count_targets(batch) for batch in batches]
         if sum(counts) == 0:
             raise DataError("the step has no token to train on: every label is -100; check the data's labels")
-        if seeds is None and self.policies.lockstep > 1 and len(batches) > 1:
+        if seeds is None and self.choice.lockstep > 1 and len(batches) > 1:
             seeds = torch.randint(2**62, (len(batches),)).tolist()
         self.zero_grad()
         self.meter.begin(sum(counts))
@@ -326,9 +337,9 @@ class Engine:
             raise ConfigError("the engine has an optimizer already; one engine trains with one optimizer")
         updates = read_member(Updates, updates or self.updates, "updates").value
         check_updates(updates, max_grad_norm)
-        policies = replace(self.policies, updates=updates)
-        check(policies, group_layers(self._binding.blocks))
-        self._arrangement.policies = policies
+        choice = replace(self.choice, updates=updates)
+        check_choice(choice, self._binding.blocks, compiles=self.compiler is not None)
+        self._arrangement.choice = choice
         self._optimizer = StreamedAdamW(
             self,
             lr=lr,
@@ -337,7 +348,7 @@ class Engine:
             weight_decay=weight_decay,
             max_grad_norm=max_grad_norm,
             no_decay=no_decay,
-            moments=self.policies.moments if state is None else MomentFormat.read(state),
+            moments=self.moments if state is None else MomentFormat.read(state),
             seed=seed,
         )
         return self._optimizer
@@ -469,12 +480,12 @@ class Engine:
         rounds = self.rounds
         blocks = [v.block for v in rounds.visits(1, loads=False, completes=True) if not v.is_backward]
         visits = {number: blocks.count(plan.blocks[-1]) for number, plan in enumerate(rounds.plans)}
-        return recomputed_forwards(self.policies.activations, visits, rounds.first_trained)
+        return recomputed_forwards(self.choice.policies, visits, rounds.first_trained)
 
     @property
     def updates(self) -> str:
         """When an optimizer updates: `deferred`, `immediate` or `serial`."""
-        return self.policies.updates
+        return self.choice.updates
 
     @property
     def outer_blocks(self) -> list[int]:

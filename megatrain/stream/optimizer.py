@@ -296,7 +296,7 @@ def _check_moments(engine: Engine, moments: MomentFormat) -> None:
     Raises:
         ConfigError: They do.
     """
-    planned = engine.policies.moments
+    planned = engine.moments
     layouts = engine.host.layouts
     need, room = (sum(layout.sizes.moment_bytes(kind) for layout in layouts) for kind in (moments, planned))
     if need > room:

@@ -95,7 +95,7 @@ class Run:
             "data": self.loader.state(),
             "rng": encode_rng(),
             "drive_written_bytes": self.care.written_bytes(),
-            "fragments": self.engine.policies.fragments,
+            "fragments": self.engine.choice.fragments,
             "config": self.config.model_dump(mode="json"),
         }
 
@@ -225,7 +225,12 @@ def prepare(
         optimizer_state=config.optim.state,
         tiers=tiers,
     )
-    _log.info("%s", engine.policies.describe())
+    _log.info(
+        "%s; compiled: %s; optimizer state: %s",
+        engine.choice.describe(),
+        "no" if engine.compiler is None else "yes",
+        engine.moments.describe(),
+    )
     optimizer = engine.adamw(
         lr=config.optim.lr,
         betas=config.optim.betas,

@@ -655,7 +655,7 @@ def test_bytes_moved_are_the_program_s(
         completes = number == len(rounds) - 1
         visits += round_visits(layers, num_micro_batches=together, loads=number > 0, completes=completes)
     program = schedule(
-        visits, sizes, [None] * num_slots, num_gradient_buffers=engine.policies.num_gradient_buffers
+        visits, sizes, [None] * num_slots, num_gradient_buffers=engine.choice.num_gradient_buffers
     )
     assert program.count(Kind.FETCH) <= 2 * len(streamed) * len(rounds)
     resident = [block for block, size in enumerate(sizes) if not size.is_streamed]

@@ -68,8 +68,8 @@ def test_counts_and_bytes_are_the_program_s(lockstep: int, fragments: bool, resi
     program = schedule(
         visits,
         sizes,
-        [None] * engine.policies.num_slots,
-        num_gradient_buffers=engine.policies.num_gradient_buffers,
+        [None] * engine.choice.num_slots,
+        num_gradient_buffers=engine.choice.num_gradient_buffers,
     )
     residents = fetch_residents(sizes)
     homeless = [n for n, size in enumerate(sizes) if not size.is_streamed and not size.updates_on_device]

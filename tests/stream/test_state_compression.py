@@ -187,15 +187,15 @@ def test_bytes_of_an_update_are_those_of_its_planes(state: str, precision: Any) 
 def test_device_bytes_of_residents_are_as_planned(state: str) -> None:
     lanes = EmulatedLanes(EmulatedMachine(device_bytes=1 << 30))
     engine, _, _ = train_steps(state, device=lanes, resident_blocks=4, optimizer_state=state)
-    policies = engine.policies
+    choice = engine.choice
     pools = device_pools(
         engine._binding.blocks,
         engine.host.layouts,
-        policies.residents,
-        policies.num_slots,
-        policies.num_gradient_buffers,
+        engine.residents,
+        choice.num_slots,
+        choice.num_gradient_buffers,
         wide=False,
-        moments=policies.moments,
+        moments=engine.moments,
     )
     assert engine.device_bytes_peak == sum(pools.values())
 
@@ -218,7 +218,7 @@ def test_a_state_without_memory_for_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="the optimizer's state is 'fp8'; use fp32, bf16 or int8"):
         train_steps("fp8")
     engine, optimizer, _ = train_steps("bf16", steps=0, optimizer_state="bf16")
-    assert optimizer.moments == engine.host.moments == engine.policies.moments == "bf16"
+    assert optimizer.moments == engine.host.moments == engine.moments == "bf16"
 
 
 def test_a_model_may_be_attached_again_with_another_state() -> None:

@@ -47,7 +47,7 @@ def program_of(engine: Engine, num_micro_batches: int, lockstep: int) -> Counter
         visits += round_visits(
             engine.rounds.plans, num_micro_batches=lockstep, loads=number > 0, completes=completes
         )
-    program = schedule(visits, sizes, [None] * engine.policies.num_slots)
+    program = schedule(visits, sizes, [None] * engine.choice.num_slots)
     at_home = [b for b, size in enumerate(sizes) if not size.is_streamed and not size.updates_on_device]
     operations = [
         *fetch_residents(sizes),

@@ -149,7 +149,7 @@ class ModelForward:
         Returns:
             0-dim detached tensor: the loss, averaged over all trained tokens.
         """
-        rounds, together = self._engine.rounds, self._engine.policies.lockstep
+        rounds, together = self._engine.rounds, self._engine.choice.lockstep
         numbers_of_rounds = [
             range(len(batches))[first : first + together] for first in range(0, len(batches), together)
         ]
@@ -216,7 +216,7 @@ class ModelForward:
             engine.rounds.drop()
         is_whole = self._head.share is None and not self.lockstep.is_running
         if is_causal_lm and torch.is_grad_enabled() and is_whole:
-            pieces = split_batch(self._head.named(args, kwargs), engine.policies.micro_batch_size)
+            pieces = split_batch(self._head.named(args, kwargs), engine.micro_batch_size)
             if pieces is not None:
                 return self._enter_pieces(inner, pieces)
         named = {"input_ids": args[0], **kwargs} if args else kwargs
@@ -263,7 +263,7 @@ class ModelForward:
                 [(block.index, sum(entry.numel for entry in block.layout.entries)) for block in layer.blocks]
                 for layer in self._layers
             ]
-            engine.executor.work = ComputeWork(engine.meter.flops, layers, engine.policies.activations)
+            engine.executor.work = ComputeWork(engine.meter.flops, layers, engine.choice.policies)
         return engine.executor.work
 
     def _enter_pieces(self, inner: Callable[..., Any], pieces: Sequence[dict[str, Any]]) -> Any:

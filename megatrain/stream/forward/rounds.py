@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatrain.config.choice import Activations
+from megatrain.config.choice import Activations, Choice
 from megatrain.errors import ModelError
 from megatrain.plan.program.operations import LayerPlan, Visit
 from megatrain.plan.program.schedule import marked, most_open, round_visits
@@ -19,7 +19,6 @@ from megatrain.stream.bind import require_accumulators
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
-from megatrain.stream.policies import Policies
 
 
 class Rounds:
@@ -32,19 +31,22 @@ class Rounds:
         gradients: Gradients,
         layers: Sequence[AttachedLayer],
         outer: Sequence[AttachedBlock],
-        policies: Policies,
+        choice: Choice,
+        *,
+        host_limit: int | None,
     ) -> None:
         """Expect nothing yet; `layers` are in forward order, `outer` blocks are in use in every pass."""
         self._executor = executor
         self._host = host
         self._gradients = gradients
-        self._policies = policies
+        self._choice = choice
+        self._host_limit = host_limit
         self.plans = [
             LayerPlan(
                 tuple(block.index for block in layer.blocks),
                 is_recomputed=layer.policy.is_recomputed,
                 saves=layer.policy is Activations.OFFLOAD
-                or (policies.boundaries_on_host and layer.policy.is_recomputed),
+                or (choice.boundaries != "device" and layer.policy.is_recomputed),
                 drops=layer.policy is Activations.DROP_BOUNDARY and number > 0,
             )
             for number, layer in enumerate(layers)
@@ -150,7 +152,7 @@ class Rounds:
 
     def _prepare_gradients(self, *, num_rounds: int, adds_up: bool) -> None:
         self._adds_up = adds_up
-        require_accumulators(self._host, accumulates=num_rounds > 1, limit=self._policies.host_limit)
+        require_accumulators(self._host, accumulates=num_rounds > 1, limit=self._host_limit)
         self._executor.prepare_gradients(adds_up=adds_up, num_rounds=num_rounds)
 
     def _end_backward(self) -> None:
@@ -161,7 +163,7 @@ class Rounds:
         if passes not in self._bare:
             self._bare[passes] = [v.bare for v in self.visits(passes, loads=False, completes=True)]
         is_new = passes == self.num_together and seen != self._bare[passes]
-        if is_new and most_open(seen) <= self._policies.num_gradient_buffers:
+        if is_new and most_open(seen) <= self._choice.num_gradient_buffers:
             self._orders[passes] = self._bare[passes] = seen
 
 

@@ -143,7 +143,7 @@ def test_a_dropped_boundary_costs_one_forward_of_the_layer_before(
             visits,
             engine.executor.sizes,
             contents,
-            num_gradient_buffers=engine.policies.num_gradient_buffers,
+            num_gradient_buffers=engine.choice.num_gradient_buffers,
         )
         assert engine.executor.counts.fetches - fetches == program.count(Kind.FETCH)
         assert_same_gradients(engine, reference.sums)

@@ -326,25 +326,25 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
     host, _ = trained("cpu", make_model(FAMILIES["llama"]()), num, **settings)
     engine, optimizer = trained("cpu", make_model(FAMILIES["llama"]()), num, **settings, gradients="device")
     layouts = engine.host.layouts
-    staging = NUM_GRADIENT_STAGING * staging_bytes(layouts, engine.policies.residents)
+    staging = NUM_GRADIENT_STAGING * staging_bytes(layouts, engine.residents)
     gradients = sum(layout.gradient_bytes for layout in layouts)
     assert engine.host_bytes == host.host_bytes - gradients + staging
     planes = planned_host_bytes(layouts, engine.host.precision, keeps_gradients=False, staging_bytes=staging)
     assert engine.host_bytes == sum(planes.values())
-    policies = engine.policies
+    choice = engine.choice
     pools = device_pools(
         engine._binding.blocks,
         layouts,
-        policies.residents,
-        policies.num_slots,
-        policies.num_gradient_buffers,
+        engine.residents,
+        choice.num_slots,
+        choice.num_gradient_buffers,
         wide=lockstep > 1,
         holds=True,
     )
     assert engine.lanes.device_bytes == sum(pools.values())
     streamed = [n for n, size in enumerate(engine.executor.sizes) if size.is_streamed]
     assert pools["waiting gradients"] == sum(layouts[n].gradient_bytes for n in streamed)
-    away = [n for n in range(len(layouts)) if n not in policies.residents]
+    away = [n for n in range(len(layouts)) if n not in engine.residents]
     assert engine.last_step.offload_bytes == sum(layouts[n].gradient_bytes for n in away)
     assert engine.last_step.offloads == len(streamed)
     engine.detach()
