@@ -46,8 +46,6 @@ KNOWN: dict[tuple[str, str], str] = {
     (f"{_EXECUTE}.state_on_drives", f"{_EXECUTE}.executor"): "commits become operations of the program",
     (f"{_EXECUTE}.updates", "megatrain.stream.optimizer"): "an update receives what it needs",
     ("megatrain.stream.optimizer", "megatrain.stream.engine"): "the optimizer receives what it needs",
-    # goes with the one set of settings, and the one table of sizes
-    (f"{_FORWARD}.rounds", "megatrain.stream.bind"): "who checks memory is passed",
     # go next
     (f"{_FORWARD}.model_forward", "megatrain.stream.engine"): "receives what it needs",
     (f"{_FORWARD}.model_forward", "megatrain.stream.meter"): "receives what it needs",
@@ -62,7 +60,6 @@ MOST_LINES = 400
 LONG = {
     "megatrain.plan.cost.step_time",
     "megatrain.stream.engine",
-    "megatrain.stream.execute.gradients",
 }
 """Files that are longer all the same. The list only becomes shorter."""
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from benchmarks.gpu.measure import Normal, put_parameters
 from megatrain.layout.blocks import BlockLayout
+from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import find_blocks
 from megatrain.model.weights.skeleton import build_skeleton
-from megatrain.store.state import HostState, Precision, planned_host_bytes
-from megatrain.stream.bind import plan_layouts
+from megatrain.store.state import HostState, Precision
+from megatrain.stream.bind import host_planes, plan_layouts
 
 
 class AliasedState(HostState):
@@ -28,19 +29,25 @@ class AliasedState(HostState):
         self._num_layers, self._num_real = num_layers, num_real
         super().__init__(layouts, Precision.BF16)
 
-    def _allocate(self, plane: str, sizes: Sequence[int], dtype: Any) -> list[Any]:
+    def _allocate(self, plane: str, sizes: Sequence[int]) -> list[Any]:
         if len(sizes) != len(self.layouts):  # staging buffers
-            return super()._allocate(plane, sizes, dtype)
+            return super()._allocate(plane, sizes)
         assert len(set(sizes[: self._num_layers])) == 1, "layers of different sizes"
         real = [*sizes[: self._num_real], *sizes[self._num_layers :]]
-        views = super()._allocate(plane, real, dtype)
+        views = super()._allocate(plane, real)
         layers = [views[number % self._num_real] for number in range(self._num_layers)]
         return [*layers, *views[self._num_real :]]
 
     @property
     def host_bytes(self) -> int:
         """Bytes that the planes would take if every layer had its own: attach reckons with that."""
-        planes = planned_host_bytes(self.layouts, self.precision, keeps_gradients=True)
+        planes = host_planes(
+            self.layouts,
+            self.precision,
+            accumulates=False,
+            on_device=None,
+            moments=MomentFormat.FP32,
+        )
         return sum(planes.values())
 
     @property

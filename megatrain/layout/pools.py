@@ -1,15 +1,26 @@
-"""The bytes of every pool on device and host: one function for each.
+"""The bytes of every pool on device, host and drives: one function for each.
 
-Planning, the check before anything is allocated, and allocation call the same functions, so what they say is
-equal by construction. A function is of one block, as are the places and the parts of planes that are
-allocated; buffers that blocks share are as large as the largest of their blocks.
+Planning, the check before anything is allocated, and allocation call these functions, so what they say is
+equal by construction. Most are of one block, as are the places and the parts of planes that are allocated;
+a buffer that blocks share is as large as the largest of them needs. The functions at the end add them up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.blocks import aligned
+from megatrain.layout.host_buffers import (
+    NUM_GRADIENT_STAGING,
+    NUM_PAGES,
+    NUM_STATE_STAGING,
+    OFFLOAD_ALIGNMENT,
+    PIECE_BYTES,
+    padded,
+)
 from megatrain.layout.moments import MomentFormat, moment_planes
+from megatrain.layout.totals import BlockTotals, Residency, Selection
 
 # -- on the device -------------------------------------------------------------------------------------------
 
@@ -76,3 +87,142 @@ def accumulator_plane(sizes: BlockBytes) -> int:
 def gradient_staging(sizes: BlockBytes) -> int:
     """Return the bytes of a buffer through which a block's gradient passes on its way to its update."""
     return aligned(sizes.gradient_bytes)
+
+
+# -- state on drives, and the buffers before them ------------------------------------------------------------
+
+
+def state_image(sizes: BlockBytes) -> int:
+    """Return the bytes of a block's remainder and moments on a drive: whole pages, and exact moments."""
+    return padded(sizes.remainder_bytes + sizes.moment_bytes(MomentFormat.FP32))
+
+
+def weights_image(sizes: BlockBytes) -> int:
+    """Return the bytes of a block's working weights on a drive: whole pages."""
+    return padded(sizes.working_bytes)
+
+
+def state_buffer(blocks: BlockTotals, num_weights: int, num_state: int) -> int:
+    """Return the bytes of a buffer through which state passes between the drives and its update.
+
+    Args:
+        blocks: All, the largest first.
+        num_weights: So many of them have their weights in RAM.
+        num_state: So many have all of their state there.
+    """
+    # at a commit, what lives in RAM passes through the buffers too, a piece at a time
+    return max(
+        blocks[num_weights:].largest(_image),
+        blocks[num_state:].largest(state_image),
+        blocks[:].largest(_piece),
+    )
+
+
+def weights_buffer(blocks: BlockTotals, num_weights: int) -> int:
+    """Return the bytes of a buffer through which weights pass from the drives to the device."""
+    return blocks[num_weights:].largest(weights_image)
+
+
+def _image(sizes: BlockBytes) -> int:
+    return state_image(sizes) + weights_image(sizes)
+
+
+def _piece(sizes: BlockBytes) -> int:
+    return min(PIECE_BYTES, max(state_image(sizes), weights_image(sizes)))
+
+
+# -- saved activations ---------------------------------------------------------------------------------------
+
+
+def saved_visit(sizes: Iterable[int]) -> int:
+    """Return the bytes on the host of what leaves the device of one visit, in parts of these sizes."""
+    return sum(-(-size // OFFLOAD_ALIGNMENT) * OFFLOAD_ALIGNMENT for size in sizes)
+
+
+def saved_buffer(visit_bytes: int) -> int:
+    """Return the bytes of a buffer through which a visit's saved activations pass to drives and back."""
+    return padded(visit_bytes)
+
+
+def scratch_room(visit_bytes: int, chunk_bytes: int) -> int:
+    """Return the bytes on drives of a visit's saved activations: whole chunks."""
+    return -(-visit_bytes // chunk_bytes) * chunk_bytes
+
+
+# -- added up ------------------------------------------------------------------------------------------------
+
+
+def device_pools(
+    blocks: Residency,
+    *,
+    num_slots: int,
+    num_gradient_buffers: int,
+    is_wide: bool,
+    gradients_wait: bool,
+    moments: MomentFormat,
+) -> dict[str, int]:
+    """Return the bytes of each pool that is allocated on the device.
+
+    Args:
+        blocks: Of the model.
+        num_slots: For streamed blocks.
+        num_gradient_buffers: For their gradients.
+        is_wide: Gradients add up in fp32.
+        gradients_wait: Complete ones wait on the device for the norm.
+        moments: How the optimizer's state is kept.
+    """
+    streamed, staying = blocks.streamed, blocks.staying
+    return {
+        "slots": num_slots * streamed.largest(slot),
+        "resident weights": staying.total(resident_weights),
+        "resident gradients": staying.total(resident_gradient),
+        "resident optimizer state": blocks.resident.total(resident_state, moments),
+        "gradient buffers": num_gradient_buffers * streamed.largest(gradient_buffer, is_wide),
+        "waiting gradients": streamed.total(waiting_gradient) if gradients_wait else 0,
+    }
+
+
+def state_planes(weights: Selection, state: Selection, moments: MomentFormat) -> dict[str, int]:
+    """Return the bytes of each plane of weights and of optimizer state in RAM.
+
+    Args:
+        weights: Blocks whose working weights are there.
+        state: Blocks whose remainder and moments are.
+        moments: How these are kept.
+    """
+    return {
+        "working": weights.total(working_plane),
+        "remainder": state.total(remainder_plane),
+        **{name: state.total(moment_plane, name, moments) for name in moment_planes(0, 0, moments)},
+    }
+
+
+def gradient_planes(
+    blocks: Selection, on_host: Selection, *, is_staged: bool, accumulates: bool
+) -> dict[str, int]:
+    """Return the bytes of each plane of gradients in RAM.
+
+    Args:
+        blocks: All.
+        on_host: Blocks that the host updates.
+        is_staged: Gradients pass through a few buffers, and none waits in RAM.
+        accumulates: Sums of several rounds are kept in fp32, beside gradients in bf16.
+    """
+    return {
+        "gradient": 0 if is_staged else blocks.total(gradient_plane),
+        "staging": NUM_GRADIENT_STAGING * on_host.largest(gradient_staging) if is_staged else 0,
+        "accumulator": blocks.total(accumulator_plane) if accumulates else 0,
+    }
+
+
+def drive_buffers(blocks: BlockTotals, num_weights: int, num_state: int) -> dict[str, int]:
+    """Return the bytes in RAM of the buffers before the drives; the arguments are those of `state_buffer`."""
+    return {
+        "staging of state": NUM_STATE_STAGING * state_buffer(blocks, num_weights, num_state),
+        "staging of weights": NUM_PAGES * weights_buffer(blocks, num_weights),
+    }
+
+
+def drive_image(blocks: Selection) -> int:
+    """Return the bytes on the drives of two copies of all state, so that a commit is whole."""
+    return 2 * blocks.total(_image)

@@ -5,7 +5,8 @@ Each function is added up once for all blocks, so that a plan can look at thousa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from megatrain.layout.block_bytes import BlockBytes
@@ -64,6 +65,15 @@ class Selection:
         self._totals = totals
         self._ranges = ranges
 
+    def __bool__(self) -> bool:
+        """Whether there is any block."""
+        return any(start < stop for start, stop in self._ranges)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the numbers of the blocks."""
+        for start, stop in self._ranges:
+            yield from range(start, stop)
+
     def __or__(self, other: Selection) -> Selection:
         """Return the blocks of both, which have none in common."""
         return Selection(self._totals, self._ranges + other._ranges)
@@ -75,3 +85,49 @@ class Selection:
     def largest(self, of: Callable[..., int], *args: Hashable) -> int:
         """Return the largest value of a block; 0 if there is none."""
         return max((self._totals.largest(of, args, start, stop) for start, stop in self._ranges), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """What of which blocks stays on the device. Every block is in one of the three parts."""
+
+    streamed: Selection
+    """Blocks whose weights are there for a visit at a time."""
+    resident: Selection
+    """Blocks of which everything stays there: they are updated there."""
+    weights_only: Selection
+    """Blocks whose weights stay there, and which the host updates."""
+
+    @classmethod
+    def of(
+        cls, sizes: Iterable[BlockBytes], is_streamed: Sequence[bool], residents: Collection[int]
+    ) -> Residency:
+        """Sort blocks.
+
+        Args:
+            sizes: Of all blocks.
+            is_streamed: For each, whether it streams unless it is resident.
+            residents: Blocks of which everything stays.
+        """
+        totals = BlockTotals(sizes)
+        others = [number for number in range(len(totals)) if number not in residents]
+        return cls(
+            streamed=totals.pick(number for number in others if is_streamed[number]),
+            resident=totals.pick(sorted(residents)),
+            weights_only=totals.pick(number for number in others if not is_streamed[number]),
+        )
+
+    @property
+    def staying(self) -> Selection:
+        """Blocks whose weights stay on the device."""
+        return self.resident | self.weights_only
+
+    @property
+    def on_host(self) -> Selection:
+        """Blocks that the host updates."""
+        return self.streamed | self.weights_only
+
+    @property
+    def all(self) -> Selection:
+        """Every block."""
+        return self.streamed | self.staying

@@ -14,13 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.host_buffers import PIECE_BYTES, padded, state_bytes
+from megatrain.layout.host_buffers import PIECE_BYTES
 from megatrain.store.drives.striped import Extent, StripedStore, wait
 from megatrain.store.placement import Placement, Tiers, place
 
 PLANES = ("remainder", "exp_avg", "exp_avg_sq")
 """What an image holds beside `working`, in order."""
+_DTYPES = (torch.int16, torch.float32, torch.float32)
 
 
 class Piece(NamedTuple):
@@ -37,29 +39,27 @@ class Image:
     """Where the planes of one block lie in its image."""
 
     layout: BlockLayout
-    is_split: bool
     pieces: tuple[Piece, ...]
 
     @property
     def working_start(self) -> int:
         """First byte of the working weights."""
-        return state_bytes(self.layout.num_split if self.is_split else 0, self.layout.num_state)
+        return pools.state_image(self.layout.sizes)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole image."""
-        return self.working_start + padded(self.layout.working_bytes)
+        return self.working_start + pools.weights_image(self.layout.sizes)
 
     def planes(self, buffer: Tensor) -> dict[str, Tensor]:
         """View the planes, without `working`, in a buffer that holds the image or its first part."""
-        split = self.layout.num_split if self.is_split else 0
-        count = self.layout.num_state
-        views = {}
-        if self.is_split:
-            views["remainder"] = buffer[: 2 * split].view(torch.int16)
-        for number, name in enumerate(PLANES[1:]):
-            start = 2 * split + 4 * count * number
-            views[name] = buffer[start : start + 4 * count].view(torch.float32)
+        split, count = self.layout.num_split, self.layout.num_state
+        views, start = {}, 0
+        for name, numel, dtype in zip(PLANES, (split, count, count), _DTYPES, strict=True):
+            stop = start + numel * dtype.itemsize
+            if numel:
+                views[name] = buffer[start:stop].view(dtype)
+            start = stop
         return views
 
     def working(self, buffer: Tensor) -> Tensor:
@@ -74,16 +74,16 @@ class Image:
 class BlocksOnDrives:
     """The images of all blocks, and the store that holds them."""
 
-    def __init__(self, layouts: Sequence[BlockLayout], tiers: Tiers, *, is_split: bool, accumulates: bool):
+    def __init__(self, layouts: Sequence[BlockLayout], tiers: Tiers, *, accumulates: bool) -> None:
         """Decide where everything is; nothing is taken or opened.
 
         Raises:
             CapacityError: RAM does not hold what must be there.
         """
         self.tiers = tiers
-        self.placement: Placement = place(layouts, tiers, is_split=is_split, accumulates=accumulates)
+        self.placement: Placement = place(layouts, tiers, accumulates=accumulates)
         extents: list[Extent] = []
-        self.images = [_image(number, layout, is_split, extents) for number, layout in enumerate(layouts)]
+        self.images = [_image(number, layout, extents) for number, layout in enumerate(layouts)]
         self.store = StripedStore(tiers.nvme, extents, owner=tiers.owner)
 
     def holds_state(self, block: int) -> bool:
@@ -159,10 +159,10 @@ class BlocksOnDrives:
                 buffer[low - piece.start : high - piece.start].copy_(plane[low - start : high - start])
 
 
-def _image(number: int, layout: BlockLayout, is_split: bool, extents: list[Extent]) -> Image:
+def _image(number: int, layout: BlockLayout, extents: list[Extent]) -> Image:
     """Cut a block's image into pieces, and add them to the extents."""
-    edge = state_bytes(layout.num_split if is_split else 0, layout.num_state)
-    end = edge + padded(layout.working_bytes)
+    edge = pools.state_image(layout.sizes)
+    end = edge + pools.weights_image(layout.sizes)
     pieces = []
     for first, last, part in ((0, edge, "state"), (edge, end, "weights")):
         for start in range(first, last, PIECE_BYTES):
@@ -170,4 +170,4 @@ def _image(number: int, layout: BlockLayout, is_split: bool, extents: list[Exten
             label = f", bytes {start - first} to {stop - first}" if last - first > PIECE_BYTES else ""
             pieces.append(Piece(len(extents), start, stop, part == "weights"))
             extents.append(Extent(f"the {part} of block {number}{label}", stop - start))
-    return Image(layout, is_split, tuple(pieces))
+    return Image(layout, tuple(pieces))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 from megatrain.errors import CapacityError
 from megatrain.hardware import GIB, host_memory
-from megatrain.layout.blocks import BlockLayout, aligned
-from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING, DriveBuffers, largest_first, state_bytes
+from megatrain.layout import pools
+from megatrain.layout.blocks import BlockLayout
+from megatrain.layout.host_buffers import largest_first
+from megatrain.layout.moments import MomentFormat
+from megatrain.layout.totals import BlockTotals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,6 @@ class Placement:
     ram_bytes: Mapping[str, int]
     """Bytes in RAM by plane and buffer."""
     keeps_gradients: bool
-    accumulates: bool
 
     def describe(self, num_blocks: int) -> str:
         """Return one line for the log."""
@@ -59,7 +60,7 @@ class Placement:
         )
 
 
-def place(layouts: Sequence[BlockLayout], tiers: Tiers, *, is_split: bool, accumulates: bool) -> Placement:
+def place(layouts: Sequence[BlockLayout], tiers: Tiers, *, accumulates: bool) -> Placement:
     """Keep in RAM what fits: first all working weights, then the state of as many blocks as possible.
 
     Blocks are kept in the order of `largest_first`.
@@ -67,26 +68,26 @@ def place(layouts: Sequence[BlockLayout], tiers: Tiers, *, is_split: bool, accum
     Args:
         layouts: All blocks.
         tiers: The limit of RAM.
-        is_split: Trained bf16 parameters have a remainder.
-        accumulates: Several rounds add up in fp32.
+        accumulates: Several rounds add up in fp32, beside gradients in bf16.
 
     Raises:
         CapacityError: Not even the gradients and the buffers fit.
     """
-    order = by_size(layouts)
-    limit = tiers.ram_bytes
-    takes = _Totals(layouts, order, tiers, is_split=is_split, accumulates=accumulates)
-    counts = [(working, state) for working in range(len(order), -1, -1) for state in range(working, -1, -1)]
+    limit, numbers = tiers.ram_bytes, range(len(layouts), -1, -1)
+    takes = _Takes(layouts, tiers, accumulates=accumulates)
+    most = (working for working in numbers if takes.least(working) <= limit)
+    counts = ((working, state) for working in most for state in numbers if state <= working)
     found = next((pair for pair in counts if takes.total(*pair) <= limit), None)
     if found is None:
-        least = takes.pools(*min(counts, key=lambda pair: takes.total(*pair)))
+        pairs = [(working, state) for working in numbers for state in numbers if state <= working]
+        least = takes.pools(*min(pairs, key=lambda pair: takes.total(*pair)))
         parts = ", ".join(f"{pool} {size / GIB:.3f}" for pool, size in least.items() if size)
         advice = "use optim.updates=immediate, which keeps no gradients, or " if tiers.keeps_gradients else ""
         raise CapacityError(
             f"host memory: with all that can be on the drives, {sum(least.values()):,} bytes are needed in "
             f"RAM ({parts} GiB), but memory.tiers.ram is {limit:,} bytes; {advice}raise memory.tiers.ram"
         )
-    return placed(layouts, tiers, *found, is_split=is_split, accumulates=accumulates)
+    return placed(layouts, tiers, *found, accumulates=accumulates)
 
 
 def by_size(layouts: Sequence[BlockLayout]) -> list[int]:
@@ -94,71 +95,39 @@ def by_size(layouts: Sequence[BlockLayout]) -> list[int]:
     return largest_first([layout.num_state for layout in layouts])
 
 
-class _Totals:
-    """What is in RAM if so many blocks of an order keep their weights there, and so many all of their state.
+class _Takes:
+    """What is in RAM if so many of the largest blocks keep their weights there, and so many their state."""
 
-    Each total is a few additions: a plan for many blocks looks at all pairs of numbers.
-    """
-
-    def __init__(
-        self,
-        layouts: Sequence[BlockLayout],
-        order: Sequence[int],
-        tiers: Tiers,
-        *,
-        is_split: bool,
-        accumulates: bool,
-    ) -> None:
-        ordered = [layouts[block] for block in order]
-        self._working = list(accumulate((lay.working_bytes for lay in ordered), initial=0))
-        self._remainder = list(
-            accumulate((2 * lay.num_split if is_split else 0 for lay in ordered), initial=0)
+    def __init__(self, layouts: Sequence[BlockLayout], tiers: Tiers, *, accumulates: bool) -> None:
+        self._blocks = BlockTotals(layouts[block].sizes for block in by_size(layouts))
+        everything = self._blocks[:]
+        self._gradients = pools.gradient_planes(
+            everything, everything, is_staged=not tiers.keeps_gradients, accumulates=accumulates
         )
-        self._moments = list(accumulate((8 * lay.num_state for lay in ordered), initial=0))
-        self._buffers = DriveBuffers(
-            [state_bytes(lay.num_split if is_split else 0, lay.num_state) for lay in ordered],
-            [lay.working_bytes for lay in ordered],
-        )
-        gradients = [lay.gradient_bytes for lay in ordered]
-        staged = NUM_GRADIENT_STAGING * max(map(aligned, gradients))
-        sums = 4 * sum(lay.num_state for lay in ordered)
-        self._fixed = {
-            "gradient": sum(gradients) if tiers.keeps_gradients else staged,
-            "accumulator": sums if accumulates and is_split else 0,
-        }
 
     def pools(self, num_working: int, num_state: int) -> dict[str, int]:
         """Return the bytes by plane and buffer."""
-        return {
-            "working": self._working[num_working],
-            "remainder": self._remainder[num_state],
-            "moments": self._moments[num_state],
-            **self._fixed,
-            "drive_staging": self._buffers.staging_bytes(num_working, num_state),
-            "pages": self._buffers.page_bytes(num_working),
-        }
+        blocks = self._blocks
+        planes = pools.state_planes(blocks[:num_working], blocks[:num_state], MomentFormat.FP32)
+        return planes | self._gradients | pools.drive_buffers(blocks, num_working, num_state)
 
     def total(self, num_working: int, num_state: int) -> int:
         """Return the sum of `pools`."""
         return sum(self.pools(num_working, num_state).values())
 
+    def least(self, num_working: int) -> int:
+        """Return what a total is at least, whatever the state takes."""
+        return self._blocks[:num_working].total(pools.working_plane) + sum(self._gradients.values())
+
 
 def placed(
-    layouts: Sequence[BlockLayout],
-    tiers: Tiers,
-    num_working: int,
-    num_state: int,
-    *,
-    is_split: bool,
-    accumulates: bool,
+    layouts: Sequence[BlockLayout], tiers: Tiers, num_working: int, num_state: int, *, accumulates: bool
 ) -> Placement:
     """Keep in RAM the weights of the `num_working` largest blocks, and all of the `num_state` largest."""
     order = by_size(layouts)
-    takes = _Totals(layouts, order, tiers, is_split=is_split, accumulates=accumulates)
     return Placement(
         state_on_drives=frozenset(order[num_state:]),
         working_on_drives=frozenset(order[num_working:]),
-        ram_bytes=takes.pools(num_working, num_state),
+        ram_bytes=_Takes(layouts, tiers, accumulates=accumulates).pools(num_working, num_state),
         keeps_gradients=tiers.keeps_gradients,
-        accumulates=accumulates,
     )

@@ -13,15 +13,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from itertools import groupby
+from functools import partial
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
 from megatrain.config.choice import read_member
+from megatrain.errors import CapacityError
+from megatrain.hardware import GIB, host_memory
+from megatrain.layout import pools
+from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.layout.moments import MOMENT_PLANES, MomentFormat, moment_planes
 from megatrain.store.arena import Arena
@@ -45,7 +50,10 @@ def read_precision(name: str) -> Precision:
 
 
 class BlockState:
-    """One block's views into the planes: flat, indexed by its state space if not said otherwise."""
+    """One block's views into the planes: flat, indexed by its state space if not said otherwise.
+
+    None where a block has nothing in a plane, and before the plane is allocated.
+    """
 
     def __init__(self, layout: BlockLayout, working: Tensor) -> None:
         """Wrap the block's working bytes, (layout.working_bytes,) uint8; other planes come later."""
@@ -168,7 +176,7 @@ class HostState:
         self._owner = {entry.name: (block, entry) for block in self.blocks for entry in block.layout.entries}
         self._number = {entry.name: number for number, lay in enumerate(layouts) for entry in lay.entries}
         if precision is Precision.BF16:
-            self._attach("remainder", [layout.num_split for layout in layouts], torch.int16)
+            self._attach("remainder", pools.remainder_plane, [lay.num_split for lay in layouts], torch.int16)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Copy and pickle as None: a copied model's parameters are its own, no views of this memory."""
@@ -181,26 +189,45 @@ class HostState:
             if self._arenas.pop(name, None) is not None:
                 for block in self.blocks:
                     setattr(block, name, None)
-        planes = [
-            moment_planes(layout.num_state, layout.sizes.num_scales, moments) for layout in self.layouts
-        ]
-        for name in planes[0]:
-            self._attach(name, [plane[name][0] for plane in planes], planes[0][name][1])
+        sizes = [layout.sizes for layout in self.layouts]
+        planes = [moment_planes(each.num_state, each.num_scales, moments) for each in sizes]
+        for name, (_, dtype) in planes[0].items():
+            numels = [plane[name][0] for plane in planes]
+            self._attach(name, partial(pools.moment_plane, plane=name, moments=moments), numels, dtype)
 
     def allocate_gradients(self) -> None:
         """Allocate the gradient plane if it is not there."""
         if "gradient" not in self._arenas:
-            self._attach("gradient", [layout.gradient_bytes for layout in self.layouts], torch.uint8)
+            numels = [layout.gradient_bytes for layout in self.layouts]
+            self._attach("gradient", pools.gradient_plane, numels, torch.uint8)
 
-    def allocate_accumulators(self) -> None:
-        """Allocate the fp32 accumulator plane if it is not there. fp32 blocks add up in `gradient` itself."""
-        if "accumulator" not in self._arenas and self.precision is Precision.BF16:
-            self._attach("accumulator", [layout.num_state for layout in self.layouts], torch.float32)
+    def allocate_accumulators(self, limit: int | None = None) -> None:
+        """Allocate the fp32 accumulator plane if it is not there. fp32 blocks add up in `gradient` itself.
+
+        Args:
+            limit: Bytes that the whole state may take; None: what the machine has.
+
+        Raises:
+            CapacityError: There is no room for it.
+        """
+        if "accumulator" in self._arenas or self.precision is Precision.FP32:
+            return
+        need = sum(pools.accumulator_plane(layout.sizes) for layout in self.layouts)
+        left = host_memory().available_bytes
+        left = left if limit is None else min(left, limit - self.host_bytes)
+        if need > left:
+            raise CapacityError(
+                f"host memory: adding up several micro-batches in bf16 takes {need / GIB:.2f} GiB more for "
+                f"fp32 sums, but {left / GIB:.2f} GiB are left; use one larger micro-batch "
+                "(train.grad_accumulation=1)"
+            )
+        numels = [layout.num_state for layout in self.layouts]
+        self._attach("accumulator", pools.accumulator_plane, numels, torch.float32)
 
     def allocate_staging(self, num_buffers: int, nbytes: int) -> list[Tensor]:
         """Return buffers of so many bytes each, (nbytes,) uint8; the same ones until they are released."""
         if "staging" not in self._arenas:
-            self._staging = self._allocate("staging", [nbytes] * num_buffers, torch.uint8)
+            self._staging = self._allocate("staging", [nbytes] * num_buffers)
         assert [buffer.numel() for buffer in self._staging] == [nbytes] * num_buffers
         return self._staging
 
@@ -274,44 +301,32 @@ class HostState:
 
     def _make_blocks(self) -> list[BlockState]:
         """Allocate the working plane."""
-        views = self._allocate("working", [layout.working_bytes for layout in self.layouts], torch.uint8)
-        return [BlockState(layout, view) for layout, view in zip(self.layouts, views, strict=True)]
+        views = self._allocate("working", [pools.working_plane(layout.sizes) for layout in self.layouts])
+        return [
+            BlockState(layout, view[: layout.working_bytes])
+            for layout, view in zip(self.layouts, views, strict=True)
+        ]
 
-    def _allocate(self, plane: str, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        arena = Arena(sum(sizes) * dtype.itemsize)
+    def _allocate(self, plane: str, sizes: Sequence[int]) -> list[Tensor]:
+        """Allocate an arena; return parts of it, uint8, of so many bytes each."""
+        arena = Arena(sum(sizes))
         self._arenas[plane] = arena
-        views, start = [], 0
-        for size in sizes:
-            views.append(arena.view(dtype, start, size))
-            start += size * dtype.itemsize
-        return views
+        return [
+            arena.view(torch.uint8, stop - size, size)
+            for size, stop in zip(sizes, accumulate(sizes), strict=True)
+        ]
 
-    def _attach(self, plane: str, sizes: Sequence[int], dtype: torch.dtype) -> None:
-        for block, view in zip(self.blocks, self._allocate(plane, sizes, dtype), strict=True):
-            setattr(block, plane, view)
+    def _attach(
+        self, plane: str, of: Callable[[BlockBytes], int], numels: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        """Allocate a plane: of each block as many bytes as a pool's function says, for so many elements."""
+        is_here = [self._is_here(plane, block) for block in range(len(self.blocks))]
+        sizes = [of(layout.sizes) if here else 0 for layout, here in zip(self.layouts, is_here, strict=True)]
+        parts = zip(self.blocks, self._allocate(plane, sizes), numels, is_here, strict=True)
+        for block, part, numel, here in parts:
+            if here and numel:
+                setattr(block, plane, part[: numel * dtype.itemsize].view(dtype))
 
-
-def planned_host_bytes(
-    layouts: Sequence[BlockLayout],
-    precision: Precision,
-    *,
-    keeps_gradients: bool,
-    accumulates: bool = False,
-    staging_bytes: int = 0,
-    moments: MomentFormat = MomentFormat.FP32,
-) -> dict[str, int]:
-    """Predict the bytes of each plane, before anything is allocated."""
-    planes = {
-        "working": sum(layout.working_bytes for layout in layouts),
-        "remainder": 2 * sum(layout.num_split for layout in layouts),
-    }
-    for layout in layouts:
-        for name, (numel, dtype) in moment_planes(layout.num_state, layout.sizes.num_scales, moments).items():
-            planes[name] = planes.get(name, 0) + numel * dtype.itemsize
-    if keeps_gradients:
-        planes["gradient"] = sum(layout.gradient_bytes for layout in layouts)
-    if accumulates and precision is Precision.BF16:
-        planes["accumulator"] = 4 * sum(layout.num_state for layout in layouts)
-    if staging_bytes:
-        planes["staging"] = staging_bytes
-    return planes
+    def _is_here(self, plane: str, block: int) -> bool:
+        """Whether a plane of a block is in RAM."""
+        return True

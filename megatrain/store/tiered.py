@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware import GIB, host_memory
+from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.host_buffers import NUM_PAGES, NUM_STATE_STAGING
 from megatrain.layout.moments import MOMENT_PLANES, MomentFormat
@@ -59,9 +60,8 @@ class TieredState(HostState):
             MegatrainError: RAM or a drive does not hold its part; nothing was allocated.
             CheckpointError: `tiers.resumes`, and the drives hold no state of this model.
         """
-        self.on_drives = BlocksOnDrives(
-            layouts, tiers, is_split=precision is Precision.BF16, accumulates=accumulates
-        )
+        in_fp32 = accumulates and precision is Precision.BF16
+        self.on_drives = BlocksOnDrives(layouts, tiers, accumulates=in_fp32)
         room = host_memory().available_bytes
         need = sum(self.on_drives.placement.ram_bytes.values())
         if need > room:
@@ -99,18 +99,12 @@ class TieredState(HostState):
 
     def allocate_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the buffers for state on its way to updates, and those for weights on their way out."""
-        pools = self.on_drives.placement.ram_bytes
-        found = []
-        for name, count in (("drive_staging", NUM_STATE_STAGING), ("pages", NUM_PAGES)):
-            self._allocate(name, [pools[name] // count] * count, torch.uint8)
-            arena = self._arenas[name]
-            found.append(
-                [
-                    arena.view(torch.uint8, n * arena.nbytes // count, arena.nbytes // count)
-                    for n in range(count)
-                ]
-            )
-        return found[0], found[1]
+        placed = self.on_drives.placement.ram_bytes
+        state, weights = (
+            self._allocate(name, [placed[name] // count] * count)
+            for name, count in (("staging of state", NUM_STATE_STAGING), ("staging of weights", NUM_PAGES))
+        )
+        return state, weights
 
     def allocate_moments(self, moments: MomentFormat = MomentFormat.FP32) -> None:
         """Allocate the moments of the blocks in RAM, all zero; those of the others are on the drives already.
@@ -299,26 +293,17 @@ class TieredState(HostState):
     def _make_blocks(self) -> list[BlockState]:
         """Allocate the working plane in RAM, and addresses without memory for the rest."""
         gone = [self.on_drives.holds_working(block) for block in range(len(self.layouts))]
-        sizes = [layout.working_bytes for layout in self.layouts]
-        here = self._allocate(
-            "working", [0 if g else n for g, n in zip(gone, sizes, strict=True)], torch.uint8
-        )
-        there = self._allocate(
-            "paged", [n if g else 0 for g, n in zip(gone, sizes, strict=True)], torch.uint8
-        )
+        sizes = [pools.working_plane(layout.sizes) for layout in self.layouts]
+        here = self._allocate("working", [0 if g else n for g, n in zip(gone, sizes, strict=True)])
+        there = self._allocate("paged", [n if g else 0 for g, n in zip(gone, sizes, strict=True)])
         self._paged = self._arenas.pop("paged")
         self._is_whole = not any(gone)
         return [
             (BlockStateOnDrives if self.on_drives.holds_state(block) else BlockState)(
-                layout, there[block] if gone[block] else here[block]
+                layout, (there if gone[block] else here)[block][: layout.working_bytes]
             )
             for block, layout in enumerate(self.layouts)
         ]
 
-    def _attach(self, plane: str, sizes: Sequence[int], dtype: torch.dtype) -> None:
-        """Allocate a plane, but for blocks of which it is on the drives."""
-        gone = [plane in PLANES and self.on_drives.holds_state(block) for block in range(len(sizes))]
-        views = self._allocate(plane, [0 if g else n for g, n in zip(gone, sizes, strict=True)], dtype)
-        for block, view, is_gone in zip(self.blocks, views, gone, strict=True):
-            if not is_gone:
-                setattr(block, plane, view)
+    def _is_here(self, plane: str, block: int) -> bool:
+        return plane not in PLANES or not self.on_drives.holds_state(block)

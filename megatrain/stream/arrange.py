@@ -16,7 +16,9 @@ from megatrain.model.blocks import Block, group_layers
 from megatrain.plan.program.operations import BlockSize
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
+from megatrain.stream.bind import residency_of
 from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.gradient_buffers import GradientBuffers
 from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.issuer import Counts
 from megatrain.stream.execute.resident_state import DeviceStates
@@ -176,26 +178,27 @@ class Arrangement:
         blocks, host = binding.blocks, binding.host
         self.residents = residents = residents_of(choice, blocks)
         """Blocks of which everything is on the device."""
-        streamed = [b.is_streamed and n not in residents for n, b in enumerate(blocks)]
+        residency = residency_of(blocks, host.layouts, residents)
         sizes = [
             BlockSize.of(
                 layout.sizes,
-                is_streamed=streamed[n],
+                is_streamed=blocks[n].is_streamed and n not in residents,
                 on_device=n in residents,
                 moments=binding.moments,
             )
             for n, layout in enumerate(host.layouts)
         ]
         lanes.lock(host.arena("working"))
-        self.slots = Slots(lanes, host.layouts, streamed, choice.num_slots)
-        self.gradients = Gradients(
+        self.slots = Slots(lanes, host.layouts, residency, choice.num_slots)
+        buffers = GradientBuffers(
             lanes,
             host,
-            streamed,
+            residency,
             choice.num_gradient_buffers,
-            on_device=residents,
-            holds=choice.gradients == "device",
+            waits=choice.gradients == "device",
+            host_limit=binding.host_limit,
         )
+        self.gradients = Gradients(lanes, host, buffers)
         self.executor = Executor(
             lanes,
             host,
@@ -212,14 +215,12 @@ class Arrangement:
             layers, choice.policies, _boundaries(choice, layers, offloaded), strict=True
         ):
             layer.arrange(self.executor, self.slots, policy, boundaries)
-        self.rounds = Rounds(
-            self.executor, host, self.gradients, layers, outer, choice, host_limit=binding.host_limit
-        )
+        self.rounds = Rounds(self.executor, host, self.gradients, layers, outer, choice)
 
     def release(self) -> None:
         """Give the device memory back; nobody may use it any more."""
         self.executor.states.release()
-        self.gradients.release()
+        self.gradients.buffers.release()
         self.slots.release()
 
 

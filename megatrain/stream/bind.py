@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from megatrain.config.choice import Choice
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.hardware import GIB, host_memory
+from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.moments import MomentFormat
+from megatrain.layout.totals import BlockTotals, Residency
 from megatrain.model.blocks import Block, find_blocks
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.store.placement import Tiers
-from megatrain.store.state import HostState, Precision, planned_host_bytes
+from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
-from megatrain.stream.execute.gradients import ring_bytes
-from megatrain.stream.execute.waiting_gradients import staging_bytes, waiting_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -202,16 +201,9 @@ def require_host_memory(
     """
     if tiers is not None:
         return
-    planes = planned_host_bytes(
-        layouts,
-        precision,
-        keeps_gradients=on_device is None,
-        accumulates=accumulates,
-        staging_bytes=0 if on_device is None else NUM_GRADIENT_STAGING * staging_bytes(layouts, on_device),
-        moments=moments,
-    )
+    planes = host_planes(layouts, precision, accumulates=accumulates, on_device=on_device, moments=moments)
     total = sum(planes.values())
-    parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items())
+    parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items() if size)
     advice = (
         "train.precision=bf16 (14 instead of 16 bytes per parameter), " if precision is Precision.FP32 else ""
     )
@@ -234,40 +226,32 @@ def require_host_memory(
         )
 
 
-def room_for_activations(
-    host: HostState, moments: MomentFormat = MomentFormat.FP32, *, keeps_gradients: bool = True
-) -> int:
-    """Return the host bytes that saved activations may take: most of what the state will leave."""
+def host_planes(
+    layouts: Sequence[BlockLayout],
+    precision: Precision,
+    *,
+    accumulates: bool,
+    on_device: Collection[int] | None,
+    moments: MomentFormat,
+) -> dict[str, int]:
+    """Return the bytes of each plane of a state that is in RAM; arguments as in `require_host_memory`."""
+    totals = BlockTotals(layout.sizes for layout in layouts)
+    on_host = totals.pick(n for n in range(len(totals)) if on_device is None or n not in on_device)
+    return pools.state_planes(totals[:], totals[:], moments) | pools.gradient_planes(
+        totals[:],
+        on_host,
+        is_staged=on_device is not None,
+        accumulates=accumulates and precision is Precision.BF16,
+    )
+
+
+def room_for_activations(host: HostState, planes: Mapping[str, int]) -> int:
+    """Return the host bytes that saved activations may take: most of what the state, `planes`, will leave."""
     if isinstance(host, TieredState):
         to_come = sum(host.on_drives.placement.ram_bytes.values()) - host.host_bytes
         return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))
-    planes = planned_host_bytes(
-        host.layouts,
-        host.precision,
-        keeps_gradients=keeps_gradients,
-        accumulates=True,
-        moments=moments,
-    )
     to_come = sum(planes.values()) - planes["working"] - planes["remainder"]
     return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))
-
-
-def require_accumulators(host: HostState, *, accumulates: bool, limit: int | None) -> None:
-    """Check that the fp32 sums of several micro-batches fit, before they are first allocated.
-
-    Raises:
-        CapacityError: They do not.
-    """
-    if not accumulates or host.precision is Precision.FP32 or host.arena("accumulator") is not None:
-        return
-    need = 4 * sum(layout.num_state for layout in host.layouts)
-    left = host_memory().available_bytes
-    left = left if limit is None else min(left, limit - host.host_bytes)
-    if need > left:
-        raise CapacityError(
-            f"host memory: adding up several micro-batches in bf16 takes {need / GIB:.2f} GiB more for fp32 "
-            f"sums, but {left / GIB:.2f} GiB are left; use one larger micro-batch (train.grad_accumulation=1)"
-        )
 
 
 def require_device_memory(
@@ -291,61 +275,29 @@ def require_device_memory(
     if limit is None:
         return
     limit += held
-    pools = device_pools(
-        blocks,
-        layouts,
-        residents,
-        choice.num_slots,
-        choice.num_gradient_buffers,
-        wide=choice.lockstep > 1,
-        holds=choice.gradients == "device",
+    sizes = pools.device_pools(
+        residency_of(blocks, layouts, residents),
+        num_slots=choice.num_slots,
+        num_gradient_buffers=choice.num_gradient_buffers,
+        is_wide=choice.lockstep > 1,
+        gradients_wait=choice.gradients == "device",
         moments=moments,
     )
-    need = sum(pools.values())
+    need = sum(sizes.values())
     if need > limit:
-        parts = ", ".join(f"{pool} {size / GIB:.3f}" for pool, size in pools.items() if size)
+        parts = ", ".join(f"{pool} {size / GIB:.3f}" for pool, size in sizes.items() if size)
         raise CapacityError(
             f"device memory: {need / GIB:.3f} GiB are needed before activations ({parts}), but the limit is "
             f"{limit / GIB:.3f} GiB; use {_smaller(choice, residents, blocks)}, or a larger device"
         )
 
 
-def device_pools(
-    blocks: Sequence[Block],
-    layouts: Sequence[BlockLayout],
-    residents: Collection[int],
-    num_slots: int,
-    num_gradient_buffers: int,
-    *,
-    wide: bool,
-    holds: bool = False,
-    moments: MomentFormat = MomentFormat.FP32,
-) -> dict[str, int]:
-    """Predict the bytes of each kind of device memory, activations apart.
-
-    Args:
-        blocks: Of the model.
-        layouts: One per block.
-        residents: Blocks that are on the device with all of their state.
-        num_slots: For streamed blocks.
-        num_gradient_buffers: For their gradients.
-        wide: Gradients add up in fp32.
-        holds: Complete ones wait there for the norm.
-        moments: How the optimizer's state will be kept.
-    """
-    streamed = [block.is_streamed and n not in residents for n, block in enumerate(blocks)]
-    slot = max((lay.working_bytes for lay, flag in zip(layouts, streamed, strict=True) if flag), default=0)
-    stay = [layout for layout, flag in zip(layouts, streamed, strict=True) if not flag]
-    return {
-        f"{num_slots} slots": num_slots * slot,
-        "resident weights": sum(layout.working_bytes for layout in stay),
-        "resident gradients": sum(4 * layout.num_state for layout in stay),
-        "resident optimizer state": sum(
-            layouts[n].sizes.remainder_bytes + layouts[n].sizes.moment_bytes(moments) for n in residents
-        ),
-        "gradient buffers": num_gradient_buffers * ring_bytes(layouts, streamed, wide=wide),
-        "waiting gradients": waiting_bytes(layouts, streamed) if holds else 0,
-    }
+def residency_of(
+    blocks: Sequence[Block], layouts: Sequence[BlockLayout], residents: Collection[int]
+) -> Residency:
+    """Return which of a model's blocks stream, and which stay on the device."""
+    sizes = (layout.sizes for layout in layouts)
+    return Residency.of(sizes, [block.is_streamed for block in blocks], residents)
 
 
 def _smaller(choice: Choice, residents: Collection[int], blocks: Sequence[Block]) -> str:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Literal
 from megatrain.config.choice import Activations, Choice, read_choice
 from megatrain.errors import ConfigError
 from megatrain.hardware import host_memory
+from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import Block
 from megatrain.model.head import LOGITS_BYTES
-from megatrain.stream.bind import device_pools
-from megatrain.stream.execute.waiting_gradients import waiting_bytes
+from megatrain.stream.bind import residency_of
 from megatrain.stream.lanes import Lanes
 
 if TYPE_CHECKING:
@@ -56,17 +56,16 @@ class Room:
         available = self.lanes.available_bytes()
         if available is None:
             return None
-        pools = device_pools(
-            self.blocks,
-            self.layouts,
-            residents,
-            self.num_slots,
-            self.num_gradient_buffers,
-            wide=self.batch.num_micro_batches > 1,
+        sizes = pools.device_pools(
+            residency_of(self.blocks, self.layouts, residents),
+            num_slots=self.num_slots,
+            num_gradient_buffers=self.num_gradient_buffers,
+            is_wide=self.batch.num_micro_batches > 1,
+            gradients_wait=False,
             moments=self.moments,
         )
         kept = num_kept * (self.kept_bytes - self.boundary_bytes)
-        return _SHARE * available - sum(pools.values()) - self._working_bytes() - kept
+        return _SHARE * available - sum(sizes.values()) - self._working_bytes() - kept
 
     @property
     def itemsize(self) -> int:
@@ -137,8 +136,8 @@ def choose(
     outer = [n for n, block in enumerate(room.blocks) if not block.is_streamed]
     if gradients == "auto":
         left = room.left(residents, chosen.count(Activations.KEEP))
-        streamed = [block.is_streamed and n not in residents for n, block in enumerate(room.blocks)]
-        fits = left is not None and waiting_bytes(room.layouts, streamed) <= left
+        streamed = residency_of(room.blocks, room.layouts, residents).streamed
+        fits = left is not None and streamed.total(pools.waiting_gradient) <= left
         gradients = "device" if fits else "host"
     return Choice(
         num_slots=room.num_slots,

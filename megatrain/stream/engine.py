@@ -36,7 +36,7 @@ from megatrain.stream.arrange import (
     planes_to_drop,
     residents_of,
 )
-from megatrain.stream.bind import Binding, require_device_memory, room_for_activations
+from megatrain.stream.bind import Binding, host_planes, require_device_memory, room_for_activations
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients, Home
 from megatrain.stream.execute.issuer import Counts
@@ -91,8 +91,14 @@ class Engine:
         ]
         self._outer = [attached[index] for index in outer_of(blocks)]
         self._layers = [AttachedLayer([attached[i] for i in indices]) for indices in group_layers(blocks)]
-        room = room_for_activations(self.host, binding.moments, keeps_gradients=choice.gradients == "host")
-        offloaded = OffloadedActivations(lanes, room)
+        planes = host_planes(
+            self.host.layouts,
+            self.host.precision,
+            accumulates=True,
+            on_device=residents_of(choice, blocks) if choice.gradients == "device" else None,
+            moments=binding.moments,
+        )
+        offloaded = OffloadedActivations(lanes, room_for_activations(self.host, planes))
         self._scratch = (
             None if self._tiered is None else ScratchFiles(self._tiered.on_drives.store.directories)
         )

@@ -106,9 +106,9 @@ class StreamedAdamW(torch.optim.Optimizer):
                     "updates=immediate needs the optimizer before the first backward; call engine.adamw "
                     "first, or opt.zero_grad() before it"
                 )
-            engine.gradients.num_staging = NUM_GRADIENT_STAGING
+            engine.gradients.buffers.num_staging = NUM_GRADIENT_STAGING
             engine.executor.update_at_once = self._update_at_once
-        elif self._max_grad_norm is not None and engine.gradients.waiting is None:
+        elif self._max_grad_norm is not None and not engine.gradients.buffers.waits:
             engine.host.allocate_gradients()
 
     @torch.no_grad()
@@ -146,7 +146,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             executor.sizes,
             updated=updated,
             held=gradients.held(blocks, leave=executor.states.blocks),
-            num_staging=gradients.num_staging,
+            num_staging=gradients.buffers.num_staging,
         )
         executor.run_on_host(norm_operation, partial(self._settle_norm, stats, blocks))
         groups = self._snapshot()

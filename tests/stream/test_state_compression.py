@@ -13,12 +13,13 @@ from torch import Tensor
 
 import megatrain
 from megatrain.errors import CapacityError, CheckpointError, ConfigError
+from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.moments import MOMENT_PLANES, MomentFormat, num_scales
 from megatrain.model.profile.count import count_anatomy
 from megatrain.optim import pool
 from megatrain.plan.memory.block_sums import BlockSums, list_blocks
-from megatrain.stream.bind import device_pools
+from megatrain.stream.bind import residency_of
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from megatrain.train import loop
@@ -179,7 +180,7 @@ def test_bytes_of_an_update_are_those_of_its_planes(state: str, precision: Any) 
     anatomy = count_anatomy(config, micro_batch_size=2, seq_len=16, precision=precision, device_type="cpu")
     blocks = list_blocks(anatomy, engine.choice, moments)
     assert [block.size.update_bytes for block in blocks] == measured
-    selection = BlockSums.of(anatomy, fragments=False).updated_on_host(engine.choice)
+    selection = BlockSums.of(anatomy, fragments=False).residency(engine.choice).on_host
     assert selection.total(BlockBytes.update_bytes, moments) == sum(measured)
 
 
@@ -188,16 +189,15 @@ def test_device_bytes_of_residents_are_as_planned(state: str) -> None:
     lanes = EmulatedLanes(EmulatedMachine(device_bytes=1 << 30))
     engine, _, _ = train_steps(state, device=lanes, resident_blocks=4, optimizer_state=state)
     choice = engine.choice
-    pools = device_pools(
-        engine._binding.blocks,
-        engine.host.layouts,
-        engine.residents,
-        choice.num_slots,
-        choice.num_gradient_buffers,
-        wide=False,
+    sizes = pools.device_pools(
+        residency_of(engine._binding.blocks, engine.host.layouts, engine.residents),
+        num_slots=choice.num_slots,
+        num_gradient_buffers=choice.num_gradient_buffers,
+        is_wide=False,
+        gradients_wait=False,
         moments=engine.moments,
     )
-    assert engine.device_bytes_peak == sum(pools.values())
+    assert engine.device_bytes_peak == sum(sizes.values())
 
 
 def test_memory_is_planned_for_the_format() -> None:

@@ -10,12 +10,6 @@ from dataclasses import dataclass, field
 
 from megatrain.layout.block_bytes import BlockBytes
 
-LEAST_OFFLOADED_BYTES = 16 * 1024
-"""Saved tensors in smaller storages stay on the device under `offload`, and so do smaller boundaries."""
-
-OFFLOAD_ALIGNMENT = 512
-"""Of a saved tensor in host memory, in bytes."""
-
 IDS_BYTES = 16
 """Of a token's id and label on the device."""
 

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
+from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES, OFFLOAD_ALIGNMENT
 from megatrain.model.blocks import Block
 from megatrain.model.caches import with_own_caches
-from megatrain.model.profile.anatomy import LEAST_OFFLOADED_BYTES, OFFLOAD_ALIGNMENT, Cost
+from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.metering import Meter
 from megatrain.model.selective import cheap_contexts
 
@@ -359,7 +361,7 @@ class _Saved:
             groups.setdefault(storage._cdata, []).append((start, start + (last + 1) * tensor.dtype.itemsize))
             sizes[storage._cdata] = 0 if storage._cdata in self._before else storage.nbytes()
         spans = [span for group in groups.values() for span in _joined(group)]
-        nbytes = sum(-(-(stop - start) // OFFLOAD_ALIGNMENT) * OFFLOAD_ALIGNMENT for start, stop in spans)
+        nbytes = pools.saved_visit(stop - start for start, stop in spans)
         return nbytes, saved_bytes - sum(sizes.values())
 
     def _is_offloaded(self, tensor: Tensor) -> bool:

@@ -77,8 +77,8 @@ class LayerCosts:
     @property
     def step_s(self) -> float:
         """Return the seconds of what the device does once per step: updates of its own state."""
-        blocks = BlockSums.of(self.anatomy, self.choice.fragments).updated_on_device(self.choice)
-        return self.rates.device_update_s(blocks)
+        blocks = BlockSums.of(self.anatomy, self.choice.fragments).residency(self.choice)
+        return self.rates.device_update_s(blocks.resident)
 
     def _of(self, number: int) -> tuple[float, float, float, float]:
         return self._known_of(self._kinds[number], self.choice.activations[number])

@@ -116,9 +116,8 @@ def bounds(step: Step) -> dict[str, float]:
     forward, _, _, saved = step.sums
     fetched, offloaded = block_sums.moved_bytes(choice, rounds)
     up, down = rates.fetch_s(fetched + saved), rates.offload_s(offloaded + saved)
-    update_s = rates.update_s(
-        block_sums.updated_on_host(choice).total(BlockBytes.update_bytes, rates.moments)
-    )
+    on_host = block_sums.residency(choice).on_host
+    update_s = rates.update_s(on_host.total(BlockBytes.update_bytes, rates.moments))
     if rates.spec.is_cpu:
         return {"everything in turn": compute + up + down + update_s}
     limits = {"compute": compute, "copies to the device": up, "copies to the host": down}

@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 from megatrain.config.choice import Choice
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.layout.host_buffers import DriveBuffers, largest_first, state_bytes
+from megatrain.layout.host_buffers import largest_first
 from megatrain.layout.moments import MomentFormat
-from megatrain.layout.totals import BlockTotals, Selection
+from megatrain.layout.totals import BlockTotals, Residency
 from megatrain.model.profile.anatomy import Anatomy, Fragment, Layer
 from megatrain.plan.program.operations import BlockSize
 
@@ -97,24 +97,15 @@ class BlockSums:
         """Return the number of the first block that streams."""
         return self.starts[choice.resident_layers]
 
-    def streamed(self, choice: Choice) -> Selection:
-        """Return the blocks that stream."""
-        return self.totals[self.first_streamed(choice) : self.first_outer]
-
-    def staying(self, choice: Choice) -> Selection:
-        """Return the blocks whose weights stay on the device."""
-        return self.totals[: self.first_streamed(choice)] | self.totals[self.first_outer :]
-
-    def updated_on_device(self, choice: Choice) -> Selection:
-        """Return the blocks of which everything is on the device."""
-        if choice.outer_resident:
-            return self.staying(choice)
-        return self.totals[: self.first_streamed(choice)]
-
-    def updated_on_host(self, choice: Choice) -> Selection:
-        """Return the other blocks."""
-        stop = self.first_outer if choice.outer_resident else self.num_blocks
-        return self.totals[self.first_streamed(choice) : stop]
+    def residency(self, choice: Choice) -> Residency:
+        """Return which blocks stream, and which stay on the device."""
+        first, outer = self.first_streamed(choice), self.first_outer
+        resident = self.totals[:first]
+        return Residency(
+            streamed=self.totals[first:outer],
+            resident=resident | self.totals[outer:] if choice.outer_resident else resident,
+            weights_only=self.totals[:0] if choice.outer_resident else self.totals[outer:],
+        )
 
     def sample(self, choice: Choice) -> list[tuple[int, bool]]:
         """Return one block of every size there is among resident, streamed and outer ones.
@@ -148,7 +139,7 @@ class BlockSums:
         turned = self.totals[max(last - choice.num_slots, first) : last].total(pools.resident_weights)
         fetched = max(num_rounds * (2 * total - turned) - (num_rounds - 1) * held, total)
         loads = (num_rounds - 1) * self.totals[first:last].total(pools.accumulator_plane)
-        offloaded = loads + self.updated_on_host(choice).total(pools.gradient_plane)
+        offloaded = loads + self.residency(choice).on_host.total(pools.gradient_plane)
         fetched += loads
         if not choice.outer_resident:
             fetched += self.totals[last:].total(pools.resident_weights)
@@ -163,13 +154,6 @@ class BlockSums:
     def totals_by_size(self) -> BlockTotals:
         """Return the sums over blocks in that order."""
         return BlockTotals(self.blocks[number].sizes for number in self.by_size)
-
-    @cached_property
-    def drive_buffers(self) -> DriveBuffers:
-        """Return the sizes of the buffers before the drives."""
-        blocks = [self.blocks[number] for number in self.by_size]
-        state = [state_bytes(block.sizes.num_split, block.sizes.num_state) for block in blocks]
-        return DriveBuffers(state, [block.sizes.working_bytes for block in blocks])
 
     @cached_property
     def rank(self) -> list[int]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from megatrain.config.choice import Choice, Pool, StepBatch
 from megatrain.layout import pools
-from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING, NUM_GRADIENT_STAGING, padded
-from megatrain.layout.moments import MomentFormat, moment_planes
+from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
+from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.device_peaks import DevicePeaks
@@ -52,27 +52,23 @@ def host_planes(
 
     Planes that are on a drive are counted too: `Choice.tier` says where each is.
     """
-    block_sums = BlockSums.of(anatomy, choice.fragments)
-    blocks = block_sums.totals[:]
-    planes = {
-        "working": blocks.total(pools.working_plane),
-        "remainder": blocks.total(pools.remainder_plane),
-        **{name: blocks.total(pools.moment_plane, name, state) for name in moment_planes(0, 0, state)},
-    }
+    blocks = BlockSums.of(anatomy, choice.fragments).residency(choice)
     num_rounds = -(-batch.num_micro_batches // choice.lockstep)
-    if choice.gradients == "device" or (choice.updates == "immediate" and num_rounds == 1):
-        largest = block_sums.updated_on_host(choice).largest(pools.gradient_staging)
-        planes["staging"] = NUM_GRADIENT_STAGING * largest
-    else:
-        planes["gradient"] = blocks.total(pools.gradient_plane)
-    if num_rounds > 1 and anatomy.precision == "bf16":
-        planes["accumulator"] = blocks.total(pools.accumulator_plane)
+    is_used_up = choice.updates == "immediate" and num_rounds == 1
+    planes = pools.state_planes(blocks.all, blocks.all, state) | pools.gradient_planes(
+        blocks.all,
+        blocks.on_host,
+        is_staged=choice.gradients == "device" or is_used_up,
+        accumulates=num_rounds > 1 and anatomy.precision == "bf16",
+    )
     together = min(choice.lockstep, batch.num_micro_batches)
     boundary, offloaded = 0, 0
     if choice.boundaries != "device" or "offload" in choice.activations:
         visits = [visit_bytes(anatomy, choice, number) for number in range(len(anatomy.layers))]
         if choice.boundaries == "nvme":
-            return planes | {"staging of activations": NUM_ACTIVATION_STAGING * padded(max(visits))}
+            return planes | {
+                "staging of activations": NUM_ACTIVATION_STAGING * pools.saved_buffer(max(visits))
+            }
         offloaded = sum(
             together * visit
             for number, visit in enumerate(visits)
@@ -84,15 +80,12 @@ def host_planes(
 
 def _allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: MomentFormat) -> list[Pool]:
     """Return what the engine allocates and keeps."""
-    block_sums = BlockSums.of(anatomy, choice.fragments)
-    streamed, staying = block_sums.streamed(choice), block_sums.staying(choice)
-    wide = batch.num_micro_batches > 1
-    sizes = {
-        "slots": choice.num_slots * streamed.largest(pools.slot),
-        "resident weights": staying.total(pools.resident_weights),
-        "resident gradients": staying.total(pools.resident_gradient),
-        "resident optimizer state": block_sums.updated_on_device(choice).total(pools.resident_state, state),
-        "gradient buffers": choice.num_gradient_buffers * streamed.largest(pools.gradient_buffer, wide),
-        "waiting gradients": streamed.total(pools.waiting_gradient) if choice.gradients == "device" else 0,
-    }
+    sizes = pools.device_pools(
+        BlockSums.of(anatomy, choice.fragments).residency(choice),
+        num_slots=choice.num_slots,
+        num_gradient_buffers=choice.num_gradient_buffers,
+        is_wide=batch.num_micro_batches > 1,
+        gradients_wait=choice.gradients == "device",
+        moments=state,
+    )
     return [Pool(tier="device", name=name, nbytes=nbytes) for name, nbytes in sizes.items()]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from megatrain.config.choice import Choice, Pool, StepBatch
 from megatrain.layout import pools
-from megatrain.layout.host_buffers import SCRATCH_CHUNK_BYTES, padded, state_bytes
-from megatrain.layout.moments import MomentFormat, moment_planes
+from megatrain.layout.host_buffers import SCRATCH_CHUNK_BYTES
+from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.device_pools import host_planes
@@ -34,27 +34,16 @@ def drive_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> list[Pool
     if not choice.tiers and choice.boundaries != "nvme":
         return []
     block_sums = BlockSums.of(anatomy, choice.fragments)
-    state = Pool("nvme", "two copies of the state", 2 * _all_bytes(block_sums))
+    state = Pool("nvme", "two copies of the state", pools.drive_image(block_sums.totals[:]))
     return [state] + ([_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else [])
 
 
 def _scratch(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> Pool:
     """Return the room for saved activations: one copy, in whole chunks."""
-    visits = [padded(visit_bytes(anatomy, choice, number)) for number in range(len(anatomy.layers))]
-    chunks = sum(-(-visit // SCRATCH_CHUNK_BYTES) for visit in visits)
+    visits = [visit_bytes(anatomy, choice, number) for number in range(len(anatomy.layers))]
+    room = sum(pools.scratch_room(visit, SCRATCH_CHUNK_BYTES) for visit in visits if visit)
     together = min(choice.lockstep, batch.num_micro_batches)
-    return Pool("nvme", "saved activations", together * chunks * SCRATCH_CHUNK_BYTES, is_exact=False)
-
-
-def _all_bytes(block_sums: BlockSums) -> int:
-    """Return the bytes of all blocks' state on a drive, counted once."""
-    if ("all",) not in block_sums.placed:
-        nbytes = sum(
-            state_bytes(block.sizes.num_split, block.sizes.num_state) + padded(block.size.fetch_bytes)
-            for block in block_sums.blocks
-        )
-        block_sums.placed["all",] = {"image": nbytes}
-    return block_sums.placed["all",]["image"]
+    return Pool("nvme", "saved activations", together * room, is_exact=False)
 
 
 def placed_bytes(anatomy: Anatomy, choice: Choice) -> int:
@@ -75,20 +64,17 @@ def _in_ram(block_sums: BlockSums, choice: Choice) -> dict[str, int]:
 
     State on drives is kept in fp32.
     """
-    blocks, state = block_sums.totals_by_size, MomentFormat.FP32
-    with_state = blocks[: choice.blocks_in_ram]
-    with_weights = blocks[: choice.weights_in_ram] if choice.tier("working") == "nvme" else blocks[:]
-    return {
-        "working": with_weights.total(pools.working_plane),
-        "remainder": with_state.total(pools.remainder_plane),
-        **{name: with_state.total(pools.moment_plane, name, state) for name in moment_planes(0, 0, state)},
-    }
+    blocks = block_sums.totals_by_size
+    return pools.state_planes(
+        blocks[: _weights_in_ram(block_sums, choice)], blocks[: choice.blocks_in_ram], MomentFormat.FP32
+    )
 
 
 def _buffers(block_sums: BlockSums, choice: Choice) -> dict[str, int]:
     """Return the bytes of the buffers before the drives."""
-    weights_in_ram = choice.weights_in_ram if choice.tier("working") == "nvme" else block_sums.num_blocks
-    return {
-        "staging of state": block_sums.drive_buffers.staging_bytes(weights_in_ram, choice.blocks_in_ram),
-        "staging of weights": block_sums.drive_buffers.page_bytes(weights_in_ram),
-    }
+    num_weights = _weights_in_ram(block_sums, choice)
+    return pools.drive_buffers(block_sums.totals_by_size, num_weights, choice.blocks_in_ram)
+
+
+def _weights_in_ram(block_sums: BlockSums, choice: Choice) -> int:
+    return choice.weights_in_ram if choice.tier("working") == "nvme" else block_sums.num_blocks

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from megatrain.config.choice import Choice
-from megatrain.model.profile.anatomy import LEAST_OFFLOADED_BYTES, OFFLOAD_ALIGNMENT, Anatomy
+from megatrain.layout import pools
+from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES
+from megatrain.model.profile.anatomy import Anatomy
 
 
 def policy_of(anatomy: Anatomy, choice: Choice, number: int) -> str:
@@ -30,7 +32,7 @@ def visit_bytes(anatomy: Anatomy, choice: Choice, number: int) -> int:
     if policy_of(anatomy, choice, number) == "offload":
         return layer.saved_bytes["offload"]
     if is_boundary_on_host(anatomy, choice, number):
-        return -(-layer.boundary_bytes // OFFLOAD_ALIGNMENT) * OFFLOAD_ALIGNMENT
+        return pools.saved_visit([layer.boundary_bytes])
     return 0
 
 

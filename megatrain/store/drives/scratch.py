@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor
 
 from megatrain.errors import CheckpointError
+from megatrain.layout import pools
 from megatrain.layout.host_buffers import PAGE_BYTES, SCRATCH_CHUNK_BYTES, padded
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.drive import Drive, raw
@@ -99,7 +100,7 @@ class ScratchFiles:
             CapacityError: A drive is full; nothing was taken.
             OutputError: The files cannot be made, or another run uses them.
         """
-        need = -(-num_bytes // self.chunk_bytes)
+        need = pools.scratch_room(num_bytes, self.chunk_bytes) // self.chunk_bytes
         self._make(need - len(self._free))
         chunks = tuple(heapq.heappop(self._free) for _ in range(need))
         return Place(padded(num_bytes), chunks, [-1] * need)

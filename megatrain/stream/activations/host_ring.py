@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatrain.layout import pools
+from megatrain.layout.host_buffers import OFFLOAD_ALIGNMENT
 from megatrain.plan.program.operations import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes import Lanes
-
-ALIGNMENT = 512
-"""Bytes. Torch's CUDA allocations have it, so parts of a buffer do too."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +47,7 @@ class HostRing:
             The buffer (None if not one part fits), and for every part its byte offset there, or None where
             the limit leaves no room for it.
         """
-        nbytes = filled(sizes)
+        nbytes = pools.saved_visit(sizes)
         buffer = self._smallest(nbytes) or self._make(nbytes) or self._make_do(sizes)
         return buffer, offsets_of(sizes, 0 if buffer is None else buffer.flat.numel())
 
@@ -113,17 +112,14 @@ def offsets_of(sizes: Iterable[int], capacity: int) -> list[int | None]:
     offsets: list[int | None] = []
     stop = 0
     for size in sizes:
-        aligned = -(-size // ALIGNMENT) * ALIGNMENT
+        aligned = -(-size // OFFLOAD_ALIGNMENT) * OFFLOAD_ALIGNMENT
         fits = stop + aligned <= capacity
         offsets.append(stop if fits else None)
         stop += aligned if fits else 0
     return offsets
 
 
-def filled(sizes: Sequence[int], capacity: int | None = None) -> int:
-    """Count the bytes of a buffer that these parts fill."""
-    aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-    if capacity is None:
-        return sum(aligned)
+def filled(sizes: Sequence[int], capacity: int) -> int:
+    """Count the bytes that those of these parts fill that fit into a buffer."""
     offsets = offsets_of(sizes, capacity)
-    return sum(size for size, offset in zip(aligned, offsets, strict=True) if offset is not None)
+    return pools.saved_visit(size for size, offset in zip(sizes, offsets, strict=True) if offset is not None)

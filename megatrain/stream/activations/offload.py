@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
+from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES
 from megatrain.plan.program.operations import Buffer, Lane
 from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.stream.activations.host_ring import HostBuffer, HostRing
@@ -48,7 +49,7 @@ class OffloadedActivations:
         lanes: Lanes,
         limit_bytes: int | None = None,
         *,
-        min_bytes: int = 16 * 1024,
+        min_bytes: int = LEAST_OFFLOADED_BYTES,
         num_leaving: int = 1,
     ) -> None:
         """Start empty.

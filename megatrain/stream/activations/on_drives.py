@@ -17,11 +17,12 @@ import torch
 
 from megatrain.errors import CapacityError
 from megatrain.hardware import GIB
-from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING, padded
+from megatrain.layout import pools
+from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
 from megatrain.plan.program.operations import Buffer, Lane
 from megatrain.store.arena import Arena
 from megatrain.store.drives.scratch import Place, ScratchFiles
-from megatrain.stream.activations.host_ring import HostBuffer, filled, offsets_of
+from megatrain.stream.activations.host_ring import HostBuffer, offsets_of
 from megatrain.stream.lanes import Lanes
 
 
@@ -83,7 +84,7 @@ class Staging:
         Raises:
             CapacityError: RAM has no room for the buffers, or a drive none for the bytes.
         """
-        nbytes = padded(filled(sizes))
+        nbytes = pools.saved_buffer(pools.saved_visit(sizes))
         self._grow(nbytes)
         buffer = self._take_buffer()
         try:

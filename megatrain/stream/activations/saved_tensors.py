@@ -10,8 +10,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from megatrain.layout.host_buffers import OFFLOAD_ALIGNMENT
 from megatrain.plan.program.operations import Buffer
-from megatrain.stream.activations.host_ring import ALIGNMENT, HostBuffer
+from megatrain.stream.activations.host_ring import HostBuffer
 from megatrain.stream.activations.on_drives import Staged
 
 
@@ -162,7 +163,7 @@ def cover(helds: Iterable[Held]) -> dict[ByteSpan, Tensor]:
             last = sum((size - 1) * step for size, step in zip(held.shape, held.stride, strict=True))
             stop = held.start + (last + 1) * held.dtype.itemsize
             if not found or held.start > found[-1].stop:
-                found.append(ByteSpan(held.start // ALIGNMENT * ALIGNMENT, stop))
+                found.append(ByteSpan(held.start // OFFLOAD_ALIGNMENT * OFFLOAD_ALIGNMENT, stop))
             found[-1].stop = max(found[-1].stop, stop)
             held.span = found[-1]
         spans |= {span: flat[span.start : span.stop] for span in found}

@@ -117,10 +117,10 @@ class Executor(Issuer):
 
     def prepare_gradients(self, *, adds_up: bool, num_rounds: int) -> None:
         """Make room for a step's gradients; waits for whoever uses the ring only if it has to grow."""
-        if self._gradients.needs_room(adds_up=adds_up, num_rounds=num_rounds):
-            ring = [("gradient_buffer", index) for index in range(self._gradients.num_buffers)]
-            with self.touching(writes=ring):
-                self._gradients.prepare(adds_up=adds_up, num_rounds=num_rounds)
+        buffers = self._gradients.buffers
+        if buffers.needs_room(adds_up=adds_up, num_rounds=num_rounds):
+            with self.touching(writes=[("gradient_buffer", index) for index in range(buffers.num_buffers)]):
+                buffers.prepare(adds_up=adds_up, num_rounds=num_rounds)
 
     def foresee(self, visits: Iterable[Visit], *, is_whole: bool = True) -> None:
         """Plan the copies for visits to come, from what the slots hold now; the first visit issues them.
@@ -131,18 +131,19 @@ class Executor(Issuer):
         """
         self._flush_ring()
         at_once = is_whole and self.update_at_once is not None
+        buffers = self._gradients.buffers
         program = schedule(
             list(visits),
             self.sizes,
             self.contents,
-            num_gradient_buffers=self._gradients.num_buffers,
+            num_gradient_buffers=buffers.num_buffers,
             first_gradient_buffer=self._ring,
             pinned={pins[0].slot for pins in self._pinned.values() if pins} - {-1},
-            num_staging=self._gradients.num_staging if at_once and self._gradients.is_staged else 0,
+            num_staging=buffers.num_staging if at_once and buffers.is_staged else 0,
             first_staging=self._staging,
             updates_at_once=at_once,
-            holds=self._gradients.waiting is not None,
-            holds_sums=self._gradients.holds_sums,
+            holds=buffers.waits,
+            holds_sums=buffers.holds_sums,
         )
         operations: Sequence[Operation] = program.operations
         if self.offloaded.is_on_drives:
@@ -252,7 +253,7 @@ class Executor(Issuer):
         self._flush_ring()
         wanted = set(leave)
         away = [block for block in self._gradients.still_at(Home.DEVICE) if block not in wanted]
-        if self._gradients.waiting is not None:
+        if self._gradients.buffers.waits:
             for block in away:
                 self._issue(Operation(kind=Kind.HOLD, block=block))
             away = []
@@ -260,7 +261,7 @@ class Executor(Issuer):
             if self.update_at_once is None:
                 self._issue(operation)
                 continue
-            staging = self._staging if self._gradients.is_staged else -1
+            staging = self._staging if self._gradients.buffers.is_staged else -1
             self._issue(replace(operation, staging=staging))
             nbytes = self.sizes[operation.block].update_bytes
             update = Operation(
@@ -278,7 +279,7 @@ class Executor(Issuer):
     def wait_for_gradients(self) -> None:
         """Let the caller read the gradients, at home or where they wait; what adds up may go on adding up."""
         kinds = ["gradient"]
-        if self._gradients.waiting is None:
+        if not self._gradients.buffers.waits:
             self.complete_gradients()
         else:
             self._flush_ring()
@@ -319,7 +320,7 @@ class Executor(Issuer):
             self._gradients.collect(operation, grads)
             self.lanes.end(Lane.COMPUTE, writes=operation.writes)
         if operation.is_last:
-            self._ring = (operation.gradient_buffer + 1) % self._gradients.num_buffers
+            self._ring = (operation.gradient_buffer + 1) % self._gradients.buffers.num_buffers
             if not self._gradients.is_filled(operation.gradient_buffer):
                 ends = (Kind.OFFLOAD, Kind.HOLD, Kind.UPDATE)
                 while self._pending and self._pending[0].kind in ends:
@@ -347,7 +348,7 @@ class Executor(Issuer):
                     f"updates=immediate: block {block} was updated, and then its backward was visited again; "
                     "the model passes it in an order of its own: use updates=deferred"
                 )
-            self._gradients.num_staging = 0
+            self._gradients.buffers.num_staging = 0
         if wide or (is_backward and self.update_at_once is not None):
             self.prepare_gradients(adds_up=wide, num_rounds=2)
         seen = self.seen
@@ -372,7 +373,7 @@ class Executor(Issuer):
         for operation in unfinished:
             if not self._gradients.is_filled(operation.gradient_buffer):
                 continue
-            if self._gradients.holds_sums:
+            if self._gradients.buffers.holds_sums:
                 self._issue(operation)
                 continue
             sums = replace(

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from megatrain.layout.blocks import BlockLayout, Entry
-from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.optim.adamw import sum_of_squares
 from megatrain.optim.pool import default_pool
 from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.state import HostState, Precision, split_gradient
-from megatrain.stream.execute.waiting_gradients import WaitingGradients, staging_bytes
+from megatrain.stream.execute.gradient_buffers import GradientBuffers
 from megatrain.stream.lanes import Lanes
 
 
@@ -42,106 +41,23 @@ class Home(Enum):
 class Gradients:
     """The gradients of one step. The methods named after operations are what these operations run."""
 
-    def __init__(
-        self,
-        lanes: Lanes,
-        host: HostState,
-        streamed: Sequence[bool],
-        num_buffers: int,
-        *,
-        on_device: Collection[int] = (),
-        holds: bool = False,
-    ) -> None:
-        """Allocate the resident blocks' buffers; the ring of gradient buffers comes with `prepare`.
-
-        Args:
-            lanes: Where things run.
-            host: The model's state.
-            streamed: Which blocks stream.
-            num_buffers: Buffers of the ring.
-            on_device: Blocks that are updated on the device.
-            holds: Complete gradients wait on the device for the norm.
-        """
+    def __init__(self, lanes: Lanes, host: HostState, buffers: GradientBuffers) -> None:
+        """Begin without any; `buffers` is their memory."""
         self._lanes = lanes
         self._host = host
-        self._streamed = list(streamed)
-        self.num_buffers = num_buffers
-        self.num_staging = NUM_GRADIENT_STAGING if holds else 0
-        """Host buffers through which gradients pass if updates use them up at once, or they wait here."""
-        self._staging_bytes = staging_bytes(host.layouts, on_device)
-        self.waiting = WaitingGradients(lanes, host.layouts, streamed) if holds else None
-        self.is_staged = False
-        """Whether this step's gradients pass through them: those of several rounds cannot."""
-        self._ring: list[Tensor] = []
-        self._is_filled = [False] * num_buffers
-        self._staging: list[Tensor] = []
-        self._resident = {
-            block: lanes.allocate(4 * layout.num_state)
-            for block, layout in enumerate(host.layouts)
-            if not streamed[block] and layout.num_state
-        }
-        self._sums = torch.zeros(len(host.blocks), dtype=torch.float64, device=lanes.device)
-        self.homes = [Home.NONE] * len(host.blocks)
-        self._is_home = [False] * len(host.blocks)
+        self.buffers = buffers
+        self._is_filled = [False] * buffers.num_buffers
+        num_blocks = len(host.blocks)
+        self._sums = torch.zeros(num_blocks, dtype=torch.float64, device=lanes.device)
+        self.homes = [Home.NONE] * num_blocks
+        self._is_home = [False] * num_blocks
         self.present: list[set[str]] = [set() for _ in host.blocks]
-
-    def needs_room(self, *, adds_up: bool, num_rounds: int) -> bool:
-        """Whether `prepare` would have to allocate something."""
-        self.is_staged = self._plane(num_rounds) == "staging"
-        return self._ring_bytes(adds_up=adds_up) > (self._ring[0].numel() if self._ring else 0) or (
-            self._host.arena(self._plane(num_rounds)) is None
-            or (self._is_wide(num_rounds > 1) and self._host.arena("accumulator") is None)
-        )
-
-    def prepare(self, *, adds_up: bool, num_rounds: int) -> None:
-        """Allocate what a step needs: the gradient plane or staging buffers, the ring, and fp32 room.
-
-        Args:
-            adds_up: Gradients of several micro-batches add up, in a round or over rounds.
-            num_rounds: Rounds of the step; more than one need the accumulator plane in bf16.
-        """
-        if self._plane(num_rounds) == "staging":
-            self._staging = self._host.allocate_staging(self.num_staging, self._staging_bytes)
-        else:
-            self._host.allocate_gradients()
-        if self._is_wide(num_rounds > 1):
-            self._host.allocate_accumulators()
-        for plane in ("gradient", "accumulator", "staging"):
-            self._lanes.lock(self._host.arena(plane))
-        need = self._ring_bytes(adds_up=adds_up)
-        if not need or (self._ring and self._ring[0].numel() >= need):
-            return
-        self._lanes.free(self._ring)
-        self._ring = []
-        self._ring = [self._lanes.allocate(need) for _ in range(self.num_buffers)]
-
-    def release(self) -> None:
-        """Give the device memory back."""
-        self._lanes.free([*self._ring, *self._resident.values()])
-        self._ring, self._resident, self._staging = [], {}, []
-        if self.waiting is not None:
-            self.waiting.release()
-
-    def _plane(self, num_rounds: int) -> str:
-        is_staged = self.waiting is not None or (self.num_staging and num_rounds == 1)
-        return "staging" if is_staged else "gradient"
-
-    @property
-    def holds_sums(self) -> bool:
-        """Whether what goes on adding up waits on the device too: in fp32 it takes no more room."""
-        return self.waiting is not None and self._host.precision is Precision.FP32
-
-    def _is_wide(self, adds_up: bool) -> bool:
-        return adds_up and self._host.precision is Precision.BF16
-
-    def _ring_bytes(self, *, adds_up: bool) -> int:
-        return ring_bytes(self._host.layouts, self._streamed, wide=self._is_wide(adds_up))
 
     def clear(self) -> None:
         """Forget the step's gradients."""
         self.homes = [Home.NONE] * len(self.homes)
         self._is_home = [False] * len(self.homes)
-        self._is_filled = [False] * self.num_buffers
+        self._is_filled = [False] * self.buffers.num_buffers
         for names in self.present:
             names.clear()
 
@@ -164,12 +80,12 @@ class Gradients:
         self._is_filled[operation.gradient_buffer] = True
         state = self._host.blocks[operation.block]
         layout = state.layout
-        buffer = self._ring[operation.gradient_buffer]
         if operation.is_single:
+            buffer = self.buffers.buffer(operation.block, operation.gradient_buffer)
             views = [state.gradient_of(entry, buffer) for entry in layout.trained]
             parts = split_gradient(buffer, layout)
         else:
-            flat = buffer[: 4 * layout.num_state].view(torch.float32)
+            flat = self.buffers.sums(operation.block, operation.gradient_buffer)
             views = [state.plane_of(flat, entry) for entry in layout.trained]
             parts = (flat[: layout.num_split], flat[layout.num_split :])
         _put(views, grads, adds=adds)
@@ -180,7 +96,7 @@ class Gradients:
     def collect_resident(self, block: int, grads: Sequence[Tensor | None]) -> None:
         """Put one backward's gradients of a resident block into its own fp32 buffer (compute lane)."""
         state = self._host.blocks[block]
-        flat = self._resident[block].view(torch.float32)
+        flat = self.buffers.sums(block)
         views = [state.plane_of(flat, entry) for entry in state.layout.trained]
         _put(views, grads, adds=self.has(block))
         if not self.has(block):
@@ -198,10 +114,9 @@ class Gradients:
         self._is_filled[operation.gradient_buffer] = True
         state = self._host.blocks[operation.block]
         edge = state.layout.num_split
-        flat = self._ring[operation.gradient_buffer][: 4 * state.layout.num_state].view(torch.float32)
+        flat = self.buffers.sums(operation.block, operation.gradient_buffer)
         if operation.waiting >= 0:
-            assert self.waiting is not None
-            sources = split_gradient(self.waiting.place(operation.block), state.layout)
+            sources = split_gradient(self.buffers.waiting(operation.block), state.layout)
         elif self.homes[operation.block] is Home.ACCUMULATOR:
             assert state.accumulator is not None
             sources = state.accumulator[:edge], state.accumulator[edge:]
@@ -220,16 +135,13 @@ class Gradients:
         state = self._host.blocks[operation.block]
         layout = state.layout
         home = self.home(operation)
-        if operation.gradient_buffer < 0:
-            buffer = self._resident[operation.block]
-        else:
-            buffer = self._ring[operation.gradient_buffer]
+        buffer = self.buffers.buffer(operation.block, operation.gradient_buffer)
         if operation.is_single:
             sent = buffer[: layout.gradient_bytes]
             home.copy_(sent, non_blocking=True)
             self._lanes.sum_of_squares(split_gradient(sent, layout), self._sums[operation.block])
         else:
-            flat = buffer[: 4 * layout.num_state].view(torch.float32)
+            flat = self.buffers.sums(operation.block, operation.gradient_buffer)
             if self._stays_wide(operation):
                 assert state.accumulator is not None
                 state.accumulator.copy_(flat, non_blocking=True)
@@ -246,15 +158,14 @@ class Gradients:
         if operation.gradient_buffer < 0:
             self.round_on_device(operation.block)
             return
-        assert self.waiting is not None
         layout = self._host.layouts[operation.block]
-        buffer = self._ring[operation.gradient_buffer]
-        place = self.waiting.place(operation.block)
+        buffer = self.buffers.buffer(operation.block, operation.gradient_buffer)
+        place = self.buffers.waiting(operation.block)
         parts = split_gradient(place, layout)
         if operation.is_single:
             place.copy_(buffer[: layout.gradient_bytes])
         else:
-            flat = buffer[: 4 * layout.num_state].view(torch.float32)
+            flat = self.buffers.sums(operation.block, operation.gradient_buffer)
             for part, sums in zip(parts, (flat[: layout.num_split], flat[layout.num_split :]), strict=True):
                 part.copy_(sums)
         self._lanes.sum_of_squares(parts, self._sums[operation.block])
@@ -265,12 +176,11 @@ class Gradients:
         layout = self._host.layouts[operation.block]
         home = self.home(operation)
         if operation.waiting >= 0:
-            assert self.waiting is not None
-            place = self.waiting.place(operation.block)
+            place = self.buffers.waiting(operation.block)
             home.copy_(place, non_blocking=True)
             self._lanes.freed(place)
             return
-        flat = self.on_device(operation.block)
+        flat = self.buffers.sums(operation.block)
         for part, sums in zip(
             split_gradient(home, layout), (flat[: layout.num_split], flat[layout.num_split :]), strict=True
         ):
@@ -283,7 +193,7 @@ class Gradients:
         """
         state = self._host.blocks[operation.block]
         if operation.staging >= 0:
-            return self._staging[operation.staging][: state.layout.gradient_bytes]
+            return self.buffers.staging(operation.block, operation.staging)
         if state.gradient is not None:
             return state.gradient
         assert state.accumulator is not None
@@ -291,14 +201,10 @@ class Gradients:
         _round_into(split_gradient(rounded, state.layout), state.accumulator)
         return rounded
 
-    def on_device(self, block: int) -> Tensor:
-        """Return the (num_state,) fp32 sum of a resident block, on the device."""
-        return self._resident[block].view(torch.float32)
-
     def round_on_device(self, block: int) -> None:
         """Round a resident block's sum to the working dtype where it is, and sum its squares."""
         edge = self._host.layouts[block].num_split
-        flat = self.on_device(block)
+        flat = self.buffers.sums(block)
         low, full = flat[:edge], flat[edge:]
         rounded = low.to(torch.bfloat16)
         low.copy_(rounded)
@@ -341,7 +247,7 @@ class Gradients:
 
     def held(self, blocks: Iterable[int], *, leave: Collection[int]) -> list[int]:
         """List those of `blocks` whose complete gradients wait on the device, but for those in `leave`."""
-        if self.waiting is None:
+        if not self.buffers.waits:
             return []
         places = (Home.WAITING, Home.DEVICE)
         return [block for block in blocks if self.homes[block] in places and block not in leave]
@@ -356,12 +262,12 @@ class Gradients:
     def _gradient(self, block: int, entry: Entry) -> Tensor:
         """Return one complete gradient as an fp32 host tensor, from wherever it is."""
         state = self._host.blocks[block]
-        if self.waiting is None:
+        if not self.buffers.waits:
             return state.gradient_of(entry).to(torch.float32)
         if self.homes[block] is Home.WAITING:
-            found = state.gradient_of(entry, self.waiting.place(block))
+            found = state.gradient_of(entry, self.buffers.waiting(block))
         else:
-            sums = self.on_device(block) if self.homes[block] is Home.DEVICE else state.accumulator
+            sums = self.buffers.sums(block) if self.homes[block] is Home.DEVICE else state.accumulator
             assert sums is not None
             found = state.plane_of(sums, entry).to(entry.dtype)
         return found.to("cpu", torch.float32)
@@ -373,18 +279,6 @@ class Gradients:
         for entry, grad in zip(self._host.layouts[block].trained, grads, strict=True):
             if grad is not None:
                 self.present[block].add(entry.name)
-
-
-def ring_bytes(layouts: Sequence[BlockLayout], streamed: Sequence[bool], *, wide: bool) -> int:
-    """Return the bytes of one gradient buffer of the ring: the largest streamed block's gradient."""
-    return max(
-        (
-            4 * layout.num_state if wide else layout.gradient_bytes
-            for layout, flag in zip(layouts, streamed, strict=True)
-            if flag
-        ),
-        default=0,
-    )
 
 
 def _put(views: Sequence[Tensor], grads: Sequence[Tensor | None], *, adds: bool) -> None:

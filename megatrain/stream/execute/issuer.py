@@ -111,7 +111,7 @@ class Issuer:
                 self._gradients.settle_update(operation.block)
                 if self.drives is not None:
                     self.drives.settle_update(operation.block)
-                self._staging = (operation.staging + 1) % max(1, self._gradients.num_staging)
+                self._staging = (operation.staging + 1) % max(1, self._gradients.buffers.num_staging)
             case Kind.READ | Kind.PAGE | Kind.WRITE:
                 assert self.drives is not None
                 self.enqueue(operation, self.drives.work(operation))

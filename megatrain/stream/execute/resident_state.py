@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
+from megatrain.layout import pools
 from megatrain.layout.moments import MOMENT_PLANES
 from megatrain.plan.program.operations import Lane
 from megatrain.store.state import HostState
@@ -29,7 +29,9 @@ class DeviceStates:
         self._host = host
         self._slots = slots
         self.blocks = frozenset(blocks)
+        self._flat: dict[int, Tensor] = {}
         self._planes: dict[int, dict[str, Tensor]] = {}
+        """By block, views of its flat memory."""
         self._stale = set(self.blocks)
         self._newer: set[int] = set()
 
@@ -40,19 +42,21 @@ class DeviceStates:
             CapacityError: The device does not hold them.
         """
         for block in sorted(self.blocks - self._planes.keys()):
-            self._planes[block] = {
-                name: self._lanes.allocate(plane.nbytes).view(plane.dtype)
-                for name in _PLANES
-                if (plane := getattr(self._host.blocks[block], name)) is not None and plane.numel()
-            }
+            layout, planes, start = self._host.layouts[block], {}, 0
+            self._flat[block] = self._lanes.allocate(pools.resident_state(layout.sizes, self._host.moments))
+            for name in _PLANES:
+                plane = getattr(self._host.blocks[block], name)
+                if plane is not None:
+                    planes[name] = self._flat[block][start : start + plane.nbytes].view(plane.dtype)
+                    start += plane.nbytes
+            self._planes[block] = planes
             self._stale.add(block)
 
     def release(self) -> None:
         """Give the device memory back; what is newer there must have been pushed."""
         assert not self._newer, f"blocks {sorted(self._newer)} are newer on the device"
-        self._lanes.free(
-            plane.view(torch.uint8) for planes in self._planes.values() for plane in planes.values()
-        )
+        self._lanes.free(self._flat.values())
+        self._flat.clear()
         self._planes.clear()
 
     def planes(self, block: int) -> dict[str, Tensor | None]:

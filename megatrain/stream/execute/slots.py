@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout, Entry
+from megatrain.layout.totals import Residency
 from megatrain.plan.program.operations import Operation
 from megatrain.stream.lanes import Lanes
 
@@ -21,18 +23,15 @@ class Slots:
     """Slots and resident places, and the aliases of each block's parameters in them."""
 
     def __init__(
-        self, lanes: Lanes, layouts: Sequence[BlockLayout], streamed: Sequence[bool], num_slots: int
+        self, lanes: Lanes, layouts: Sequence[BlockLayout], blocks: Residency, num_slots: int
     ) -> None:
         """Allocate `num_slots` slots as large as the largest streamed block, and all resident places."""
         self._lanes = lanes
         self._layouts = layouts
-        streams = [layout.working_bytes for layout, flag in zip(layouts, streamed, strict=True) if flag]
-        self.slot_bytes = max(streams, default=0)
-        self._slots = [lanes.allocate(self.slot_bytes) for _ in range(num_slots if streams else 0)]
+        self.slot_bytes = blocks.streamed.largest(pools.slot)
+        self._slots = [lanes.allocate(self.slot_bytes) for _ in range(num_slots if blocks.streamed else 0)]
         self._resident = {
-            block: lanes.allocate(layout.working_bytes)
-            for block, (layout, flag) in enumerate(zip(layouts, streamed, strict=True))
-            if not flag
+            block: lanes.allocate(pools.resident_weights(layouts[block].sizes)) for block in blocks.staying
         }
         self._aliases: dict[tuple[int, int], list[Tensor]] = {}
 
@@ -48,9 +47,8 @@ class Slots:
 
     def place(self, block: int, slot: int) -> Tensor:
         """Return the (working_bytes,) uint8 buffer of a block: in a slot, or its own if `slot` is -1."""
-        if slot < 0:
-            return self._resident[block]
-        return self._slots[slot][: self._layouts[block].working_bytes]
+        place = self._resident[block] if slot < 0 else self._slots[slot]
+        return place[: self._layouts[block].working_bytes]
 
     def target(self, operation: Operation) -> Tensor:
         """Return the buffer that an operation on weights uses."""

@@ -35,7 +35,7 @@ class StateOnDrives:
         self._host = host
         self.on_drives = host.on_drives
         self._staging, self._pages = host.allocate_buffers()
-        lanes.lock(host.arena("pages"))
+        lanes.lock(host.arena("staging of weights"))
         images = self.on_drives.images
         self._update_bytes = [
             image.num_bytes if self.on_drives.holds_working(block) else image.working_start

@@ -120,7 +120,7 @@ class BlockUpdate:
         engine = self._optimizer.engine
         layout = engine.host.blocks[self._block].layout
         planes = engine.executor.states.planes(self._block)
-        flat = engine.gradients.on_device(self._block)
+        flat = engine.gradients.buffers.sums(self._block)
         low, full = flat[: layout.num_split], flat[layout.num_split :]
         ranges = self._optimizer.ranges(self._block, self._groups, self._present, scale)
         if engine.lanes.updates_with_kernels:

@@ -15,7 +15,6 @@ from megatrain.errors import ModelError
 from megatrain.plan.program.operations import LayerPlan, Visit
 from megatrain.plan.program.schedule import marked, most_open, round_visits
 from megatrain.store.state import HostState, Precision
-from megatrain.stream.bind import require_accumulators
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
@@ -32,15 +31,12 @@ class Rounds:
         layers: Sequence[AttachedLayer],
         outer: Sequence[AttachedBlock],
         choice: Choice,
-        *,
-        host_limit: int | None,
     ) -> None:
         """Expect nothing yet; `layers` are in forward order, `outer` blocks are in use in every pass."""
         self._executor = executor
         self._host = host
         self._gradients = gradients
         self._choice = choice
-        self._host_limit = host_limit
         self.plans = [
             LayerPlan(
                 tuple(block.index for block in layer.blocks),
@@ -152,7 +148,6 @@ class Rounds:
 
     def _prepare_gradients(self, *, num_rounds: int, adds_up: bool) -> None:
         self._adds_up = adds_up
-        require_accumulators(self._host, accumulates=num_rounds > 1, limit=self._host_limit)
         self._executor.prepare_gradients(adds_up=adds_up, num_rounds=num_rounds)
 
     def _end_backward(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 
@@ -12,11 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 from megatrain.errors import ConfigError, ModelError
-from megatrain.model.profile.anatomy import LEAST_OFFLOADED_BYTES, OFFLOAD_ALIGNMENT, Anatomy
+from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
 from megatrain.model.text_config import build_language_model
-from megatrain.stream.activations import host_ring
-from megatrain.stream.activations.offload import OffloadedActivations
 from tests.families import FAMILIES
 from tests.reference import make_model
 
@@ -167,11 +164,6 @@ def test_dropout_is_no_reason_for_whole_matrices_on_an_accelerator() -> None:
         for device in ("cpu", "cuda")
     }
     assert saved["cpu"] > saved["cuda"] + 4 * 1024 * 1024 * 4
-
-
-def test_numbers_of_the_stash_are_its_own() -> None:
-    assert inspect.signature(OffloadedActivations).parameters["min_bytes"].default == LEAST_OFFLOADED_BYTES
-    assert host_ring.ALIGNMENT == OFFLOAD_ALIGNMENT
 
 
 @pytest.mark.parametrize(

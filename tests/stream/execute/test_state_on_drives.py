@@ -42,11 +42,9 @@ def make_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     def make(
         *, working: float = 0.0, state: float = 0.0, num_drives: int = 1, ram: int = 1 << 30, **settings: Any
     ) -> Tiers:
-        def forced(
-            layouts: Sequence[BlockLayout], tiers: Tiers, *, is_split: bool, accumulates: bool
-        ) -> placement.Placement:
+        def forced(layouts: Sequence[BlockLayout], tiers: Tiers, *, accumulates: bool) -> placement.Placement:
             counts = (round(working * len(layouts)), round(state * len(layouts)))
-            return placement.placed(layouts, tiers, *counts, is_split=is_split, accumulates=accumulates)
+            return placement.placed(layouts, tiers, *counts, accumulates=accumulates)
 
         monkeypatch.setattr(away, "place", forced)
         return Tiers(nvme=tuple(tmp_path / f"drive{n}" for n in range(num_drives)), ram=ram, **settings)
@@ -169,8 +167,8 @@ def test_a_model_whose_state_is_four_times_its_ram_trains(tmp_path: Path) -> Non
         "remainder",
         "exp_avg",
         "exp_avg_sq",
-        "drive_staging",
-        "pages",
+        "staging of state",
+        "staging of weights",
         "staging",
     }
     engine.detach()

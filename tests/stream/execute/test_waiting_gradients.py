@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 import megatrain
 from megatrain.config import apply_overrides, build_config
 from megatrain.errors import CapacityError, ConfigError
+from megatrain.layout import pools
+from megatrain.layout.blocks import aligned
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.plan.program.operations import BlockSize, Kind, Lane, LayerPlan
 from megatrain.plan.program.schedule import optimizer_program, round_visits, schedule
-from megatrain.store.state import planned_host_bytes
-from megatrain.stream.bind import device_pools
+from megatrain.stream.bind import host_planes, residency_of
 from megatrain.stream.engine import Engine
-from megatrain.stream.execute.waiting_gradients import staging_bytes
 from megatrain.stream.lanes import Cause, EmulatedLanes, EmulatedMachine, OrderingError
 from megatrain.train.loop import train
 from tests.families import FAMILIES
@@ -326,25 +326,30 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
     host, _ = trained("cpu", make_model(FAMILIES["llama"]()), num, **settings)
     engine, optimizer = trained("cpu", make_model(FAMILIES["llama"]()), num, **settings, gradients="device")
     layouts = engine.host.layouts
-    staging = NUM_GRADIENT_STAGING * staging_bytes(layouts, engine.residents)
+    choice = engine.choice
+    away = [n for n in range(len(layouts)) if n not in engine.residents]
+    staging = NUM_GRADIENT_STAGING * max((aligned(layouts[n].gradient_bytes) for n in away), default=0)
     gradients = sum(layout.gradient_bytes for layout in layouts)
     assert engine.host_bytes == host.host_bytes - gradients + staging
-    planes = planned_host_bytes(layouts, engine.host.precision, keeps_gradients=False, staging_bytes=staging)
-    assert engine.host_bytes == sum(planes.values())
-    choice = engine.choice
-    pools = device_pools(
-        engine._binding.blocks,
+    planes = host_planes(
         layouts,
-        engine.residents,
-        choice.num_slots,
-        choice.num_gradient_buffers,
-        wide=lockstep > 1,
-        holds=True,
+        engine.host.precision,
+        accumulates=False,
+        on_device=engine.residents,
+        moments=engine.moments,
     )
-    assert engine.lanes.device_bytes == sum(pools.values())
+    assert engine.host_bytes == sum(planes.values())
+    sizes = pools.device_pools(
+        residency_of(engine._binding.blocks, layouts, engine.residents),
+        num_slots=choice.num_slots,
+        num_gradient_buffers=choice.num_gradient_buffers,
+        is_wide=lockstep > 1,
+        gradients_wait=True,
+        moments=engine.moments,
+    )
+    assert engine.lanes.device_bytes == sum(sizes.values())
     streamed = [n for n, size in enumerate(engine.executor.sizes) if size.is_streamed]
-    assert pools["waiting gradients"] == sum(layouts[n].gradient_bytes for n in streamed)
-    away = [n for n in range(len(layouts)) if n not in engine.residents]
+    assert sizes["waiting gradients"] == sum(layouts[n].gradient_bytes for n in streamed)
     assert engine.last_step.offload_bytes == sum(layouts[n].gradient_bytes for n in away)
     assert engine.last_step.offloads == len(streamed)
     engine.detach()
