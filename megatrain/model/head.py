@@ -136,11 +136,13 @@ class Head:
         finally:
             self.share = None
 
-    def call(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the CausalLM's own forward, its head in chunks if the batch is larger than one."""
+    def in_chunks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a call's arguments by name if its batch is to pass the head in chunks; None: as a whole."""
         named = self.named(args, kwargs)
-        if named is None or not self._wants_chunks(named):
-            return inner(*args, **kwargs)
+        return named if named is not None and self._wants_chunks(named) else None
+
+    def call(self, inner: Callable[..., Any], named: dict[str, Any]) -> Any:
+        """Run the CausalLM's own forward with its head in chunks, on arguments from `in_chunks`."""
         output = self._decode(inner, named)
         labels = named["labels"]
         if named.get("shift_labels") is not None:

@@ -113,7 +113,9 @@ class WholePassTracer:
         meter.settle()
         self._stream_block()
         with self._stubs(), head.over(share := Share(num_tokens, num_tokens)):
-            output = head.call(type(self._model).forward.__get__(self._model), (), batch)
+            inner = type(self._model).forward.__get__(self._model)
+            chunked = head.in_chunks((), batch)
+            output = inner(**batch) if chunked is None else head.call(inner, chunked)
             loss = share.scaled(output.loss)
         result.is_chunked = head.chunked_tokens > 0
         result.head_forward_peak_bytes = meter.peak_bytes - self._head_base

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megatrain.config.choice import Activations
 from megatrain.errors import ConfigError, ModelError
@@ -114,7 +114,15 @@ class LayerVisit:
                 run=self._run_again,
             )
             if layer.policy.is_recomputed:
-                result = self._checkpointed(args, kwargs)
+                # checkpoint keeps the random state of its positional tensors' devices, and no other's: a
+                # layer that gets its hidden states by name would draw another mask in its recomputation.
+                token = torch.empty(0, device=layer.executor.lanes.device)
+                contexts = (
+                    cheap_contexts() if layer.policy is Activations.RECOMPUTE_CHEAP else noop_context_fn
+                )
+                result = checkpoint(
+                    self._run, token, *args, use_reentrant=False, context_fn=contexts, **kwargs
+                )
             else:
                 _refuse_autocast(layer.name, layer.policy)
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
@@ -130,15 +138,6 @@ class LayerVisit:
             self.recomputed[-1].open_backward()
         elif entry is self.entries[0]:
             self.layer.offloaded.drop(self._key)
-
-    def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # checkpoint keeps the random state of its positional tensors' devices, and no other's: a layer that
-        # gets its hidden states by name would draw another dropout mask in its recomputation.
-        token = torch.empty(0, device=self.layer.executor.lanes.device)
-        options: dict[str, Any] = {}
-        if self.layer.policy is Activations.RECOMPUTE_CHEAP:
-            options["context_fn"] = cheap_contexts()
-        return checkpoint(self._run, token, *args, use_reentrant=False, **options, **kwargs)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer once more, for the boundary of the next one."""

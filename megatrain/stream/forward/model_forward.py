@@ -80,21 +80,8 @@ class ModelForward:
         move_buffers(self._model, self._device)
         for number, layer in enumerate(self._layers):
             self._override_layer(layer, number, compiler)
-        entries = {id(module): module for module in (self._model, self._model.base_model)}
-        for module in entries.values():
-            inner = module.forward
-
-            is_causal_lm = module is self._model
-
-            def enter(
-                *args: Any,
-                inner: Callable[..., Any] = inner,
-                is_causal_lm: bool = is_causal_lm,
-                **kwargs: Any,
-            ) -> Any:
-                return self._enter(inner, args, kwargs, is_causal_lm=is_causal_lm)
-
-            self._overrides.replace(module, enter)
+        for module in {id(module): module for module in (self._model, self._model.base_model)}.values():
+            self._overrides.replace(module, partial(self._enter, module.forward, module is self._model))
             # `save_pretrained` and Trainer read the weights this way, with updates still running
             self._overrides.before_state_dict(module, self._engine.sync)
         self._overrides.refuse_moves()
@@ -167,7 +154,7 @@ class ModelForward:
                 )
                 for place, n in enumerate(numbers)
             ]
-            losses = self.lockstep.run(calls)
+            losses = [calls[0]()] if len(calls) == 1 else self.lockstep.run(calls)
             torch.autograd.backward(losses)
             for loss in losses:
                 total = loss.detach() if numbers[0] == 0 and loss is losses[0] else total + loss.detach()
@@ -199,24 +186,17 @@ class ModelForward:
 
     # -- a pass ---------------------------------------------------------------------------------------------
 
-    def _enter(
-        self,
-        inner: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_causal_lm: bool,
-    ) -> Any:
-        """Run a forward of the model with its resident weights in place."""
+    def _enter(self, inner: Callable[..., Any], is_causal_lm: bool, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward of the model, or of its decoder alone, with its resident weights in place."""
         if self._pass is not None:
             return inner(*args, **kwargs)
         engine = self._engine
         args, kwargs = to_device(args, self._device), to_device(kwargs, self._device)
         if engine.rounds.is_broken:
             engine.rounds.drop()
-        is_whole = self._head.share is None and not self.lockstep.is_running
-        if is_causal_lm and torch.is_grad_enabled() and is_whole:
-            pieces = split_batch(self._head.named(args, kwargs), engine.micro_batch_size)
+        rows = engine.micro_batch_size
+        if rows is not None and is_causal_lm and torch.is_grad_enabled() and self._is_whole:
+            pieces = split_batch(self._head.named(args, kwargs), rows)
             if pieces is not None:
                 return self._enter_pieces(inner, pieces)
         named = {"input_ids": args[0], **kwargs} if args else kwargs
@@ -232,10 +212,11 @@ class ModelForward:
         if batch is not None:
             work.begin_pass(place, batch.row_tokens, batch.positions)
         engine.executor.begin_pass()
+        chunked = self._head.in_chunks(args, kwargs) if is_causal_lm else None
         self._pass = current = self._make_pass()
         try:
             with current:
-                output = self._head.call(inner, args, kwargs) if is_causal_lm else inner(*args, **kwargs)
+                output = inner(*args, **kwargs) if chunked is None else self._head.call(inner, chunked)
             if is_causal_lm:
                 work.head_forward(place, self._head.chunked_tokens)
             self._watch_backward(output, partial(work.head_backward, place))
@@ -243,6 +224,11 @@ class ModelForward:
         finally:
             self._pass = None
             engine.executor.end_pass()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a batch that comes in now is no micro-batch of the engine's own."""
+        return self._head.share is None and not self.lockstep.is_running
 
     def _watch_backward(self, output: Any, passes_head: Callable[[], object]) -> None:
         """Let the time that the head's backward takes count as compute's: no visit ends before it."""
@@ -281,7 +267,7 @@ class ModelForward:
             share = None if given else Share(sum(counts), counts[place])
             with self._head.over(share):
                 named = {**pieces[place], "return_dict": True}
-                output = self._enter(inner, (), named, is_causal_lm=True)
+                output = self._enter(inner, True, **named)
             if share is not None:
                 output["loss"] = share.scaled(output["loss"])
             return output

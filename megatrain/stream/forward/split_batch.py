@@ -23,13 +23,13 @@ _PER_ROW = (
 """Arguments of a CausalLM whose first dimension is the batch."""
 
 
-def split_batch(named: Mapping[str, Any] | None, rows: int | None) -> list[dict[str, Any]] | None:
+def split_batch(named: Mapping[str, Any] | None, rows: int) -> list[dict[str, Any]] | None:
     """Cut a CausalLM's arguments into micro-batches of `rows` rows; None if there is nothing to cut.
 
     Raises:
         ConfigError: A tensor that may or may not belong to rows: it is not known how to cut it.
     """
-    if rows is None or named is None or named.get("labels") is None:
+    if named is None or named.get("labels") is None:
         return None
     size = len(named["labels"])
     if size <= rows:
