@@ -31,6 +31,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("hardware", "config"),
         ("errors",),
     ),
+    "megatrain.model": (("profile",), (OWN,), ("weights",)),
+    "megatrain.store": ((OWN,), ("drives",)),
     "megatrain.stream": ((OWN,), ("forward",), ("activations",), ("execute",), ("lanes",)),
     "megatrain.plan": (("search",), ("cost",), ("memory",), ("program",)),
 }
@@ -48,7 +50,6 @@ KNOWN: dict[tuple[str, str], str] = {
     ("megatrain.stream.optimizer", "megatrain.stream.engine"): "the optimizer receives what it needs",
     # go next
     (f"{_FORWARD}.model_forward", "megatrain.stream.engine"): "receives what it needs",
-    (f"{_FORWARD}.model_forward", "megatrain.stream.meter"): "receives what it needs",
     (f"{_FORWARD}.model_forward", "megatrain.stream.bind"): "receives what it needs",
     ("megatrain.stream.meter", "megatrain.stream.engine"): "receives what it needs",
 }

@@ -19,6 +19,7 @@ from megatrain.errors import ConfigError
 from megatrain.model.head import targets_of
 from megatrain.model.profile.flops import ModelFlops, count_flops
 from megatrain.plan.program.operations import Lane
+from megatrain.stream.forward.batch_size import MicroBatchSize
 from megatrain.stream.lanes import Record, Span, Wait
 from megatrain.stream.report import StepReport, Work
 
@@ -43,28 +44,6 @@ class Moved(NamedTuple):
     def since(self, earlier: Moved) -> Moved:
         """Return what was moved after `earlier`."""
         return Moved(*(now - then for now, then in zip(self, earlier, strict=True)))
-
-
-class MicroBatchSize(NamedTuple):
-    """A micro-batch's size. Tensors are 0-dim: nobody waits for the device to know them."""
-
-    row_tokens: int
-    positions: int
-    """Tokens, padding too."""
-    present: int | Tensor
-    """Tokens that are no padding."""
-
-    @classmethod
-    def of(cls, named: Mapping[str, Any]) -> MicroBatchSize | None:
-        """Read the arguments of a forward; None if they hold no tokens."""
-        ids, embeds = named.get("input_ids"), named.get("inputs_embeds")
-        shape = ids.shape if ids is not None else None if embeds is None else embeds.shape[:-1]
-        if not shape:
-            return None
-        mask = named.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.shape == shape:
-            return cls(shape[-1], shape.numel(), mask.sum())
-        return cls(shape[-1], shape.numel(), shape.numel())
 
 
 @dataclass(slots=True)

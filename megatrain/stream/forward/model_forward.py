@@ -20,13 +20,13 @@ from megatrain.model.head import Head, Share, count_targets
 from megatrain.stream.bind import Binding
 from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
+from megatrain.stream.forward.batch_size import MicroBatchSize
 from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.layer_visit import LayerVisit
 from megatrain.stream.forward.lockstep import Lockstep
 from megatrain.stream.forward.overrides import Overrides
 from megatrain.stream.forward.passes import Pass, move_buffers, to_device
 from megatrain.stream.forward.split_batch import join_outputs, split_batch
-from megatrain.stream.meter import MicroBatchSize
 
 if TYPE_CHECKING:
     from megatrain.stream.engine import Engine
