@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 import megatrain
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.lanes.base import InlineLanes
+from tests.reference import attach_plainly
 
 
 class DeviceBytes(TorchDispatchMode):
@@ -98,7 +99,7 @@ def measure(
     lanes = InlineLanes()
     gc.collect()
     with DeviceBytes(lanes) as device:
-        engine = megatrain.attach(
+        engine = attach_plainly(
             model, device=lanes, precision=precision, num_micro_batches=num_micro_batches, **settings
         )
         optimizer = engine.adamw(max_grad_norm=max_grad_norm, updates=updates)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+import megatrain
+from megatrain.config.choice import Choice, read_choice
+from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.head import count_targets
+from megatrain.stream.engine import Engine
 from tests.families import VOCAB_SIZE
 
 Batch = Mapping[str, Any]
@@ -49,6 +54,24 @@ def make_batches(
             batch["attention_mask"] = mask
         batches.append(batch)
     return batches
+
+
+def attach_plainly(model: PreTrainedModel, **settings: Any) -> Engine:
+    """Attach with every choice spelled out: what `settings` do not give is the plainest that there is.
+
+    All layers are resident with the outer blocks, as many as there are.
+    """
+    choice = settings.pop("choice", None)
+    given = {name: settings.pop(name) for name in _FIELDS & settings.keys()}
+    if choice is None:
+        layers = group_layers(find_blocks(model, fragments=bool(given.get("fragments"))))
+        outer = given.get("resident_layers", 0) == len(layers)
+        chosen = read_choice(Choice(outer_resident=outer), given)
+        choice = chosen.with_defaults(len(layers), max(map(len, layers)))
+    return megatrain.attach(model, choice=choice, **settings)
+
+
+_FIELDS = {field.name for field in fields(Choice)} - {"tiers"}
 
 
 class Resident:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.reference import attach_plainly
+
 CELLS = ("8b_32k", "8b_seq8k", "8b_128k", "8b_24gb", "8b_80gb", "3b_ours", "3b_fsdp2", "resident", "depth",
          "120b", "8b_512k")  # fmt: skip
 FIGURES = ("tokens_per_step", "tokens_per_s", "step_s", "model_flops_per_s", "of_matmul_peak",
@@ -245,7 +247,6 @@ def test_model_flops_are_those_of_the_file_s_rule(module: Any) -> None:
 
 
 def test_layers_over_the_memory_of_a_few_are_blocks_of_their_own(module: Any) -> None:
-    import megatrain
 
     config = module("measure").config_of("120b", True)
     model = module("aliased").aliased_model(config, num_real=2)
@@ -253,7 +254,7 @@ def test_layers_over_the_memory_of_a_few_are_blocks_of_their_own(module: Any) ->
     weights = [layer.mlp.up_proj.weight for layer in layers]
     assert len({id(weight) for weight in weights}) == len(layers) == 6
     assert [weight.data_ptr() for weight in weights] == [w.data_ptr() for w in weights[:2]] * 3
-    engine = megatrain.attach(model, precision="bf16", activations="recompute")
+    engine = attach_plainly(model, precision="bf16", activations="recompute")
     optimizer = engine.adamw(lr=1e-5)
     ids = torch.randint(0, config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
     assert engine.forward_backward([{"input_ids": ids, "labels": ids}]).isfinite()

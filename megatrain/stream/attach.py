@@ -135,8 +135,8 @@ def attach(
             resident_blocks = choice.resident_layers or 1
         if resident_blocks not in ("auto", 0):
             raise ConfigError(
-                f"resident_blocks is {resident_blocks}, but the state is on drives (memory.tiers.nvme), from "
-                "where no block goes to the device for good; use resident_blocks=0, or no drives"
+                f"resident_layers (memory.resident_blocks) is {resident_blocks}, but the state is on drives, "
+                "from where no block goes to the device for good; use 0, or no drives"
             )
         if moments is not MomentFormat.FP32:
             raise ConfigError(

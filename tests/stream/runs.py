@@ -10,10 +10,9 @@ import pytest
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-import megatrain
 from megatrain.stream.engine import Engine
 from tests.families import FAMILIES
-from tests.reference import Batch, Resident, assert_same_bits, make_batches, make_model
+from tests.reference import Batch, Resident, assert_same_bits, attach_plainly, make_batches, make_model
 
 HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -36,7 +35,7 @@ def start(
     if prepare is not None:
         prepare(model)
     reference = Resident(model, precision=precision, **HYPER)
-    engine = megatrain.attach(model, **{"device": "checked", "precision": precision, **settings})
+    engine = attach_plainly(model, **{"device": "checked", "precision": precision, **settings})
     return model, reference, engine, engine.adamw(**HYPER, max_grad_norm=max_grad_norm, updates=updates)
 
 
@@ -178,7 +177,7 @@ def check_parity(
     """
     reference = recorded(family, dropout, padded, num_micro_batches, max_grad_norm)
     model = make_model(family_config(family, dropout=dropout))
-    engine = megatrain.attach(model, device=device, **settings)
+    engine = attach_plainly(model, device=device, **settings)
     engine.executor.offloaded._min_bytes = 1  # tiny tensors too: else nothing of these models would be copied
     optimizer = engine.adamw(**HYPER, max_grad_norm=max_grad_norm, updates=updates)
     masters: dict[str, Tensor] = {}

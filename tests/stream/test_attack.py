@@ -18,19 +18,18 @@ from transformers import (
     TrainingArguments,
 )
 
-import megatrain
 from megatrain.errors import ModelError
 from megatrain.plan.program.operations import Lane
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES, VOCAB_SIZE
-from tests.reference import Resident, assert_same_bits, make_batches, make_model
+from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_round, assert_same_steps, family_config
 
 
 def attached(model: PreTrainedModel, **settings: Any) -> tuple[Resident, Any, Any]:
     """Attach a model, all of its saved activations worth a copy, with its reference and optimizer."""
     reference = Resident(model, **HYPER)
-    engine = megatrain.attach(model, **{"device": "checked", **settings})
+    engine = attach_plainly(model, **{"device": "checked", **settings})
     engine.executor.offloaded._min_bytes = 1
     return reference, engine, engine.adamw(**HYPER, max_grad_norm=0.5)
 
@@ -87,23 +86,23 @@ def test_layers_that_run_again_are_refused_in_several_micro_batches(lockstep: in
 
 
 @pytest.mark.parametrize("activations", ["recompute", "recompute_cheap", "drop_boundary", "keep"])
-@pytest.mark.parametrize("resident_blocks", [0, 2])
+@pytest.mark.parametrize("resident_layers", [0, 2])
 @pytest.mark.parametrize("trained", ["layers.0", "layers.1.mlp", "q_proj"])
-def test_frozen_fragments_equal_resident(activations: str, resident_blocks: int, trained: str) -> None:
+def test_frozen_fragments_equal_resident(activations: str, resident_layers: int, trained: str) -> None:
     model = make_model(FAMILIES["llama"]())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
     reference, engine, optimizer = attached(
-        model, fragments=True, activations=activations, resident_blocks=resident_blocks
+        model, fragments=True, activations=activations, resident_layers=resident_layers
     )
     assert_same_steps(engine, optimizer, reference, steps=3, num_micro_batches=2)
 
 
-@pytest.mark.parametrize("resident_blocks", [0, 2])
-def test_state_dict_waits_for_updates(resident_blocks: int) -> None:
+@pytest.mark.parametrize("resident_layers", [0, 2])
+def test_state_dict_waits_for_updates(resident_layers: int) -> None:
     lanes = EmulatedLanes(EmulatedMachine(host_bytes_per_s=1e6))
     model = make_model(FAMILIES["llama"]())
-    reference, engine, optimizer = attached(model, device=lanes, resident_blocks=resident_blocks)
+    reference, engine, optimizer = attached(model, device=lanes, resident_layers=resident_layers)
     assert_same_round(engine, reference, make_batches(1), [0])
     reference.step(optimizer.step().grad_norm, 0.5)
     state = model.state_dict()
@@ -115,7 +114,7 @@ def test_state_dict_waits_for_updates(resident_blocks: int) -> None:
 @pytest.mark.parametrize("updates", ["deferred", "immediate"])
 def test_norm_of_a_failed_step_raises(updates: str) -> None:
     lanes = EmulatedLanes(EmulatedMachine(host_bytes_per_s=1e6))
-    engine = megatrain.attach(make_model(FAMILIES["llama"]()), device=lanes)
+    engine = attach_plainly(make_model(FAMILIES["llama"]()), device=lanes)
     optimizer = engine.adamw(**HYPER, updates=updates, max_grad_norm=None if updates == "immediate" else 0.5)
     submit = lanes._submit
 
@@ -147,9 +146,9 @@ def step(engine: Any, optimizer: Any) -> float:
 
 def test_a_detached_model_can_be_copied() -> None:
     model = make_model(FAMILIES["llama"]())
-    megatrain.attach(model).detach()
+    attach_plainly(model).detach()
     copied = copy.deepcopy(model)
-    engine = megatrain.attach(copied)
+    engine = attach_plainly(copied)
     engine.forward_backward(make_batches(1))
     for one, other in zip(model.parameters(), copied.parameters(), strict=True):
         assert one.data_ptr() != other.data_ptr()
@@ -170,7 +169,7 @@ def test_forwards_without_backward_leave_nothing_on_the_host(settings: dict[str,
 
 def test_trainer_takes_the_optimizer(tmp_path: Path) -> None:
     model = make_model(FAMILIES["llama"]())
-    engine = megatrain.attach(model, micro_batch_size=1)
+    engine = attach_plainly(model, micro_batch_size=1)
     optimizer = engine.adamw(lr=1e-2)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, VOCAB_SIZE, (12, 16))]
     trainer = Trainer(
@@ -194,7 +193,7 @@ def test_trainer_takes_the_optimizer(tmp_path: Path) -> None:
 
 def test_rows_of_a_split_batch_draw_their_own_dropout() -> None:
     model = make_model(family_config("gpt2", dropout=True))
-    megatrain.attach(model, micro_batch_size=1)
+    attach_plainly(model, micro_batch_size=1)
     ids = torch.randint(3, 100, (1, 16)).repeat(2, 1)
     logits = model(input_ids=ids, labels=ids).logits
     assert not torch.equal(logits[0], logits[1])
@@ -202,7 +201,7 @@ def test_rows_of_a_split_batch_draw_their_own_dropout() -> None:
 
 def test_a_split_batch_may_return_a_tuple() -> None:
     model = make_model(FAMILIES["llama"]())
-    megatrain.attach(model, micro_batch_size=1)
+    attach_plainly(model, micro_batch_size=1)
     batch = make_batches(1)[0]
     loss, logits = model(**batch, return_dict=False)[:2]
     assert loss.ndim == 0

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import megatrain
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.plan.program.operations import Kind, LayerPlan
 from megatrain.plan.program.schedule import fetch_residents, offload_residents, round_visits, schedule
 from megatrain.stream.engine import Engine
 from tests.families import FAMILIES
-from tests.reference import Batch, Resident, assert_same_bits, make_batches, make_model
+from tests.reference import Batch, Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import (
     HYPER,
     assert_same_gradients,
@@ -305,7 +304,7 @@ def test_lora_before_attach_equals_resident() -> None:
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     reference = Resident(model, **HYPER)
-    engine = megatrain.attach(model, device="checked")
+    engine = attach_plainly(model, device="checked")
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
     assert_same_steps(engine, optimizer, reference, num_micro_batches=2)
     assert len(reference.masters) == 4 * 3 * 2
@@ -323,7 +322,7 @@ def test_peft_model_attaches_trains_and_detaches() -> None:
     inner = adapted.get_base_model()
     reference = Resident(adapted, **HYPER)
     for _ in range(2):
-        engine = megatrain.attach(adapted, device="checked")
+        engine = attach_plainly(adapted, device="checked")
         batches = make_batches(2, padded=True)
         assert_same_bits(engine.forward_backward(batches), reference.forward_backward(batches), "loss")
         for name, gradient in engine.named_gradients():
@@ -400,7 +399,7 @@ def test_groups_and_schedules_are_torch_s() -> None:
 
 @pytest.mark.parametrize(("patterns", "decayed"), [([], 1.0), (["*"], 0.0), (["*norm*", "*embed*"], 0.5)])
 def test_patterns_choose_what_does_not_decay(patterns: Iterable[str], decayed: float) -> None:
-    engine = megatrain.attach(make_model(FAMILIES["llama"]()), device="checked")
+    engine = attach_plainly(make_model(FAMILIES["llama"]()), device="checked")
     optimizer = engine.adamw(weight_decay=0.1, no_decay=patterns)
     names = [n for g in optimizer.param_groups if g["weight_decay"] for n in g["names"]]
     assert (len(names) == 39, not names) == (decayed == 1.0, decayed == 0.0)
@@ -431,7 +430,7 @@ def test_casting_a_part_of_an_attached_model_is_refused() -> None:
 def test_a_second_engine_and_a_second_optimizer_are_refused() -> None:
     model, _, engine, _ = start()
     with pytest.raises(ModelError, match="attached to an engine already"):
-        megatrain.attach(model)
+        attach_plainly(model)
     with pytest.raises(ConfigError, match="has an optimizer already"):
         engine.adamw()
 
@@ -475,9 +474,9 @@ def test_a_block_called_on_its_own_is_refused() -> None:
 def test_bad_settings_are_refused_and_leave_the_model_alone(settings: dict[str, Any], message: str) -> None:
     model = make_model(FAMILIES["llama"]())
     with pytest.raises(ConfigError, match=message):
-        megatrain.attach(model, **settings)
+        attach_plainly(model, **settings)
     assert not any("forward" in module.__dict__ for module in model.modules())
-    megatrain.attach(model).forward_backward(make_batches(1))
+    attach_plainly(model).forward_backward(make_batches(1))
 
 
 @pytest.mark.parametrize(
@@ -494,7 +493,7 @@ def test_bad_settings_are_refused_and_leave_the_model_alone(settings: dict[str, 
     ],
 )
 def test_bad_hyper_parameters_are_refused(hyper: dict[str, Any], field: str) -> None:
-    engine = megatrain.attach(make_model(FAMILIES["llama"]()))
+    engine = attach_plainly(make_model(FAMILIES["llama"]()))
     with pytest.raises(ConfigError, match=f"^{field} is "):
         engine.adamw(**hyper)
     engine.adamw()  # the refused one has left nothing behind
@@ -531,14 +530,14 @@ def test_a_model_without_blocks_is_refused() -> None:
 
     config = XLNetConfig(vocab_size=16, d_model=16, n_layer=2, n_head=2, d_inner=16)
     with pytest.raises(ModelError, match="XLNetLMHeadModel has no list of decoder layers"):
-        megatrain.attach(AutoModelForCausalLM.from_config(config))
+        attach_plainly(AutoModelForCausalLM.from_config(config))
 
 
 def test_nothing_to_train_is_refused() -> None:
     model = make_model(FAMILIES["llama"]())
     freeze_but(model, lambda _: False)
     with pytest.raises(ModelError, match="no parameter requires a gradient"):
-        megatrain.attach(model).adamw()
+        attach_plainly(model).adamw()
 
 
 # -- exceptions ----------------------------------------------------------------------------------------------
@@ -616,7 +615,7 @@ def test_attaching_again_goes_on_from_the_masters(precision: str) -> None:
     model, reference, engine, optimizer = start(precision=precision)
     assert_same_steps(engine, optimizer, reference)
     engine.detach()
-    again = megatrain.attach(model, device="checked", precision=precision, num_slots=3)
+    again = attach_plainly(model, device="checked", precision=precision, num_slots=3)
     assert_same_masters(again, reference)
     assert_same_round(again, reference, make_batches(2))
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-import megatrain
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
-from tests.reference import Resident, assert_same_bits, make_batches, make_model
+from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_gradients, check_parity, family_config, has_dropout
 
 MIX = ("keep", "recompute", "recompute", "keep")
@@ -98,7 +97,7 @@ def test_generators_that_go_on_equal_resident(num_micro_batches: int, activation
     """Without seeds, dropout draws from torch's generator as it would in a resident loop."""
     model = make_model(family_config("gpt2", dropout=True))
     reference = Resident(model, **HYPER)
-    engine = megatrain.attach(model, device="checked", activations=activations)
+    engine = attach_plainly(model, device="checked", activations=activations)
     optimizer = engine.adamw(**HYPER, max_grad_norm=None)
     expected = []
     torch.manual_seed(7)
@@ -120,7 +119,7 @@ def test_generators_that_go_on_equal_resident(num_micro_batches: int, activation
 
 def test_dropout_is_drawn_anew_in_every_micro_batch() -> None:
     """A seed per micro-batch: equal seeds give equal masks, other seeds other ones."""
-    engine = megatrain.attach(make_model(family_config("gpt2", dropout=True)), device="checked")
+    engine = attach_plainly(make_model(family_config("gpt2", dropout=True)), device="checked")
     batch = make_batches(1)[0]
     same = [float(engine.forward_backward([batch], seeds=[seed])) for seed in (1, 1, 2)]
     assert same[0] == same[1] != same[2]
@@ -131,7 +130,7 @@ def test_more_gradient_buffers_change_nothing(num_gradient_buffers: int) -> None
     model = make_model(FAMILIES["llama"]())
     reference = Resident(model, **HYPER)
     lanes = EmulatedLanes(EmulatedMachine(seed=3))
-    engine = megatrain.attach(model, device=lanes, num_gradient_buffers=num_gradient_buffers)
+    engine = attach_plainly(model, device=lanes, num_gradient_buffers=num_gradient_buffers)
     for step in range(2):
         expected = reference.forward_backward(make_batches(2, seed=step))
         assert_same_bits(engine.forward_backward(make_batches(2, seed=step)), expected)

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatrain
 from megatrain.config.choice import Choice
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.store.placement import Tiers
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
-from tests.reference import assert_same_bits, make_batches, make_model
+from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.execute.test_updates import assert_same_planes, planes_of
 from tests.stream.runs import HYPER, assert_same_gradients, start
 
@@ -50,7 +49,7 @@ def random_choice(chance: random.Random, *, fragments: bool = False, clips: bool
 def attach(
     choice: Choice, device: Any = "cpu", *, precision: str = "fp32", family: str = "llama_tied"
 ) -> Engine:
-    engine = megatrain.attach(
+    engine = attach_plainly(
         make_model(FAMILIES[family]()), device=device, precision=precision, choice=choice, num_micro_batches=3
     )
     engine.executor.offloaded._min_bytes = 1  # tiny tensors too
@@ -140,7 +139,7 @@ def test_memory_afterwards_is_that_of_a_new_engine(precision: str) -> None:
 
 
 def test_gradients_after_a_change_are_those_of_the_resident_model() -> None:
-    _, reference, engine, optimizer = start("llama_tied", resident_blocks=2)
+    _, reference, engine, optimizer = start("llama_tied", resident_layers=2)
     for step, residents in enumerate((4, 0, 1)):
         engine.reconfigure(replace(engine.choice, resident_layers=residents, lockstep=2))
         batches = make_batches(2, seed=step)
@@ -249,7 +248,7 @@ def test_a_choice_that_cannot_be_obeyed_is_refused(changes: dict[str, Any], mess
 
 
 def test_compiled_layers_cannot_show_single_operations() -> None:
-    engine = megatrain.attach(make_model(FAMILIES["llama"]()), compile="on")
+    engine = attach_plainly(make_model(FAMILIES["llama"]()), compile="on")
     with pytest.raises(ConfigError, match="recompute_cheap keeps the results of single operations"):
         engine.reconfigure(replace(engine.choice, activations=("recompute_cheap",) * 4))
 
@@ -302,7 +301,7 @@ def tiered(tmp_path: Path, device: Any = "checked", choice: Choice = PLAIN) -> t
     """Attach a model whose whole state is on a drive, as far as it can be."""
     model = make_model(FAMILIES["llama_tied"]())
     tiers = Tiers(nvme=(tmp_path / "drive",), ram=500_000)
-    engine = megatrain.attach(model, device=device, precision="bf16", choice=choice, tiers=tiers)
+    engine = attach_plainly(model, device=device, precision="bf16", choice=choice, tiers=tiers)
     engine.executor.offloaded._min_bytes = 1
     return engine, engine.adamw(**HYPER, max_grad_norm=0.5)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import megatrain
 from megatrain.errors import ConfigError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.model.profile.flops import count_flops
@@ -19,7 +18,7 @@ from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, EmulatedLanes, EmulatedMachine, Span, Wait
 from megatrain.stream.report import StepReport, Work, length, union
 from tests.families import FAMILIES
-from tests.reference import make_batches, make_model
+from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER
 
 
@@ -31,7 +30,7 @@ def start(
     max_grad_norm: float | None = 0.5,
     **settings: Any,
 ) -> tuple[Engine, Any]:
-    engine = megatrain.attach(make_model(FAMILIES[family]()), device=device, **settings)
+    engine = attach_plainly(make_model(FAMILIES[family]()), device=device, **settings)
     return engine, engine.adamw(**HYPER, max_grad_norm=max_grad_norm, updates=updates)
 
 
@@ -54,9 +53,9 @@ def machine(**rates: float) -> EmulatedLanes:
 
 @pytest.mark.parametrize("lockstep", [1, 4])
 @pytest.mark.parametrize("fragments", [False, True])
-@pytest.mark.parametrize("resident_blocks", [0, 2])
-def test_counts_and_bytes_are_the_program_s(lockstep: int, fragments: bool, resident_blocks: int) -> None:
-    engine, optimizer = start(lockstep=lockstep, fragments=fragments, resident_blocks=resident_blocks)
+@pytest.mark.parametrize("resident_layers", [0, 2])
+def test_counts_and_bytes_are_the_program_s(lockstep: int, fragments: bool, resident_layers: int) -> None:
+    engine, optimizer = start(lockstep=lockstep, fragments=fragments, resident_layers=resident_layers)
     sizes = engine.executor.sizes
     width = 2 if fragments else 1
     layers = [LayerPlan(tuple(range(width * n, width * n + width))) for n in range(4)]
@@ -333,7 +332,7 @@ def test_flops_are_torch_s_own_count(family: str) -> None:
     config._attn_implementation = "eager"
     counted = {}
     for activations in ("keep", "recompute"):
-        engine = megatrain.attach(make_model(config), activations=activations)
+        engine = attach_plainly(make_model(config), activations=activations)
         optimizer = engine.adamw(**HYPER)
         with FlopCounterMode(display=False) as counter:
             engine.forward_backward(make_batches(1))

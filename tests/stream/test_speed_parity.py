@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-import megatrain
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
-from tests.reference import Resident, assert_same_bits, make_batches, make_model
+from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import (
     HYPER,
     assert_same_gradients,
@@ -37,7 +36,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "updates": ("deferred", "immediate", "serial"),
     "fragments": (False, True),
     "rounds": ((1, 1), (1, 4), (2, 2), (3, 1), (2, 3)),
-    "resident_blocks": (0, 2, 4),
+    "resident_layers": (0, 2, 4),
     "boundaries": ("device", "host"),
     "dropout": (False, True),
     "device": ("checked", "emulated"),
@@ -97,7 +96,7 @@ def row_name(value: Any) -> str | None:
     if not isinstance(value, dict):
         return None
     policy = value["activations"] if isinstance(value["activations"], str) else "mix"
-    parts = [policy, value["updates"], "R{}m{}".format(*value["rounds"]), f"r{value['resident_blocks']}"]
+    parts = [policy, value["updates"], "R{}m{}".format(*value["rounds"]), f"r{value['resident_layers']}"]
     flags = ["fragments"] * value["fragments"] + ["dropout"] * value["dropout"]
     return "-".join([*parts, value["boundaries"], *flags, value["device"]])
 
@@ -140,13 +139,13 @@ def test_two_hundred_jitter_seeds_give_the_same_bits(family: str) -> None:
     for seed in range(100):
         row = ROWS[seed % len(ROWS)]
         machine = EmulatedMachine(seed=seed, jitter_s=2e-4)
-        engine = megatrain.attach(
+        engine = attach_plainly(
             make_model(FAMILIES[family]()),
             device=EmulatedLanes(machine),
             activations=row["activations"],
             boundaries=row["boundaries"],
             fragments=row["fragments"],
-            resident_blocks=row["resident_blocks"],
+            resident_layers=row["resident_layers"],
             lockstep=1 + seed % 4,
         )
         engine.executor.offloaded._min_bytes = 1
@@ -164,12 +163,12 @@ def test_two_hundred_jitter_seeds_give_the_same_bits(family: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("settings", [{}, {"fragments": True, "resident_blocks": 2, "activations": MIX}])
+@pytest.mark.parametrize("settings", [{}, {"fragments": True, "resident_layers": 2, "activations": MIX}])
 def test_bf16_and_fp32_in_lockstep_equal_the_reference_loop(precision: str, settings: dict[str, Any]) -> None:
     """Gradients of a round add up in fp32 and are rounded once; on the device as on the host."""
     model = make_model(FAMILIES["llama_tied"]())
     reference = Resident(model, precision=precision, **HYPER)
-    engine = megatrain.attach(model, device="checked", precision=precision, lockstep=2, **settings)
+    engine = attach_plainly(model, device="checked", precision=precision, lockstep=2, **settings)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
     for step in range(6):
         batches = make_batches(1 + step % 4, seed=step)

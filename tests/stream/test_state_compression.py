@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatrain
 from megatrain.errors import CapacityError, CheckpointError, ConfigError
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
@@ -25,7 +24,7 @@ from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from megatrain.train import loop
 from megatrain.train.loop import train
 from tests.families import FAMILIES
-from tests.reference import make_batches, make_model
+from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER
 from tests.train.project import make_config
 from tests.train.test_loop import rows_of, state_of
@@ -39,7 +38,7 @@ def train_steps(
 ) -> tuple[Engine, Any, list[float]]:
     """Train a tiny model, two micro-batches per step."""
     model = make_model(FAMILIES["llama_tied"]())
-    engine = megatrain.attach(model, **{"device": "checked", "precision": "bf16", "lockstep": 2, **settings})
+    engine = attach_plainly(model, **{"device": "checked", "precision": "bf16", "lockstep": 2, **settings})
     optimizer = engine.adamw(**HYPER, max_grad_norm=clip, updates=updates, state=state)
     losses = []
     for step in range(steps):
@@ -75,9 +74,9 @@ def test_no_way_of_streaming_changes_a_bit(state: str, precision: str) -> None:
     ways: list[dict[str, Any]] = [
         {"updates": "immediate"},
         {"updates": "serial", "num_slots": 1, "lockstep": 1},
-        {"fragments": True, "resident_blocks": 1},
-        {"resident_blocks": 4},
-        {"device": "emulated", "resident_blocks": 2, "lockstep": 2},
+        {"fragments": True, "resident_layers": 1},
+        {"resident_layers": 4},
+        {"device": "emulated", "resident_layers": 2, "lockstep": 2},
     ]
     for way in ways:
         engine, _, found = train_steps(state, clip=None, **{"precision": precision, **way})
@@ -97,7 +96,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_the_seed_rounds_otherwise(state: str) -> None:
     engine, _, _ = train_steps(state, steps=1)
-    other = megatrain.attach(make_model(FAMILIES["llama_tied"]()), device="checked", precision="bf16")
+    other = attach_plainly(make_model(FAMILIES["llama_tied"]()), device="checked", precision="bf16")
     optimizer = other.adamw(**HYPER, max_grad_norm=0.5, state=state, seed=1)
     other.forward_backward(make_batches(2, seed=0))
     optimizer.step()
@@ -187,7 +186,7 @@ def test_bytes_of_an_update_are_those_of_its_planes(state: str, precision: Any) 
 @pytest.mark.parametrize("state", ["fp32", *STATES])
 def test_device_bytes_of_residents_are_as_planned(state: str) -> None:
     lanes = EmulatedLanes(EmulatedMachine(device_bytes=1 << 30))
-    engine, _, _ = train_steps(state, device=lanes, resident_blocks=4, optimizer_state=state)
+    engine, _, _ = train_steps(state, device=lanes, resident_layers=4, optimizer_state=state)
     choice = engine.choice
     sizes = pools.device_pools(
         residency_of(engine._binding.blocks, engine.host.layouts, engine.residents),
@@ -225,7 +224,7 @@ def test_a_model_may_be_attached_again_with_another_state() -> None:
     """Nothing of the first optimizer's planes is left."""
     model = make_model(FAMILIES["llama_tied"]())
     for state in ("int8", "fp32"):
-        engine = megatrain.attach(model, precision="bf16")
+        engine = attach_plainly(model, precision="bf16")
         optimizer = engine.adamw(**HYPER, state=state)
         engine.forward_backward(make_batches(1, seed=0))
         optimizer.step()

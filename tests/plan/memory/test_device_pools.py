@@ -150,7 +150,7 @@ def check(
         activations=choice.activations,
         lockstep=m,
         fragments=fragments,
-        resident_blocks=residents,
+        resident_layers=residents,
         boundaries=boundaries,
         head_chunk_tokens=chunk,
     )

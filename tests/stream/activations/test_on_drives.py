@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatrain
 from megatrain.config import build_config
 from megatrain.config.choice import StepBatch
 from megatrain.errors import CapacityError, CheckpointError, ConfigError
@@ -34,7 +33,7 @@ from megatrain.stream.lanes import (
     OrderingError,
 )
 from tests.families import FAMILIES
-from tests.reference import make_batches, make_model
+from tests.reference import attach_plainly, make_batches, make_model
 from tests.store.disks import Counted
 from tests.stream.lanes.test_lanes import CountingLanes, ForgetfulLanes
 from tests.stream.runs import HYPER, assert_same_masters, assert_same_steps, start
@@ -152,7 +151,7 @@ def test_bytes_are_those_of_the_plan(count: int, activations: str, tmp_path: Pat
     config = FAMILIES["llama_tied"]()
     config.num_hidden_layers, config.hidden_size = 5, 256
     anatomy = count_anatomy(config, micro_batch_size=2, seq_len=64, precision="bf16")
-    engine = megatrain.attach(
+    engine = attach_plainly(
         make_model(config),
         precision="bf16",
         activations=activations,
@@ -241,7 +240,7 @@ def train_in(lanes: CheckedLanes, root: Path) -> None:
     """Run a real training of two steps, each of two rounds, of which all boundaries pass the buffers."""
     config = FAMILIES["llama_tied"]()
     config.num_hidden_layers = 8
-    engine = megatrain.attach(make_model(config), device=lanes, boundaries="nvme", tiers=tiers_in(root))
+    engine = attach_plainly(make_model(config), device=lanes, boundaries="nvme", tiers=tiers_in(root))
     shrink(engine)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
     try:
@@ -425,10 +424,10 @@ def test_drives_are_needed(tmp_path: Path) -> None:
     assert build_config(raw).memory.boundaries == "nvme"
     model = make_model(FAMILIES["llama"]())
     with pytest.raises(ConfigError, match="boundaries is nvme, but there are no drives; name a directory"):
-        megatrain.attach(model, boundaries="nvme")
+        attach_plainly(model, boundaries="nvme")
     with pytest.raises(ConfigError, match="boundaries is 'disk'; use device, host, nvme"):
-        megatrain.attach(model, boundaries="disk")
-    engine = megatrain.attach(model)
+        attach_plainly(model, boundaries="disk")
+    engine = attach_plainly(model)
     with pytest.raises(ConfigError, match="boundaries is nvme, but there are no drives; name a directory"):
         engine.reconfigure(replace(engine.choice, boundaries="nvme"))
     engine.close()

@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
-import megatrain
 from megatrain.errors import CapacityError
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
-from tests.reference import Resident, make_batches, make_model
+from tests.reference import Resident, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_steps
 
 HOST_PROBE = """
@@ -46,7 +45,7 @@ def grown(engine):
 
 ids = torch.randint(0, 64, (1, 8))
 tiny = load(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
-warm = megatrain.attach(tiny, precision="bf16")
+warm = attach_plainly(tiny, precision="bf16")
 optimizer = warm.adamw()
 warm.forward_backward([{"input_ids": ids, "labels": ids}])
 optimizer.step()
@@ -57,7 +56,7 @@ model = load(vocab_size=8192, hidden_size=2048, intermediate_size=8192, num_hidd
 numel = sum(parameter.numel() for parameter in model.parameters())
 found = []
 for max_grad_norm in (None, 1.0):
-    engine = megatrain.attach(model, precision="bf16")
+    engine = attach_plainly(model, precision="bf16")
     optimizer = engine.adamw(max_grad_norm=max_grad_norm)
     found.append({"grown": grown(engine) / numel, "planned": engine.host_bytes / numel})
     engine.detach()
@@ -126,7 +125,7 @@ def test_a_model_ten_times_larger_than_the_device_trains(num_slots: int) -> None
     resident = sum(parameter.nbytes for parameter in model.parameters()) - 48 * block
     budget = num_slots * block + block + 2 * resident
     assert sum(parameter.nbytes for parameter in model.parameters()) >= 10 * budget
-    engine = megatrain.attach(
+    engine = attach_plainly(
         model, device=EmulatedLanes(EmulatedMachine(device_bytes=budget)), num_slots=num_slots
     )
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
@@ -151,7 +150,7 @@ def test_a_budget_one_byte_too_small_is_refused_before_anything_is_allocated() -
     resident = sum(parameter.nbytes for parameter in model.parameters()) - 4 * block
     lanes = EmulatedLanes(EmulatedMachine(device_bytes=2 * block + block + 2 * resident - 1))
     with pytest.raises(CapacityError, match="device memory"):
-        megatrain.attach(model, device=lanes)
+        attach_plainly(model, device=lanes)
     assert lanes.device_bytes == 0
     assert not any("forward" in module.__dict__ for module in model.modules())
     lanes.close()

@@ -16,7 +16,7 @@ from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from megatrain.train import loop
 from megatrain.train.loop import train
 from tests.families import FAMILIES
-from tests.reference import make_batches, make_model
+from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.execute.test_memory import deep_config
 from tests.stream.execute.test_updates import assert_same_planes, planes_of
 from tests.stream.runs import HYPER, assert_same_masters, assert_same_steps, start
@@ -55,7 +55,7 @@ def train_steps(engine: Engine, optimizer: Any, num: int, *, first: int = 0, mic
 @pytest.mark.parametrize("lockstep", [1, 2])
 def test_only_streamed_blocks_cross_the_link(lockstep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four layers are resident; the embedding, the norm and the head go home once per step."""
-    _, _, engine, optimizer = start("llama", resident_blocks=2, lockstep=lockstep)
+    _, _, engine, optimizer = start("llama", resident_layers=2, lockstep=lockstep)
     assert engine.residents == {0, 1}
     train_steps(engine, optimizer, 1)
     operations, counts = issued(engine, monkeypatch), engine.executor.counts
@@ -77,7 +77,7 @@ def test_only_streamed_blocks_cross_the_link(lockstep: int, monkeypatch: pytest.
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_with_everything_resident_nothing_moves(precision: str) -> None:
     """Not a byte after the first step, until the host state is asked for; then all of it, once."""
-    _, _, engine, optimizer = start("llama_tied", resident_blocks=4, precision=precision)
+    _, _, engine, optimizer = start("llama_tied", resident_layers=4, precision=precision)
     assert engine.residents == set(range(len(engine.host.layouts)))
     crossings(engine)
     train_steps(engine, optimizer, 1)
@@ -98,13 +98,13 @@ def test_with_everything_resident_nothing_moves(precision: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["checked", "emulated"])
-@pytest.mark.parametrize(("precision", "resident_blocks"), [("fp32", 4), ("bf16", 1), ("bf16", 4)])
-def test_sync_brings_every_plane_home(precision: str, resident_blocks: int, device: str) -> None:
+@pytest.mark.parametrize(("precision", "resident_layers"), [("fp32", 4), ("bf16", 1), ("bf16", 4)])
+def test_sync_brings_every_plane_home(precision: str, resident_layers: int, device: str) -> None:
     """Weights, remainders and both moments, byte for byte those of a run that streams everything."""
     found = []
-    for number, name in ((0, "cpu"), (resident_blocks, device)):
+    for number, name in ((0, "cpu"), (resident_layers, device)):
         model = make_model(FAMILIES["llama_tied"]())
-        engine = megatrain.attach(model, device=name, precision=precision, resident_blocks=number)
+        engine = attach_plainly(model, device=name, precision=precision, resident_layers=number)
         optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
         train_steps(engine, optimizer, 3)
         exp_avg = engine.host.blocks[0].exp_avg
@@ -121,7 +121,7 @@ def test_sync_brings_every_plane_home(precision: str, resident_blocks: int, devi
 
 def test_what_the_host_writes_is_what_the_device_computes_with() -> None:
     """After `weights_changed`, and not before: the host's planes are the newer ones then."""
-    _, reference, engine, optimizer = start("llama", resident_blocks=4)
+    _, reference, engine, optimizer = start("llama", resident_layers=4)
     assert_same_steps(engine, optimizer, reference, steps=1)
     engine.sync()
     name = "model.layers.1.mlp.up_proj.weight"
@@ -139,7 +139,7 @@ def test_state_moves_between_streamed_and_resident_runs(precision: str) -> None:
     """The same planes go on to the same bits, wherever they are."""
     settings: dict[str, Any] = {"precision": precision, "device": "checked"}
     engines = [
-        megatrain.attach(make_model(FAMILIES["llama"](), seed=seed), resident_blocks=number, **settings)
+        attach_plainly(make_model(FAMILIES["llama"](), seed=seed), resident_layers=number, **settings)
         for seed, number in ((0, 0), (7, 4), (8, 2))
     ]
     optimizers = [engine.adamw(**HYPER, max_grad_norm=0.5) for engine in engines]
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_a_streamed_run_goes_on_in_a_resident_one(
     """And back: 12 steps in three pieces, the second with everything on the device."""
     train(make_config(tmp_path, "whole", train={"precision": "bf16"}))
     step_of = loop.train_step
-    for resident_blocks, last in ((0, 4), (3, 8), (1, 12)):
+    for resident_layers, last in ((0, 4), (3, 8), (1, 12)):
 
         def stopped(run: Any, last: int = last) -> Any:
             if run.step == last:
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_a_streamed_run_goes_on_in_a_resident_one(
             tmp_path,
             "moved",
             train={"precision": "bf16"},
-            memory={"resident_blocks": resident_blocks},
+            memory={"resident_blocks": resident_layers},
         )
         if last < 12:
             with pytest.raises(KeyboardInterrupt):
@@ -194,7 +194,7 @@ def test_a_checkpoint_of_a_streamed_run_goes_on_in_a_resident_one(
 def test_auto_fills_the_device_and_stays_inside(precision: str) -> None:
     """More memory, more resident layers; never more bytes than the limit."""
     model = make_model(deep_config(6))
-    engine = megatrain.attach(model, device="checked", precision=precision, resident_blocks=6)
+    engine = attach_plainly(model, device="checked", precision=precision, resident_layers=6)
     engine.adamw()
     whole = engine.device_bytes_peak
     engine.detach()
@@ -220,14 +220,14 @@ def test_auto_without_a_limit_keeps_streaming() -> None:
 
 def test_bad_counts_are_refused() -> None:
     model = make_model(FAMILIES["llama"]())
-    with pytest.raises(ConfigError, match="resident_blocks is 5, but the model has 4 layers; use at most"):
-        megatrain.attach(model, resident_blocks=5)
-    with pytest.raises(ConfigError, match="resident_blocks is -1; use 0 or more, or auto"):
-        megatrain.attach(model, resident_blocks=-1)
+    with pytest.raises(ConfigError, match="is 5, but the model has 4 layers; use at most"):
+        attach_plainly(model, resident_layers=5)
+    with pytest.raises(ConfigError, match="resident_layers is -1; use 0 or more, or auto"):
+        attach_plainly(model, resident_layers=-1)
     lanes = EmulatedLanes(EmulatedMachine(device_bytes=300_000))
     sentence = r"device memory: .*resident optimizer state.*the limit is .*use memory.resident_blocks=0"
     with pytest.raises(CapacityError, match=sentence):
-        megatrain.attach(model, device=lanes, resident_blocks=4)
+        attach_plainly(model, device=lanes, resident_layers=4)
     assert lanes.device_bytes == 0
-    engine = megatrain.attach(model, device="checked", resident_blocks=4)
+    engine = attach_plainly(model, device="checked", resident_layers=4)
     assert_same_masters(engine, start("llama")[1])

@@ -24,7 +24,7 @@ from megatrain.store.tiered import TieredState
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, CheckedLanes, EmulatedLanes, EmulatedMachine, OrderingError
 from tests.families import FAMILIES
-from tests.reference import assert_same_bits, make_batches, make_model
+from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
 from tests.store.disks import Counted
 from tests.stream.lanes.test_lanes import CountingLanes, ForgetfulLanes
 from tests.stream.runs import HYPER, assert_same_masters, check_parity, start
@@ -191,7 +191,7 @@ def test_a_committed_step_is_found_again(updates: str, every: int, make_tiers: C
     settings: dict[str, Any] = {"device": "emulated", "precision": "bf16", "tiers": tiers}
     config = FAMILIES["llama"]()
     model = megatrain.load(config=config, precision="bf16", tiers=tiers)
-    engine = megatrain.attach(model.train(), **settings)
+    engine = attach_plainly(model.train(), **settings)
     optimizer = engine.adamw(**HYPER, max_grad_norm=clip, updates=updates)
     committed: dict[str, Tensor] = {}
     for step in range(1, 6):
@@ -204,7 +204,7 @@ def test_a_committed_step_is_found_again(updates: str, every: int, make_tiers: C
     engine.close()
     again = replace(make_tiers(working=1.0, state=0.6, num_drives=2), resumes=True)  # more is in RAM now
     model = megatrain.load(config=config, precision="bf16", tiers=again)
-    resumed = megatrain.attach(model.train(), **{**settings, "tiers": again})
+    resumed = attach_plainly(model.train(), **{**settings, "tiers": again})
     other = resumed.adamw(**HYPER, max_grad_norm=clip, updates=updates)
     record = tiered(resumed).record
     assert record is not None
@@ -216,7 +216,7 @@ def test_a_committed_step_is_found_again(updates: str, every: int, make_tiers: C
     whole = planes_of(resumed)
     resumed.detach()
     model = megatrain.load(config=config, precision="bf16")
-    plain = megatrain.attach(model.train(), precision="bf16")
+    plain = attach_plainly(model.train(), precision="bf16")
     last = plain.adamw(**HYPER, max_grad_norm=clip, updates=updates)
     for step in range(1, 6):
         plain.forward_backward(make_batches(1, seed=step), seeds=[step])
@@ -314,7 +314,7 @@ MISSING_WAITS = {
 
 def train_in(lanes: CheckedLanes, tiers: Tiers) -> None:
     """Run a real training whose state passes all buffers, with a commit after each step."""
-    engine = megatrain.attach(make_model(FAMILIES["llama_tied"]()), device=lanes, tiers=tiers)
+    engine = attach_plainly(make_model(FAMILIES["llama_tied"]()), device=lanes, tiers=tiers)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
     try:
         for step in range(2):
@@ -402,8 +402,8 @@ def test_what_cannot_be_placed_is_refused_before_anything_is_taken(
     no_directory = Tiers(nvme=(Path("/dev/null"),), ram=tiers.ram)
     with pytest.raises(OutputError, match=r"cannot use /dev/null: Not a directory"):
         start(tiers=no_directory)
-    with pytest.raises(ConfigError, match="resident_blocks is 1, but the state is on drives"):
-        start(tiers=tiers, resident_blocks=1)
+    with pytest.raises(ConfigError, match=r"resident_layers .* is 1, but the state is on drives"):
+        start(tiers=tiers, resident_layers=1)
     monkeypatch.setattr(Counted, "free_bytes", lambda *_: 1000)
     with pytest.raises(CapacityError, match="has 1,000 bytes free, but the state needs"):
         start(tiers=tiers)
@@ -414,14 +414,14 @@ def test_settings_that_do_not_belong_together_are_refused(make_tiers: Callable[.
     tiers = make_tiers(keeps_gradients=False)
     model = megatrain.load(config=FAMILIES["llama"](), tiers=tiers)
     with pytest.raises(ConfigError, match=r"give megatrain\.load and attach the same tiers"):
-        megatrain.attach(model, tiers=Tiers(nvme=tiers.nvme, ram=tiers.ram_bytes + 1))
+        attach_plainly(model, tiers=Tiers(nvme=tiers.nvme, ram=tiers.ram_bytes + 1))
     with pytest.raises(ConfigError, match=r"give megatrain\.load and attach the same tiers"):
-        megatrain.attach(model)
-    engine = megatrain.attach(model, tiers=tiers)
+        attach_plainly(model)
+    engine = attach_plainly(model, tiers=tiers)
     with pytest.raises(CapacityError, match=r"counts on optim\.updates=immediate"):
         engine.adamw(**HYPER, max_grad_norm=0.5)
     engine.close()
-    plain = megatrain.attach(make_model(FAMILIES["llama"]()))
+    plain = attach_plainly(make_model(FAMILIES["llama"]()))
     with pytest.raises(ConfigError, match=r"engine\.commit needs state on drives"):
         plain.commit(1, {})
 
@@ -435,7 +435,7 @@ def test_a_plane_on_the_drives_is_never_taken_for_one_in_ram(make_tiers: Callabl
 
 
 def test_moments_in_fewer_bytes_are_refused(make_tiers: Callable[..., Tiers]) -> None:
-    engine = megatrain.attach(make_model(FAMILIES["llama"]()), tiers=make_tiers())
+    engine = attach_plainly(make_model(FAMILIES["llama"]()), tiers=make_tiers())
     with pytest.raises(ConfigError, match=r"to be int8, but state on drives .* is kept in fp32"):
         engine.adamw(**HYPER, state="int8")
     engine.close()

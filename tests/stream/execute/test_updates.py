@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import megatrain
 from megatrain.checkpoint.load import verify
 from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.blocks import aligned
@@ -27,7 +26,7 @@ from megatrain.train import loop
 from megatrain.train.loop import train
 from megatrain.train.state import read_state, write_state
 from tests.families import FAMILIES
-from tests.reference import Resident, assert_same_bits, make_batches, make_model
+from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_gradients, assert_same_masters
 from tests.train.project import make_config
 from tests.train.test_loop import rows_of, state_of
@@ -46,7 +45,7 @@ def slow_start(
     """Make a resident model, and a streamed one on a slow host."""
     model = make_model(FAMILIES[family]())
     reference = Resident(model, precision=settings.get("precision", "fp32"), **HYPER)
-    engine = megatrain.attach(model, **{"device": slow_host(), **settings})
+    engine = attach_plainly(model, **{"device": slow_host(), **settings})
     clip = None if updates == "immediate" else clip
     return model, reference, engine, engine.adamw(**HYPER, max_grad_norm=clip, updates=updates)
 
@@ -126,13 +125,13 @@ def test_bias_correction_counts_the_updates_of_each_parameter(updates: str) -> N
     engine.lanes.close()
 
 
-@pytest.mark.parametrize(("precision", "settings"), [("fp32", {}), ("bf16", {"resident_blocks": 2})])
+@pytest.mark.parametrize(("precision", "settings"), [("fp32", {}), ("bf16", {"resident_layers": 2})])
 def test_skipped_steps_change_nothing_and_the_next_is_right(precision: str, settings: dict[str, Any]) -> None:
     """Statistics are read many steps later; serial is the reference, byte for byte."""
     found = {}
     for updates in ("serial", "deferred"):
         model = make_model(FAMILIES["llama_tied"]())
-        engine = megatrain.attach(model, device=slow_host(), precision=precision, **settings)
+        engine = attach_plainly(model, device=slow_host(), precision=precision, **settings)
         optimizer = engine.adamw(**HYPER, max_grad_norm=0.5, updates=updates)
         all_stats = []
         for step, factor in enumerate([1.0, math.inf, 1.0, math.nan, math.inf, 1.0]):
@@ -208,7 +207,7 @@ READS = (read_masters, read_detached, read_synced, read_saved_state, read_logits
     ("updates", "settings"),
     [
         ("deferred", {"precision": "bf16"}),
-        ("deferred", {"precision": "bf16", "resident_blocks": 4}),
+        ("deferred", {"precision": "bf16", "resident_layers": 4}),
         ("immediate", {}),
     ],
 )
@@ -220,12 +219,12 @@ def test_what_is_read_right_after_a_step_is_whole(
     for chosen, lanes in ((updates, slow_host()), ("serial", "cpu")):
         (tmp_path / chosen).mkdir()
         model = make_model(FAMILIES["llama"]())
-        engine = megatrain.attach(model, device=lanes, **settings)
+        engine = attach_plainly(model, device=lanes, **settings)
         optimizer = engine.adamw(**HYPER, max_grad_norm=None, updates=chosen)
         for step in range(2):
             engine.forward_backward(make_batches(1, seed=step))
             optimizer.step()
-        if not settings.get("resident_blocks"):
+        if not settings.get("resident_layers"):
             assert is_behind(optimizer, 2) == (chosen != "serial"), "the host is not slow enough to tell"
         found.append(read(model, engine, tmp_path / chosen))
         engine.detach()
@@ -275,7 +274,7 @@ def test_a_run_on_a_slow_host_that_is_stopped_anywhere_goes_on_to_the_same_bits(
 # -- immediate -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"lockstep": 3}, {"fragments": True}, {"resident_blocks": 2}])
+@pytest.mark.parametrize("settings", [{}, {"lockstep": 3}, {"fragments": True}, {"resident_layers": 2}])
 def test_immediate_updates_need_no_gradient_in_every_block(settings: dict[str, Any]) -> None:
     model, reference, engine, optimizer = slow_start("immediate", precision="bf16", **settings)
     for step in range(3):
@@ -305,7 +304,7 @@ def test_immediate_updates_begin_before_the_backward_has_ended() -> None:
 def test_immediate_is_refused_where_it_cannot_be_exact() -> None:
     model = make_model(FAMILIES["llama"]())
     reference = Resident(model, **HYPER)
-    engine = megatrain.attach(model, device="checked")
+    engine = attach_plainly(model, device="checked")
     with pytest.raises(
         ConfigError, match=r"updates=immediate cannot clip \(max_grad_norm is 1.0\).*use updates=deferred"
     ):
@@ -350,7 +349,7 @@ def test_layers_dropped_by_chance_are_exact_or_refused_under_immediate() -> None
     config.layerdrop = 0.4
     model = make_model(config)
     reference = Resident(model, **HYPER)
-    engine = megatrain.attach(model, device="checked")
+    engine = attach_plainly(model, device="checked")
     optimizer = engine.adamw(**HYPER, max_grad_norm=None, updates="immediate")
     for step in range(4):
         seeds = [step]
@@ -373,7 +372,7 @@ def test_host_bytes_per_parameter(
     updates: str, clip: float | None, per_parameter: int, lockstep: int
 ) -> None:
     """What is held is measured after two steps: no plane came by surprise."""
-    engine = megatrain.attach(
+    engine = attach_plainly(
         make_model(FAMILIES["llama"]()), device="checked", precision="bf16", lockstep=lockstep
     )
     optimizer = engine.adamw(max_grad_norm=clip, updates=updates)

@@ -24,7 +24,7 @@ from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, EmulatedLanes, EmulatedMachine, OrderingError
 from megatrain.train.loop import train
 from tests.families import FAMILIES
-from tests.reference import Resident, make_batches, make_model
+from tests.reference import Resident, attach_plainly, make_batches, make_model
 from tests.stream.execute.test_memory import deep_config
 from tests.stream.execute.test_updates import assert_same_planes, planes_of, slow_host
 from tests.stream.lanes.test_lanes import ForgetfulLanes
@@ -45,13 +45,13 @@ SETTINGS: list[dict[str, Any]] = [
     {"activations": "keep"},
     {"lockstep": 3, "activations": "recompute"},
     {"lockstep": 2, "fragments": True, "activations": "drop_boundary"},
-    {"resident_blocks": 2, "activations": "offload", "lockstep": 3},
-    {"resident_blocks": 4, "num_slots": 1},
+    {"resident_layers": 2, "activations": "offload", "lockstep": 3},
+    {"resident_layers": 4, "num_slots": 1},
 ]
 
 
 def trained(lanes: Any, model: PreTrainedModel, num: int = 2, **settings: Any) -> tuple[Engine, Any]:
-    engine = megatrain.attach(model, device=lanes, **settings)
+    engine = attach_plainly(model, device=lanes, **settings)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
     for step in range(2):
         engine.forward_backward(make_batches(num, seed=step))
@@ -136,7 +136,7 @@ def test_backwards_of_the_caller_add_up(precision: str, reads: bool) -> None:
 def test_backwards_of_the_caller_give_what_they_give_with_the_host_s_plane(precision: str) -> None:
     found = []
     for gradients in ("host", "device"):
-        _, _, engine, optimizer = start("llama", precision=precision, gradients=gradients, resident_blocks=1)
+        _, _, engine, optimizer = start("llama", precision=precision, gradients=gradients, resident_layers=1)
         for step in range(3):
             for batch in make_batches(3, seed=step):
                 engine.model(**batch).loss.backward()
@@ -152,7 +152,7 @@ def test_layers_dropped_by_chance_equal_resident(lockstep: int) -> None:
     """Micro-batches that take other ways than foreseen: what has added up is held before its time."""
     model = make_model(layer_drop())
     reference = Resident(model, **HYPER)
-    engine = megatrain.attach(model, device="checked", lockstep=lockstep, gradients="device")
+    engine = attach_plainly(model, device="checked", lockstep=lockstep, gradients="device")
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
     if lockstep == 1:
         assert_same_steps(engine, optimizer, reference, steps=3, num_micro_batches=4)
@@ -313,13 +313,13 @@ def test_offloads_need_not_wait_for_the_norm_and_updates_wait_for_theirs() -> No
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("resident_blocks", "lockstep"), [(0, 2), (1, 1), (4, 1)])
+@pytest.mark.parametrize(("resident_layers", "lockstep"), [(0, 2), (1, 1), (4, 1)])
 def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
-    precision: str, resident_blocks: int, lockstep: int
+    precision: str, resident_layers: int, lockstep: int
 ) -> None:
     settings: dict[str, Any] = {
         "precision": precision,
-        "resident_blocks": resident_blocks,
+        "resident_layers": resident_layers,
         "lockstep": lockstep,
     }
     num = lockstep
@@ -382,7 +382,7 @@ def test_auto_uses_spare_memory_and_only_that() -> None:
 def test_gradients_that_are_used_up_at_once_do_not_wait() -> None:
     message = "gradients=device lets gradients wait for the norm, and updates=immediate uses them up at once"
     _, _, engine, _ = start("llama", gradients="device", max_grad_norm=None)
-    other = megatrain.attach(make_model(FAMILIES["llama"]()), gradients="device")
+    other = attach_plainly(make_model(FAMILIES["llama"]()), gradients="device")
     with pytest.raises(ConfigError, match=message):
         other.adamw(**HYPER, max_grad_norm=None, updates="immediate")
     assert other.updates == "deferred"
@@ -395,7 +395,7 @@ def test_gradients_that_are_used_up_at_once_do_not_wait() -> None:
 
 def test_an_unknown_place_is_refused() -> None:
     with pytest.raises(ConfigError, match="gradients is 'nvme'; use host, device or auto"):
-        megatrain.attach(make_model(FAMILIES["llama"]()), gradients="nvme")
+        attach_plainly(make_model(FAMILIES["llama"]()), gradients="nvme")
 
 
 def test_no_room_on_the_device_is_said_before_anything_is_allocated() -> None:
@@ -403,7 +403,7 @@ def test_no_room_on_the_device_is_said_before_anything_is_allocated() -> None:
     lanes = EmulatedLanes(EmulatedMachine(device_bytes=limit))
     sentence = r"device memory: .*waiting gradients.*the limit is .*use memory\.gradients=host"
     with pytest.raises(CapacityError, match=sentence):
-        megatrain.attach(make_model(FAMILIES["llama"]()), device=lanes, gradients="device")
+        attach_plainly(make_model(FAMILIES["llama"]()), device=lanes, gradients="device")
     assert lanes.device_bytes == 0
 
 
@@ -413,7 +413,7 @@ def test_a_host_limit_that_only_a_plane_exceeds() -> None:
     numel = sum(parameter.numel() for parameter in model.parameters())
     limit = int(12.5 * numel)
     with pytest.raises(CapacityError, match=r"host memory: .* use .*memory\.gradients=device"):
-        megatrain.attach(model, precision="bf16", host_limit=limit)
-    engine = megatrain.attach(model, precision="bf16", host_limit=limit, gradients="device")
+        attach_plainly(model, precision="bf16", host_limit=limit)
+    engine = attach_plainly(model, precision="bf16", host_limit=limit, gradients="device")
     engine.adamw(**HYPER)
     assert engine.host_bytes <= limit

@@ -26,7 +26,7 @@ from megatrain.stream.forward.compiled import Compiler, is_compiled
 from megatrain.stream.forward.stream_weights import stream_weights, swapped
 from megatrain.stream.forward.structure import Fingerprint, NotShareable, places_of
 from tests.families import FAMILIES
-from tests.reference import make_batches, make_model
+from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.runs import family_config
 
 TOLERANCE = 2e-6
@@ -52,7 +52,7 @@ def streamed(
     """Run a step of a fresh model, compiled or not; return its loss and gradients."""
     model = make_model(config)
     prepare(model)
-    engine = megatrain.attach(model, device="checked", activations=activations)
+    engine = attach_plainly(model, device="checked", activations=activations)
     if compiler is not None:
         compile_blocks(engine, compiler)
     loss = engine.forward_backward(make_batches(num_micro_batches), seeds=list(range(num_micro_batches)))
@@ -266,7 +266,7 @@ def test_saved_weights_share_the_memory_that_was_put_in() -> None:
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_nothing_is_compiled_after_the_first_step(activations: str) -> None:
-    engine = megatrain.attach(
+    engine = attach_plainly(
         make_model(FAMILIES["gemma2"]()), device="checked", activations=activations, num_slots=3
     )
     compiler = Compiler("aot_eager")
@@ -317,7 +317,7 @@ def test_micro_batches_in_lockstep_compile_once() -> None:
 
 def test_evaluation_takes_one_more_graph_and_generation_none() -> None:
     model = make_model(FAMILIES["llama"]())
-    engine = megatrain.attach(model, device="checked")
+    engine = attach_plainly(model, device="checked")
     batch = make_batches(1)[0]
     model.eval()
     with torch.no_grad():
@@ -456,7 +456,7 @@ def test_a_buffer_is_written_once_per_call() -> None:
 
 def test_router_logits_are_collected_once_per_layer() -> None:
     model = make_model(FAMILIES["mixtral"]())
-    engine = megatrain.attach(model, device="checked")
+    engine = attach_plainly(model, device="checked")
     compile_blocks(engine, Compiler("aot_eager"))
     output = model(**make_batches(1)[0], output_router_logits=True, use_cache=False)
     assert len(output.router_logits) == 4
@@ -533,7 +533,7 @@ import torch
 import megatrain
 from megatrain.stream.forward.compiled import Compiler
 from tests.families import FAMILIES
-from tests.reference import make_batches, make_model
+from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.forward.test_compiled import compile_blocks, streamed, assert_close, assert_equal
 
 config, compiler = FAMILIES["llama"](), Compiler("inductor")
@@ -587,6 +587,6 @@ def test_attach_compiles_and_refuses_what_compiled_layers_cannot_do() -> None:
     assert engine.compiler is None
     engine.detach()
     with pytest.raises(ConfigError, match=r"recompute_cheap .* use compile=off"):
-        megatrain.attach(model, compile="on", activations="recompute_cheap")
+        attach_plainly(model, compile="on", activations="recompute_cheap")
     with pytest.raises(ConfigError, match="compile is 'yes'; use auto, on or off"):
         megatrain.attach(model, compile="yes")  # type: ignore[arg-type]

@@ -9,13 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-import megatrain
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.model.blocks import find_blocks
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
-from tests.reference import Resident, make_batches, make_model
+from tests.reference import Resident, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_round, assert_same_steps, start
 
 
@@ -146,9 +145,9 @@ def test_a_device_too_small_for_two_layers_trains() -> None:
     budget = 3 * fragment + 2 * outer
     assert 3 * fragment < 2 * layer, "less than two layers, gradients and all"
     with pytest.raises(CapacityError, match=r"use memory.num_slots=1, memory.fragments=true, train.prec"):
-        megatrain.attach(model, device=EmulatedLanes(EmulatedMachine(device_bytes=budget)))
+        attach_plainly(model, device=EmulatedLanes(EmulatedMachine(device_bytes=budget)))
     lanes = EmulatedLanes(EmulatedMachine(device_bytes=budget))
-    engine = megatrain.attach(model, device=lanes, fragments=True, num_slots=2)
+    engine = attach_plainly(model, device=lanes, fragments=True, num_slots=2)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
     assert_same_steps(engine, optimizer, reference)
     assert engine.device_bytes_peak == budget
@@ -164,14 +163,14 @@ def test_a_frozen_model_trains_in_less_than_two_layers() -> None:
     layer, fragment, outer = sizes_of(model)
     budget = 2 * layer - 1
     lanes = EmulatedLanes(EmulatedMachine(device_bytes=budget))
-    engine = megatrain.attach(model, device=lanes, fragments=True, num_slots=2)
+    engine = attach_plainly(model, device=lanes, fragments=True, num_slots=2)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
     assert_same_steps(engine, optimizer, reference)
     small = engine.device_bytes_peak - 2 * fragment - outer
     assert 0 < small < 0.05 * layer
     engine.detach()
     with pytest.raises(CapacityError, match="device memory"):
-        megatrain.attach(model, device=EmulatedLanes(EmulatedMachine(device_bytes=budget)))
+        attach_plainly(model, device=EmulatedLanes(EmulatedMachine(device_bytes=budget)))
 
 
 @pytest.mark.parametrize("missing", [1, 200_000])
@@ -181,7 +180,7 @@ def test_a_budget_too_small_for_fragments_is_refused_before_anything_is_allocate
     lanes = EmulatedLanes(EmulatedMachine(device_bytes=3 * fragment + 2 * outer - missing))
     sentence = r"device memory: .*2 slots.*but the limit is .* GiB; use train.precision=bf16, or a larger"
     with pytest.raises(CapacityError, match=sentence):
-        megatrain.attach(model, device=lanes, fragments=True, num_slots=2)
+        attach_plainly(model, device=lanes, fragments=True, num_slots=2)
     assert lanes.device_bytes == 0
     assert model.__dict__.get("_megatrain_host") is None
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -204,7 +203,7 @@ def test_too_few_slots_for_the_parts_of_a_layer_are_refused(
     family: str, settings: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        megatrain.attach(make_model(FAMILIES[family]()), fragments=True, **settings)
+        attach_plainly(make_model(FAMILIES[family]()), fragments=True, **settings)
 
 
 # -- use -----------------------------------------------------------------------------------------------------
@@ -307,7 +306,7 @@ def test_lora_with_fragments_equals_resident(targets: list[str]) -> None:
                 parameter.normal_(std=0.1)
     reference = Resident(model, **HYPER)
     assert {name.split(".")[-2] for name in reference.parameters} == {"default"}
-    engine = megatrain.attach(model, device="checked", fragments=True)
+    engine = attach_plainly(model, device="checked", fragments=True)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
     assert_same_steps(engine, optimizer, reference, num_micro_batches=2)
     streamed = [size for size in engine.executor.sizes if size.is_streamed]

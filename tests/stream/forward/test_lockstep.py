@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaModel
 
-import megatrain
 from megatrain.errors import ConfigError
 from megatrain.stream.engine import Engine
 from tests.families import FAMILIES
-from tests.reference import Batch, Resident, assert_same_bits, make_batches, make_model
+from tests.reference import Batch, Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import (
     HYPER,
     assert_same_gradients,
@@ -120,7 +119,7 @@ def test_lockstep_equals_resident_accumulation(family: str, lockstep: int) -> No
 
 def train_bits(num_steps: int, batches: Callable[[int], list[Batch]], **settings: Any) -> dict[str, Tensor]:
     """Train by settings, and return losses, gradients of the last step and masters."""
-    engine = megatrain.attach(make_model(FAMILIES[settings.pop("family")]()), device="checked", **settings)
+    engine = attach_plainly(make_model(FAMILIES[settings.pop("family")]()), device="checked", **settings)
     optimizer = engine.adamw(**HYPER)
     found: dict[str, Tensor] = {}
     for step in range(num_steps):
@@ -157,7 +156,7 @@ def test_a_chunked_head_with_tied_weights_agrees_to_rounding() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"activations": "keep"}, {"fragments": True}, {"resident_blocks": 2}]
+    "settings", [{}, {"activations": "keep"}, {"fragments": True}, {"resident_layers": 2}]
 )
 def test_micro_batches_of_unequal_length_and_padding_equal_resident(settings: dict[str, Any]) -> None:
     """Each has positions, masks and a count of real tokens of its own."""
@@ -215,7 +214,7 @@ def test_a_mode_inside_the_model_holds_for_its_own_micro_batch(
 def test_seeded_steps_leave_the_generator_where_a_resident_loop_does(lockstep: int) -> None:
     model = make_model(family_config("gpt2", dropout=True))
     reference = Resident(model, **HYPER)
-    engine = megatrain.attach(model, device="checked", lockstep=lockstep)
+    engine = attach_plainly(model, device="checked", lockstep=lockstep)
     for step in range(2):
         seeds = [10 * step + n for n in range(3)]
         expected = reference.forward_backward(make_batches(3, seed=step), seeds)
@@ -229,7 +228,7 @@ def test_seeded_steps_leave_the_generator_where_a_resident_loop_does(lockstep: i
 def test_unseeded_steps_follow_from_the_global_seed() -> None:
     """Every micro-batch draws masks of its own, and the same ones again from the same seed."""
     model = make_model(family_config("gpt2", dropout=True))
-    engine = megatrain.attach(model, device="checked", lockstep=3)
+    engine = attach_plainly(model, device="checked", lockstep=3)
     same = make_batches(1) * 3
 
     def step(seed: int) -> tuple[float, list[Tensor], Tensor]:
@@ -317,7 +316,7 @@ def test_layers_dropped_by_chance_equal_resident(activations: str, lockstep: int
     config.layerdrop = 0.4
     model = make_model(config)
     reference = Resident(model, **HYPER)
-    engine = megatrain.attach(model, device="checked", lockstep=lockstep, activations=activations)
+    engine = attach_plainly(model, device="checked", lockstep=lockstep, activations=activations)
     num_calls = 0
 
     def count(*_: Any) -> None:

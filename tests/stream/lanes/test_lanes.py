@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatrain
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.plan.program.operations import Lane
 from megatrain.stream.engine import Engine
@@ -25,7 +24,7 @@ from megatrain.stream.lanes import (
 )
 from megatrain.stream.lanes.devices import make_lanes
 from tests.families import FAMILIES
-from tests.reference import assert_same_bits, make_batches, make_model
+from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER
 
 MISSING_WAITS = {
@@ -82,7 +81,7 @@ class CountingLanes(CheckedLanes):
 
 def train(lanes: Lanes, *, num_steps: int = 2, num_micro_batches: int = 2, **settings: Any) -> Engine:
     """Run a real training of four blocks in two slots."""
-    engine = megatrain.attach(make_model(FAMILIES["llama_tied"]()), device=lanes, **settings)
+    engine = attach_plainly(make_model(FAMILIES["llama_tied"]()), device=lanes, **settings)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
     for step in range(num_steps):
         engine.forward_backward(make_batches(num_micro_batches, seed=step))
@@ -173,8 +172,8 @@ def test_a_forgotten_ready_wait_reads_garbage_on_emulated_lanes() -> None:
                 super()._wait(lane, event, cause)
 
     lanes = Racing(EmulatedMachine(h2d_bytes_per_s=1e6, jitter_s=0.02))
-    engine = megatrain.attach(make_model(FAMILIES["llama_tied"]()), device=lanes)
-    clean = megatrain.attach(make_model(FAMILIES["llama_tied"]()))
+    engine = attach_plainly(make_model(FAMILIES["llama_tied"]()), device=lanes)
+    clean = attach_plainly(make_model(FAMILIES["llama_tied"]()))
     assert float(engine.forward_backward(make_batches(1))) != float(clean.forward_backward(make_batches(1)))
 
 
@@ -195,11 +194,11 @@ def test_an_exception_in_a_lane_reaches_the_caller(lane: Lane) -> None:
             super()._submit(submitted, function, work, label)
 
     lanes = Failing()
-    engine = megatrain.attach(make_model(FAMILIES["llama_tied"]()), device=lanes)
+    engine = attach_plainly(make_model(FAMILIES["llama_tied"]()), device=lanes)
     with pytest.raises(OSError, match="the copy failed"):
         engine.forward_backward(make_batches(1))
     loss = engine.forward_backward(make_batches(1))
-    clean = megatrain.attach(make_model(FAMILIES["llama_tied"]()), device="cpu")
+    clean = attach_plainly(make_model(FAMILIES["llama_tied"]()), device="cpu")
     assert_same_bits(loss, clean.forward_backward(make_batches(1)), "loss after a failed copy")
     engine.detach()
 
@@ -222,7 +221,7 @@ def test_a_device_budget_is_kept_before_anything_is_allocated() -> None:
 def test_a_model_that_does_not_fit_the_budget_is_refused(device_bytes: int) -> None:
     model = make_model(FAMILIES["llama_tied"]())
     with pytest.raises(CapacityError, match=r"device (budget|memory)"):
-        megatrain.attach(model, device=InlineLanes(device_limit=device_bytes))
+        attach_plainly(model, device=InlineLanes(device_limit=device_bytes))
 
 
 def test_devices_have_names() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import megatrain
 from megatrain.errors import ConfigError
 from megatrain.model.profile.flops import count_flops
 from megatrain.plan.program.operations import Lane
@@ -21,7 +20,7 @@ from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, Span
 from megatrain.stream.lanes.devices import compute_device, make_lanes
 from megatrain.train.loop import train
 from tests.families import FAMILIES
-from tests.reference import assert_same_bits, make_batches, make_model
+from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, check_parity, start
 from tests.train.project import make_config
 from tests.train.test_loop import rows_of
@@ -206,7 +205,7 @@ def test_a_rate_changes_no_bit(activations: str) -> None:
 
 
 def test_mfu_is_a_share_of_the_emulated_rate() -> None:
-    engine = megatrain.attach(make_model(FAMILIES["llama"]()), device=paced(1e9))
+    engine = attach_plainly(make_model(FAMILIES["llama"]()), device=paced(1e9))
     optimizer = engine.adamw(**HYPER)
     engine.forward_backward(make_batches(1))
     optimizer.step()
