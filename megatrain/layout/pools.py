@@ -22,6 +22,12 @@ from megatrain.layout.host_buffers import (
 from megatrain.layout.moments import MomentFormat, moment_planes
 from megatrain.layout.totals import BlockTotals, Residency, Selection
 
+UPDATE_CHUNK_NUMEL = 1 << 22
+"""Elements of a pass of AdamW on the device, at most. Where scratch memory is short, a tenth would do: a pass
+then moves about 30 MB, which takes as long as the launch of its kernel."""
+UPDATE_SCRATCH_BYTES = 35
+"""Scratch memory of such a pass per element: three fp64, two fp32, three bools."""
+
 # -- on the device -------------------------------------------------------------------------------------------
 
 
@@ -53,6 +59,25 @@ def gradient_buffer(sizes: BlockBytes, is_wide: bool) -> int:
 def waiting_gradient(sizes: BlockBytes) -> int:
     """Return the bytes in which a block's complete gradient waits on the device for the norm."""
     return sizes.gradient_bytes
+
+
+def square_sums(num_blocks: int) -> int:
+    """Return the bytes of the sums of squares of all blocks' gradients, in fp64."""
+    return 8 * num_blocks
+
+
+def rounded_gradient(sizes: BlockBytes) -> int:
+    """Return the bytes that rounding a block's fp32 sums takes, as long as it lasts: those in bf16."""
+    return 2 * sizes.num_split
+
+
+def update_scratch(numel: int) -> int:
+    """Return the scratch memory of an update on the device, as long as it lasts.
+
+    Args:
+        numel: State elements that are updated in one go.
+    """
+    return UPDATE_SCRATCH_BYTES * min(numel, UPDATE_CHUNK_NUMEL)
 
 
 # -- planes on the host --------------------------------------------------------------------------------------
@@ -223,6 +248,6 @@ def drive_buffers(blocks: BlockTotals, num_weights: int, num_state: int) -> dict
     }
 
 
-def drive_image(blocks: Selection) -> int:
-    """Return the bytes on the drives of two copies of all state, so that a commit is whole."""
-    return 2 * blocks.total(_image)
+def drive_pools(blocks: Selection) -> dict[str, int]:
+    """Return the bytes on the drives: two copies of all state, so that a commit is whole."""
+    return {"two copies of the state": 2 * blocks.total(_image)}

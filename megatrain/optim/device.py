@@ -32,14 +32,10 @@ import torch
 from torch import Tensor
 
 from megatrain.layout.moments import SCALE_NUMEL
+from megatrain.layout.pools import UPDATE_CHUNK_NUMEL
 from megatrain.optim import device_moments
 from megatrain.optim.adamw import AdamWStep, Planes
 
-CHUNK_NUMEL = 1 << 22
-"""Elements per pass. Where scratch memory is short, a tenth would do: a pass then moves about 30 MB, which
-takes as long as the launch of its kernel."""
-TEMPORARY_BYTES = 35
-"""UpdateScratch memory per element of a chunk, in bytes: three fp64, two fp32, three bools."""
 MOVED_BYTES = 650
 """Device memory that 55 kernels read and write per element, in bytes."""
 
@@ -70,13 +66,15 @@ class UpdateScratch:
 
 
 @torch.no_grad()
-def update_on_device(ranges: Iterable[tuple[AdamWStep, Planes]], chunk_numel: int = CHUNK_NUMEL) -> None:
+def update_on_device(
+    ranges: Iterable[tuple[AdamWStep, Planes]], chunk_numel: int = UPDATE_CHUNK_NUMEL
+) -> None:
     """Update ranges in place, bit for bit as `adamw.update_many` does; see the module for what that rests on.
 
     Runs 55 kernels per chunk on the device's current stream, which move `MOVED_BYTES` per element, and never
-    waits for it. Scratch memory is `TEMPORARY_BYTES` (35) per element of the largest chunk: 560 MiB for the
-    default. On the CPU, where it exists for tests, torch adds copies where types mix. Compressed moments take
-    8 bytes per element more, and `device_moments.TEMPORARY_BYTES` (40) for a moment, in smaller chunks.
+    waits for it. Scratch memory is `UPDATE_SCRATCH_BYTES` (35) per element of the largest chunk: 140 MiB for
+    the default. On the CPU, where it exists for tests, torch adds copies where types mix. Compressed moments
+    take 8 bytes per element more, and `device_moments.TEMPORARY_BYTES` (40) for a moment, in smaller chunks.
 
     Args:
         ranges: Hyper-parameters and planes of each, all on one device; ranges must not overlap.

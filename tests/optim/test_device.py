@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.layout.pools import UPDATE_SCRATCH_BYTES
 from megatrain.optim.adamw import AdamWStep, Planes, update_many
 from megatrain.optim.device import (
-    TEMPORARY_BYTES,
     UpdateScratch,
     join_on_device,
     multiply_add,
@@ -223,7 +223,7 @@ def test_no_ranges_is_no_work() -> None:
 def test_scratch_takes_the_bytes_it_states() -> None:
     scratch = UpdateScratch.allocate(1000, torch.device("cpu"))
     planes = (scratch.wide, scratch.single, scratch.marks)
-    assert sum(plane.nbytes for plane in planes) == 1000 * TEMPORARY_BYTES
+    assert sum(plane.nbytes for plane in planes) == 1000 * UPDATE_SCRATCH_BYTES
 
 
 def test_wrong_planes_are_refused() -> None:
@@ -255,7 +255,7 @@ def test_never_waits_for_the_device_and_takes_the_memory_it_states() -> None:
         update_on_device([(HYPER, planes)], chunk_numel)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.max_memory_allocated() - before <= chunk_numel * TEMPORARY_BYTES + 16 * 1024
+    assert torch.cuda.max_memory_allocated() - before <= chunk_numel * UPDATE_SCRATCH_BYTES + 16 * 1024
 
 
 def test_split_and_join_equal_the_store_s(device: torch.device) -> None:

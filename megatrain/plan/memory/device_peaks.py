@@ -13,18 +13,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.layout import pools
 from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy, Layer
-from megatrain.plan.memory.block_sums import Block, BlockSums
+from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.visit_bytes import is_boundary_on_host, is_dropped, policy_of
 
 SCALAR_BYTES = 4096
 """Room for what is counted nowhere: losses, token counts, checkpoint's tokens; 30 numbers were measured."""
-
-UPDATE_CHUNK = 1 << 22
-"""Elements of a pass of AdamW on the device, at most."""
-
-UPDATE_SCRATCH_BYTES = 35
-"""Scratch memory of such a pass, per element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +73,7 @@ class DevicePeaks:
         """What the rounding of one gradient takes beside a backward."""
         self._scratch = self._scratch_of_layers()
         """What updates on the device still take while the forward is in each layer."""
-        sums = 8 * self._block_sums.num_blocks
+        sums = pools.square_sums(self._block_sums.num_blocks)
         self.constant = anatomy.constant_bytes - anatomy.pass_bytes + sums + SCALAR_BYTES
         self._travelling = [number for number in range(len(self._layers)) if self._travels(number, back=True)]
         """Layers whose visits go to the host."""
@@ -140,14 +135,14 @@ class DevicePeaks:
             return
         for number, is_outer in self._block_sums.sample(self._choice):
             if (is_outer or number < first) is is_resident:
-                yield 2 * self._block_sums.blocks[number].sizes.num_split
+                yield pools.rounded_gradient(self._block_sums.blocks[number].sizes)
 
     def _scratch_bytes(self) -> Iterator[int]:
         """Yield the scratch of each update on the device."""
         first = self._block_sums.first_streamed(self._choice)
         for number, is_outer in self._block_sums.sample(self._choice):
             if self._has_scratch and (self._choice.outer_resident if is_outer else number < first):
-                yield _update_scratch(self._block_sums.blocks[number])
+                yield pools.update_scratch(self._block_sums.blocks[number].largest_run)
 
     def _scratch_of_layers(self) -> list[int]:
         """Return for each layer the most scratch of updates that may run during its forward.
@@ -163,7 +158,7 @@ class DevicePeaks:
             blocks = self._block_sums.blocks[
                 self._block_sums.starts[number] : self._block_sums.starts[number + 1]
             ]
-            after = max([after, *map(_update_scratch, blocks)])
+            after = max([after, *(pools.update_scratch(block.largest_run) for block in blocks)])
         return left
 
     def _stays(self, number: int, layer: Layer) -> tuple[int, int]:
@@ -320,9 +315,9 @@ class DevicePeaks:
             return 0
         *parts, whole = layer.collect_bytes[self._policies[number]]
         if not self._choice.fragments:
-            return whole + 2 * sum(fragment.sizes.num_split for fragment in layer.fragments)
+            return whole + sum(pools.rounded_gradient(fragment.sizes) for fragment in layer.fragments)
         return max(
-            alive + 2 * fragment.sizes.num_split
+            alive + pools.rounded_gradient(fragment.sizes)
             for alive, fragment in zip(parts, layer.fragments, strict=True)
         )
 
@@ -357,7 +352,3 @@ class DevicePeaks:
             + (self._m - 1) * first.boundary_bytes
             + self._in_backward(),
         )
-
-
-def _update_scratch(block: Block) -> int:
-    return UPDATE_SCRATCH_BYTES * min(block.largest_run, UPDATE_CHUNK)

@@ -34,14 +34,18 @@ def drive_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> list[Pool
     if not choice.tiers and choice.boundaries != "nvme":
         return []
     block_sums = BlockSums.of(anatomy, choice.fragments)
-    state = Pool("nvme", "two copies of the state", pools.drive_image(block_sums.totals[:]))
-    return [state] + ([_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else [])
+    state = pools.drive_pools(block_sums.totals[:])
+    return [Pool("nvme", name, nbytes) for name, nbytes in state.items()] + (
+        [_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else []
+    )
 
 
 def _scratch(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> Pool:
     """Return the room for saved activations: one copy, in whole chunks."""
     visits = [visit_bytes(anatomy, choice, number) for number in range(len(anatomy.layers))]
-    room = sum(pools.scratch_room(visit, SCRATCH_CHUNK_BYTES) for visit in visits if visit)
+    room = sum(
+        pools.scratch_room(pools.saved_buffer(visit), SCRATCH_CHUNK_BYTES) for visit in visits if visit
+    )
     together = min(choice.lockstep, batch.num_micro_batches)
     return Pool("nvme", "saved activations", together * room, is_exact=False)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatrain.config.choice import AUTO, Choice
 from megatrain.errors import ConfigError
+from megatrain.layout import pools
 from megatrain.plan.memory.host_pools import placed_bytes
 from megatrain.plan.search.request import Request, excess, host_bytes, overflow, pools_of
 
@@ -112,7 +113,7 @@ def least_held(request: Request, tier: str) -> int | None:
 
     def leaving(choice: Choice) -> int:
         parts = [f for layer in request.anatomy.layers for f in layer.fragments]
-        sizes = [f.sizes.gradient_bytes + 2 * f.sizes.num_split * wide for f in parts]
+        sizes = [f.sizes.gradient_bytes + pools.rounded_gradient(f.sizes) * wide for f in parts]
         if choice.fragments:
             return max(sizes)
         numbers = iter(sizes)

@@ -13,6 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.optim.adamw import sum_of_squares
 from megatrain.optim.pool import default_pool
@@ -48,7 +49,8 @@ class Gradients:
         self.buffers = buffers
         self._is_filled = [False] * buffers.num_buffers
         num_blocks = len(host.blocks)
-        self._sums = torch.zeros(num_blocks, dtype=torch.float64, device=lanes.device)
+        sums = torch.zeros(pools.square_sums(num_blocks), dtype=torch.uint8, device=lanes.device)
+        self._sums = sums.view(torch.float64)[:num_blocks]
         self.homes = [Home.NONE] * num_blocks
         self._is_home = [False] * num_blocks
         self.present: list[set[str]] = [set() for _ in host.blocks]
