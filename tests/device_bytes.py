@@ -114,7 +114,7 @@ def measure(
         dynamic_bytes=device.peak_dynamic + ids_bytes,
         allocated_bytes=lanes.peak_bytes,
         host_bytes=engine.host_bytes,
-        stash_bytes=engine.executor.offloaded.host_bytes,
+        stash_bytes=engine.arrangement.offloaded.host_bytes,
     )
     engine.detach()
     return result

@@ -43,10 +43,6 @@ _EXECUTE, _FORWARD = "megatrain.stream.execute", "megatrain.stream.forward"
 
 KNOWN: dict[tuple[str, str], str] = {
     # goes with the program of the whole step
-    (f"{_EXECUTE}.executor", "megatrain.stream.activations.offload"): "saves and restores become handlers",
-    (f"{_EXECUTE}.issuer", "megatrain.stream.activations.offload"): "saves and restores become handlers",
-    (f"{_EXECUTE}.state_on_drives", f"{_EXECUTE}.executor"): "commits become operations of the program",
-    (f"{_EXECUTE}.updates", "megatrain.stream.optimizer"): "an update receives what it needs",
     ("megatrain.stream.optimizer", "megatrain.stream.engine"): "the optimizer receives what it needs",
     # go next
     (f"{_FORWARD}.model_forward", "megatrain.stream.engine"): "receives what it needs",
@@ -59,7 +55,6 @@ shorter."""
 MOST_LINES = 400
 
 LONG = {
-    "megatrain.plan.cost.step_time",
     "megatrain.stream.engine",
 }
 """Files that are longer all the same. The list only becomes shorter."""

@@ -274,7 +274,7 @@ def capped(session: Session, limit: int | None) -> Iterator[None]:
 
 def bytes_moved(engine: Any) -> int:
     """Return what crossed the link since attach: weights, gradients, saved activations."""
-    offloaded = engine.executor.offloaded
+    offloaded = engine.arrangement.offloaded
     return int(
         engine.bytes_fetched + engine.bytes_offloaded + offloaded.saved_bytes + offloaded.restored_bytes
     )

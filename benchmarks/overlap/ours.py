@@ -9,14 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.overlap.work import DEVICE_STATE_BYTES, UPDATE_BYTES, Costs, Step, Task
-from megatrain.plan.program.operations import BlockSize, Buffer, Kind, Lane, LayerPlan, Operation
-from megatrain.plan.program.schedule import (
-    fetch_residents,
-    offload_residents,
-    optimizer_program,
-    round_visits,
-    schedule,
-)
+from megatrain.plan.program.operations import BlockSize, Buffer, Kind, Lane, Operation
+from megatrain.plan.program.schedule import schedule
+from megatrain.plan.program.spec import StepSpec
+from megatrain.plan.program.step import fetch_residents, offload_residents, update_program
+from megatrain.plan.program.visits import LayerPlan, round_visits
 
 NUM_SLOTS = 2
 NUM_GRADIENT_BUFFERS = 2
@@ -161,6 +158,16 @@ class _Builder:
         )
 
     @property
+    def _spec(self) -> StepSpec:
+        layers = [LayerPlan((number,)) for number in range(self.num_blocks)]
+        return StepSpec(
+            sizes=self.sizes,
+            layers=layers,
+            num_slots=NUM_SLOTS,
+            num_gradient_buffers=NUM_GRADIENT_BUFFERS,
+        )
+
+    @property
     def _device_parts(self) -> list[int]:
         return [number for number, size in enumerate(self.sizes) if size.updates_on_device]
 
@@ -204,12 +211,10 @@ class _Builder:
             if parts:
                 squares = tuple(("squares", part) for part in parts)
                 self._compute("norm", self.costs.device_pass(4 * numel), writes=squares)
-            everyone = [self.embedding, *range(self.num_blocks), self.head]
-            if not in_turn:
-                everyone = [self.embedding, self.head, *range(self.num_blocks)]
-            norm, *_ = optimizer_program(everyone, self.sizes)
-            _, *updates = optimizer_program([n for n in everyone if n not in parts], self.sizes)
-            self._add_all([norm, *updates])
+            operations = [o for o in update_program(self._spec, range(len(self.sizes))) if not o.on_device]
+            if in_turn:
+                operations.sort(key=lambda operation: operation.block == self.head)
+            self._add_all(operations)
         if parts:  # after the norm; the embedding and the first blocks wait for it
             norm_read: tuple[Buffer, ...] = () if self.setting.is_immediate else (("norm", 0),)
             resident = tuple(("resident", part) for part in parts)

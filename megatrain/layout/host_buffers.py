@@ -30,6 +30,11 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
+def pieces_of(num_bytes: int) -> list[int]:
+    """Cut a part of a block's image into the bytes of its pieces."""
+    return [min(PIECE_BYTES, num_bytes - start) for start in range(0, num_bytes, PIECE_BYTES)]
+
+
 def largest_first(num_state: Sequence[int]) -> list[int]:
     """Order blocks as RAM keeps them, from the state elements of each.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.host_buffers import PIECE_BYTES
+from megatrain.layout.host_buffers import pieces_of
 from megatrain.store.drives.striped import Extent, StripedStore, wait
 from megatrain.store.placement import Placement, Tiers, place
 
@@ -165,9 +165,11 @@ def _image(number: int, layout: BlockLayout, extents: list[Extent]) -> Image:
     end = edge + pools.weights_image(layout.sizes)
     pieces = []
     for first, last, part in ((0, edge, "state"), (edge, end, "weights")):
-        for start in range(first, last, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, last)
-            label = f", bytes {start - first} to {stop - first}" if last - first > PIECE_BYTES else ""
+        start = first
+        for nbytes in pieces_of(last - first):
+            stop = start + nbytes
+            label = f", bytes {start - first} to {stop - first}" if nbytes < last - first else ""
             pieces.append(Piece(len(extents), start, stop, part == "weights"))
-            extents.append(Extent(f"the {part} of block {number}{label}", stop - start))
+            extents.append(Extent(f"the {part} of block {number}{label}", nbytes))
+            start = stop
     return Image(layout, tuple(pieces))

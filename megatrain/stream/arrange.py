@@ -14,6 +14,9 @@ from megatrain.config.choice import Activations, Choice, checked
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import Block, group_layers
 from megatrain.plan.program.operations import BlockSize
+from megatrain.plan.program.spec import DriveSpec, StepSpec
+from megatrain.store.state import HostState, Precision
+from megatrain.store.tiered import TieredState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.bind import residency_of
@@ -175,6 +178,7 @@ class Arrangement:
             CapacityError: The device does not hold it.
         """
         self.choice = choice
+        self.offloaded = offloaded
         blocks, host = binding.blocks, binding.host
         self.residents = residents = residents_of(choice, blocks)
         """Blocks of which everything is on the device."""
@@ -202,19 +206,24 @@ class Arrangement:
         self.executor = Executor(
             lanes,
             host,
-            sizes,
+            StepSpec.of(
+                choice,
+                sizes,
+                group_layers(blocks),
+                splits=host.precision is Precision.BF16,
+                drives=_drive_spec(host),
+            ),
             slots=self.slots,
             gradients=self.gradients,
             states=DeviceStates(lanes, host, self.slots, residents),
-            offloaded=offloaded,
-            outer=outer_of(blocks),
+            activations=offloaded,
             counts=counts,
             drives=drives,
         )
         for layer, policy, boundaries in zip(
             layers, choice.policies, _boundaries(choice, layers, offloaded), strict=True
         ):
-            layer.arrange(self.executor, self.slots, policy, boundaries)
+            layer.arrange(self.executor, self.slots, offloaded, policy, boundaries)
         self.rounds = Rounds(self.executor, host, self.gradients, layers, outer, choice)
 
     def release(self) -> None:
@@ -222,6 +231,18 @@ class Arrangement:
         self.executor.states.release()
         self.gradients.buffers.release()
         self.slots.release()
+
+
+def _drive_spec(host: HostState) -> DriveSpec | None:
+    if not isinstance(host, TieredState):
+        return None
+    images, placement = host.on_drives.images, host.on_drives.placement
+    return DriveSpec(
+        state_bytes=[image.working_start for image in images],
+        working_bytes=[image.num_bytes - image.working_start for image in images],
+        state=placement.state_on_drives,
+        working=placement.working_on_drives,
+    )
 
 
 def _boundaries(

@@ -104,7 +104,7 @@ class Engine:
         )
         if self._tiered is not None:
             choice = as_placed(choice, self._tiered.on_drives.placement, len(blocks))
-        self._arrangement = self._arrange(choice, offloaded, Counts())
+        self.arrangement = self._arrange(choice, offloaded, Counts())
         self.micro_batch_size = micro_batch_size
         """Rows of a micro-batch into which a larger batch of `model(**batch)` is split; None: never."""
         self.compiler = Compiler() if compiles else None
@@ -136,12 +136,12 @@ class Engine:
     @property
     def choice(self) -> Choice:
         """The choice in force, in which nothing is open; `reconfigure` changes it."""
-        return self._arrangement.choice
+        return self.arrangement.choice
 
     @property
     def residents(self) -> frozenset[int]:
         """Blocks of which everything is on the device."""
-        return self._arrangement.residents
+        return self.arrangement.residents
 
     @property
     def moments(self) -> MomentFormat:
@@ -151,22 +151,22 @@ class Engine:
     @property
     def gradients(self) -> Gradients:
         """The gradients of the step."""
-        return self._arrangement.gradients
+        return self.arrangement.gradients
 
     @property
     def executor(self) -> Executor:
         """What moves the bytes."""
-        return self._arrangement.executor
+        return self.arrangement.executor
 
     @property
     def slots(self) -> Slots:
         """The device memory of weights."""
-        return self._arrangement.slots
+        return self.arrangement.slots
 
     @property
     def rounds(self) -> Rounds:
         """What passes of the model are expected."""
-        return self._arrangement.rounds
+        return self.arrangement.rounds
 
     def reconfigure(self, choice: Choice) -> None:
         """Go on in another way from the next step on; no bit of any result changes.
@@ -186,11 +186,11 @@ class Engine:
         choice = changed(choice, self.choice)
         self._refuse_change(choice)
         self.meter.settle()
-        old = self._arrangement
+        old = self.arrangement
         self.settle()  # and not `sync`, which would read weights on drives into RAM
         self.lanes.drain()
         old.release()
-        held, offloaded = self.lanes.device_bytes, old.executor.offloaded
+        held, offloaded = self.lanes.device_bytes, old.offloaded
         offloaded.trim()
         try:
             self._take(choice, offloaded)
@@ -232,7 +232,7 @@ class Engine:
         for plane in planes_to_drop(self.choice, choice):
             self.lanes.unlock(self.host.arena(plane))
             self.host.release(plane)
-        self._arrangement = self._arrange(choice, offloaded, self.executor.counts)
+        self.arrangement = self._arrange(choice, offloaded, self.executor.counts)
         if self._optimizer is not None:
             self._optimizer.take_part()
 
@@ -345,7 +345,7 @@ class Engine:
         check_updates(updates, max_grad_norm)
         choice = replace(self.choice, updates=updates)
         check_choice(choice, self._binding.blocks, compiles=self.compiler is not None)
-        self._arrangement.choice = choice
+        self.arrangement.choice = choice
         self._optimizer = StreamedAdamW(
             self,
             lr=lr,
@@ -409,7 +409,7 @@ class Engine:
         """
         if self.executor.drives is None:
             raise ConfigError("engine.commit needs state on drives; attach with tiers, or save a checkpoint")
-        self.executor.drives.commit(self.executor, step, meta, finish)
+        self.executor.commit(step, meta, finish)
 
     def weights_changed(self) -> None:
         """Take note that the caller has written to the host state: copies on the device are out of date."""

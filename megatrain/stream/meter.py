@@ -156,7 +156,7 @@ class StepMeter:
         self._last, self._open = self._open, None
 
     def _moved(self) -> Moved:
-        counts, offloaded = self._engine.executor.counts, self._engine.executor.offloaded
+        counts, offloaded = self._engine.executor.counts, self._engine.arrangement.offloaded
         recalled, stowed = offloaded.drive_bytes
         return Moved(
             counts.fetches,

@@ -18,10 +18,8 @@ from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.moments import MomentFormat
 from megatrain.optim.adamw import AdamWStep, rounding_key
 from megatrain.optim.clip import global_norm
-from megatrain.plan.program.operations import Operation
-from megatrain.plan.program.schedule import optimizer_program
+from megatrain.plan.program.operations import BlockSize, Kind, Operation
 from megatrain.store.tiered import TieredState
-from megatrain.stream.execute.gradients import Home
 from megatrain.stream.execute.updates import BlockUpdate, StepStats
 
 if TYPE_CHECKING:
@@ -98,7 +96,7 @@ class StreamedAdamW(torch.optim.Optimizer):
     def take_part(self) -> None:
         """Take part in the engine's present arrangement, which is new."""
         engine = self._engine
-        _plan_updates(engine, self._moments)
+        _plan_updates(engine, self._moments, clips=self._max_grad_norm is not None)
         engine.executor.states.allocate()
         if self.updates is Updates.IMMEDIATE:
             if engine.gradients.blocks:
@@ -133,28 +131,11 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._refuse_foreign_gradients()
         self._has_stepped = True
         executor.complete_gradients(leave=executor.states.blocks)
-        on_device = [block for block in gradients.blocks if block in executor.states.blocks]
-        for block in on_device:
-            executor.round_on_device(block)
-        stats = StepStats(executor.wait_for_norm, can_skip=self.updates is not Updates.IMMEDIATE)
-        blocks = self._in_forward_order(gradients.blocks)
-        updated = [block for block in blocks if gradients.homes[block] is Home.UPDATED]
+        is_immediate = self.updates is Updates.IMMEDIATE
+        stats = StepStats(executor.wait_for_norm, can_skip=not is_immediate)
         if isinstance(engine.host, TieredState):
             engine.host.drop_working()
-        norm_operation, *operations = optimizer_program(
-            blocks,
-            executor.sizes,
-            updated=updated,
-            held=gradients.held(blocks, leave=executor.states.blocks),
-            num_staging=gradients.buffers.num_staging,
-        )
-        executor.run_on_host(norm_operation, partial(self._settle_norm, stats, blocks))
-        groups = self._snapshot()
-        for operation in executor.around_drives(operations):
-            work = BlockUpdate(self, operation, groups, frozenset(gradients.present[operation.block]), stats)
-            executor.run_update(operation, work.run, work.run_on_device)
-        if self._max_grad_norm is None and self.updates is not Updates.IMMEDIATE:
-            executor.drop_gradients(blocks)
+        executor.update(partial(self._work, self._snapshot(), stats, None if is_immediate else stats))
         gradients.clear()
         executor.invalidate()
         if self.updates is Updates.SERIAL:
@@ -191,9 +172,25 @@ class StreamedAdamW(torch.optim.Optimizer):
         self.num_skipped += stats.can_skip and not math.isfinite(norm)
         stats.settle(norm)
 
+    def _work(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        norm: StepStats,
+        waits_for: StepStats | None,
+        operation: Operation,
+    ) -> Callable[[], object]:
+        """Return what a NORM or an UPDATE runs, with all that may change before it runs."""
+        if operation.kind is Kind.NORM:
+            return partial(self._settle_norm, norm, operation.blocks)
+        engine, block = self._engine, operation.block
+        present = frozenset(engine.gradients.present[block])
+        ranges = partial(self.ranges, block, groups, present)
+        return BlockUpdate(engine.executor, operation, ranges, waits_for, self._max_grad_norm).run
+
     def _update_at_once(self, operation: Operation) -> Callable[[], object]:
         present = frozenset(self._engine.gradients.present[operation.block])
-        return BlockUpdate(self, operation, self._snapshot(), present, None).run
+        ranges = partial(self.ranges, operation.block, self._snapshot(), present)
+        return BlockUpdate(self._engine.executor, operation, ranges, None, None).run
 
     def _snapshot(self) -> list[dict[str, Any]]:
         """Copy the hyper-parameters as they are now: a scheduler may change them before an update runs."""
@@ -201,11 +198,6 @@ class StreamedAdamW(torch.optim.Optimizer):
             {"lr": float(group["lr"]), **{key: group[key] for key in ("betas", "eps", "weight_decay")}}
             for group in self.param_groups
         ]
-
-    def _in_forward_order(self, blocks: Sequence[int]) -> list[int]:
-        """Order blocks as the next forward wants them: what is in use during the whole pass comes first."""
-        outer = set(self._engine.outer_blocks)
-        return sorted(blocks, key=lambda block: (block not in outer, block))
 
     def ranges(
         self, block: int, groups: Sequence[Mapping[str, Any]], present: frozenset[str], scale: float
@@ -306,11 +298,19 @@ def _check_moments(engine: Engine, moments: MomentFormat) -> None:
         )
 
 
-def _plan_updates(engine: Engine, moments: MomentFormat) -> None:
-    """Let the program know the bytes of an update, where they are not those that `attach` reckoned with."""
-    sizes = engine.executor.sizes
-    for number, layout in enumerate(engine.host.layouts):
-        sizes[number] = replace(sizes[number], update_bytes=layout.sizes.update_bytes(moments))
+def _plan_updates(engine: Engine, moments: MomentFormat, *, clips: bool) -> None:
+    """Let programs know of the optimizer: when it updates, and what its state takes."""
+    spec, sizes = engine.executor.spec, []
+    for layout, size in zip(engine.host.layouts, spec.sizes, strict=True):
+        sizes.append(
+            BlockSize.of(
+                layout.sizes,
+                is_streamed=size.is_streamed,
+                on_device=size.updates_on_device,
+                moments=moments,
+            )
+        )
+    engine.executor.spec = replace(spec, sizes=sizes, updates=engine.updates, clips=clips)
 
 
 def _decays(entry: Entry, patterns: tuple[str, ...] | None) -> bool:

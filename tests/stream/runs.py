@@ -178,7 +178,7 @@ def check_parity(
     reference = recorded(family, dropout, padded, num_micro_batches, max_grad_norm)
     model = make_model(family_config(family, dropout=dropout))
     engine = attach_plainly(model, device=device, **settings)
-    engine.executor.offloaded._min_bytes = 1  # tiny tensors too: else nothing of these models would be copied
+    engine.arrangement.offloaded._min_bytes = 1  # tiny tensors too, or nothing would be copied
     optimizer = engine.adamw(**HYPER, max_grad_norm=max_grad_norm, updates=updates)
     masters: dict[str, Tensor] = {}
     for step in range(steps):

@@ -30,7 +30,7 @@ def attached(model: PreTrainedModel, **settings: Any) -> tuple[Resident, Any, An
     """Attach a model, all of its saved activations worth a copy, with its reference and optimizer."""
     reference = Resident(model, **HYPER)
     engine = attach_plainly(model, **{"device": "checked", **settings})
-    engine.executor.offloaded._min_bytes = 1
+    engine.arrangement.offloaded._min_bytes = 1
     return reference, engine, engine.adamw(**HYPER, max_grad_norm=0.5)
 
 
@@ -163,7 +163,7 @@ def test_forwards_without_backward_leave_nothing_on_the_host(settings: dict[str,
         engine.forward_backward(make_batches(1, seed=step))
         optimizer.step()
         model(**make_batches(1, seed=step)[0])
-        held.add((engine.executor.offloaded.host_bytes, len(engine.executor.offloaded._visits)))
+        held.add((engine.arrangement.offloaded.host_bytes, len(engine.arrangement.offloaded._visits)))
     assert len(held) == 1
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatrain.errors import ConfigError, DataError, ModelError
-from megatrain.plan.program.operations import Kind, LayerPlan
-from megatrain.plan.program.schedule import fetch_residents, offload_residents, round_visits, schedule
+from megatrain.plan.program.operations import Kind
+from megatrain.plan.program.step import step_program
 from megatrain.stream.engine import Engine
 from tests.families import FAMILIES
 from tests.reference import Batch, Resident, assert_same_bits, attach_plainly, make_batches, make_model
@@ -644,28 +644,18 @@ def test_bytes_moved_are_the_program_s(
 ) -> None:
     settings: dict[str, Any] = {"num_slots": num_slots, "lockstep": lockstep, "fragments": fragments}
     _, _, engine, optimizer = start(precision=precision, **settings)
-    sizes = engine.executor.sizes
-    streamed = [block for block, size in enumerate(sizes) if size.is_streamed]
-    step = 2 if fragments else 1
-    layers = [LayerPlan(tuple(streamed[n : n + step])) for n in range(0, len(streamed), step)]
-    visits = []
+    spec = engine.executor.spec
     rounds = [min(lockstep, num_micro_batches - n) for n in range(0, num_micro_batches, lockstep)]
-    for number, together in enumerate(rounds):
-        completes = number == len(rounds) - 1
-        visits += round_visits(layers, num_micro_batches=together, loads=number > 0, completes=completes)
-    program = schedule(
-        visits, sizes, [None] * num_slots, num_gradient_buffers=engine.choice.num_gradient_buffers
-    )
-    assert program.count(Kind.FETCH) <= 2 * len(streamed) * len(rounds)
-    resident = [block for block, size in enumerate(sizes) if not size.is_streamed]
+    program = step_program(spec, [[1] * together for together in rounds])
+    num_streamed = sum(size.is_streamed for size in spec.sizes)
+    num_fetches = program.count(Kind.FETCH) - len(spec.outer)
+    assert num_fetches <= 2 * num_streamed * len(rounds)
     fetched = program.nbytes(Kind.FETCH) + program.nbytes(Kind.LOAD)
-    fetched += sum(operation.nbytes for operation in fetch_residents(sizes))
     offloaded = program.nbytes(Kind.OFFLOAD)
-    offloaded += sum(operation.nbytes for operation in offload_residents(sizes, resident))
     for number in range(1, 4):
         engine.forward_backward(make_batches(num_micro_batches, seed=number))
         optimizer.step()
         assert engine.bytes_fetched == number * fetched
         assert engine.bytes_offloaded == number * offloaded
-    assert engine.executor.counts.fetches == 3 * program.count(Kind.FETCH)
-    assert engine.executor.counts.offloads == 3 * program.count(Kind.OFFLOAD)
+    assert engine.executor.counts.fetches == 3 * num_fetches
+    assert engine.executor.counts.offloads == 3 * (program.count(Kind.OFFLOAD) - len(spec.outer))

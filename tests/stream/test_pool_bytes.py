@@ -171,7 +171,7 @@ def measure(case: Case, root: Path, limits: Mapping[str, int]) -> Bytes:
     for pool in found:
         if pool.is_exact or pool.tier != "device":
             planned[passing.get((pool.tier, pool.is_exact), pool.tier)] += pool.nbytes
-    offloaded = engine.executor.offloaded
+    offloaded = engine.arrangement.offloaded
     assert not offloaded.kept_bytes
     allocated = {
         "device": engine.lanes.device_bytes,
@@ -195,7 +195,7 @@ def refusal(case: Case, root: Path, limits: Mapping[str, int]) -> str:
     except CapacityError as error:
         return str(error)
     engine.detach()
-    return "some stay on the device" if engine.executor.offloaded.kept_bytes else "there is room"
+    return "some stay on the device" if engine.arrangement.offloaded.kept_bytes else "there is room"
 
 
 @cache

@@ -52,7 +52,7 @@ def attach(
     engine = attach_plainly(
         make_model(FAMILIES[family]()), device=device, precision=precision, choice=choice, num_micro_batches=3
     )
-    engine.executor.offloaded._min_bytes = 1  # tiny tensors too
+    engine.arrangement.offloaded._min_bytes = 1  # tiny tensors too
     return engine
 
 
@@ -133,7 +133,7 @@ def test_memory_afterwards_is_that_of_a_new_engine(precision: str) -> None:
         one_step(engine, optimizer, step)
         one_step(fresh, other, step)
         assert engine.lanes.device_bytes == fresh.lanes.device_bytes
-        assert engine.executor.offloaded.host_bytes == fresh.executor.offloaded.host_bytes
+        assert engine.arrangement.offloaded.host_bytes == fresh.arrangement.offloaded.host_bytes
         planes = {plane: arena.nbytes for plane, arena in fresh.host._arenas.items()}
         assert {plane: arena.nbytes for plane, arena in engine.host._arenas.items()} == planes
 
@@ -240,10 +240,10 @@ def test_a_change_inside_a_step_is_refused(what: str) -> None:
 def test_a_choice_that_cannot_be_obeyed_is_refused(changes: dict[str, Any], message: str) -> None:
     engine = attach(PLAIN, "checked")
     engine.adamw(**HYPER, max_grad_norm=0.5)
-    arrangement = engine._arrangement
+    arrangement = engine.arrangement
     with pytest.raises(ConfigError, match=message):
         engine.reconfigure(replace(PLAIN, **changes))
-    assert engine._arrangement is arrangement
+    assert engine.arrangement is arrangement
     assert engine.choice == PLAIN
 
 
@@ -302,7 +302,7 @@ def tiered(tmp_path: Path, device: Any = "checked", choice: Choice = PLAIN) -> t
     model = make_model(FAMILIES["llama_tied"]())
     tiers = Tiers(nvme=(tmp_path / "drive",), ram=500_000)
     engine = attach_plainly(model, device=device, precision="bf16", choice=choice, tiers=tiers)
-    engine.executor.offloaded._min_bytes = 1
+    engine.arrangement.offloaded._min_bytes = 1
     return engine, engine.adamw(**HYPER, max_grad_norm=0.5)
 
 

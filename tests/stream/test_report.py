@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatrain.errors import ConfigError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.model.profile.flops import count_flops
-from megatrain.plan.program.operations import Kind, Lane, LayerPlan
-from megatrain.plan.program.schedule import fetch_residents, offload_residents, round_visits, schedule
+from megatrain.plan.program.operations import Kind, Lane
+from megatrain.plan.program.step import step_program
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, EmulatedLanes, EmulatedMachine, Span, Wait
 from megatrain.stream.report import StepReport, Work, length, union
@@ -56,32 +56,19 @@ def machine(**rates: float) -> EmulatedLanes:
 @pytest.mark.parametrize("resident_layers", [0, 2])
 def test_counts_and_bytes_are_the_program_s(lockstep: int, fragments: bool, resident_layers: int) -> None:
     engine, optimizer = start(lockstep=lockstep, fragments=fragments, resident_layers=resident_layers)
-    sizes = engine.executor.sizes
-    width = 2 if fragments else 1
-    layers = [LayerPlan(tuple(range(width * n, width * n + width))) for n in range(4)]
-    visits = []
+    spec = engine.executor.spec
+    sizes = spec.sizes
     num_rounds = 4 // lockstep
-    for number in range(num_rounds):
-        completes = number == num_rounds - 1
-        visits += round_visits(layers, num_micro_batches=lockstep, loads=number > 0, completes=completes)
-    program = schedule(
-        visits,
-        sizes,
-        [None] * engine.choice.num_slots,
-        num_gradient_buffers=engine.choice.num_gradient_buffers,
-    )
-    residents = fetch_residents(sizes)
-    homeless = [n for n, size in enumerate(sizes) if not size.is_streamed and not size.updates_on_device]
+    program = step_program(spec, [[1] * lockstep] * num_rounds)
+    num_at_home = sum(not size.is_streamed and not size.updates_on_device for size in sizes)
+    num_fetches = program.count(Kind.FETCH) - num_at_home
+    num_offloads = program.count(Kind.OFFLOAD) - num_at_home
     streamed = [size for size in sizes if size.is_streamed]
     for report in run_steps(engine, optimizer, 3, num_micro_batches=4):
-        assert report.fetches == program.count(Kind.FETCH) <= 2 * len(streamed) * num_rounds
-        assert report.offloads == program.count(Kind.OFFLOAD) == len(streamed) * num_rounds
-        assert report.fetch_bytes == program.nbytes(Kind.FETCH) + program.nbytes(Kind.LOAD) + sum(
-            operation.nbytes for operation in residents
-        )
-        assert report.offload_bytes == program.nbytes(Kind.OFFLOAD) + sum(
-            operation.nbytes for operation in offload_residents(sizes, homeless)
-        )
+        assert report.fetches == num_fetches <= 2 * len(streamed) * num_rounds
+        assert report.offloads == num_offloads == len(streamed) * num_rounds
+        assert report.fetch_bytes == program.nbytes(Kind.FETCH) + program.nbytes(Kind.LOAD)
+        assert report.offload_bytes == program.nbytes(Kind.OFFLOAD)
         assert report.update_bytes == sum(size.update_bytes for size in sizes if not size.updates_on_device)
         assert report.tokens == 4 * 2 * 15
 
@@ -93,11 +80,11 @@ def test_offloads_are_once_per_block_in_one_round() -> None:
 
 def test_saved_and_restored_bytes_are_the_stash_s() -> None:
     engine, optimizer = start(activations="offload", num_slots=2)
-    engine.executor.offloaded._min_bytes = 1
+    engine.arrangement.offloaded._min_bytes = 1
     first, second = run_steps(engine, optimizer)
     assert first.saved_bytes == second.saved_bytes > 0
     assert first.restored_bytes == second.restored_bytes > 0
-    assert first.saved_bytes + second.saved_bytes == engine.executor.offloaded.saved_bytes
+    assert first.saved_bytes + second.saved_bytes == engine.arrangement.offloaded.saved_bytes
 
 
 def test_step_by_hand_reports_the_same() -> None:
@@ -206,7 +193,7 @@ def test_launching_thread_waits_for_nothing_inside_a_step_but_what_compute_needs
     """Slow copies and a slow host: all that compute may wait for are lanes, and the caller for nobody."""
     lanes = machine(h2d_bytes_per_s=10e6, d2h_bytes_per_s=10e6, host_bytes_per_s=20e6)
     engine, optimizer = start(device=lanes, activations=activations)
-    engine.executor.offloaded._min_bytes = 1
+    engine.arrangement.offloaded._min_bytes = 1
     for step in range(4):
         engine.forward_backward(make_batches(2, seed=step))
         stats = optimizer.step()

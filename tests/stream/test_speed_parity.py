@@ -148,7 +148,7 @@ def test_two_hundred_jitter_seeds_give_the_same_bits(family: str) -> None:
             resident_layers=row["resident_layers"],
             lockstep=1 + seed % 4,
         )
-        engine.executor.offloaded._min_bytes = 1
+        engine.arrangement.offloaded._min_bytes = 1
         optimizer = engine.adamw(**HYPER, max_grad_norm=0.5, updates=("deferred", "serial")[seed % 2])
         norms = []
         for step in range(2):

@@ -174,7 +174,7 @@ def test_bytes_of_an_update_are_those_of_its_planes(state: str, precision: Any) 
         assert len(block.layout.trained) == len(block.layout.entries)
         assert block.gradient is not None
         measured.append(2 * sum(tensor.nbytes for tensor in changed) + block.gradient.nbytes)
-    assert [size.update_bytes for size in engine.executor.sizes] == measured
+    assert [size.update_bytes for size in engine.executor.spec.sizes] == measured
     config = FAMILIES["llama_tied"]()
     anatomy = count_anatomy(config, micro_batch_size=2, seq_len=16, precision=precision, device_type="cpu")
     blocks = list_blocks(anatomy, engine.choice, moments)

@@ -227,7 +227,7 @@ def test_a_run_with_boundaries_on_drives_takes_what_was_planned_and_gives_the_sa
         losses.append([train_step(run).loss for _ in range(3)])
         if boundaries == "nvme":
             assert run.planned is not None
-            plan, offloaded = run.planned.plan, run.engine.executor.offloaded
+            plan, offloaded = run.planned.plan, run.engine.arrangement.offloaded
             pools = {(pool.tier, pool.name): pool.nbytes for pool in plan.pools}
             check_allocated(run.engine, plan)
             assert offloaded.host_bytes == pools["ram", "staging of activations"] > 0

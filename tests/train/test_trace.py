@@ -14,13 +14,7 @@ from megatrain.cli import main
 from megatrain.config import dump_config
 from megatrain.errors import OutputError
 from megatrain.plan.program.operations import Kind, Lane
-from megatrain.plan.program.schedule import (
-    fetch_residents,
-    offload_residents,
-    optimizer_program,
-    round_visits,
-    schedule,
-)
+from megatrain.plan.program.step import step_program
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, Span, Wait
 from megatrain.stream.report import StepReport
@@ -39,23 +33,15 @@ def events_of(file: Path, category: str | None = None) -> list[dict[str, Any]]:
 
 def program_of(engine: Engine, num_micro_batches: int, lockstep: int) -> Counter[str]:
     """Count the operations of a step, as the schedule lists them, by their labels."""
-    sizes = engine.executor.sizes
-    num_rounds = num_micro_batches // lockstep
-    visits = []
-    for number in range(num_rounds):
-        completes = number == num_rounds - 1
-        visits += round_visits(
-            engine.rounds.plans, num_micro_batches=lockstep, loads=number > 0, completes=completes
-        )
-    program = schedule(visits, sizes, [None] * engine.choice.num_slots)
-    at_home = [b for b, size in enumerate(sizes) if not size.is_streamed and not size.updates_on_device]
-    operations = [
-        *fetch_residents(sizes),
-        *program.operations,
-        *offload_residents(sizes, at_home),
-        *optimizer_program(range(len(sizes)), sizes),
-    ]
-    return Counter(str(operation) for operation in operations)
+    spec = engine.executor.spec
+    program = step_program(spec, [[1] * lockstep] * (num_micro_batches // lockstep))
+    visits = (Kind.FORWARD, Kind.BACKWARD)
+    return Counter(
+        str(operation)
+        for operation in program.operations
+        if operation.kind not in (Kind.HEAD, Kind.HEAD_BACKWARD)
+        and not (operation.kind in visits and operation.block in spec.outer)  # one span for all of these
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
@@ -83,6 +69,9 @@ def test_each_operation_of_the_program_is_one_span(
     reports = trace(config, out, steps=STEPS)
     expected = program_of(runs[0].engine, 2, lockstep)
     found = Counter(event["name"] for event in events_of(out, "operation"))
+    on_device = sorted(runs[0].engine.executor.states.blocks)
+    pushes = {label: found.pop(label) for label in list(found) if label.startswith(Kind.PUSH.value)}
+    assert pushes == {f"push      b{block}": 1 for block in on_device}  # once, when the trace ends
     assert found == {label: STEPS * count for label, count in expected.items()}
     assert not (tmp_path / "run").exists()
 
@@ -102,7 +91,11 @@ def bytes_of(file: Path, lane: Lane) -> int:
         for event in events_of(file)
         if event["name"] == "thread_name" and event["args"]["name"] == lane.value
     )
-    events = [event for event in events_of(file, "operation") if event["tid"] == tid]
+    events = [
+        event
+        for event in events_of(file, "operation")
+        if event["tid"] == tid and not event["name"].startswith((Kind.PULL.value, Kind.PUSH.value))
+    ]
     return sum(event.get("args", {}).get("bytes", 0) for event in events)
 
 

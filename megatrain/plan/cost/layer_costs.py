@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from operator import attrgetter
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.layout.block_bytes import BlockBytes
 from megatrain.model.profile.anatomy import Anatomy, Cost, Layer
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.memory.block_sums import BlockSums
-
-RECOMPUTED = frozenset({"recompute", "recompute_cheap", "drop_boundary"})
-"""Policies under which a layer's forward runs again, whole or in part."""
+from megatrain.plan.program.visits import RECOMPUTED
 
 _PASSES_AGAIN = frozenset({"recompute", "drop_boundary"})
+
+
+_NUM_STATE = attrgetter("num_state")
 
 
 class LayerCosts:
@@ -64,10 +67,14 @@ class LayerCosts:
         return forward, backward, again, saved - self.saved_of(len(self.layers) - 1)
 
     @property
-    def head_s(self) -> float:
-        """Return the seconds of head and loss, forward and backward."""
-        forward = self.rates.compute_s(self.anatomy.head_forward)
-        return forward * (4 if self.anatomy.head_saved_bytes == 0 else 3)
+    def head_forward_s(self) -> float:
+        """Return the seconds of the forward of head and loss."""
+        return self.rates.compute_s(self.anatomy.head_forward)
+
+    @property
+    def head_backward_s(self) -> float:
+        """Return the seconds of their backward; a head in chunks runs its forward again."""
+        return self.head_forward_s * (3 if self.anatomy.head_saved_bytes == 0 else 2)
 
     @property
     def outer_s(self) -> float:
@@ -77,8 +84,9 @@ class LayerCosts:
     @property
     def step_s(self) -> float:
         """Return the seconds of what the device does once per step: updates of its own state."""
-        blocks = BlockSums.of(self.anatomy, self.choice.fragments).residency(self.choice)
-        return self.rates.device_update_s(blocks.resident)
+        blocks = BlockSums.of(self.anatomy, self.choice.fragments).residency(self.choice).resident
+        nbytes = blocks.total(BlockBytes.update_bytes, self.rates.moments)
+        return self.rates.device_update_s(blocks.total(_NUM_STATE), nbytes)
 
     def _of(self, number: int) -> tuple[float, float, float, float]:
         return self._known_of(self._kinds[number], self.choice.activations[number])

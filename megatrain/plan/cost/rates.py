@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter
 
 from megatrain.hardware import Drives, HardwareSpec
-from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.moments import MomentFormat
-from megatrain.layout.totals import Selection
 from megatrain.model.profile.anatomy import Cost
 
 UPDATE_BYTES = 26
@@ -17,8 +14,6 @@ rates count in."""
 
 DEVICE_UPDATE_BYTES = 650
 """Device memory that an update there reads and writes per parameter, in 55 passes (`optim.device`)."""
-
-_NUM_STATE = attrgetter("num_state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +53,20 @@ class Rates:
         """Return the seconds of AdamW that reads and writes so many bytes of host memory."""
         return nbytes / (UPDATE_BYTES * self.spec.update_rate)
 
-    def device_update_s(self, blocks: Selection) -> float:
-        """Return the seconds of AdamW on the device; where a CPU computes, it is the host's."""
+    def host_pass_s(self, nbytes: float) -> float:
+        """Return the seconds in which the host reads or writes so many bytes of its own memory."""
+        return nbytes / (UPDATE_BYTES * self.spec.update_rate)
+
+    def device_update_s(self, num_state: int, nbytes: int) -> float:
+        """Return the seconds of AdamW on the device; where a CPU computes, it is the host's.
+
+        Args:
+            num_state: State elements.
+            nbytes: That the host's kernels would read and write of them.
+        """
         if self.spec.is_cpu or self.spec.launches_inline:
-            return self.update_s(blocks.total(BlockBytes.update_bytes, self.moments))
-        return self.device_pass_s(DEVICE_UPDATE_BYTES * blocks.total(_NUM_STATE))
+            return self.update_s(nbytes)
+        return self.device_pass_s(DEVICE_UPDATE_BYTES * num_state)
 
     @property
     def drives(self) -> Drives:

@@ -16,10 +16,11 @@ from megatrain.layout.moments import MomentFormat
 from megatrain.layout.totals import BlockTotals, Residency
 from megatrain.model.profile.anatomy import Anatomy, Fragment, Layer
 from megatrain.plan.program.operations import BlockSize
+from megatrain.plan.program.spec import DriveSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PlannedBlock:
     """What streams as one under a choice."""
 
     size: BlockSize
@@ -35,16 +36,16 @@ class Block:
     """Of its layer's blocks."""
 
 
-def list_blocks(anatomy: Anatomy, choice: Choice, moments: MomentFormat) -> list[Block]:
+def list_blocks(anatomy: Anatomy, choice: Choice, moments: MomentFormat) -> list[PlannedBlock]:
     """List the blocks of a choice: of all layers in forward order, then the outer ones."""
 
     def block(
         parts: Sequence[Fragment], layer: int, share: float, *, streams: bool, on_device: bool
-    ) -> Block:
+    ) -> PlannedBlock:
         sizes = sum((part.sizes for part in parts), BlockBytes())
         size = BlockSize.of(sizes, is_streamed=streams, on_device=on_device, moments=moments)
         largest_run = sum(part.largest_run for part in parts)  # at most: they may be neighbours
-        return Block(size, sizes, layer, largest_run, share)
+        return PlannedBlock(size, sizes, layer, largest_run, share)
 
     blocks = []
     for number, layer in enumerate(anatomy.layers):
@@ -155,6 +156,18 @@ class BlockSums:
         """Return the sums over blocks in that order."""
         return BlockTotals(self.blocks[number].sizes for number in self.by_size)
 
+    def drive_spec(self, choice: Choice) -> DriveSpec | None:
+        """Return which blocks of a choice have state on drives; None: none does."""
+        if choice.tier("moments") != "nvme":
+            return None
+        numbers = range(self.num_blocks)
+        return DriveSpec(
+            state_bytes=[pools.state_image(block.sizes) for block in self.blocks],
+            working_bytes=[pools.weights_image(block.sizes) for block in self.blocks],
+            state=frozenset(n for n in numbers if self.is_state_on_drives(choice, n)),
+            working=frozenset(n for n in numbers if self.is_working_on_drives(choice, n)),
+        )
+
     @cached_property
     def rank(self) -> list[int]:
         """Return each block's place in that order."""
@@ -172,7 +185,7 @@ class BlockSums:
         return choice.tier("working") == "nvme" and self.rank[block] >= choice.weights_in_ram
 
     def drive_bytes(self, choice: Choice, num_rounds: int) -> tuple[int, int]:
-        """Return the bytes that a step reads from the drives and writes to them, its commit included."""
+        """Return the bytes that a step reads from the drives, at least, and writes, its commit included."""
         if choice.tier("moments") != "nvme":
             return 0, 0
         key = (choice.blocks_in_ram, choice.weights_in_ram, choice.tier("working"), num_rounds)
@@ -181,16 +194,18 @@ class BlockSums:
         return self._drive_bytes[key]
 
     def _count_drive_bytes(self, choice: Choice, num_rounds: int) -> tuple[int, int]:
-        read = written = 0
-        for number, block in enumerate(self.blocks):
-            state = block.sizes.remainder_bytes + block.sizes.moment_bytes(MomentFormat.FP32)
-            # a commit writes what is in RAM too, and the weights of all: so that it is whole
-            written += block.size.fetch_bytes + state
-            if self.is_state_on_drives(choice, number):
-                read += state
-            if self.is_working_on_drives(choice, number):
-                read += (2 * num_rounds + 1) * block.size.fetch_bytes
-        return read, written
+        drives = self.drive_spec(choice)
+        assert drives is not None
+        trained = [number for number, block in enumerate(self.blocks) if block.size.is_trained]
+        # a commit writes what is in RAM too, and the weights of all that was updated: so that it is whole
+        written = sum(drives.state_bytes[number] + drives.working_bytes[number] for number in trained)
+        read = sum(drives.update_bytes(number) for number in trained if number in drives.state)
+        there = sum(self.blocks[number].size.fetch_bytes for number in drives.working)
+        elsewhere = sum(block.size.fetch_bytes for block in self.blocks) - there
+        sums = sum(block.size.accumulator_bytes for block in self.blocks[: self.first_outer])
+        fetched = self.moved_bytes(choice, num_rounds)[0] - (num_rounds - 1) * sums
+        # of the weights that are fetched, those in RAM are at most twice in each round
+        return read + max(there, fetched - 2 * num_rounds * elsewhere), written
 
 
 def _kinds(layers: Sequence[Layer]) -> list[int]:

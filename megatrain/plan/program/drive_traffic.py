@@ -7,7 +7,7 @@ n buffers allow, and no earlier.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -16,7 +16,10 @@ from megatrain.plan.program.operations import Kind, Operation
 
 
 def with_state_through(
-    operations: Sequence[Operation], on_drives: Collection[int], sizes: Sequence[int], num_buffers: int
+    operations: Sequence[Operation],
+    on_drives: Collection[int],
+    sizes: Sequence[int] | Mapping[int, int],
+    num_buffers: int,
 ) -> list[Operation]:
     """Read the state of blocks on drives before their updates, and write it after.
 
@@ -81,14 +84,17 @@ def with_activations_through(
     first backward on, and none before it was written.
     """
     upcoming = deque((op.block, op.micro_batch) for op in operations if op.kind is Kind.RESTORE)
-    stowed: set[tuple[int, int]] = set()
-    recalled: set[tuple[int, int]] = set()
+    stowed: dict[tuple[int, int], Operation] = {}
+    """What the drives hold, by block and micro-batch: the operation that has saved it."""
+    recalled: dict[tuple[int, int], int] = {}
+    """The buffer in which it is again."""
+    free = deque(range(num_buffers))
     result: list[Operation] = []
 
     def recall(visit: tuple[int, int]) -> None:
-        stowed.remove(visit)
-        recalled.add(visit)
-        result.append(Operation(kind=Kind.RECALL, block=visit[0], micro_batch=visit[1]))
+        saved = stowed.pop(visit)
+        recalled[visit] = free.popleft()
+        result.append(replace(saved, kind=Kind.RECALL, activation_staging=recalled[visit]))
 
     def read_ahead() -> None:
         for visit in list(islice(upcoming, len(recalled), num_buffers - 1)):
@@ -98,16 +104,19 @@ def with_activations_through(
 
     for operation in operations:
         visit = operation.block, operation.micro_batch
-        if operation.kind is Kind.BACKWARD:
+        if operation.kind in (Kind.BACKWARD, Kind.HEAD_BACKWARD):
             read_ahead()
         elif operation.kind is Kind.RESTORE and visit in stowed:
             recall(visit)
-        result.append(operation)
         if operation.kind is Kind.SAVE:
-            stowed.add(visit)
-            result.append(Operation(kind=Kind.STOW, block=visit[0], micro_batch=visit[1]))
+            stowed[visit] = replace(operation, activation_staging=free[0])
+            result += [stowed[visit], replace(stowed[visit], kind=Kind.STOW)]
+            free.rotate(-1)
         elif operation.kind is Kind.RESTORE:
             upcoming.popleft()
-            recalled.discard(visit)
+            free.append(recalled.pop(visit))
+            result.append(replace(operation, activation_staging=free[-1]))
             read_ahead()
+        else:
+            result.append(operation)
     return result

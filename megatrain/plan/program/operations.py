@@ -1,9 +1,8 @@
-"""A training step as data: which bytes move when, between which buffers, and which slot each block is in.
+"""The operations of a training step: what each does, on which block, and which buffers it reads and writes.
 
-`plan.schedule` turns a sequence of block visits into a list of operations. Everything else consumes that
-list: the engine executes it and asserts that the model's visits match it, the ordering checker proves it, a
-planner times it, the trace prints it. Waits are not in the list: they follow from the buffers that the
-operations read and write.
+`plan.program.step` makes the list of a step. Everything else consumes that list: the engine executes it and
+asserts that the model's visits match it, the ordering checker proves it, the planner times it, the trace
+prints it. Waits are not in the list: they follow from the buffers that the operations read and write.
 """
 
 from __future__ import annotations
@@ -54,6 +53,10 @@ class Kind(str, Enum):
     """The model passes through a block; also where a recomputation passes it again."""
     BACKWARD = "backward"
     """Autograd passes through a block, with its recomputation if it has one; gradients add up in a buffer."""
+    HEAD = "head"
+    """The final norm, the head and the loss of a micro-batch."""
+    HEAD_BACKWARD = "head backward"
+    """Autograd passes these, with what a head in chunks computes again."""
     LOAD = "load"
     """Copy what earlier rounds added up to the device, to go on adding."""
     OFFLOAD = "offload"
@@ -69,10 +72,20 @@ class Kind(str, Enum):
     """Write what a SAVE has brought to the host to the drives."""
     RECALL = "recall"
     """Read it back, ahead of its RESTORE."""
+    ROUND = "round"
+    """Round a complete sum to the working dtype where it is, and sum its squares."""
     NORM = "norm"
     """Turn the sums of squares into one scale for the step, or decide to skip it."""
     UPDATE = "update"
     """AdamW on a block's state."""
+    SYNC = "sync"
+    """The launching thread waits until all updates are done."""
+    RELEASE = "release"
+    """Give the memory of the gradient plane back until it is written again."""
+    PULL = "pull"
+    """Copy the whole state of a resident block to the device."""
+    PUSH = "push"
+    """Copy it home."""
     READ = "read"
     """Read a block's state from the drives, ahead of its update."""
     PAGE = "page"
@@ -81,27 +94,40 @@ class Kind(str, Enum):
     """Write a block's state back to the drives, or, before a commit, what lives in RAM."""
     SPILL = "spill"
     """Copy a piece of a block's state in RAM to where WRITE takes it from."""
+    SEAL = "seal"
+    """Take down what a commit says of the run, once all updates are done."""
     COMMIT = "commit"
     """Make what was written last what a crash leaves."""
 
+
+_STATE = ("working", "moments", "gradient", "drive")
+"""What of a block the host has."""
 
 _LANES = {
     Kind.FETCH: Lane.FETCH,
     Kind.LOAD: Lane.FETCH,
     Kind.FORWARD: Lane.COMPUTE,
     Kind.BACKWARD: Lane.COMPUTE,
+    Kind.HEAD: Lane.COMPUTE,
+    Kind.HEAD_BACKWARD: Lane.COMPUTE,
     Kind.OFFLOAD: Lane.OFFLOAD,
     Kind.HOLD: Lane.OFFLOAD,
     Kind.SAVE: Lane.SAVE,
     Kind.RESTORE: Lane.RESTORE,
     Kind.STOW: Lane.STOW,
     Kind.RECALL: Lane.RECALL,
+    Kind.ROUND: Lane.HOST,
     Kind.NORM: Lane.HOST,
     Kind.UPDATE: Lane.HOST,
+    Kind.SYNC: Lane.CALLER,
+    Kind.RELEASE: Lane.HOST,
+    Kind.PULL: Lane.FETCH,
+    Kind.PUSH: Lane.OFFLOAD,
     Kind.READ: Lane.READ,
     Kind.PAGE: Lane.PAGE,
     Kind.WRITE: Lane.WRITE,
     Kind.SPILL: Lane.HOST,
+    Kind.SEAL: Lane.HOST,
     Kind.COMMIT: Lane.WRITE,
 }
 
@@ -125,12 +151,26 @@ class Operation:
     and that of a resident block where it adds up."""
     is_held: bool = False
     """OFFLOAD only: a HOLD has completed the gradient and summed its squares."""
+    on_device: bool = False
+    """UPDATE and ROUND: of a resident block whose state is on the device."""
     drive_staging: int = -1
     """Host buffer through which state on drives passes; -1: the state is in RAM."""
     page: int = -1
     """Host buffer through which weights on drives pass; -1: they are in RAM."""
+    saved: int = -1
+    """Of what FORWARD leaves for the host, and of its copies: a number of its own in the program."""
+    arrival: int = -1
+    """Of what RESTORE brings and BACKWARD uses: one of two places on the device."""
+    piece: int = -1
+    """SPILL and its WRITE: which piece of the block's image on the drives."""
+    activation_staging: int = -1
+    """Host buffer through which saved activations on drives pass; -1: they wait in RAM."""
     micro_batch: int = 0
     """Number within the round."""
+    num_micro_batches: int = 1
+    """How many micro-batches pass in this operation: more than one where a plan times them together."""
+    collects: bool = True
+    """BACKWARD only: gradients add up, in a buffer of the ring or in the resident block's own."""
     adds: bool = False
     """The gradient adds to that of the round's micro-batches before."""
     loads: bool = False
@@ -142,9 +182,10 @@ class Operation:
     follows_norm: bool = True
     """UPDATE only: clipping or skipping needs the norm first."""
     nbytes: int = 0
-    """Bytes that cross the link; of an update, bytes of host memory that it reads and writes."""
+    """Bytes that cross the link; of work on the host, bytes of its memory that are read and written."""
     blocks: tuple[int, ...] = ()
-    """NORM: the blocks whose gradients it is of. COMMIT: those on the drives."""
+    """NORM: the blocks whose gradients it is of. RELEASE: those of the plane. SYNC: all. COMMIT: those on
+    the drives. HEAD and HEAD_BACKWARD: those outside all layers."""
 
     @property
     def is_single(self) -> bool:
@@ -154,7 +195,7 @@ class Operation:
     @property
     def lane(self) -> Lane:
         """The lane in which the operation runs."""
-        return _LANES[self.kind]
+        return Lane.OFFLOAD if self.kind is Kind.ROUND and self.on_device else _LANES[self.kind]
 
     @property
     def reads(self) -> tuple[Buffer, ...]:
@@ -166,25 +207,51 @@ class Operation:
                 return (("drive", self.block),)
             case Kind.WRITE:
                 return (("drive_staging", self.drive_staging),)
-            case Kind.SPILL:
+            case Kind.SPILL | Kind.PULL:
                 return (("working", self.block), ("moments", self.block))
+            case Kind.PUSH:
+                return (("resident", self.block), ("device_moments", self.block))
             case Kind.COMMIT:
                 return (("meta", 0), *(("drive", block) for block in self.blocks))
             case Kind.LOAD:
                 return (("waiting", self.waiting) if self.waiting >= 0 else ("gradient", self.block),)
-            case Kind.FORWARD | Kind.BACKWARD:
+            case Kind.FORWARD:
                 return (weights_buffer(self.block, self.slot),)
+            case Kind.BACKWARD:
+                arrived: tuple[Buffer, ...] = (("arriving", self.arrival),) if self.arrival >= 0 else ()
+                return (weights_buffer(self.block, self.slot), *arrived)
+            case Kind.HEAD | Kind.HEAD_BACKWARD:
+                return tuple(("resident", block) for block in self.blocks)
             case Kind.OFFLOAD if self.is_held:
                 return (waiting_buffer(self.block, self.waiting),)
             case Kind.OFFLOAD | Kind.HOLD:
                 return (gradients_buffer(self.block, self.gradient_buffer),)
             case Kind.UPDATE:
                 norm: tuple[Buffer, ...] = (("norm", 0),) if self.follows_norm else ()
+                if self.on_device:
+                    return (("resident_gradient", self.block), *norm)
                 return (home_buffer(self.block, self.staging), *norm)
+            case Kind.ROUND:
+                return (("resident_gradient" if self.on_device else "gradient", self.block),)
             case Kind.NORM:
                 return tuple(("squares", block) for block in self.blocks)
-            case Kind.SAVE | Kind.RESTORE | Kind.STOW | Kind.RECALL:
+            case Kind.SAVE:
+                return (("leaving", self.saved % 2),)
+            case Kind.RESTORE | Kind.STOW:
+                return (self._activations,)
+            case Kind.RECALL:
+                return (("scratch", self.saved),)
+            case Kind.SYNC:
+                return tuple((kind, block) for kind in _STATE for block in self.blocks)
+            case Kind.RELEASE | Kind.SEAL:
                 return ()
+
+    @property
+    def _activations(self) -> Buffer:
+        """Name the host buffer with what a visit has saved."""
+        if self.activation_staging >= 0:
+            return ("activation_staging", self.activation_staging)
+        return ("activations", self.saved)
 
     @property
     def writes(self) -> tuple[Buffer, ...]:
@@ -194,12 +261,16 @@ class Operation:
                 return (weights_buffer(self.block, self.slot),)
             case Kind.LOAD:
                 return (gradients_buffer(self.block, self.gradient_buffer),)
-            case Kind.FORWARD | Kind.SAVE | Kind.RESTORE | Kind.STOW | Kind.RECALL:
-                return ()
+            case Kind.FORWARD:  # what a visit saves leaves one visit later: two at a time are on the device
+                return (("leaving", self.saved % 2),) if self.saved >= 0 else ()
+            case Kind.SAVE | Kind.RECALL:
+                return (self._activations,)
+            case Kind.RESTORE:
+                return (("arriving", self.arrival),)
+            case Kind.STOW:
+                return (("scratch", self.saved),)
             case Kind.BACKWARD:
-                return (
-                    () if self.gradient_buffer < 0 else (gradients_buffer(self.block, self.gradient_buffer),)
-                )
+                return (gradients_buffer(self.block, self.gradient_buffer),) if self.collects else ()
             case Kind.OFFLOAD:
                 is_new = self.completes and not self.is_held
                 squares: tuple[Buffer, ...] = (("squares", self.block),) if is_new else ()
@@ -209,14 +280,27 @@ class Operation:
             case Kind.UPDATE:
                 through: tuple[Buffer, ...] = (("drive_staging", self.drive_staging),)
                 through = through if self.drive_staging >= 0 else ()
+                if self.on_device:
+                    return (("resident", self.block), ("device_moments", self.block))
                 return (("working", self.block), ("moments", self.block), *through)
+            case Kind.ROUND:
+                sums = "resident_gradient" if self.on_device else "gradient"
+                return ((sums, self.block), ("squares", self.block))
+            case Kind.RELEASE:
+                return tuple(("gradient", block) for block in self.blocks)
+            case Kind.PULL:
+                return (("resident", self.block), ("device_moments", self.block))
+            case Kind.PUSH:
+                return (("working", self.block), ("moments", self.block))
+            case Kind.SEAL:
+                return (("meta", 0),)
             case Kind.READ | Kind.SPILL:
                 return (("drive_staging", self.drive_staging),)
             case Kind.PAGE:
                 return (("page", self.page),)
             case Kind.WRITE:
                 return (("drive", self.block),)
-            case Kind.COMMIT:
+            case Kind.COMMIT | Kind.HEAD | Kind.HEAD_BACKWARD | Kind.SYNC:
                 return ()
             case Kind.NORM:
                 return (("norm", 0),)
@@ -267,6 +351,8 @@ class BlockSize:
     """Bytes of a gradient that is still adding up."""
     update_bytes: int = 0
     """Bytes of memory that an update reads and writes."""
+    whole_bytes: int = 0
+    """Bytes of weights, remainder and moments together: what a block updated on the device sends home."""
     updates_on_device: bool = False
     """A resident block with all of its state on the device: nothing of it crosses the link."""
 
@@ -287,45 +373,9 @@ class BlockSize:
             offload_bytes=sizes.gradient_bytes,
             accumulator_bytes=sizes.accumulator_bytes,
             update_bytes=sizes.update_bytes(moments),
+            whole_bytes=sizes.working_bytes + sizes.remainder_bytes + sizes.moment_bytes(moments),
             updates_on_device=on_device,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """The model, or autograd, passes a block with one micro-batch."""
-
-    block: int
-    is_backward: bool = False
-    micro_batch: int = 0
-    adds: bool = False
-    """Backward only: micro-batches of the round before it left a gradient to add to."""
-    loads: bool = False
-    """Backward only: earlier rounds left a gradient to add to."""
-    is_last: bool = True
-    """Backward only: no later micro-batch of the round passes the block."""
-    completes: bool = True
-    """Backward only: after this round the gradient is complete."""
-    saves: bool = False
-    """Forward: its activations go to the host. Backward: they come back before it."""
-
-    @property
-    def bare(self) -> Visit:
-        """The same without what it does to gradients and activations: what can be seen from outside."""
-        return Visit(self.block, self.is_backward, self.micro_batch)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """How a decoder layer is passed."""
-
-    blocks: tuple[int, ...]
-    """Its fragments in forward order; a layer that streams as a whole is its own one."""
-    is_recomputed: bool = True
-    saves: bool = False
-    """Activations, or the boundary, wait on the host."""
-    drops: bool = False
-    """The boundary is not kept: the layers before it make it again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ eviction by furthest next use: Belady, IBM Systems Journal 5(2), 1966.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from megatrain.plan.program.operations import BlockSize, Kind, LayerPlan, Operation, Program, Visit
+from megatrain.plan.program.operations import BlockSize, Kind, Operation, Program
+from megatrain.plan.program.visits import HEAD, Visit
 
 
 def schedule(
@@ -31,6 +31,8 @@ def schedule(
     updates_at_once: bool = False,
     holds: bool = False,
     holds_sums: bool = False,
+    outer: Sequence[int] = (),
+    saved_bytes: Mapping[int, int] | None = None,
 ) -> Program:
     """Place fetches, loads, offloads and copies of activations around the visits of blocks.
 
@@ -44,8 +46,10 @@ def schedule(
         num_staging: Host buffers through which complete gradients pass, used in turn; 0: the gradient plane.
         first_staging: The first one to use.
         updates_at_once: Every complete gradient is followed by its update (the `immediate` schedule).
-        holds: Complete gradients wait on the device; `optimizer_program` takes them home.
+        holds: Complete gradients wait on the device; `step.update_program` takes them home.
         holds_sums: What goes on adding up in a later round waits there too.
+        outer: Blocks in no layer, which the head reads.
+        saved_bytes: By block: what a micro-batch saves to the host; none: not known.
 
     Raises:
         AssertionError: More gradients add up at the same time than there are buffers.
@@ -53,24 +57,19 @@ def schedule(
     placing = _Placing(visits, sizes, contents, pinned)
     rings = _Rings(visits, sizes, num_gradient_buffers, first_gradient_buffer, holds_sums=holds_sums)
     operations = placing.operations
-    restores = deque(n for n, visit in enumerate(visits) if visit.is_backward and visit.saves)
-    restored = -1
+    saving = _Saving(visits, saved_bytes or {})
     staging = first_staging
     for position, visit in enumerate(visits):
         placing.prefetch(position)
+        if visit.block == HEAD:
+            operations.append(_pass_head(visit, outer))
+            continue
         slot = placing.pass_block(visit.block)
         size = sizes[visit.block]
         if not visit.is_backward:
-            operations.append(
-                Operation(kind=Kind.FORWARD, block=visit.block, slot=slot, micro_batch=visit.micro_batch)
-            )
-            if visit.saves:
-                operations.append(Operation(kind=Kind.SAVE, block=visit.block, micro_batch=visit.micro_batch))
+            operations += saving.forward(visit, slot)
             continue
-        while restores and (restores[0] <= position or restored <= position):
-            restored = restores.popleft()
-            ahead = visits[restored]
-            operations.append(Operation(kind=Kind.RESTORE, block=ahead.block, micro_batch=ahead.micro_batch))
+        operations += saving.restores_before(position)
         common: dict[str, Any] = {
             "block": visit.block,
             "micro_batch": visit.micro_batch,
@@ -79,12 +78,19 @@ def schedule(
             "is_last": visit.is_last,
             "completes": visit.completes,
         }
+        visiting: dict[str, Any] = {
+            "num_micro_batches": visit.num_micro_batches,
+            "arrival": saving.arrival_of(position),
+        }
         if not size.is_trained or not size.is_streamed:
-            operations.append(Operation(kind=Kind.BACKWARD, slot=slot, **common))
+            if size.is_trained or visit.block not in outer:
+                operations.append(
+                    Operation(kind=Kind.BACKWARD, slot=slot, collects=size.is_trained, **common, **visiting)
+                )
             continue
         operations += rings.loads_before(position)
         common["gradient_buffer"] = rings.use(visit)
-        operations.append(Operation(kind=Kind.BACKWARD, slot=slot, **common))
+        operations.append(Operation(kind=Kind.BACKWARD, slot=slot, **common, **visiting))
         if not visit.is_last:
             continue
         if holds_sums or (holds and visit.completes):
@@ -107,6 +113,71 @@ def schedule(
     return Program(tuple(operations), tuple(placing.slots))
 
 
+def _pass_head(visit: Visit, outer: Sequence[int]) -> Operation:
+    return Operation(
+        kind=Kind.HEAD_BACKWARD if visit.is_backward else Kind.HEAD,
+        micro_batch=visit.micro_batch,
+        num_micro_batches=visit.num_micro_batches,
+        blocks=tuple(outer),
+    )
+
+
+class _Saving:
+    """The copies of saved activations: out after a forward, back one visit before the backward."""
+
+    def __init__(self, visits: Sequence[Visit], nbytes: Mapping[int, int]) -> None:
+        self._visits = visits
+        self._nbytes = nbytes
+        self._restores = deque(n for n, visit in enumerate(visits) if visit.is_backward and visit.saves)
+        self._restored = -1
+        self._numbers: dict[tuple[int, int], int] = {}
+        """By block and micro-batch: the number of what it has saved and not restored yet."""
+        self._num_saved = 0
+        self._arrivals: dict[int, int] = {}
+        """By position of a visit: where on the device its activations arrive."""
+
+    def forward(self, visit: Visit, slot: int) -> list[Operation]:
+        """List a forward, and the copy of what it saves."""
+        both: dict[str, Any] = {"block": visit.block, "micro_batch": visit.micro_batch}
+        both["num_micro_batches"] = visit.num_micro_batches
+        if not visit.saves:
+            return [Operation(kind=Kind.FORWARD, slot=slot, **both)]
+        both["saved"] = self._numbers[visit.block, visit.micro_batch] = self._num_saved
+        self._num_saved += 1
+        nbytes = self._nbytes.get(visit.block, 0) * visit.num_micro_batches
+        return [
+            Operation(kind=Kind.FORWARD, slot=slot, **both),
+            Operation(kind=Kind.SAVE, nbytes=nbytes, **both),
+        ]
+
+    def restores_before(self, position: int) -> list[Operation]:
+        """List the copies back to begin before the backward at `position`: its own, and the next one."""
+        made = []
+        while self._restores and (self._restores[0] <= position or self._restored <= position):
+            visit = self._visits[self._restores[0]]
+            number = self._numbers.pop((visit.block, visit.micro_batch), -1)
+            if number < 0:  # of a later round, whose forward comes first
+                break
+            self._restored = self._restores.popleft()
+            self._arrivals[self._restored] = len(self._arrivals) % 2
+            made.append(
+                Operation(
+                    kind=Kind.RESTORE,
+                    block=visit.block,
+                    micro_batch=visit.micro_batch,
+                    num_micro_batches=visit.num_micro_batches,
+                    saved=number,
+                    arrival=self._arrivals[self._restored],
+                    nbytes=self._nbytes.get(visit.block, 0) * visit.num_micro_batches,
+                )
+            )
+        return made
+
+    def arrival_of(self, position: int) -> int:
+        """Return where the activations of a backward's visit have arrived; -1: none have."""
+        return self._arrivals.get(position, -1)
+
+
 class _Placing:
     """Which block is in which slot, and the fetches that this takes."""
 
@@ -121,7 +192,10 @@ class _Placing:
         self.slots = list(contents)
         self._sizes = sizes
         self._pinned = pinned
-        self._order = [visit.block if sizes[visit.block].is_streamed else None for visit in visits]
+        self._order = [
+            visit.block if visit.block != HEAD and sizes[visit.block].is_streamed else None
+            for visit in visits
+        ]
         self._uses: dict[int, list[int]] = {}
         for position in range(len(visits) - 1, -1, -1):
             block = self._order[position]
@@ -229,160 +303,5 @@ class _Rings:
         return self._held[block]
 
     def _is_ours(self, visit: Visit) -> bool:
-        return self._sizes[visit.block].is_trained and self._sizes[visit.block].is_streamed
-
-
-def round_visits(
-    layers: Sequence[LayerPlan],
-    *,
-    num_micro_batches: int = 1,
-    first_trained: int = 0,
-    loads: bool = False,
-    completes: bool = True,
-) -> list[Visit]:
-    """List the visits of one round: all micro-batches pass a layer before the next is entered.
-
-    Args:
-        layers: In forward order.
-        num_micro_batches: They start in reverse order, so that autograd, which takes what was made last
-            first, adds up gradients in their own order.
-        first_trained: Backward ends with this layer: neither it nor what is before it is trained.
-        loads: Earlier rounds of the step left gradients to add to.
-        completes: No later round of the step follows.
-    """
-    visits: list[Visit] = []
-    for number, layer in enumerate(layers):
-        # what is saved last is needed first: it stays where it is
-        saves = layer.saves and number < len(layers) - 1
-        visits += _forward(layer, num_micro_batches, saves=saves)
-    made_again: set[int] = set()
-    for number in range(len(layers) - 1, first_trained - 1, -1):
-        layer = layers[number]
-        if layer.drops and number not in made_again:
-            start = number
-            while start > 0 and layers[start].drops and start not in made_again:
-                start -= 1
-            for earlier in range(start, number):
-                visits += _forward(layers[earlier], num_micro_batches)
-                made_again.add(earlier + 1)
-        for micro_batch in range(num_micro_batches):
-            *others, _ = layer.blocks
-            if layer.is_recomputed:
-                visits += [Visit(block, micro_batch=micro_batch) for block in others]
-            for index, block in enumerate(reversed(layer.blocks)):
-                visits.append(
-                    Visit(
-                        block,
-                        is_backward=True,
-                        micro_batch=micro_batch,
-                        adds=micro_batch > 0,
-                        loads=loads,
-                        is_last=micro_batch == num_micro_batches - 1,
-                        completes=completes,
-                        saves=layer.saves and number < len(layers) - 1 and index == 0,
-                    )
-                )
-    return visits
-
-
-def marked(seen: Sequence[Visit], *, loads: bool, completes: bool) -> list[Visit]:
-    """Turn the bare visits of a round that was seen into visits to foresee; no activations are moved."""
-    last = {visit.block: number for number, visit in enumerate(seen) if visit.is_backward}
-    passed: set[int] = set()
-    visits = []
-    for number, visit in enumerate(seen):
-        if not visit.is_backward:
-            visits.append(visit)
-            continue
-        visits.append(
-            replace(
-                visit,
-                adds=visit.block in passed,
-                loads=loads,
-                is_last=number == last[visit.block],
-                completes=completes,
-            )
-        )
-        passed.add(visit.block)
-    return visits
-
-
-def most_open(seen: Sequence[Visit]) -> int:
-    """Count the blocks whose gradients add up at the same time, at most: the buffers that an order takes."""
-    last = {visit.block: number for number, visit in enumerate(seen) if visit.is_backward}
-    is_open: set[int] = set()
-    most = 0
-    for number, visit in enumerate(seen):
-        if visit.is_backward:
-            is_open.add(visit.block)
-            most = max(most, len(is_open))
-            if last[visit.block] == number:
-                is_open.remove(visit.block)
-    return most
-
-
-def _forward(layer: LayerPlan, num_micro_batches: int, *, saves: bool = False) -> list[Visit]:
-    return [
-        Visit(block, micro_batch=micro_batch, saves=saves and block == layer.blocks[-1])
-        for micro_batch in range(num_micro_batches - 1, -1, -1)
-        for block in layer.blocks
-    ]
-
-
-def fetch_residents(sizes: Sequence[BlockSize], blocks: Iterable[int] | None = None) -> list[Operation]:
-    """List the copies that bring resident blocks' new weights to the device, once per step."""
-    return [
-        Operation(kind=Kind.FETCH, block=block, nbytes=sizes[block].fetch_bytes)
-        for block in (range(len(sizes)) if blocks is None else blocks)
-        if not sizes[block].is_streamed and not sizes[block].updates_on_device
-    ]
-
-
-def offload_residents(sizes: Sequence[BlockSize], blocks: Sequence[int]) -> list[Operation]:
-    """List the copies that take the gradients of resident `blocks` home, once per step."""
-    return [
-        Operation(kind=Kind.OFFLOAD, block=block, loads=True, nbytes=sizes[block].offload_bytes)
-        for block in blocks
-    ]
-
-
-def optimizer_program(
-    blocks: Sequence[int],
-    sizes: Sequence[BlockSize] | None = None,
-    *,
-    updated: Collection[int] = (),
-    held: Collection[int] = (),
-    num_staging: int = 0,
-) -> list[Operation]:
-    """List the end of a step: the norm of `blocks`, then their updates in this order.
-
-    Args:
-        blocks: Those with a gradient, in the order in which the next forward wants them.
-        sizes: Of all blocks, for the bytes that updates touch.
-        updated: Blocks that were updated at once already.
-        held: Blocks whose gradients wait on the device: each is taken home before its update, which need not
-            wait for the norm.
-        num_staging: Host buffers through which these pass, used in turn.
-    """
-    operations = [Operation(kind=Kind.NORM, blocks=tuple(blocks))]
-    staging = 0
-    for block in blocks:
-        if block in updated:
-            continue
-        home = -1
-        if block in held:
-            assert sizes is not None
-            home, staging = staging, (staging + 1) % num_staging
-            operations.append(
-                Operation(
-                    kind=Kind.OFFLOAD,
-                    block=block,
-                    waiting=block if sizes[block].is_streamed else -1,
-                    staging=home,
-                    is_held=True,
-                    nbytes=sizes[block].offload_bytes,
-                )
-            )
-        nbytes = 0 if sizes is None else sizes[block].update_bytes
-        operations.append(Operation(kind=Kind.UPDATE, block=block, staging=home, nbytes=nbytes))
-    return operations
+        size = self._sizes[visit.block]
+        return visit.block != HEAD and size.is_trained and size.is_streamed

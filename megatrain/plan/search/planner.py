@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from megatrain.config.choice import Choice, Plan, Pool
 from megatrain.hardware import GIB
-from megatrain.plan.cost.layer_costs import LayerCosts
 from megatrain.plan.cost.step_time import Step
+from megatrain.plan.program.operations import Kind
 from megatrain.plan.search.choices import least
 from megatrain.plan.search.remedies import Remedy
 from megatrain.plan.search.request import Request, overflow, pools_of
@@ -87,21 +87,19 @@ def _flops_done(step: Step) -> float:
 
 
 def _bytes(step: Step) -> dict[str, int]:
-    choice, count = step.choice, step.batch.num_micro_batches
-    rounds = -(-count // choice.lockstep)
-    block_sums = step.block_sums
-    fetched, offloaded = block_sums.moved_bytes(choice, rounds)
-    saved = int(LayerCosts(step.rates, step.anatomy, choice, step.batch).sums()[3]) * count
-    read, written = block_sums.drive_bytes(choice, rounds)
-    if choice.boundaries == "nvme":
-        read, written = read + saved, written + saved
+    """Add up what the step's program moves."""
+
+    def moved(*kinds: Kind) -> int:
+        return sum(step.moved_bytes[kind] for kind in kinds)
+
     return {
-        "fetched": fetched,
-        "offloaded": offloaded,
-        "saved": saved,
-        "restored": saved,
-        "drive_read": read,
-        "drive_written": written,
+        "fetched": moved(Kind.FETCH, Kind.LOAD),
+        "offloaded": moved(Kind.OFFLOAD),
+        "saved": moved(Kind.SAVE),
+        "restored": moved(Kind.RESTORE),
+        "updated": moved(Kind.UPDATE),
+        "drive_read": moved(Kind.READ, Kind.PAGE, Kind.RECALL),
+        "drive_written": moved(Kind.WRITE, Kind.STOW),
     }
 
 

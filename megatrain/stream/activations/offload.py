@@ -16,6 +16,7 @@ and at most two visits' tensors are on the device, however far the launching thr
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
 from collections import deque
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES
-from megatrain.plan.program.operations import Buffer, Lane
+from megatrain.plan.program.operations import Buffer, Kind, Lane, Operation
 from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.stream.activations.host_ring import HostBuffer, HostRing
 from megatrain.stream.activations.on_drives import Staged, Staging
@@ -68,6 +69,9 @@ class OffloadedActivations:
         self._min_bytes = min_bytes
         self._num_leaving = num_leaving
         self._visits: dict[Hashable, SavedVisit] = {}
+        self._keys: dict[tuple[int, int], int] = {}
+        """Of the newest visit of each block and micro-batch."""
+        self._new_key = itertools.count()
         self._leaving: deque[SavedVisit] = deque()
         self._has_warned = False
         self._moved = (0, 0)
@@ -105,6 +109,24 @@ class OffloadedActivations:
         self._staging = None
         if scratch is not None:
             self._staging = Staging(self._lanes, scratch, self._limit, moved=self._moved)
+
+    def name_visit(self, block: int, micro_batch: int) -> int:
+        """Return a key for a new visit; the program's copies of this pair mean the newest one."""
+        self._keys[block, micro_batch] = next(self._new_key)
+        return self._keys[block, micro_batch]
+
+    def copy(self, operation: Operation) -> None:
+        """Enqueue what a SAVE, STOW, RECALL or RESTORE of a program means."""
+        key = self._keys.get((operation.block, operation.micro_batch), -1)
+        match operation.kind:
+            case Kind.SAVE:
+                self.flush(key)
+            case Kind.STOW:
+                self.stow(key, f"block {operation.block} in micro-batch {operation.micro_batch} of its round")
+            case Kind.RECALL:
+                self.recall(key)
+            case _:
+                self.prefetch(key)
 
     def save(self, tensor: Tensor, key: Hashable) -> Held:
         """Take note of a saved tensor; it stays on the device until `flush`.

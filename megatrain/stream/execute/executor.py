@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from megatrain.errors import ModelError
-from megatrain.plan.program.drive_traffic import with_activations_through
-from megatrain.plan.program.operations import BlockSize, Kind, Lane, Operation, Visit, weights_buffer
-from megatrain.plan.program.schedule import fetch_residents, offload_residents, schedule
+from megatrain.plan.program.operations import Kind, Lane, Operation, weights_buffer
+from megatrain.plan.program.spec import StepSpec
+from megatrain.plan.program.step import (
+    around_drives,
+    commit_program,
+    complete_program,
+    fetch_residents,
+    offload_of_sum,
+    sync_program,
+    update_program,
+    visits_program,
+)
+from megatrain.plan.program.visits import Visit
 from megatrain.store.state import HostState, Precision
-from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.gradients import Gradients, Home
-from megatrain.stream.execute.issuer import Counts, Issuer
+from megatrain.stream.execute.issuer import ActivationCopies, Counts, Issuer, Work
+from megatrain.stream.execute.pins import Pins
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
@@ -32,6 +41,7 @@ from megatrain.stream.lanes import Lanes
 _log = logging.getLogger(__name__)
 
 _VISITS = (Kind.FORWARD, Kind.BACKWARD)
+_COMPUTE = (*_VISITS, Kind.HEAD, Kind.HEAD_BACKWARD)
 
 BETWEEN = "outer"
 """Label of what compute does between two visits; of no operation."""
@@ -44,32 +54,31 @@ class Executor(Issuer):
         self,
         lanes: Lanes,
         host: HostState,
-        sizes: Sequence[BlockSize],
+        spec: StepSpec,
         *,
         slots: Slots,
         gradients: Gradients,
         states: DeviceStates,
-        offloaded: OffloadedActivations,
-        outer: Sequence[int],
+        activations: ActivationCopies,
         counts: Counts,
         drives: StateOnDrives | None = None,
     ) -> None:
-        """Start with empty slots and stale resident blocks; `outer` blocks are in use during a whole pass."""
+        """Start with empty slots and outer blocks out of date; programs are made as `spec` says."""
         super().__init__(
             lanes,
             host,
             slots=slots,
             gradients=gradients,
             states=states,
-            offloaded=offloaded,
+            activations=activations,
             counts=counts,
             drives=drives,
         )
-        self.sizes = list(sizes)
-        self._outer = [weights_buffer(block, -1) for block in outer]
+        self.spec = spec
+        self._outer = [weights_buffer(block, -1) for block in spec.outer]
         self._pending: deque[Operation] = deque()
         self._ring = 0
-        self._stale_residents = True
+        self._stale = self._outer_at_home()
         self._surprised = False
         self.open_visit: Operation | None = None
         self._is_again = False
@@ -78,19 +87,17 @@ class Executor(Issuer):
         """What visits compute, for the record and for lanes that keep to a rate."""
         self._is_between = False
         """Compute works on outer blocks: embedding, head and loss, between two visits."""
-        self._pinned: dict[int, list[_Pin]] = {}
-        """By block: once per recomputation that waits for its backward."""
+        self._pins = Pins()
         self.seen: list[Visit] = []
 
     # -- a pass of the model --------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
         """Make compute wait for the weights that are in use during a whole pass."""
-        if self._stale_residents:
-            for operation in self.around_drives(fetch_residents(self.sizes)):
-                self._issue(operation)
-            self.states.pull()
-            self._stale_residents = False
+        self.run(self.states.pulls())
+        self._advance()
+        if self._stale:  # no program has foreseen this pass
+            self.run(around_drives(self.spec, fetch_residents(self.spec.sizes, sorted(self._stale))))
         self._outer_work()  # of a backward that failed before it reached a block
         self._end_between()
         self.lanes.begin(Lane.COMPUTE, reads=self._outer, label=BETWEEN)
@@ -117,7 +124,7 @@ class Executor(Issuer):
 
     def prepare_gradients(self, *, adds_up: bool, num_rounds: int) -> None:
         """Make room for a step's gradients; waits for whoever uses the ring only if it has to grow."""
-        buffers = self._gradients.buffers
+        buffers = self.gradients.buffers
         if buffers.needs_room(adds_up=adds_up, num_rounds=num_rounds):
             with self.touching(writes=[("gradient_buffer", index) for index in range(buffers.num_buffers)]):
                 buffers.prepare(adds_up=adds_up, num_rounds=num_rounds)
@@ -131,29 +138,20 @@ class Executor(Issuer):
         """
         self._flush_ring()
         at_once = is_whole and self.update_at_once is not None
-        buffers = self._gradients.buffers
-        program = schedule(
+        buffers = self.gradients.buffers
+        program = visits_program(
+            self.spec,
             list(visits),
-            self.sizes,
             self.contents,
-            num_gradient_buffers=buffers.num_buffers,
+            fetches_outer=bool(self._stale),
             first_gradient_buffer=self._ring,
-            pinned={pins[0].slot for pins in self._pinned.values() if pins} - {-1},
+            pinned=self._pins.slots,
+            updates_at_once=at_once,
             num_staging=buffers.num_staging if at_once and buffers.is_staged else 0,
             first_staging=self._staging,
-            updates_at_once=at_once,
-            holds=buffers.waits,
-            holds_sums=buffers.holds_sums,
         )
-        operations: Sequence[Operation] = program.operations
-        if self.offloaded.is_on_drives:
-            operations = with_activations_through(operations)
-        self._pending = deque(self.around_drives(operations))
+        self._pending = deque(program.operations)
         self.seen = []
-
-    def around_drives(self, operations: Sequence[Operation]) -> Sequence[Operation]:
-        """Add what brings state from the drives and back, if any is there."""
-        return operations if self.drives is None else self.drives.around(operations)
 
     def open(
         self,
@@ -187,8 +185,8 @@ class Executor(Issuer):
             operation = self._improvise(block, micro_batch, is_backward, had_plan=operation is not None)
         self._pending.popleft()
         self.seen.append(Visit(block, is_backward, micro_batch))
-        if is_backward and self._pinned.get(block):
-            assert self._pinned[block].pop().slot == operation.slot, "a pinned fragment has moved"
+        if is_backward:
+            self._pins.release(operation)
         self.lanes.begin(Lane.COMPUTE, reads=operation.reads, label=str(operation))
         self.open_visit = operation
         self._is_again = False
@@ -196,16 +194,14 @@ class Executor(Issuer):
 
     def pin(self, operation: Operation, owner: object) -> None:
         """Let a recomputed fragment keep its slot until its backward: saved tensors point into it."""
-        pin = _Pin(operation.slot, operation.micro_batch, owner)
-        self._pinned.setdefault(operation.block, []).append(pin)
+        self._pins.add(operation, owner)
 
     def _pass_untrained(self, owner: object | None) -> None:
         """Visit what autograd has passed unseen: fragments without trained parameters, of another call."""
         if self.open_visit is not None and self.open_visit.kind is Kind.BACKWARD:
             self.close()
-        passed = [(b, pin) for b, pins in self._pinned.items() for pin in pins if pin.owner is not owner]
-        for block, pin in reversed(passed):
-            self._open(block, pin.micro_batch, is_backward=True)
+        for pin in self._pins.of_others(owner):
+            self._open(pin.block, pin.micro_batch, is_backward=True)
             self.close()
 
     def close(self, grads: Sequence[Tensor | None] | None = None) -> None:
@@ -214,7 +210,7 @@ class Executor(Issuer):
         assert operation is not None
         work = 0.0 if self.work is None else self.work.of(operation, is_again=self._is_again)
         self.lanes.end(Lane.COMPUTE, reads=operation.reads, work=work)
-        if operation.kind is Kind.BACKWARD and self.sizes[operation.block].is_trained:
+        if operation.kind is Kind.BACKWARD and self.spec.sizes[operation.block].is_trained:
             self._take(operation, grads)
         self.open_visit = None
         self._advance()
@@ -224,7 +220,7 @@ class Executor(Issuer):
         """Take one backward's gradients of a resident block."""
         buffer = [("resident_gradient", block)]
         self.lanes.begin(Lane.COMPUTE, writes=buffer)
-        self._gradients.collect_resident(block, grads)
+        self.gradients.collect_resident(block, grads)
         self.lanes.end(Lane.COMPUTE, writes=buffer)
 
     def end_backward(self) -> None:
@@ -232,9 +228,9 @@ class Executor(Issuer):
         self._pass_untrained(None)
         if self.open_visit is not None:
             self.close()
-        self._pinned.clear()
+        self._pins.clear()
         self._advance()
-        self.offloaded.sweep()
+        self._activations.sweep()
         self.end_pass()
 
     def take_seen(self) -> list[Visit]:
@@ -252,39 +248,50 @@ class Executor(Issuer):
         """
         self._flush_ring()
         wanted = set(leave)
-        away = [block for block in self._gradients.still_at(Home.DEVICE) if block not in wanted]
-        if self._gradients.buffers.waits:
-            for block in away:
-                self._issue(Operation(kind=Kind.HOLD, block=block))
-            away = []
-        for operation in offload_residents(self.sizes, away):
-            if self.update_at_once is None:
-                self._issue(operation)
-                continue
-            staging = self._staging if self._gradients.buffers.is_staged else -1
-            self._issue(replace(operation, staging=staging))
-            nbytes = self.sizes[operation.block].update_bytes
-            update = Operation(
-                kind=Kind.UPDATE,
-                block=operation.block,
-                staging=staging,
-                follows_norm=False,
-                nbytes=nbytes,
+        self.run(
+            complete_program(
+                self.spec,
+                [block for block in self.gradients.still_at(Home.DEVICE) if block not in wanted],
+                self.gradients.still_at(Home.ACCUMULATOR),
+                updates_at_once=self.update_at_once is not None,
+                num_staging=self.gradients.buffers.num_staging if self.gradients.buffers.is_staged else 0,
+                first_staging=self._staging,
             )
-            for part in self.around_drives([update]):
-                self._issue(part)
-        for block in self._gradients.still_at(Home.ACCUMULATOR):
-            self.round_on_host(block)
+        )
+
+    def update(self, work_of: Work) -> None:
+        """Run the end of a step: the norm of its gradients, which are complete, and the updates."""
+        blocks = self.gradients.blocks
+        self.run(
+            update_program(
+                self.spec,
+                blocks,
+                updated=[block for block in blocks if self.gradients.homes[block] is Home.UPDATED],
+                held=self.gradients.held(blocks, leave=self.states.blocks),
+            ),
+            work_of,
+        )
+
+    def sync(self) -> None:
+        """Wait for every update, and bring home what is newer on the device: the host state is whole."""
+        self.run(sync_program(self.spec, self.states.take_newer()))
+
+    def commit(
+        self, step: int, meta: Mapping[str, Any], finish: Callable[[], Mapping[str, Any]] | None
+    ) -> None:
+        """Enqueue a commit of the state after all updates that were enqueued before; see `Engine.commit`."""
+        assert self.drives is not None
+        self.run(commit_program(self.spec, self.drives.begin_commit(step, meta, finish)))
 
     def wait_for_gradients(self) -> None:
         """Let the caller read the gradients, at home or where they wait; what adds up may go on adding up."""
         kinds = ["gradient"]
-        if not self._gradients.buffers.waits:
+        if not self.gradients.buffers.waits:
             self.complete_gradients()
         else:
             self._flush_ring()
             kinds += ["waiting", "resident_gradient"]
-        with self.touching(reads=[(kind, block) for kind in kinds for block in self._gradients.blocks]):
+        with self.touching(reads=[(kind, block) for kind in kinds for block in self.gradients.blocks]):
             pass
 
     def invalidate(self) -> None:
@@ -292,7 +299,7 @@ class Executor(Issuer):
         assert self.open_visit is None
         self.forget_slots()
         self._pending.clear()
-        self._stale_residents = True
+        self._stale = self._outer_at_home()
 
     def abandon(self) -> None:
         """Drop an unfinished round after an exception."""
@@ -301,11 +308,11 @@ class Executor(Issuer):
         if self.open_visit is not None:
             self.lanes.end(Lane.COMPUTE, reads=self.open_visit.reads)
         self.open_visit = None
-        self._pinned.clear()
+        self._pins.clear()
         self._pending.clear()
-        self.offloaded.clear()
+        self._activations.clear()
         self.contents = [None] * len(self._slots)  # a copy may be what failed
-        self._stale_residents = True
+        self._stale = self._outer_at_home()
 
     # -- one operation --------------------------------------------------------------------------------------
 
@@ -317,11 +324,11 @@ class Executor(Issuer):
             return
         if grads is not None:
             self.lanes.begin(Lane.COMPUTE, writes=operation.writes)
-            self._gradients.collect(operation, grads)
+            self.gradients.collect(operation, grads)
             self.lanes.end(Lane.COMPUTE, writes=operation.writes)
         if operation.is_last:
-            self._ring = (operation.gradient_buffer + 1) % self._gradients.buffers.num_buffers
-            if not self._gradients.is_filled(operation.gradient_buffer):
+            self._ring = (operation.gradient_buffer + 1) % self.gradients.buffers.num_buffers
+            if not self.gradients.is_filled(operation.gradient_buffer):
                 ends = (Kind.OFFLOAD, Kind.HOLD, Kind.UPDATE)
                 while self._pending and self._pending[0].kind in ends:
                     assert self._pending.popleft().block == operation.block
@@ -330,25 +337,25 @@ class Executor(Issuer):
         foreseen = (operation.block, operation.micro_batch, operation.kind is Kind.BACKWARD)
         if foreseen != (block, micro_batch, is_backward):
             return False
-        size = self.sizes[block]
+        size = self.spec.sizes[block]
         if not is_backward or not size.is_trained or not size.is_streamed:
             return True
-        return operation.loads == self._gradients.has(block)
+        return operation.loads == self.gradients.has(block)
 
     def _improvise(self, block: int, micro_batch: int, is_backward: bool, *, had_plan: bool) -> Operation:
         if had_plan and not self._surprised:
             self._surprised = True
             _log.info("block %d is visited out of the foreseen order; copies go on without foresight", block)
         self._flush_ring()
-        loads = is_backward and self.sizes[block].is_streamed and self._gradients.has(block)
-        wide = loads and self._host.precision is Precision.BF16
+        loads = is_backward and self.spec.sizes[block].is_streamed and self.gradients.has(block)
+        wide = loads and self.host.precision is Precision.BF16
         if is_backward and self.update_at_once is not None:
-            if self._gradients.homes[block] is Home.UPDATED:
+            if self.gradients.homes[block] is Home.UPDATED:
                 raise ModelError(
                     f"updates=immediate: block {block} was updated, and then its backward was visited again; "
                     "the model passes it in an order of its own: use updates=deferred"
                 )
-            self._gradients.buffers.num_staging = 0
+            self.gradients.buffers.num_staging = 0
         if wide or (is_backward and self.update_at_once is not None):
             self.prepare_gradients(adds_up=wide, num_rounds=2)
         seen = self.seen
@@ -365,36 +372,29 @@ class Executor(Issuer):
             operation
             for operation in self._pending
             if operation.kind in (Kind.OFFLOAD, Kind.HOLD)
-            and self._gradients.is_filled(operation.gradient_buffer)
+            and self.gradients.is_filled(operation.gradient_buffer)
         ]
         self._pending.clear()
         if unfinished:
             self.prepare_gradients(adds_up=True, num_rounds=2)
         for operation in unfinished:
-            if not self._gradients.is_filled(operation.gradient_buffer):
+            if not self.gradients.is_filled(operation.gradient_buffer):
                 continue
-            if self._gradients.buffers.holds_sums:
-                self._issue(operation)
+            if self.gradients.buffers.holds_sums:
+                self.issue(operation)
                 continue
-            sums = replace(
-                operation,
-                kind=Kind.OFFLOAD,
-                completes=self._host.precision is Precision.FP32,  # the plane holds a sum like any other
-                staging=-1,
-                waiting=-1,
-                nbytes=self.sizes[operation.block].accumulator_bytes,
-            )
-            self._issue(sums)
+            self.issue(offload_of_sum(self.spec, operation))
 
     def _advance(self) -> None:
-        while self._pending and self._pending[0].kind not in _VISITS:
-            self._issue(self._pending.popleft())
+        """Issue the copies before the next visit of a layer; work on outer blocks needs none of its own."""
+        while self._pending:
+            operation = self._pending[0]
+            if operation.kind in _VISITS and operation.block not in self.spec.outer:
+                return
+            self._pending.popleft()
+            if operation.kind not in _COMPUTE:
+                self.issue(operation)
 
-
-class _Pin(NamedTuple):
-    """A recomputed fragment that waits for its backward."""
-
-    slot: int
-    """-1 where the block is resident."""
-    micro_batch: int
-    owner: object
+    def _outer_at_home(self) -> set[int]:
+        sizes = self.spec.sizes
+        return {block for block in self.spec.outer if not sizes[block].updates_on_device}

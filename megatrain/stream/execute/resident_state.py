@@ -6,13 +6,13 @@ when the host state is asked for. Between, nothing of these layers crosses the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
 from megatrain.layout import pools
 from megatrain.layout.moments import MOMENT_PLANES
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.state import HostState
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.lanes import Lanes
@@ -69,40 +69,40 @@ class DeviceStates:
         self._stale = set(self.blocks)
         self._newer.clear()
 
-    def pull(self) -> None:
-        """Copy to the device what the host has changed."""
-        for block in sorted(self._stale):
-            self._copy(block, Lane.FETCH)
-        self._stale.clear()
+    def pulls(self) -> list[Operation]:
+        """List the copies to the device of what the host has changed; they are to be run."""
+        stale, self._stale = sorted(self._stale), set()
+        return [Operation(kind=Kind.PULL, block=block, nbytes=self._nbytes(block)) for block in stale]
 
-    def push(self) -> None:
-        """Copy home what an update has changed on the device."""
-        for block in sorted(self._newer):
-            self._copy(block, Lane.OFFLOAD)
-        self._newer.clear()
+    def take_newer(self) -> list[int]:
+        """Return the blocks that an update has changed on the device; they are to be copied home."""
+        newer, self._newer = sorted(self._newer), set()
+        return newer
 
     def settle_update(self, block: int) -> None:
         """Note that an update makes the device's planes the newer ones."""
         self._newer.add(block)
 
-    def _copy(self, block: int, lane: Lane) -> None:
-        state = self._host.blocks[block]
-        pairs = [(state.working, self._slots.place(block, -1))]
-        pairs += [(getattr(state, name), plane) for name, plane in self._planes.get(block, {}).items()]
-        at_home = [("working", block), ("moments", block)]
-        there = [("resident", block), ("device_moments", block)]
-        reads, writes = (at_home, there) if lane is Lane.FETCH else (there, at_home)
+    def copy(self, operation: Operation) -> Callable[[], object]:
+        """Return the copy of a block's whole state to the device (PULL) or home (PUSH)."""
+        pairs = self._pairs(operation.block)
+        if operation.kind is Kind.PUSH:
+            pairs = [(device, host) for host, device in pairs]
 
         def run() -> None:
-            for host, device in pairs:
-                source, target = (host, device) if lane is Lane.FETCH else (device, host)
+            for source, target in pairs:
                 target.copy_(source, non_blocking=True)
 
-        self._lanes.enqueue(
-            lane,
-            run,
-            reads=reads,
-            writes=writes,
-            work=sum(host.nbytes for host, _ in pairs),
-            label=f"{'state in' if lane is Lane.FETCH else 'state out'}  b{block}",
-        )
+        return run
+
+    def _pairs(self, block: int) -> list[tuple[Tensor, Tensor]]:
+        """Pair the planes on the host with those on the device; only weights before there is an optimizer."""
+        state = self._host.blocks[block]
+        planes = self._planes.get(block, {}).items()
+        return [
+            (state.working, self._slots.place(block, -1)),
+            *((getattr(state, name), plane) for name, plane in planes),
+        ]
+
+    def _nbytes(self, block: int) -> int:
+        return sum(host.nbytes for host, _ in self._pairs(block))

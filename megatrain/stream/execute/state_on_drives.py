@@ -7,23 +7,15 @@ never holds parts of two steps; and one that follows an update whose write was l
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from megatrain.errors import OutputError
-from megatrain.plan.program.drive_traffic import with_state_through, with_weights_through
-from megatrain.plan.program.operations import Kind, Lane, Operation
+from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.tiered import TieredState
 from megatrain.stream.lanes import Lanes
-
-if TYPE_CHECKING:
-    from megatrain.stream.execute.executor import Executor
-
-_log = logging.getLogger(__name__)
 
 
 class StateOnDrives:
@@ -31,37 +23,17 @@ class StateOnDrives:
 
     def __init__(self, lanes: Lanes, host: TieredState) -> None:
         """Allocate the buffers."""
-        self._lanes = lanes
         self._host = host
         self.on_drives = host.on_drives
         self._staging, self._pages = host.allocate_buffers()
         lanes.lock(host.arena("staging of weights"))
-        images = self.on_drives.images
-        self._update_bytes = [
-            image.num_bytes if self.on_drives.holds_working(block) else image.working_start
-            for block, image in enumerate(images)
-        ]
-        self._fetch_bytes = [image.num_bytes - image.working_start for image in images]
         self._ready = [False] * len(self._staging)
         """By buffer: an update has put something there that is to be written."""
         self._num_writes = 0
-        """Writes of updates that were enqueued."""
+        """Writes that were enqueued."""
         self._num_written = 0
-        self._turn = 0
-
-    # -- programs -------------------------------------------------------------------------------------------
-
-    def around_updates(self, operations: Sequence[Operation]) -> list[Operation]:
-        """Put reads before the updates of blocks on the drives, and writes behind them."""
-        there = self.on_drives.placement.state_on_drives
-        return with_state_through(operations, there, self._update_bytes, len(self._staging))
-
-    def around(self, operations: Sequence[Operation]) -> list[Operation]:
-        """Do this for updates and for fetches."""
-        there = self.on_drives.placement.working_on_drives
-        return with_weights_through(
-            self.around_updates(operations), there, self._fetch_bytes, len(self._pages)
-        )
+        self._commit: tuple[int, dict[str, Any], Callable[[], Mapping[str, Any]] | None] = (0, {}, None)
+        """Of the commit that is being enqueued: its step, what it says of the run, and what adds to that."""
 
     # -- operations -----------------------------------------------------------------------------------------
 
@@ -85,12 +57,18 @@ class StateOnDrives:
         self._host.mark_updated(block)
 
     def work(self, operation: Operation) -> Callable[[], object]:
-        """Return what a READ, PAGE or WRITE does."""
+        """Return what an operation on the drives does."""
         if operation.kind is Kind.WRITE:
             self._num_writes += 1
-        return {Kind.READ: self._read, Kind.PAGE: self._read_page, Kind.WRITE: self._write}[operation.kind](
-            operation
-        )
+            return self._write(operation) if operation.piece < 0 else self._write_piece(operation)
+        works = {
+            Kind.READ: self._read,
+            Kind.PAGE: self._read_page,
+            Kind.SPILL: self._spill,
+            Kind.SEAL: self._seal,
+            Kind.COMMIT: self._make_commit,
+        }
+        return works[operation.kind](operation)
 
     def _read(self, operation: Operation) -> Callable[[], object]:
         block, buffer = operation.block, self._staging[operation.drive_staging]
@@ -117,26 +95,50 @@ class StateOnDrives:
 
     # -- commits --------------------------------------------------------------------------------------------
 
-    def commit(
-        self,
-        executor: Executor,
-        step: int,
-        meta: Mapping[str, Any],
-        finish: Callable[[], Mapping[str, Any]] | None,
-    ) -> None:
-        """Enqueue a commit of the state after all updates that were enqueued before; see `Engine.commit`."""
-        executor.states.push()
-        for block, is_working in sorted(self._host.changed):
-            self._spill(executor, block, is_working=is_working)
+    def begin_commit(
+        self, step: int, meta: Mapping[str, Any], finish: Callable[[], Mapping[str, Any]] | None
+    ) -> list[tuple[int, bool]]:
+        """Begin a commit, whose operations are enqueued next; see `Engine.commit`.
+
+        Returns:
+            (block, is it the working weights) of what lives in RAM and differs from its image.
+        """
+        self._commit = step, dict(meta), finish
+        changed = sorted(self._host.changed)
         self._host.changed.clear()
-        whole: dict[str, Any] = {}
+        return changed
 
-        def seal() -> None:
-            whole.update(meta)
-            whole.update(finish() if finish is not None else {})
+    def _spill(self, operation: Operation) -> Callable[[], object]:
+        block, buffer = operation.block, self._piece_buffer(operation)
+        piece = self.on_drives.images[block].pieces[operation.piece]
 
-        self._lanes.enqueue(Lane.HOST, seal, writes=[("meta", 0)], label="seal")
+        def run() -> None:
+            state = self._host.blocks[block]
+            planes = {"working": state.working} if piece.is_working else self._host.planes_in_ram(block)
+            self.on_drives.fill(piece, block, planes, buffer)
+
+        return run
+
+    def _write_piece(self, operation: Operation) -> Callable[[], object]:
+        buffer = self._piece_buffer(operation)
+        extent = self.on_drives.images[operation.block].pieces[operation.piece].extent
+
+        def run() -> None:
+            self.on_drives.store.write(extent, buffer)
+            self._num_written += 1
+
+        return run
+
+    def _piece_buffer(self, operation: Operation) -> Tensor:
+        return self._staging[operation.drive_staging][: operation.nbytes]
+
+    def _seal(self, operation: Operation) -> Callable[[], object]:
+        _step, whole, finish = self._commit
+        return lambda: whole.update(finish() if finish is not None else {})
+
+    def _make_commit(self, operation: Operation) -> Callable[[], object]:
         expected = self._num_writes
+        step, whole, _finish = self._commit
 
         def run() -> None:
             if self._num_written != expected:
@@ -147,26 +149,4 @@ class StateOnDrives:
                 )
             self.on_drives.store.commit(step, whole)
 
-        blocks = tuple(range(len(self._host.layouts)))
-        executor.enqueue(Operation(kind=Kind.COMMIT, blocks=blocks), run)
-
-    def _spill(self, executor: Executor, block: int, *, is_working: bool) -> None:
-        """Write the state, or the weights, of a block that lives in RAM, piece by piece."""
-        image = self.on_drives.images[block]
-        state = self._host.blocks[block]
-        for piece in image.of(state=not is_working, working=is_working):
-            turn, self._turn = self._turn, (self._turn + 1) % len(self._staging)
-            buffer = self._staging[turn][: piece.stop - piece.start]
-
-            def fill(piece: Any = piece, buffer: Tensor = buffer) -> None:
-                planes = {"working": state.working} if is_working else self._host.planes_in_ram(block)
-                self.on_drives.fill(piece, block, planes, buffer)
-
-            def write(piece: Any = piece, buffer: Tensor = buffer) -> None:
-                self.on_drives.store.write(piece.extent, buffer)
-                self._num_written += 1
-
-            spill = Operation(kind=Kind.SPILL, block=block, drive_staging=turn, nbytes=buffer.numel())
-            executor.enqueue(spill, fill)
-            self._num_writes += 1
-            executor.enqueue(replace(spill, kind=Kind.WRITE), write)
+        return run

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from megatrain.optim.device import update_on_device
 from megatrain.optim.pool import default_pool
 from megatrain.plan.program.operations import Operation
 from megatrain.store.state import split_gradient
+from megatrain.stream.execute.executor import Executor
 
-if TYPE_CHECKING:
-    from megatrain.stream.optimizer import StreamedAdamW
+Ranges: TypeAlias = Callable[[float], list[tuple[AdamWStep, int, int]]]
+"""Returns hyper-parameters and state ranges `[start, stop)` of an update, for a factor on the gradient."""
 
 _PLANES = ("working", "remainder", *MOMENT_PLANES)
 
@@ -73,69 +74,68 @@ class BlockUpdate:
 
     def __init__(
         self,
-        optimizer: StreamedAdamW,
+        executor: Executor,
         operation: Operation,
-        groups: Sequence[Mapping[str, Any]],
-        present: frozenset[str],
+        ranges: Ranges,
         stats: StepStats | None,
+        max_grad_norm: float | None,
     ) -> None:
         """Keep what the update needs.
 
         Args:
-            optimizer: Whose update this is.
+            executor: Whose state and gradients these are.
             operation: UPDATE of the block.
-            groups: Hyper-parameters of each parameter group.
-            present: Parameters that have a gradient.
+            ranges: Returns the state ranges that the update covers, and counts it.
             stats: Of the step; None: nothing is clipped or skipped.
+            max_grad_norm: Norm to which gradients are clipped; None: no clipping.
         """
-        self._optimizer = optimizer
-        self._block = operation.block
-        self._groups = groups
-        self._present = present
-        self._stats = stats
+        self._executor = executor
         self._operation = operation
+        self._ranges = ranges
+        self._stats = stats
+        self._max_grad_norm = max_grad_norm
 
     def run(self) -> None:
-        """Update the block's state on the host; nothing if the step is skipped."""
+        """Update the block's state where it is; nothing if the step is skipped."""
         scale = self._scale()
         if scale is None:
             return
-        engine = self._optimizer.engine
-        state = engine.host.blocks[self._block]
-        drives = engine.executor.drives if self._operation.drive_staging >= 0 else None
-        if drives is not None:
-            planes = drives.planes(self._operation)
-            drives.updated(self._operation)
+        if self._operation.on_device:
+            self._run_on_device(scale)
+        else:
+            self._run_on_host(scale)
+
+    def _run_on_host(self, scale: float) -> None:
+        executor, operation = self._executor, self._operation
+        state = executor.host.blocks[operation.block]
+        if operation.drive_staging >= 0:
+            assert executor.drives is not None
+            planes = executor.drives.planes(operation)
+            executor.drives.updated(operation)
         else:
             planes = {name: getattr(state, name) for name in _PLANES}
-        gradient = split_gradient(engine.gradients.home(self._operation), state.layout)
-        ranges = self._optimizer.ranges(self._block, self._groups, self._present, scale)
-        update_many(default_pool(), _view(planes, gradient, state.layout, ranges))
+        gradient = split_gradient(executor.gradients.home(operation), state.layout)
+        update_many(default_pool(), _view(planes, gradient, state.layout, self._ranges(scale)))
 
-    def run_on_device(self) -> None:
-        """Update a block whose state is on the device, there."""
-        scale = self._scale()
-        if scale is None:
-            return
-        engine = self._optimizer.engine
-        layout = engine.host.blocks[self._block].layout
-        planes = engine.executor.states.planes(self._block)
-        flat = engine.gradients.buffers.sums(self._block)
+    def _run_on_device(self, scale: float) -> None:
+        executor, block = self._executor, self._operation.block
+        layout = executor.host.blocks[block].layout
+        planes = executor.states.planes(block)
+        flat = executor.gradients.buffers.sums(block)
         low, full = flat[: layout.num_split], flat[layout.num_split :]
-        ranges = self._optimizer.ranges(self._block, self._groups, self._present, scale)
-        if engine.lanes.updates_with_kernels:
+        if executor.lanes.updates_with_kernels:
             gradient = low.to(torch.bfloat16), full  # they were rounded to it before
-            update_many(default_pool(), _view(planes, gradient, layout, ranges))
+            update_many(default_pool(), _view(planes, gradient, layout, self._ranges(scale)))
             return
-        with engine.lanes.computing():
-            update_on_device(_view(planes, (low, full), layout, ranges))
+        with executor.lanes.computing():
+            update_on_device(_view(planes, (low, full), layout, self._ranges(scale)))
 
     def _scale(self) -> float | None:
         if self._stats is None:
             return 1.0
         if self._stats.skipped:
             return None
-        return clip_coefficient(self._stats.grad_norm, self._optimizer.max_grad_norm)
+        return clip_coefficient(self._stats.grad_norm, self._max_grad_norm)
 
 
 def _view(

@@ -86,11 +86,18 @@ class AttachedLayer:
         self.entering: Callable[[AttachedBlock], None] | None = None
         """What takes note of the fragment whose module is called; None: the layer is not running."""
 
-    def arrange(self, executor: Executor, slots: Slots, policy: Activations, boundaries: Boundaries) -> None:
+    def arrange(
+        self,
+        executor: Executor,
+        slots: Slots,
+        offloaded: OffloadedActivations,
+        policy: Activations,
+        boundaries: Boundaries,
+    ) -> None:
         """Let the layer run through `executor` and `slots`, under `policy`."""
         self.executor = executor
         self.slots = slots
-        self.offloaded = executor.offloaded
+        self.offloaded = offloaded
         self.policy = policy
         self.boundaries = boundaries
 

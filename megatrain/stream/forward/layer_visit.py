@@ -102,7 +102,7 @@ class LayerVisit:
             return self._run(None, *args, **kwargs)
         layer, current = self.layer, self.current
         current.note(layer)
-        self._key = layer.executor.name_visit(layer.blocks[-1].index, current.micro_batch)
+        self._key = layer.offloaded.name_visit(layer.blocks[-1].index, current.micro_batch)
         with ExitStack() as stack:
             call = layer.boundaries.watch(
                 stack,

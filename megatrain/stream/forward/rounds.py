@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from megatrain.config.choice import Activations, Choice
+from megatrain.config.choice import Choice
 from megatrain.errors import ModelError
-from megatrain.plan.program.operations import LayerPlan, Visit
-from megatrain.plan.program.schedule import marked, most_open, round_visits
+from megatrain.plan.program.visits import Visit, marked, most_open
 from megatrain.store.state import HostState, Precision
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
@@ -37,17 +36,8 @@ class Rounds:
         self._host = host
         self._gradients = gradients
         self._choice = choice
-        self.plans = [
-            LayerPlan(
-                tuple(block.index for block in layer.blocks),
-                is_recomputed=layer.policy.is_recomputed,
-                saves=layer.policy is Activations.OFFLOAD
-                or (choice.boundaries != "device" and layer.policy.is_recomputed),
-                drops=layer.policy is Activations.DROP_BOUNDARY and number > 0,
-            )
-            for number, layer in enumerate(layers)
-        ]
-        self.first_trained = _first_trained(layers, outer)
+        self.plans = executor.spec.layers
+        self.first_trained = executor.spec.first_trained
         """The first layer that backward reaches: what is before it has nothing to train."""
         self.micro_batch = 0
         """Number within its round of the pass that begins next."""
@@ -131,13 +121,7 @@ class Rounds:
         order = self._orders.get(num_micro_batches)
         if order is not None:
             return marked(order, loads=loads, completes=completes)
-        return round_visits(
-            self.plans,
-            num_micro_batches=num_micro_batches,
-            first_trained=self.first_trained,
-            loads=loads,
-            completes=completes,
-        )
+        return self._executor.spec.visits([1] * num_micro_batches, loads=loads, completes=completes)
 
     def drop(self) -> None:
         """Forget an unfinished round after an exception."""
@@ -156,14 +140,9 @@ class Rounds:
         seen = self._executor.take_seen()
         passes, self._passes_since_backward = self._passes_since_backward, 0
         if passes not in self._bare:
-            self._bare[passes] = [v.bare for v in self.visits(passes, loads=False, completes=True)]
+            visits = self.visits(passes, loads=False, completes=True)
+            inside = {block for plan in self.plans for block in plan.blocks}
+            self._bare[passes] = [visit.bare for visit in visits if visit.block in inside]
         is_new = passes == self.num_together and seen != self._bare[passes]
         if is_new and most_open(seen) <= self._choice.num_gradient_buffers:
             self._orders[passes] = self._bare[passes] = seen
-
-
-def _first_trained(layers: Sequence[AttachedLayer], outer: Sequence[AttachedBlock]) -> int:
-    if any(block.layout.num_state for block in outer):
-        return 0
-    trained = (any(block.layout.num_state for block in layer.blocks) for layer in layers)
-    return next((number for number, flag in enumerate(trained) if flag), 0)

@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.plan.program.operations import BlockSize, Kind, LayerPlan, Operation, Program, Visit
-from megatrain.plan.program.schedule import (
-    fetch_residents,
-    offload_residents,
-    optimizer_program,
-    round_visits,
-    schedule,
-)
+from megatrain.plan.program.operations import BlockSize, Kind, Operation, Program
+from megatrain.plan.program.schedule import schedule
+from megatrain.plan.program.spec import StepSpec
+from megatrain.plan.program.step import fetch_residents, offload_residents, update_program
+from megatrain.plan.program.visits import LayerPlan, Visit, round_visits
 
 
 def make_sizes(num_blocks: int, *, is_trained: bool = True) -> list[BlockSize]:
@@ -117,7 +114,10 @@ def test_program_of_three_blocks_in_two_slots_is_the_design_s() -> None:
         "offload   b0 g0",
     ]
     assert program.contents == (0, 1)
-    assert [str(operation) for operation in optimizer_program([0, 1, 2])] == [
+    spec = StepSpec(
+        sizes=make_sizes(3), layers=[LayerPlan((n,)) for n in range(3)], num_slots=2, num_gradient_buffers=1
+    )
+    assert [str(operation) for operation in update_program(spec, [0, 1, 2])] == [
         "norm",
         "update    b0",
         "update    b1",

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from megatrain.plan.program.operations import Kind
-from megatrain.plan.program.schedule import round_visits, schedule
+from megatrain.plan.program.schedule import schedule
+from megatrain.plan.program.visits import round_visits
 from megatrain.stream.engine import Engine
 from tests.reference import Resident, assert_same_bits, make_batches
 from tests.stream.execute.test_memory import LiveStorages, deep_config
@@ -89,7 +90,7 @@ def test_boundaries_on_the_host_leave_the_device() -> None:
 def test_bytes_of_boundaries_on_the_host(lockstep: int) -> None:
     """Every boundary but the last layer's goes out once; what had left the device comes back once."""
     _, reference, engine, _ = deep_start("recompute", boundaries="host", lockstep=lockstep)
-    offloaded = engine.executor.offloaded
+    offloaded = engine.arrangement.offloaded
     for step in range(2):
         saved, restored = offloaded.saved_bytes, offloaded.restored_bytes
         assert_same_round(engine, reference, make_batches(lockstep, seed=step, rows=ROWS, tokens=TOKENS))
@@ -141,7 +142,7 @@ def test_a_dropped_boundary_costs_one_forward_of_the_layer_before(
         visits = round_visits(engine.rounds.plans, num_micro_batches=lockstep)
         program = schedule(
             visits,
-            engine.executor.sizes,
+            engine.executor.spec.sizes,
             contents,
             num_gradient_buffers=engine.choice.num_gradient_buffers,
         )

@@ -62,7 +62,7 @@ def begin(root: Path, *, num_drives: int = 1, **settings: Any) -> tuple[Any, Any
 
 
 def shrink(engine: Engine) -> None:
-    engine.executor.offloaded._min_bytes = 1
+    engine.arrangement.offloaded._min_bytes = 1
     scratch_of(engine).chunk_bytes = 8192
 
 
@@ -81,7 +81,7 @@ def test_activations_on_drives_change_no_bit(
         num_micro_batches=num_micro_batches,
     )
     assert_same_steps(engine, optimizer, reference, num_micro_batches=num_micro_batches)
-    read, written = engine.executor.offloaded.drive_bytes
+    read, written = engine.arrangement.offloaded.drive_bytes
     assert written > 0
     assert read > 0 or (activations == "drop_boundary" and num_micro_batches == 1), "it is wanted at once"
     engine.detach()
@@ -120,8 +120,8 @@ def test_every_way_of_streaming_gives_the_bits_of_boundaries_on_the_device(
         found.append((losses, dict(engine.named_masters())))
         assert bool(engine.choice.tiers) == (settings.get("ram") is not None)
         there = boundaries == "nvme" or activations in ("offload", MIXED)
-        assert (engine.executor.offloaded.saved_bytes > 0) == there
-        assert (engine.executor.offloaded.drive_bytes != (0, 0)) == (boundaries == "nvme")
+        assert (engine.arrangement.offloaded.saved_bytes > 0) == there
+        assert (engine.arrangement.offloaded.drive_bytes != (0, 0)) == (boundaries == "nvme")
         engine.detach()
     assert found[0][0] == found[1][0]
     for key, value in found[0][1].items():
@@ -134,7 +134,7 @@ def test_a_boundary_is_written_once_and_read_once(tmp_path: Path) -> None:
     config.num_hidden_layers = 6
     _, reference, engine, optimizer = begin(tmp_path, config=config, num_micro_batches=2, lockstep=2)
     assert_same_steps(engine, optimizer, reference, num_micro_batches=2)
-    offloaded = engine.executor.offloaded
+    offloaded = engine.arrangement.offloaded
     size = offloaded.host_bytes // NUM_ACTIVATION_STAGING
     assert size % 4096 == 0
     assert offloaded.drive_bytes == (2 * (2 * 5 - 1) * size, 2 * 2 * 5 * size)
@@ -167,7 +167,7 @@ def test_bytes_are_those_of_the_plan(count: int, activations: str, tmp_path: Pat
     batch = StepBatch(micro_batch_size=2, seq_len=64, num_micro_batches=count)
     planes = host_planes(anatomy, engine.choice, batch)
     assert engine.choice.boundaries == "nvme"
-    assert planes["staging of activations"] == engine.executor.offloaded.host_bytes > 0
+    assert planes["staging of activations"] == engine.arrangement.offloaded.host_bytes > 0
     pools = {pool.name: pool.nbytes for pool in drive_pools(anatomy, engine.choice, batch)}
     assert pools["saved activations"] == scratch_of(engine).nbytes == 4 * count * SCRATCH_CHUNK_BYTES
     engine.detach()
@@ -182,7 +182,7 @@ def test_longer_sequences_make_larger_buffers(tmp_path: Path) -> None:
         reference.forward_backward(batches, [step])
         reference.step(optimizer.step().grad_norm, 0.5)
         assert_same_masters(engine, reference)
-        sizes.append(engine.executor.offloaded.host_bytes)
+        sizes.append(engine.arrangement.offloaded.host_bytes)
     assert sizes[0] <= sizes[1] == sizes[2]
     engine.detach()
 
@@ -199,7 +199,7 @@ def test_two_forwards_and_one_backward_are_exact(activations: str, tmp_path: Pat
             (net(**first).loss + 2 * net(**second).loss).backward()
         for name, gradient in engine.named_gradients():
             torch.testing.assert_close(gradient, reference.parameters[name].grad, rtol=1e-5, atol=1e-7)
-        assert not engine.executor.offloaded._visits
+        assert not engine.arrangement.offloaded._visits
         engine.zero_grad()
         reference.model.zero_grad()
     with torch.no_grad():
@@ -217,7 +217,7 @@ def test_an_engine_can_change_where_boundaries_wait(tmp_path: Path) -> None:
         shrink(engine)
         assert engine.choice.boundaries == boundaries
         assert_same_steps(engine, optimizer, reference, first=first, steps=1)
-        assert (engine.executor.offloaded.host_bytes > 0) == (boundaries != "device")
+        assert (engine.arrangement.offloaded.host_bytes > 0) == (boundaries != "device")
         assert (scratch_of(engine).nbytes > 0) == (boundaries == "nvme")
     engine.detach()
 
@@ -387,7 +387,7 @@ def test_a_full_drive_stops_the_step_and_is_named(
 
 def test_buffers_that_ram_has_no_room_for_are_refused(tmp_path: Path) -> None:
     _, _, engine, _ = begin(tmp_path)
-    staging = engine.executor.offloaded._staging
+    staging = engine.arrangement.offloaded._staging
     assert staging is not None
     staging._limit = 1000
     with pytest.raises(

@@ -27,19 +27,19 @@ from tests.train.test_loop import assert_same_runs
 def issued(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
     """Record the operations that the executor issues."""
     operations: list[Operation] = []
-    issue = engine.executor._issue
+    issue = engine.executor.issue
 
-    def record(operation: Operation) -> None:
+    def record(operation: Operation, *work_of: Any) -> None:
         operations.append(operation)
-        issue(operation)
+        issue(operation, *work_of)
 
-    monkeypatch.setattr(engine.executor, "_issue", record)
+    monkeypatch.setattr(engine.executor, "issue", record)
     return operations
 
 
 def crossings(engine: Engine) -> list[str]:
     """Return what has crossed the link since the last call, by the lanes' own record."""
-    lanes = ("fetch", "offload", "state in", "state out", "save", "restore")
+    lanes = ("fetch", "offload", "pull", "push", "save", "restore")
     return [span.label for span in engine.lanes.take_record().spans if span.label.startswith(lanes)]
 
 
@@ -81,7 +81,7 @@ def test_with_everything_resident_nothing_moves(precision: str) -> None:
     assert engine.residents == set(range(len(engine.host.layouts)))
     crossings(engine)
     train_steps(engine, optimizer, 1)
-    assert {label.split()[0] for label in crossings(engine)} == {"state"}
+    assert {label.split()[0] for label in crossings(engine)} == {"pull"}
     fetched, offloaded = engine.bytes_fetched, engine.bytes_offloaded
     for step in range(1, 4):
         engine.forward_backward(make_batches(3, seed=step))
@@ -89,7 +89,7 @@ def test_with_everything_resident_nothing_moves(precision: str) -> None:
     assert (engine.bytes_fetched, engine.bytes_offloaded) == (fetched, offloaded)
     assert crossings(engine) == []
     engine.sync()
-    assert crossings(engine) == [f"state out  b{block}" for block in range(len(engine.host.layouts))]
+    assert crossings(engine) == [f"push      b{block}" for block in range(len(engine.host.layouts))]
     engine.sync()
     assert crossings(engine) == []
 

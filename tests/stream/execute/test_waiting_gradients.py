@@ -17,8 +17,11 @@ from megatrain.errors import CapacityError, ConfigError
 from megatrain.layout import pools
 from megatrain.layout.blocks import aligned
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
-from megatrain.plan.program.operations import BlockSize, Kind, Lane, LayerPlan
-from megatrain.plan.program.schedule import optimizer_program, round_visits, schedule
+from megatrain.plan.program.operations import BlockSize, Kind, Lane
+from megatrain.plan.program.schedule import schedule
+from megatrain.plan.program.spec import StepSpec
+from megatrain.plan.program.step import update_program
+from megatrain.plan.program.visits import LayerPlan, round_visits
 from megatrain.stream.bind import host_planes, residency_of
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, EmulatedLanes, EmulatedMachine, OrderingError
@@ -240,7 +243,9 @@ def test_the_program_holds_gradients_and_takes_them_home_after_the_norm() -> Non
     hold = program.operations[-1]
     assert (hold.lane, hold.reads) == (Lane.OFFLOAD, (("gradient_buffer", 1),))
     assert hold.writes == (("waiting", 0), ("squares", 0))
-    norm, *ends = optimizer_program([2, 0, 1], sizes, held=[2, 0], num_staging=2)
+    layers = [LayerPlan((0,)), LayerPlan((1,))]
+    spec = StepSpec(sizes=sizes, layers=layers, num_slots=2, num_gradient_buffers=2, holds=True)
+    norm, *ends = update_program(spec, [0, 1, 2], held=[2, 0])
     assert norm.reads == (("squares", 2), ("squares", 0), ("squares", 1))
     assert [str(operation) for operation in ends] == [
         "offload   b2",
@@ -348,7 +353,7 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
         moments=engine.moments,
     )
     assert engine.lanes.device_bytes == sum(sizes.values())
-    streamed = [n for n, size in enumerate(engine.executor.sizes) if size.is_streamed]
+    streamed = [n for n, size in enumerate(engine.executor.spec.sizes) if size.is_streamed]
     assert sizes["waiting gradients"] == sum(layouts[n].gradient_bytes for n in streamed)
     assert engine.last_step.offload_bytes == sum(layouts[n].gradient_bytes for n in away)
     assert engine.last_step.offloads == len(streamed)

@@ -22,18 +22,18 @@ def trace(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, in
     """Record what happens in which order: (operation, block), visits when they begin."""
     events: list[tuple[str, int]] = []
     executor = engine.executor
-    issue, opened = executor._issue, executor.open
+    issue, opened = executor.issue, executor.open
 
-    def record_issue(operation: Any) -> None:
+    def record_issue(operation: Any, *work_of: Any) -> None:
         events.append((operation.kind.value, operation.block))
-        issue(operation)
+        issue(operation, *work_of)
 
     def record_open(block: int, micro_batch: int, *, is_backward: bool, **owner: Any) -> Any:
         operation = opened(block, micro_batch, is_backward=is_backward, **owner)
         events.append((operation.kind.value, block))
         return operation
 
-    monkeypatch.setattr(executor, "_issue", record_issue)
+    monkeypatch.setattr(executor, "issue", record_issue)
     monkeypatch.setattr(executor, "open", record_open)
     return events
 
@@ -79,7 +79,7 @@ def test_gradients_leave_fragment_by_fragment(monkeypatch: pytest.MonkeyPatch) -
     _, _, engine, _ = start("llama", fragments=True)
     events = trace(engine, monkeypatch)
     engine.forward_backward(make_batches(1))
-    streamed = [n for n, size in enumerate(engine.executor.sizes) if size.is_streamed]
+    streamed = [n for n, size in enumerate(engine.executor.spec.sizes) if size.is_streamed]
     assert len(streamed) == 8
     visits = [event for event in events if event[0] in ("forward", "backward")]
     assert visits[:8] == [("forward", block) for block in range(8)]
@@ -258,7 +258,7 @@ def test_training_some_fragments_equals_resident(which: str, activations: str, l
     assert_same_steps(engine, optimizer, reference, num_micro_batches=2)
     if activations == "recompute":
         assert not engine.rounds._orders, "frozen parts are passed when the program says so"
-    assert not engine.executor._pinned
+    assert not engine.executor._pins.of_others(None)
     assert engine.executor.open_visit is None
 
 
@@ -288,7 +288,7 @@ def test_saved_activations_of_frozen_parts_leave_the_host(
     held = []
     for step in range(3):
         assert_same_round(engine, reference, make_batches(1, seed=step, rows=2, tokens=64))
-        held.append(engine.executor.offloaded.host_bytes)
+        held.append(engine.arrangement.offloaded.host_bytes)
     assert held[0] > 0
     assert held[2] == held[0], "it grows with every step"
 
@@ -309,7 +309,7 @@ def test_lora_with_fragments_equals_resident(targets: list[str]) -> None:
     engine = attach_plainly(model, device="checked", fragments=True)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
     assert_same_steps(engine, optimizer, reference, num_micro_batches=2)
-    streamed = [size for size in engine.executor.sizes if size.is_streamed]
+    streamed = [size for size in engine.executor.spec.sizes if size.is_streamed]
     assert len(streamed) == 8
     assert sum(size.is_trained for size in streamed) == (
         8 if len(targets) == 2 and "up_proj" in targets else 4

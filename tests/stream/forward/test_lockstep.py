@@ -100,7 +100,7 @@ def test_a_round_of_fewer_micro_batches_than_lockstep_is_whole(monkeypatch: pyte
     visits = recorded_visits(engine, monkeypatch)
     assert_same_steps(engine, optimizer, reference, num_micro_batches=5)
     assert visits[:5] == [(0, micro_batch, False) for micro_batch in (4, 3, 2, 1, 0)]
-    streamed = sum(size.is_streamed for size in engine.executor.sizes)
+    streamed = sum(size.is_streamed for size in engine.executor.spec.sizes)
     assert engine.executor.counts.offloads == 2 * streamed, "one gradient per block and step"
     assert_same_steps(engine, optimizer, reference, first=2, num_micro_batches=1)
     assert_same_steps(engine, optimizer, reference, first=4, num_micro_batches=11)

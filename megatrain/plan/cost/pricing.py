@@ -1,0 +1,88 @@
+"""From an operation to its seconds on a machine: the one place that says how long anything takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatrain.plan.cost.layer_costs import LayerCosts
+from megatrain.plan.cost.rates import Rates
+from megatrain.plan.cost.timetable import Task
+from megatrain.plan.memory.block_sums import PlannedBlock
+from megatrain.plan.program.operations import Kind, Lane, Operation
+
+
+class Pricing:
+    """The seconds of every operation of a choice."""
+
+    def __init__(self, rates: Rates, costs: LayerCosts, blocks: Sequence[PlannedBlock]) -> None:
+        """Price for a machine (`rates`), a model's layers under a choice (`costs`), and its blocks."""
+        self._rates = rates
+        self._costs = costs
+        self._blocks = blocks
+        spec = rates.spec
+        self._is_shared = spec.both_share < 1.0 and not spec.is_cpu
+        self._updates_in_compute = not (spec.is_cpu or spec.launches_inline)
+
+    def tasks(self, operation: Operation) -> tuple[Task, ...]:
+        """Return an operation as one task, or two where its buffers are used one after the other."""
+        kind = operation.kind
+        seconds = self.seconds(operation)
+        reads, writes = operation.reads, operation.writes
+        lane = operation.lane
+        if kind is Kind.BACKWARD:
+            # only what autograd has made needs the gradient buffer, not what makes it
+            visit = Task(lane, seconds, reads, (), kind.value)
+            return visit, Task(lane, 0.0, (), writes, "collect")
+        if kind is Kind.SYNC or (kind is Kind.UPDATE and operation.on_device and self._updates_in_compute):
+            lane = Lane.COMPUTE  # a thread that waits launches nothing; an update there runs among the rest
+        return (Task(lane, seconds, reads, writes, kind.value),)
+
+    def seconds(self, operation: Operation) -> float:
+        """Return the seconds that an operation takes alone."""
+        rates, nbytes = self._rates, operation.nbytes
+        match operation.kind:
+            case Kind.FETCH | Kind.PULL:
+                return rates.fetch_s(nbytes)
+            case Kind.LOAD:
+                return rates.fetch_s(nbytes, beside=self._is_shared)
+            case Kind.RESTORE:
+                return rates.fetch_s(nbytes, beside=not rates.spec.is_cpu)
+            case Kind.OFFLOAD if not operation.is_held:
+                return rates.offload_s(nbytes, beside=self._is_shared)
+            case Kind.OFFLOAD | Kind.SAVE | Kind.PUSH:
+                return rates.offload_s(nbytes)
+            case Kind.HOLD:
+                return rates.device_pass_s(2 * self._blocks[operation.block].size.offload_bytes)
+            case Kind.READ | Kind.PAGE | Kind.RECALL:
+                return rates.read_s(nbytes)
+            case Kind.WRITE | Kind.STOW:
+                return rates.write_s(nbytes)
+            case Kind.SPILL:
+                return rates.host_pass_s(2 * nbytes)
+            case Kind.ROUND:
+                return rates.host_pass_s(nbytes)
+            case Kind.UPDATE:
+                block = self._blocks[operation.block]
+                if operation.on_device:
+                    return rates.device_update_s(block.sizes.num_state, block.size.update_bytes)
+                return rates.update_s(nbytes)
+            case Kind.FORWARD | Kind.BACKWARD:
+                return self._visit_s(operation) * operation.num_micro_batches
+            case Kind.HEAD:
+                return (self._costs.head_forward_s + self._costs.outer_s) * operation.num_micro_batches
+            case Kind.HEAD_BACKWARD:
+                return self._costs.head_backward_s * operation.num_micro_batches
+            case _:
+                return 0.0
+
+    def _visit_s(self, operation: Operation) -> float:
+        block = self._blocks[operation.block]
+        if block.layer < 0:
+            return 0.0  # what outer blocks compute is the head's
+        if operation.kind is Kind.FORWARD:
+            return self._costs.forward_s(block.layer) * block.share
+        seconds = self._costs.backward_s(block.layer) * block.share
+        if block.is_last:  # the others' recomputation is a visit of its own
+            share = block.share if self._costs.passes_again(block.layer) else 1.0
+            seconds += self._costs.inside_s(block.layer) * share
+        return seconds

@@ -1,0 +1,134 @@
+"""What decides the program of a step: the blocks with their sizes, and a choice for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from megatrain.config.choice import Choice
+from megatrain.plan.program.operations import BlockSize
+from megatrain.plan.program.visits import LayerPlan, Visit, layer_plans, round_visits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriveSpec:
+    """Which blocks have state on drives, and the bytes of every block's image there."""
+
+    state_bytes: Sequence[int]
+    """By block: remainder and moments, in whole pages."""
+    working_bytes: Sequence[int]
+    """By block: working weights, in whole pages."""
+    state: frozenset[int]
+    """Blocks whose remainder and moments are there."""
+    working: frozenset[int]
+    """Those of them whose working weights are there too."""
+
+    def update_bytes(self, block: int) -> int:
+        """Return the bytes that cross each way when a block with state on the drives is updated."""
+        return self.state_bytes[block] + (self.working_bytes[block] if block in self.working else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSpec:
+    """What decides the program of a step: the blocks, and a choice for them."""
+
+    sizes: Sequence[BlockSize]
+    layers: Sequence[LayerPlan]
+    """In forward order."""
+    num_slots: int
+    num_gradient_buffers: int
+    updates: str = "deferred"
+    """When the optimizer updates: `deferred`, `immediate` or `serial`."""
+    holds: bool = False
+    """Complete gradients wait on the device for the norm."""
+    holds_sums: bool = False
+    """So do sums that go on adding up: in fp32 they take no more room."""
+    clips: bool = True
+    splits: bool = True
+    """Weights are bf16, the upper halves of fp32 masters: sums are wider than complete gradients."""
+    first_trained: int = 0
+    """The first layer that backward reaches."""
+    activations_on_drives: bool = False
+    drives: DriveSpec | None = None
+    outer: tuple[int, ...] = field(init=False)
+    """Blocks in no layer."""
+
+    @classmethod
+    def of(
+        cls,
+        choice: Choice,
+        sizes: Sequence[BlockSize],
+        layers: Sequence[Sequence[int]],
+        *,
+        splits: bool,
+        drives: DriveSpec | None = None,
+        saved_bytes: Sequence[int] = (),
+    ) -> StepSpec:
+        """Say how a choice runs.
+
+        Args:
+            choice: Resolved.
+            sizes: Of the blocks under it.
+            layers: The blocks of each decoder layer.
+            splits: Weights are bf16, the upper halves of fp32 masters.
+            drives: Where the state is, if a part of it is on drives.
+            saved_bytes: What a micro-batch saves of each layer; empty: not known.
+        """
+        inside = {block for layer in layers for block in layer}
+        trained = [any(sizes[block].is_trained for block in layer) for layer in layers]
+        if any(size.is_trained for block, size in enumerate(sizes) if block not in inside):
+            trained[0] = True  # the embedding, perhaps: backward goes through all layers
+        return cls(
+            sizes=sizes,
+            layers=layer_plans(
+                choice.activations, layers, boundaries=choice.boundaries, saved_bytes=saved_bytes
+            ),
+            num_slots=choice.num_slots,
+            num_gradient_buffers=choice.num_gradient_buffers,
+            updates=choice.updates,
+            holds=choice.gradients == "device",
+            holds_sums=choice.gradients == "device" and not splits,
+            first_trained=trained.index(True) if any(trained) else 0,
+            splits=splits,
+            activations_on_drives=choice.boundaries == "nvme",
+            drives=drives,
+        )
+
+    def __post_init__(self) -> None:
+        """Find the outer blocks."""
+        inner = {block for layer in self.layers for block in layer.blocks}
+        outer = tuple(block for block in range(len(self.sizes)) if block not in inner)
+        object.__setattr__(self, "outer", outer)
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether a block is updated as soon as its gradient is complete."""
+        return self.updates == "immediate"
+
+    @property
+    def num_backwards(self) -> int:
+        """Backward visits of one micro-batch."""
+        inside = sum(len(layer.blocks) for layer in self.layers[self.first_trained :])
+        return inside + sum(self.sizes[block].is_trained for block in self.outer)
+
+    def visits(
+        self, micro_batches: Sequence[int], *, loads: bool = False, completes: bool = True
+    ) -> list[Visit]:
+        """List the visits of a round.
+
+        Args:
+            micro_batches: How many pass in each visit: ones, but where a plan times several together.
+            loads: Earlier rounds of the step left gradients to add to.
+            completes: No later round of the step follows.
+        """
+        visits = round_visits(
+            self.layers,
+            num_micro_batches=len(micro_batches),
+            outer=self.outer,
+            first_trained=self.first_trained,
+            loads=loads,
+            completes=completes,
+        )
+        if all(count == 1 for count in micro_batches):
+            return visits
+        return [replace(v, num_micro_batches=micro_batches[v.micro_batch]) for v in visits]

@@ -1,0 +1,198 @@
+"""The visits of a step: in which order the model and autograd pass the blocks, with which micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+RECOMPUTED = frozenset({"recompute", "recompute_cheap", "drop_boundary"})
+"""Policies under which a layer's forward runs again, whole or in part."""
+
+HEAD = -1
+"""In place of a block: the final norm, the head and the loss, which are passed between the layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The model, or autograd, passes a block, or the head, with one micro-batch."""
+
+    block: int
+    is_backward: bool = False
+    micro_batch: int = 0
+    adds: bool = False
+    """Backward only: micro-batches of the round before it left a gradient to add to."""
+    loads: bool = False
+    """Backward only: earlier rounds left a gradient to add to."""
+    is_last: bool = True
+    """Backward only: no later micro-batch of the round passes the block."""
+    completes: bool = True
+    """Backward only: after this round the gradient is complete."""
+    saves: bool = False
+    """Forward: its activations go to the host. Backward: they come back before it."""
+    num_micro_batches: int = 1
+    """More than one where a plan times several together."""
+
+    @property
+    def bare(self) -> Visit:
+        """The same without what it does to gradients and activations: what can be seen from outside."""
+        return Visit(self.block, self.is_backward, self.micro_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """How a decoder layer is passed."""
+
+    blocks: tuple[int, ...]
+    """Its fragments in forward order; a layer that streams as a whole is its own one."""
+    is_recomputed: bool = True
+    saves: bool = False
+    """Activations, or the boundary, wait on the host."""
+    drops: bool = False
+    """The boundary is not kept: the layers before it make it again."""
+    saved_bytes: int = 0
+    """Bytes that a micro-batch saves to the host, if they are known ahead."""
+
+
+def round_visits(
+    layers: Sequence[LayerPlan],
+    *,
+    num_micro_batches: int = 1,
+    outer: Sequence[int] = (),
+    first_trained: int = 0,
+    loads: bool = False,
+    completes: bool = True,
+) -> list[Visit]:
+    """List the visits of one round: all micro-batches pass a layer before the next is entered.
+
+    Args:
+        layers: In forward order.
+        num_micro_batches: They start in reverse order, so that autograd, which takes what was made last
+            first, adds up gradients in their own order.
+        outer: Blocks in no layer. They are in use during a whole pass: the model finds them when it begins,
+            and their gradients are complete when its backward ends.
+        first_trained: Backward ends with this layer: neither it nor what is before it is trained.
+        loads: Earlier rounds of the step left gradients to add to.
+        completes: No later round of the step follows.
+    """
+    backward = range(num_micro_batches)
+    visits = [Visit(block, micro_batch=number) for number in reversed(backward) for block in outer]
+    for number, layer in enumerate(layers):
+        # what is saved last is needed first: it stays where it is
+        is_last = number == len(layers) - 1
+        saves = layer.saves and not is_last
+        visits += _forward(layer, num_micro_batches, saves=saves, passes_head=is_last and bool(outer))
+    visits += [Visit(HEAD, is_backward=True, micro_batch=number) for number in backward] if outer else []
+    made_again: set[int] = set()
+    for number in range(len(layers) - 1, first_trained - 1, -1):
+        layer = layers[number]
+        if layer.drops and number not in made_again:
+            start = number
+            while start > 0 and layers[start].drops and start not in made_again:
+                start -= 1
+            for earlier in range(start, number):
+                visits += _forward(layers[earlier], num_micro_batches)
+                made_again.add(earlier + 1)
+        for micro_batch in backward:
+            *others, _ = layer.blocks
+            if layer.is_recomputed:
+                visits += [Visit(block, micro_batch=micro_batch) for block in others]
+            for index, block in enumerate(reversed(layer.blocks)):
+                saves = layer.saves and number < len(layers) - 1 and index == 0
+                visits.append(_backward(block, micro_batch, num_micro_batches, loads, completes, saves=saves))
+    visits += [
+        _backward(block, number, num_micro_batches, loads, completes)
+        for number in backward
+        for block in reversed(outer)
+    ]
+    return visits
+
+
+def _backward(
+    block: int, micro_batch: int, num_micro_batches: int, loads: bool, completes: bool, *, saves: bool = False
+) -> Visit:
+    return Visit(
+        block,
+        is_backward=True,
+        micro_batch=micro_batch,
+        adds=micro_batch > 0,
+        loads=loads,
+        is_last=micro_batch == num_micro_batches - 1,
+        completes=completes,
+        saves=saves,
+    )
+
+
+def layer_plans(
+    policies: Sequence[str],
+    blocks: Sequence[Sequence[int]],
+    *,
+    boundaries: str,
+    saved_bytes: Sequence[int] = (),
+) -> tuple[LayerPlan, ...]:
+    """Say how each decoder layer is passed.
+
+    Args:
+        policies: What stays of each layer until its backward, as `Choice.activations` names it.
+        blocks: Of each layer.
+        boundaries: Where the inputs of recomputed layers wait.
+        saved_bytes: What a micro-batch saves of each layer; empty: not known.
+    """
+    return tuple(
+        LayerPlan(
+            tuple(blocks[number]),
+            is_recomputed=policy in RECOMPUTED,
+            saves=policy == "offload" or (boundaries != "device" and policy in RECOMPUTED),
+            drops=policy == "drop_boundary" and number > 0,
+            saved_bytes=saved_bytes[number] if saved_bytes else 0,
+        )
+        for number, policy in enumerate(policies)
+    )
+
+
+def marked(seen: Sequence[Visit], *, loads: bool, completes: bool) -> list[Visit]:
+    """Turn the bare visits of a round that was seen into visits to foresee; no activations are moved."""
+    last = {visit.block: number for number, visit in enumerate(seen) if visit.is_backward}
+    passed: set[int] = set()
+    visits = []
+    for number, visit in enumerate(seen):
+        if not visit.is_backward:
+            visits.append(visit)
+            continue
+        visits.append(
+            replace(
+                visit,
+                adds=visit.block in passed,
+                loads=loads,
+                is_last=number == last[visit.block],
+                completes=completes,
+            )
+        )
+        passed.add(visit.block)
+    return visits
+
+
+def most_open(seen: Sequence[Visit]) -> int:
+    """Count the blocks whose gradients add up at the same time, at most: the buffers that an order takes."""
+    last = {visit.block: number for number, visit in enumerate(seen) if visit.is_backward}
+    is_open: set[int] = set()
+    most = 0
+    for number, visit in enumerate(seen):
+        if visit.is_backward:
+            is_open.add(visit.block)
+            most = max(most, len(is_open))
+            if last[visit.block] == number:
+                is_open.remove(visit.block)
+    return most
+
+
+def _forward(
+    layer: LayerPlan, num_micro_batches: int, *, saves: bool = False, passes_head: bool = False
+) -> list[Visit]:
+    visits = []
+    for micro_batch in range(num_micro_batches - 1, -1, -1):
+        visits += [
+            Visit(block, micro_batch=micro_batch, saves=saves and block == layer.blocks[-1])
+            for block in layer.blocks
+        ]
+        visits += [Visit(HEAD, micro_batch=micro_batch)] if passes_head else []
+    return visits
