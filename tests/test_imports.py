@@ -43,7 +43,6 @@ _EXECUTE, _FORWARD = "megatrain.stream.execute", "megatrain.stream.forward"
 
 KNOWN: dict[tuple[str, str], str] = {
     # goes with the program of the whole step
-    ("megatrain.stream.optimizer", "megatrain.stream.engine"): "the optimizer receives what it needs",
     # go next
     (f"{_FORWARD}.model_forward", "megatrain.stream.engine"): "receives what it needs",
     (f"{_FORWARD}.model_forward", "megatrain.stream.bind"): "receives what it needs",

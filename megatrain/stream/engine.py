@@ -49,12 +49,12 @@ from megatrain.stream.forward.model_forward import ModelForward
 from megatrain.stream.forward.rounds import Rounds
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.meter import StepMeter, recomputed_forwards
+from megatrain.stream.optimizer import StepHooks, StreamedAdamW, check_moments, check_updates
 from megatrain.stream.report import StepReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from megatrain.stream.optimizer import StreamedAdamW
 
 _log = logging.getLogger(__name__)
 
@@ -219,8 +219,6 @@ class Engine:
         if choice.boundaries == "nvme" and self._scratch is None:
             raise ConfigError(NO_DRIVES)
         if self._optimizer is not None:
-            from megatrain.stream.optimizer import check_updates
-
             check_updates(choice.updates, self._optimizer.max_grad_norm)
         held = self.lanes.device_bytes
         require_device_memory(
@@ -234,7 +232,7 @@ class Engine:
             self.host.release(plane)
         self.arrangement = self._arrange(choice, offloaded, self.executor.counts)
         if self._optimizer is not None:
-            self._optimizer.take_part()
+            self._optimizer.take_part(self.executor)
 
     # -- the step -------------------------------------------------------------------------------------------
 
@@ -337,24 +335,27 @@ class Engine:
                 state for which no memory was planned.
             ModelError: A parameter is trained but was not there, or was frozen, when the engine was attached.
         """
-        from megatrain.stream.optimizer import StreamedAdamW, check_updates
-
         if self._optimizer is not None:
             raise ConfigError("the engine has an optimizer already; one engine trains with one optimizer")
         updates = read_member(Updates, updates or self.updates, "updates").value
         check_updates(updates, max_grad_norm)
         choice = replace(self.choice, updates=updates)
         check_choice(choice, self._binding.blocks, compiles=self.compiler is not None)
+        moments = self.moments if state is None else MomentFormat.read(state)
+        check_moments(self.executor, moments, self.moments)
         self.arrangement.choice = choice
+        self.executor.spec = replace(self.executor.spec, updates=updates)
         self._optimizer = StreamedAdamW(
-            self,
+            self.executor,
+            dict(self.model.named_parameters()),
+            StepHooks(check=self.require_attached, stepped=self.meter.stepped, drop=self.zero_grad),
             lr=lr,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
             max_grad_norm=max_grad_norm,
             no_decay=no_decay,
-            moments=self.moments if state is None else MomentFormat.read(state),
+            moments=moments,
             seed=seed,
         )
         return self._optimizer

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from megatrain.config.choice import Updates
 from megatrain.errors import ConfigError, ModelError
@@ -20,10 +21,21 @@ from megatrain.optim.adamw import AdamWStep, rounding_key
 from megatrain.optim.clip import global_norm
 from megatrain.plan.program.operations import BlockSize, Kind, Operation
 from megatrain.store.tiered import TieredState
+from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.updates import BlockUpdate, StepStats
 
-if TYPE_CHECKING:
-    from megatrain.stream.engine import Engine
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepHooks:
+    """What an optimizer calls of the engine that has made it."""
+
+    check: Callable[[], None]
+    """Before a step: raises if the engine cannot take one."""
+    stepped: Callable[[], None]
+    """After it."""
+    drop: Callable[[], None]
+    """Drops the gradients gathered since the last step."""
 
 
 class StreamedAdamW(torch.optim.Optimizer):
@@ -36,7 +48,9 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        engine: Engine,
+        executor: Executor,
+        parameters: Mapping[str, nn.Parameter],
+        hooks: StepHooks,
         *,
         lr: float,
         betas: tuple[float, float],
@@ -44,22 +58,35 @@ class StreamedAdamW(torch.optim.Optimizer):
         weight_decay: float,
         max_grad_norm: float | None,
         no_decay: Iterable[str] | None,
-        moments: MomentFormat = MomentFormat.FP32,
+        moments: MomentFormat,
         seed: int = 0,
     ) -> None:
-        """Allocate the moments, and the gradients too if clipping holds them back; see `Engine.adamw`."""
+        """Allocate the moments, and the gradients too if clipping holds them back; see `Engine.adamw`.
+
+        Args:
+            executor: That runs the steps, with the state that is updated.
+            parameters: All of the model, by name.
+            hooks: Of the engine.
+            lr: As in `Engine.adamw`, like all that follows.
+            betas: Decay of the two moments.
+            eps: Added to the root of the second moment.
+            weight_decay: Decoupled decay.
+            max_grad_norm: Clip to this norm.
+            no_decay: Patterns of names.
+            moments: What they are kept in.
+            seed: Of stochastic rounding.
+        """
         _check_ranges(lr, betas, eps, weight_decay, max_grad_norm)
-        _check_moments(engine, moments)
-        self._engine = engine
+        self._executor = executor
+        self._hooks = hooks
         self._moments = moments
         self._seed = seed
         self._max_grad_norm = max_grad_norm
-        check_updates(engine.updates, max_grad_norm)
+        check_updates(executor.spec.updates, max_grad_norm)
         self._has_stepped = False
         self.num_skipped = 0
         """Steps that changed nothing, because their norm was not finite."""
-        parameters = dict(engine.model.named_parameters())
-        managed = {entry.name: entry for state in engine.host.blocks for entry in state.layout.trained}
+        managed = {entry.name: entry for state in executor.host.blocks for entry in state.layout.trained}
         foreign = [
             name for name, parameter in parameters.items() if parameter.requires_grad and name not in managed
         ]
@@ -90,24 +117,24 @@ class StreamedAdamW(torch.optim.Optimizer):
         }
         self.steps = dict.fromkeys(managed, 0)
         """Updates that each parameter has had: the t of its bias correction."""
-        engine.host.allocate_moments(moments)
-        self.take_part()
+        executor.host.allocate_moments(moments)
+        self.take_part(executor)
 
-    def take_part(self) -> None:
-        """Take part in the engine's present arrangement, which is new."""
-        engine = self._engine
-        _plan_updates(engine, self._moments, clips=self._max_grad_norm is not None)
-        engine.executor.states.allocate()
+    def take_part(self, executor: Executor) -> None:
+        """Go on with an executor that is new: the engine is arranged in another way."""
+        self._executor = executor
+        _plan_updates(executor, self._moments, clips=self._max_grad_norm is not None)
+        executor.states.allocate()
         if self.updates is Updates.IMMEDIATE:
-            if engine.gradients.blocks:
+            if executor.gradients.blocks:
                 raise ConfigError(
                     "updates=immediate needs the optimizer before the first backward; call engine.adamw "
                     "first, or opt.zero_grad() before it"
                 )
-            engine.gradients.buffers.num_staging = NUM_GRADIENT_STAGING
-            engine.executor.update_at_once = self._update_at_once
-        elif self._max_grad_norm is not None and not engine.gradients.buffers.waits:
-            engine.host.allocate_gradients()
+            executor.gradients.buffers.num_staging = NUM_GRADIENT_STAGING
+            executor.update_at_once = self._update_at_once
+        elif self._max_grad_norm is not None and not executor.gradients.buffers.waits:
+            executor.host.allocate_gradients()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> StepStats:  # type: ignore[override]
@@ -121,9 +148,9 @@ class StreamedAdamW(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ConfigError("AdamW.step takes no closure; call engine.forward_backward before it")
-        engine = self._engine
-        engine.require_attached()
-        gradients, executor = engine.gradients, engine.executor
+        self._hooks.check()
+        executor = self._executor
+        gradients = executor.gradients
         if not gradients.blocks:
             raise ConfigError(
                 "opt.step() found no gradient; call engine.forward_backward or loss.backward() first"
@@ -133,19 +160,19 @@ class StreamedAdamW(torch.optim.Optimizer):
         executor.complete_gradients(leave=executor.states.blocks)
         is_immediate = self.updates is Updates.IMMEDIATE
         stats = StepStats(executor.wait_for_norm, can_skip=not is_immediate)
-        if isinstance(engine.host, TieredState):
-            engine.host.drop_working()
+        if isinstance(executor.host, TieredState):
+            executor.host.drop_working()
         executor.update(partial(self._work, self._snapshot(), stats, None if is_immediate else stats))
         gradients.clear()
         executor.invalidate()
         if self.updates is Updates.SERIAL:
-            engine.settle()
-        engine.meter.stepped()
+            executor.sync()
+        self._hooks.stepped()
         return stats
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients gathered since the last step."""
-        self._engine.zero_grad()
+        self._hooks.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state before the first step; after it, refuse: the moments are in the host planes.
@@ -163,9 +190,9 @@ class StreamedAdamW(torch.optim.Optimizer):
             "checkpoints"
         )
 
-    def _settle_norm(self, stats: StepStats, blocks: Sequence[int]) -> None:
+    def _settle_norm(self, stats: StepStats, gradients: Gradients, blocks: Sequence[int]) -> None:
         try:
-            norm = global_norm(self._engine.gradients.sums(blocks))
+            norm = global_norm(gradients.sums(blocks))
         except BaseException as error:
             stats.fail(error)
             raise
@@ -181,16 +208,16 @@ class StreamedAdamW(torch.optim.Optimizer):
     ) -> Callable[[], object]:
         """Return what a NORM or an UPDATE runs, with all that may change before it runs."""
         if operation.kind is Kind.NORM:
-            return partial(self._settle_norm, norm, operation.blocks)
-        engine, block = self._engine, operation.block
-        present = frozenset(engine.gradients.present[block])
+            return partial(self._settle_norm, norm, self._executor.gradients, operation.blocks)
+        executor, block = self._executor, operation.block
+        present = frozenset(executor.gradients.present[block])
         ranges = partial(self.ranges, block, groups, present)
-        return BlockUpdate(engine.executor, operation, ranges, waits_for, self._max_grad_norm).run
+        return BlockUpdate(executor, operation, ranges, waits_for, self._max_grad_norm).run
 
     def _update_at_once(self, operation: Operation) -> Callable[[], object]:
-        present = frozenset(self._engine.gradients.present[operation.block])
+        present = frozenset(self._executor.gradients.present[operation.block])
         ranges = partial(self.ranges, operation.block, self._snapshot(), present)
-        return BlockUpdate(self._engine.executor, operation, ranges, None, None).run
+        return BlockUpdate(self._executor, operation, ranges, None, None).run
 
     def _snapshot(self) -> list[dict[str, Any]]:
         """Copy the hyper-parameters as they are now: a scheduler may change them before an update runs."""
@@ -203,7 +230,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         self, block: int, groups: Sequence[Mapping[str, Any]], present: frozenset[str], scale: float
     ) -> list[tuple[AdamWStep, int, int]]:
         """Count one more update of the parameters in `present`, and list the state ranges that it covers."""
-        layout = self._engine.host.blocks[block].layout
+        layout = self._executor.host.blocks[block].layout
         runs: list[tuple[tuple[int, int], int, int]] = []
         keys: dict[int, tuple[int, int]] = {}
         for entry in layout.trained:
@@ -239,14 +266,9 @@ class StreamedAdamW(torch.optim.Optimizer):
         ]
 
     @property
-    def engine(self) -> Engine:
-        """The engine whose state is updated."""
-        return self._engine
-
-    @property
     def updates(self) -> Updates:
         """When blocks are updated."""
-        return Updates(self._engine.updates)
+        return Updates(self._executor.spec.updates)
 
     @property
     def moments(self) -> MomentFormat:
@@ -282,15 +304,14 @@ def check_updates(updates: str, max_grad_norm: float | None) -> None:
         )
 
 
-def _check_moments(engine: Engine, moments: MomentFormat) -> None:
+def check_moments(executor: Executor, moments: MomentFormat, planned: MomentFormat) -> None:
     """Refuse moments that take more memory than was planned.
 
     Raises:
         ConfigError: They do.
     """
-    planned = engine.moments
-    layouts = engine.host.layouts
-    need, room = (sum(layout.sizes.moment_bytes(kind) for layout in layouts) for kind in (moments, planned))
+    sizes = [layout.sizes for layout in executor.host.layouts]
+    need, room = (sum(size.moment_bytes(kind) for size in sizes) for kind in (moments, planned))
     if need > room:
         raise ConfigError(
             f"state is {moments.value}, but memory was planned for {planned.value}, which is smaller; call "
@@ -298,19 +319,15 @@ def _check_moments(engine: Engine, moments: MomentFormat) -> None:
         )
 
 
-def _plan_updates(engine: Engine, moments: MomentFormat, *, clips: bool) -> None:
-    """Let programs know of the optimizer: when it updates, and what its state takes."""
-    spec, sizes = engine.executor.spec, []
-    for layout, size in zip(engine.host.layouts, spec.sizes, strict=True):
-        sizes.append(
-            BlockSize.of(
-                layout.sizes,
-                is_streamed=size.is_streamed,
-                on_device=size.updates_on_device,
-                moments=moments,
-            )
+def _plan_updates(executor: Executor, moments: MomentFormat, *, clips: bool) -> None:
+    """Let programs know of the optimizer: what its state takes, and whether it clips."""
+    sizes = [
+        BlockSize.of(
+            layout.sizes, is_streamed=size.is_streamed, on_device=size.updates_on_device, moments=moments
         )
-    engine.executor.spec = replace(spec, sizes=sizes, updates=engine.updates, clips=clips)
+        for layout, size in zip(executor.host.layouts, executor.spec.sizes, strict=True)
+    ]
+    executor.spec = replace(executor.spec, sizes=sizes, clips=clips)
 
 
 def _decays(entry: Entry, patterns: tuple[str, ...] | None) -> bool:
