@@ -351,10 +351,15 @@ class Plan:
         return sum(p.nbytes for p in self.pools if p.is_exact and p.name.startswith(_DEVICE_POOLS))
 
     @property
-    def host_plane_bytes(self) -> int:
-        """Bytes of the planes of state in RAM, and of the buffers before drives."""
+    def host_planes(self) -> dict[str, int]:
+        """Bytes of each plane of state in RAM, and of the buffers before drives."""
         in_ram = (pool for pool in self.pools if pool.is_exact and pool.tier == "ram")
-        return sum(pool.nbytes for pool in in_ram if not pool.name.startswith(_DEVICE_POOLS))
+        return {pool.name: pool.nbytes for pool in in_ram if not pool.name.startswith(_DEVICE_POOLS)}
+
+    @property
+    def host_plane_bytes(self) -> int:
+        """Bytes of all of these."""
+        return sum(self.host_planes.values())
 
     def tier_bytes(self, tier: str) -> int:
         """Return the bytes of all pools of a tier."""

@@ -184,6 +184,8 @@ class MemoryConfig(_Section):
     commit_every: Count | None = 1
     """Steps between commits of state on drives: a crash goes back to the last one. Each writes the weights,
     2 bytes per parameter more, and all that lives in RAM. null = never, so back to the newest checkpoint."""
+    on_mismatch: Literal["warn", "stop"] = "warn"
+    """What to do if the first step has allocated other bytes than planned: go on with a warning, or stop."""
 
     @property
     def host_budget(self) -> int | None:

@@ -247,9 +247,14 @@ class HostState:
                 self._arenas[plane].drop()
 
     @property
+    def plane_bytes(self) -> dict[str, int]:
+        """Bytes of each plane and buffer allocated so far."""
+        return {plane: arena.nbytes for plane, arena in self._arenas.items()}
+
+    @property
     def host_bytes(self) -> int:
-        """Bytes of all planes allocated so far."""
-        return sum(arena.nbytes for arena in self._arenas.values())
+        """Bytes of all of these."""
+        return sum(self.plane_bytes.values())
 
     def arena(self, plane: str) -> Arena | None:
         """Return a plane's arena, to lock its pages."""

@@ -139,9 +139,9 @@ class TieredState(HostState):
         super().allocate_gradients()
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes in RAM of all planes and buffers allocated so far."""
-        return super().host_bytes + (self._paged.nbytes if self._is_whole else 0)
+    def plane_bytes(self) -> dict[str, int]:
+        """Bytes in RAM of each plane and buffer allocated so far."""
+        return super().plane_bytes | ({"weights read in": self._paged.nbytes} if self._is_whole else {})
 
     def mark_changed(self) -> None:
         """Take note that everything in RAM may differ from its image."""

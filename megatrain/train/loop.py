@@ -50,7 +50,7 @@ def train_step(run: Run) -> StepMetrics:
     loss_value, grad_norm, is_skipped = float(loss), stats.grad_norm, stats.skipped
     report = run.engine.last_step
     if run.planned is not None and not run.is_checked:
-        check_allocated(run.engine, run.planned.plan)
+        check_allocated(run.engine, run.planned.plan, run.config.memory.on_mismatch)
         run.is_checked = True
     if run.elastic is not None:
         run.elastic.after_step(report)

@@ -50,7 +50,8 @@ def make_config(root: Path, out: str = "run", **sections: dict[str, Any]) -> Con
         "data": {"path": str(root / "corpus.txt"), "seq_len": 32},
         "train": {"steps": 12, "micro_batch_size": 2, "grad_accumulation": 2, "device": "cpu"},
         "optim": {"lr": 1e-2, "warmup_steps": 3},
-        "memory": {"fragments": False},  # so that checkpoints are files of the same names, however planned
+        # whole layers, so that checkpoints are files of the same names, however planned
+        "memory": {"fragments": False, "on_mismatch": "stop"},
         "checkpoint": {"every": 4},
         "log": {"progress": "none"},
     }

@@ -229,7 +229,7 @@ def test_a_run_with_boundaries_on_drives_takes_what_was_planned_and_gives_the_sa
             assert run.planned is not None
             plan, offloaded = run.planned.plan, run.engine.arrangement.offloaded
             pools = {(pool.tier, pool.name): pool.nbytes for pool in plan.pools}
-            check_allocated(run.engine, plan)
+            check_allocated(run.engine, plan, "stop")
             assert offloaded.host_bytes == pools["ram", "staging of activations"] > 0
             assert run.engine._scratch is not None
             assert run.engine._scratch.nbytes == pools["nvme", "saved activations"] > 0
@@ -256,7 +256,7 @@ def test_named_drives_that_ram_does_not_need_take_the_commits(
         run = prepare(config, None, None)
         losses.append([train_step(run).loss for _ in range(2)])
         assert run.planned is not None
-        check_allocated(run.engine, run.planned.plan)
+        check_allocated(run.engine, run.planned.plan, "stop")
         if tiers:
             assert run.planned.plan.choice.resident_layers == run.engine.choice.resident_layers == 0
             assert run.planned.plan.tier_bytes("nvme") > 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.config import Config
 from megatrain.config.choice import Choice, Plan
-from megatrain.errors import ModelError
+from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import GIB
 from megatrain.stream.engine import Engine
 from megatrain.train.planning.plan_run import Planned, plan_training
@@ -51,14 +51,30 @@ def planned_updates(config: Config, choice: Choice | None) -> str:
     return "deferred" if config.optim.updates == "auto" else config.optim.updates
 
 
-def check_allocated(engine: Engine, plan: Plan) -> None:
-    """Assert that what a step has allocated is what the plan says, byte for byte.
+def check_allocated(engine: Engine, plan: Plan, on_mismatch: str) -> None:
+    """Compare what a step has allocated with what the plan says, byte for byte.
 
     Args:
         engine: After its first step: gradients are allocated with it.
         plan: In force.
+        on_mismatch: The setting `memory.on_mismatch`: `warn` or `stop`.
+
+    Raises:
+        CapacityError: They differ, and the setting says so.
     """
-    found, planned = engine.host.host_bytes, plan.host_plane_bytes
-    assert found == planned, f"host planes take {found:,} bytes, and {planned:,} were planned: {plan.pools}"
-    found, planned = engine.lanes.device_bytes, plan.device_pool_bytes
-    assert found == planned, f"the device's pools hold {found:,} bytes, not {planned:,}: {plan.pools}"
+    found = {**engine.host.plane_bytes, _ON_DEVICE: engine.lanes.device_bytes}
+    planned = {**plan.host_planes, _ON_DEVICE: plan.device_pool_bytes}
+    differences = [
+        f"{name} {found.get(name, 0):,} in place of {planned.get(name, 0):,}"
+        for name in planned | found
+        if found.get(name, 0) != planned.get(name, 0)
+    ]
+    if not differences:
+        return
+    text = f"memory is not as planned: the first step has taken, in bytes, {', '.join(differences)}"
+    if on_mismatch == "stop":
+        raise CapacityError(f"{text}; use memory.on_mismatch=warn to go on all the same")
+    _log.warning("%s; the run goes on, which memory.on_mismatch=stop would not let it", text)
+
+
+_ON_DEVICE = "pools on the device"

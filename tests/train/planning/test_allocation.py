@@ -1,0 +1,48 @@
+"""Memory that is not as planned is told in one sentence, and the run goes on or stops as the user chose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import CapacityError
+from megatrain.train.loop import train_step
+from megatrain.train.run import Run, prepare
+from tests.train.project import make_config
+
+
+def misplanned(root: Path, on_mismatch: str) -> Run:
+    """Prepare a run whose plan then says 4,096 bytes for the gradients."""
+    run = prepare(make_config(root, memory={"on_mismatch": on_mismatch}), None, None)
+    assert run.planned is not None
+    plan = run.planned.plan
+    pools = tuple(replace(pool, nbytes=4096) if pool.name == "gradient" else pool for pool in plan.pools)
+    assert pools != plan.pools
+    run.planned = replace(run.planned, plan=replace(plan, pools=pools))
+    return run
+
+
+def test_a_run_goes_on_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = misplanned(tmp_path, "warn")
+    losses = [train_step(run).loss for _ in range(2)]
+    (message,) = [record.message for record in caplog.records if "not as planned" in record.message]
+    found = run.engine.host.plane_bytes["gradient"]
+    assert message == (
+        f"memory is not as planned: the first step has taken, in bytes, gradient {found:,} in place of "
+        "4,096; the run goes on, which memory.on_mismatch=stop would not let it"
+    )
+    run.engine.close()
+    plain = prepare(make_config(tmp_path, "plain"), None, None)
+    assert [train_step(plain).loss for _ in range(2)] == losses
+    plain.engine.close()
+
+
+def test_a_run_stops_if_it_shall(tmp_path: Path) -> None:
+    run = misplanned(tmp_path, "stop")
+    with pytest.raises(
+        CapacityError, match=r"gradient [\d,]+ in place of 4,096; use memory.on_mismatch=warn"
+    ):
+        train_step(run)
+    run.engine.close()
