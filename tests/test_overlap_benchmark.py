@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks.overlap import emulated
+from tests.clocks import OwnClocks
 
 KEYS = (
     "step_over_bound",
@@ -17,14 +19,12 @@ KEYS = (
     "optimizer_hidden",
     "depth_spread",
 )
-BUSY = 0.03
-"""How much shorter than the bound a step may look where a late wake-up delays the mark that it begins at."""
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the script."""
-    command = [sys.executable, "-m", "benchmarks.overlap.emulated", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the script; returns its exit status."""
+    monkeypatch.setattr(sys, "argv", ["emulated", *arguments])
+    return emulated.main()
 
 
 def write_machines(path: Path) -> Path:
@@ -41,12 +41,15 @@ def write_machines(path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
-def test_a_quick_run_reports_physical_figures(tmp_path: Path) -> None:
+def test_a_quick_run_reports_physical_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the lanes' own timetable: nothing sleeps, so that no computer is too slow for it."""
+    OwnClocks(monkeypatch)
     machines = write_machines(tmp_path / "machines.json")
-    done = run("--quick", "--seconds", "0.25", "--machines", str(machines), "--out", str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    asked = ("--quick", "--seconds", "0.25", "--machines", str(machines), "--out", str(tmp_path / "out"))
+    assert run(monkeypatch, *asked) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads((tmp_path / "out").read_text()) == result
     assert all(isinstance(result[key], float) for key in KEYS)
     assert {"hardware", "machines", "assumptions", "claims", "published"} <= result.keys()
@@ -57,8 +60,8 @@ def test_a_quick_run_reports_physical_figures(tmp_path: Path) -> None:
     assert 0 <= result["optimizer_hidden"] <= 1
     params = result["assumptions"]["block_params"]
     for row in result["rows"]:
-        assert row["step_over_bound"] > 1 - BUSY
-        assert -BUSY < row["device_idle"] < 1
+        assert row["step_over_bound"] > 1
+        assert 0 < row["device_idle"] < 1
         if row["schedule"] in ("deferred", "immediate"):
             assert row["program_bytes"] == {
                 "fetch": 2 * params * (2 * row["num_blocks"] - 2),
@@ -69,7 +72,8 @@ def test_a_quick_run_reports_physical_figures(tmp_path: Path) -> None:
         assert abs(row["error"]) < 0.1 or row["why"]
 
 
-def test_a_missing_machine_file_is_named(tmp_path: Path) -> None:
-    done = run("--machines", str(tmp_path / "none.json"))
-    assert done.returncode == 2
-    assert "none.json" in done.stderr
+def test_a_missing_machine_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--machines", str(tmp_path / "none.json")) == 2
+    assert "none.json" in capsys.readouterr().err

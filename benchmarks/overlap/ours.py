@@ -59,7 +59,9 @@ def place(costs: Costs, setting: Setting) -> Placement:
     shape, limit = costs.shape, USABLE * costs.rates.device_bytes
     boundary = setting.tokens * shape.hidden * 2
     micro_tokens = setting.tokens / setting.num_micro_batches
-    base = NUM_SLOTS * 2 * shape.block_params + NUM_GRADIENT_BUFFERS * 4 * shape.block_params + LOGITS_BYTES
+    base: float = (
+        NUM_SLOTS * 2 * shape.block_params + NUM_GRADIENT_BUFFERS * 4 * shape.block_params + LOGITS_BYTES
+    )
     base += micro_tokens * shape.kept_bytes(whole=True) + 4 * boundary
     base += setting.num_resident * DEVICE_STATE_BYTES * shape.block_params
     outer = 2 * shape.part_params

@@ -147,9 +147,10 @@ def _run(
                 )
             launch_s += time.perf_counter() - started
         lanes.drain()
+        spans = lanes.take_record().spans
         if step.marked < 0:
-            marks.append(time.perf_counter())
-        return lanes.take_record().spans, marks, launch_s
+            marks.append(max(span.end_s for span in spans))
+        return spans, marks, launch_s
     finally:
         lanes.close()
         gc.enable()

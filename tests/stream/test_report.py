@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.errors import ConfigError
-from megatrain.hardware import measure_matmul_peak
+from megatrain.hardware import matmul, measure_matmul_peak
 from megatrain.model.profile.flops import count_flops
 from megatrain.plan.program.operations import Kind, Lane
 from megatrain.plan.program.step import step_program
 from megatrain.stream.engine import Engine
-from megatrain.stream.lanes import Cause, EmulatedLanes, EmulatedMachine, Span, Wait
+from megatrain.stream.lanes import Cause, Span, Wait
 from megatrain.stream.report import StepReport, Work, length, union
+from tests.clocks import OwnClocks, TimetableLanes
 from tests.families import FAMILIES
 from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER
@@ -44,8 +48,10 @@ def run_steps(engine: Engine, optimizer: Any, steps: int = 2, num_micro_batches:
     return reports
 
 
-def machine(**rates: float) -> EmulatedLanes:
-    return EmulatedLanes(EmulatedMachine(**rates, jitter_s=0.0))  # type: ignore[arg-type]
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> OwnClocks:
+    """Let only sleeping take time."""
+    return OwnClocks(monkeypatch)
 
 
 # -- what moved ----------------------------------------------------------------------------------------------
@@ -103,6 +109,7 @@ def test_step_by_hand_reports_the_same() -> None:
         assert report.lane_seconds["compute"] > 0
 
 
+@pytest.mark.usefixtures("clocks")
 def test_evaluation_and_dropped_steps_are_no_part_of_a_step() -> None:
     engine, optimizer = start()
     (expected,) = run_steps(engine, optimizer, 1, num_micro_batches=1)
@@ -114,7 +121,7 @@ def test_evaluation_and_dropped_steps_are_no_part_of_a_step() -> None:
     time.sleep(0.3)
     report = engine.last_step
     assert (report.fetches, report.fetch_bytes) == (expected.fetches, expected.fetch_bytes)
-    assert report.seconds < 0.3
+    assert report.seconds == 0.0  # by a clock that only the sleep has moved
     engine.forward_backward([batch, batch])
     engine.zero_grad()  # these gradients are not wanted
     assert engine.last_step is report
@@ -136,62 +143,82 @@ def test_report_needs_a_step_and_stays_until_the_next() -> None:
     assert engine.last_step is not report
 
 
+@pytest.mark.usefixtures("clocks")
 def test_step_lasts_until_the_next_one_or_until_it_is_read() -> None:
     engine, optimizer = start()
     engine.forward_backward(make_batches(1))
     optimizer.step()
     time.sleep(0.3)
     engine.forward_backward(make_batches(1))
-    assert engine.last_step.seconds > 0.3
+    assert engine.last_step.seconds == pytest.approx(0.3)
     optimizer.step()
-    read = engine.last_step.seconds
+    time.sleep(0.2)
+    assert engine.last_step.seconds == pytest.approx(0.2)
     time.sleep(0.3)
-    assert engine.last_step.seconds == read
+    assert engine.last_step.seconds == pytest.approx(0.2)
 
 
 # -- lanes and waits -----------------------------------------------------------------------------------------
 
 
-def test_lanes_work_as_long_as_their_bytes_take() -> None:
+def test_lanes_work_as_long_as_their_bytes_take(clocks: OwnClocks) -> None:
     rates = {"h2d_bytes_per_s": 20e6, "d2h_bytes_per_s": 20e6, "host_bytes_per_s": 40e6}
-    engine, optimizer = start(device=machine(**rates), updates="serial")
+    lanes = TimetableLanes(clocks, **rates, compute_flops_per_s=1e9)
+    engine, optimizer = start(device=lanes, updates="serial")
     for report in run_steps(engine, optimizer, 3):
         for lane, nbytes, rate in (
             ("fetch", report.fetch_bytes, 20e6),
             ("offload", report.offload_bytes, 20e6),
             ("host", report.update_bytes, 40e6),
         ):
-            assert 0.99 * nbytes / rate <= report.lane_seconds[lane] <= report.seconds
-        assert 0 < report.lane_seconds["compute"] <= report.seconds
+            assert report.lane_seconds[lane] == pytest.approx(nbytes / rate)
+            assert report.lane_seconds[lane] <= report.seconds
+        assert report.lane_seconds["compute"] == pytest.approx(report.hardware_flops / 1e9)
+        assert report.lane_seconds["compute"] <= report.seconds
         assert set(report.lane_seconds) <= {lane.value for lane in Lane}
     engine.detach()
 
 
-def test_deferred_updates_count_in_the_step_in_which_they_end() -> None:
-    engine, optimizer = start(device=machine(host_bytes_per_s=20e6))
-    reports = run_steps(engine, optimizer, 4)
-    seconds = [report.lane_seconds["host"] for report in reports]
-    expected = reports[0].update_bytes / 20e6
-    assert seconds[0] < expected / 2  # its own updates come after it
-    assert sum(seconds) >= 0.99 * 3 * expected
+def test_deferred_updates_count_in_the_step_in_which_they_end(clocks: OwnClocks) -> None:
+    lanes = TimetableLanes(clocks, host_bytes_per_s=20e6)
+    gate = threading.Event()
+    submit = lanes._submit
+
+    def held_back(lane: Lane, function: Any, work: float, label: str) -> None:
+        def update() -> None:
+            gate.wait()
+            function()
+
+        submit(lane, update if label.startswith("update") else function, work, label)
+
+    lanes._submit = held_back  # type: ignore[method-assign]
+    engine, optimizer = start(device=lanes)
+    (first,) = run_steps(engine, optimizer, 1)
+    assert first.lane_seconds["host"] < 0.01 * first.update_bytes / 20e6  # its own updates come after it
+    gate.set()
+    reports = run_steps(engine, optimizer, 3)
+    assert sum(report.lane_seconds["host"] for report in reports) >= 3 * first.update_bytes / 20e6 * 0.999
     engine.detach()
 
 
-def test_waits_have_their_cause() -> None:
-    engine, optimizer = start(device=machine(h2d_bytes_per_s=5e6))
+def test_waits_have_their_cause(clocks: OwnClocks) -> None:
+    lanes = TimetableLanes(clocks, h2d_bytes_per_s=5e6, compute_flops_per_s=1e9)
+    engine, optimizer = start(device=lanes)
     report = run_steps(engine, optimizer, 2)[-1]
     assert report.waits["compute<-fetch slot"] > 0
     assert list(report.waits.values()) == sorted(report.waits.values(), reverse=True)
     assert sum(value for name, value in report.waits.items() if name.startswith("compute<-")) + (
         report.lane_seconds["compute"]
-    ) == pytest.approx(report.seconds, rel=0.25)
+    ) == pytest.approx(report.seconds)
     engine.detach()
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep", "offload"])
-def test_launching_thread_waits_for_nothing_inside_a_step_but_what_compute_needs(activations: str) -> None:
+def test_launching_thread_waits_for_nothing_inside_a_step_but_what_compute_needs(
+    activations: str, clocks: OwnClocks
+) -> None:
     """Slow copies and a slow host: all that compute may wait for are lanes, and the caller for nobody."""
-    lanes = machine(h2d_bytes_per_s=10e6, d2h_bytes_per_s=10e6, host_bytes_per_s=20e6)
+    lanes = TimetableLanes(clocks, h2d_bytes_per_s=10e6, d2h_bytes_per_s=10e6, host_bytes_per_s=20e6)
     engine, optimizer = start(device=lanes, activations=activations)
     engine.arrangement.offloaded._min_bytes = 1
     for step in range(4):
@@ -220,8 +247,8 @@ def test_launching_thread_waits_for_nothing_inside_a_step_but_what_compute_needs
         ({}, "compute"),
     ],
 )
-def test_bound_is_what_is_slow(rates: dict[str, float], bound: str) -> None:
-    engine, optimizer = start(device=machine(**rates))
+def test_bound_is_what_is_slow(rates: dict[str, float], bound: str, clocks: OwnClocks) -> None:
+    engine, optimizer = start(device=TimetableLanes(clocks, **rates))
     if bound == "compute":
         for layer in engine.layer_modules:
             layer.get_submodule("mlp").register_forward_pre_hook(lambda *_: time.sleep(0.1))
@@ -359,13 +386,27 @@ def test_mfu_is_a_share_of_the_measured_peak() -> None:
     assert report.matmul_peak == engine.matmul_peak == measure_matmul_peak(torch.device("cpu"), torch.float32)
     assert report.mfu == report.model_flops / report.seconds / report.matmul_peak
     assert report.hardware_flops_per_s > report.model_flops_per_s
-    assert 0 < report.mfu < 1
+    assert report.mfu > 0
 
 
-def test_peak_is_measured_once_and_draws_from_no_generator() -> None:
+def test_peak_is_measured_once_and_draws_from_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with 1 GFLOP/s: by a clock that only its products move."""
+    now_s = [0.0]
+    multiply = torch.Tensor.mm
+
+    def slowly(left: Tensor, right: Tensor) -> Tensor:
+        now_s[0] += 2 * left.shape[0] ** 3 / 1e9
+        return multiply(left, right)
+
+    monkeypatch.setattr(matmul, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    monkeypatch.setattr(torch.Tensor, "mm", slowly)
+    matmul._matmul_peak.cache_clear()
     state = torch.get_rng_state()
-    began_s = time.perf_counter()
     first = measure_matmul_peak(torch.device("cpu"), torch.bfloat16)
-    assert time.perf_counter() - began_s < 5  # 0.2 s on a machine that does nothing else
-    assert measure_matmul_peak(torch.device("cpu"), torch.bfloat16) == first > 1e8
+    assert first == pytest.approx(1e9)
+    took_s = now_s[0]
+    assert 0.1 < took_s < 0.1 + 4 * 2 * 512**3 / 1e9  # its budget, and the products that pass it
+    assert measure_matmul_peak(torch.device("cpu"), torch.bfloat16) == first
+    assert now_s[0] == took_s
     assert torch.equal(torch.get_rng_state(), state)
+    matmul._matmul_peak.cache_clear()  # it was another machine's

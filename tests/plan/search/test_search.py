@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from megatrain.config.choice import POLICIES, Choice, StepBatch
 from megatrain.hardware import HardwareSpec
 from megatrain.plan.cost.step_time import Step
+from megatrain.plan.search import search as search_module
 from megatrain.plan.search.request import Request, overflow
 from megatrain.plan.search.search import search
 from tests.plan.anatomies import Shape, llama_like, machine
@@ -152,7 +154,7 @@ def random_request(seed: int, num_layers: int, num_micro_batches: int) -> Reques
 EXTREMES = ("keep", "offload", "recompute")
 
 
-@pytest.mark.parametrize(("seed", "num_layers", "num_micro_batches"), [(0, 3, 1), (2, 3, 2), (1, 4, 1)])
+@pytest.mark.parametrize(("seed", "num_layers", "num_micro_batches"), [(0, 3, 1), (2, 3, 2)])
 def test_nothing_coarse_that_fits_is_faster(seed: int, num_layers: int, num_micro_batches: int) -> None:
     check(random_request(seed, num_layers, num_micro_batches), policies=EXTREMES, coarsely=True)
 
@@ -187,17 +189,22 @@ def test_what_is_given_is_kept() -> None:
     assert {name: getattr(found.choice, name) for name in fixed} == fixed
 
 
-@pytest.mark.parity
-def test_180_layers_are_planned_soon() -> None:
-    """The budget is 0.8 s; how long it takes here is not measured, only that it does not run away."""
-    import time
+@pytest.mark.parametrize("num_layers", [8, pytest.param(180, marks=pytest.mark.parity)])
+def test_a_search_ends_when_its_time_does(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves by 10 ms whenever a choice is looked at or timed: 0.8 s are 80 of these."""
+    looked: list[float] = []
 
-    anatomy = llama_like(Shape(num_layers=180, hidden=4096, inner=14336, vocab=128256), seq_len=4096)
+    def thread_time() -> float:
+        looked.append(0.01 * len(looked))
+        return looked[-1]
+
+    monkeypatch.setattr(search_module, "time", SimpleNamespace(thread_time=thread_time))
+    anatomy = llama_like(Shape(num_layers=num_layers, hidden=4096, inner=14336, vocab=128256), seq_len=4096)
     spec = machine(
         device_bytes=80 << 30, host_bytes=1 << 41, flops=6e14, link=5e10, update_rate=1e10, both_share=0.9
     )
     batch = StepBatch(micro_batch_size=1, seq_len=4096, num_micro_batches=32)
-    began_s = time.process_time()
     found = search(Request(spec=spec, anatomy=anatomy, batch=batch))
     assert found is not None
-    assert time.process_time() - began_s < 10
+    assert found.num_timed <= len(looked)
+    assert 80 < len(looked) < 90  # and a last look where each part of the search ends

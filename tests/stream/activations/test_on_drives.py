@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,6 @@ from megatrain.stream.lanes import (
     Cause,
     CheckedLanes,
     EmulatedLanes,
-    EmulatedMachine,
     InlineLanes,
     OrderingError,
 )
@@ -273,13 +274,24 @@ class HastyLanes(EmulatedLanes):
         if cause != Cause(Lane.RESTORE, Lane.RECALL, "offloaded"):
             super()._wait(lane, event, cause)
 
+    def __init__(self, restored: threading.Event) -> None:
+        self._restored = restored
+        super().__init__()
 
-def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let every read of the drives take so long."""
+    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
+        def restore() -> None:
+            function()
+            self._restored.set()
+
+        super()._submit(lane, restore if lane is Lane.RESTORE else function, work, label)
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
+    """Let every read of the drives begin after a wait."""
     read = ScratchFiles.read
 
     def slowly(self: ScratchFiles, place: Place, buffer: Tensor, what: str) -> None:
-        time.sleep(seconds)
+        wait()
         read(self, place, buffer, what)
 
     monkeypatch.setattr(ScratchFiles, "read", slowly)
@@ -290,10 +302,11 @@ def test_a_visit_is_restored_when_its_read_is_complete(
     is_hasty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However slow the drive is; what is restored sooner is what the buffer held before."""
-    slow_down(monkeypatch, 0.02)
+    restored = threading.Event()
+    slow_down(monkeypatch, restored.wait if is_hasty else lambda: time.sleep(0.005))
     config = FAMILIES["llama_tied"]()
     config.num_hidden_layers = 8
-    lanes = (HastyLanes if is_hasty else EmulatedLanes)(EmulatedMachine())
+    lanes = HastyLanes(restored) if is_hasty else EmulatedLanes()
     _, reference, engine, optimizer = begin(tmp_path, device=lanes, config=config)
     if is_hasty:
         with pytest.raises(AssertionError):

@@ -22,7 +22,8 @@ from megatrain.store.drives import system as calls
 from megatrain.store.placement import Tiers
 from megatrain.store.tiered import TieredState
 from megatrain.stream.engine import Engine
-from megatrain.stream.lanes import Cause, CheckedLanes, EmulatedLanes, EmulatedMachine, OrderingError
+from megatrain.stream.lanes import Cause, CheckedLanes, OrderingError
+from tests.clocks import OwnClocks, TimetableLanes
 from tests.families import FAMILIES
 from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
 from tests.store.disks import Counted
@@ -340,15 +341,16 @@ def test_the_drives_own_order_is_sound(make_tiers: Callable[..., Tiers]) -> None
     assert set(MISSING_WAITS.values()) <= lanes.causes
 
 
-def test_reads_writes_and_updates_overlap_on_slow_drives(make_tiers: Callable[..., Tiers]) -> None:
+def test_reads_writes_and_updates_overlap_on_slow_drives(
+    make_tiers: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the time in which a block is updated, a later one is read and an earlier one is written."""
     rates: dict[str, Any] = {
         "nvme_read_bytes_per_s": 2e7,
         "nvme_write_bytes_per_s": 2e7,
         "host_bytes_per_s": 4e7,
     }
-    machine = EmulatedMachine(**rates, jitter_s=0.0, catch_up_s=1.0)
-    lanes = EmulatedLanes(machine)
+    lanes = TimetableLanes(OwnClocks(monkeypatch), **rates)
     _, _, engine, optimizer = start(device=lanes, tiers=make_tiers(working=1.0))
     engine.forward_backward(make_batches(1, seed=0))
     optimizer.step()

@@ -394,7 +394,6 @@ class Broken(Exception):
     """Raised in a lane."""
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("place", ["offload", "norm", "update"])
 def test_a_failure_in_the_background_is_told_and_nothing_waits_for_ever(
     place: str, monkeypatch: pytest.MonkeyPatch

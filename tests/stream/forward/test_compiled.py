@@ -167,8 +167,15 @@ def test_tied_weights_are_part_of_the_structure() -> None:
 # -- gradients ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral", "gpt2"])
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize(
+    ("activations", "family"),
+    [
+        *(("recompute", family) for family in ("llama", "gemma2", "mixtral", "gpt2")),
+        *(("keep", family) for family in ("qwen3", "gemma2")),
+        pytest.param("recompute", "qwen3", marks=pytest.mark.parity),
+        *(pytest.param("keep", family, marks=pytest.mark.parity) for family in ("llama", "mixtral", "gpt2")),
+    ],
+)
 def test_compiled_gradients_equal_uncompiled_ones(
     family: str, activations: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -528,7 +535,7 @@ def test_auto_compiles_on_accelerators(setting: str, device: str, expected: bool
 # -- inductor -----------------------------------------------------------------------------------------------
 
 INDUCTOR_RUN = """
-import json, sys, time
+import json
 import torch
 import megatrain
 from megatrain.stream.forward.compiled import Compiler
@@ -537,14 +544,11 @@ from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.forward.test_compiled import compile_blocks, streamed, assert_close, assert_equal
 
 config, compiler = FAMILIES["llama"](), Compiler("inductor")
-start = time.perf_counter()
 first = streamed(config, compiler)
-seconds = time.perf_counter() - start
 assert_close(first, streamed(config, None))
 assert_equal(streamed(config, compiler), first)
 from torch._dynamo.utils import counters
 print(json.dumps({
-    "seconds": seconds,
     "graphs": compiler.num_graphs,
     "faults": [structure.fault for structure in compiler.structures],
     "hits": counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
@@ -554,7 +558,6 @@ print(json.dumps({
 
 
 @pytest.mark.parity
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ on the CPU")
 def test_inductor_is_right_and_its_code_is_kept_across_runs(tmp_path: Path) -> None:
     """Gradients within rounding of the uncompiled ones, the same bits in every run and process."""
@@ -566,12 +569,10 @@ def test_inductor_is_right_and_its_code_is_kept_across_runs(tmp_path: Path) -> N
             env={**environment, "PYTHONPATH": os.getcwd()},
             capture_output=True,
             text=True,
-            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr
         runs.append(json.loads(done.stdout.splitlines()[-1]))
-    print(runs)
     cold, warm = runs
     assert cold["graphs"] == warm["graphs"] == 1
     assert cold["faults"] == warm["faults"] == [None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -166,12 +167,27 @@ def test_fifty_jitter_seeds_give_the_same_bits() -> None:
 def test_a_forgotten_ready_wait_reads_garbage_on_emulated_lanes() -> None:
     """Emulated lanes are asynchronous in earnest: without a wait, compute overtakes a slow copy."""
 
+    visited = threading.Event()
+
     class Racing(EmulatedLanes):
         def _wait(self, lane: Lane, event: Event, cause: Cause) -> None:
             if cause != MISSING_WAITS["ready"]:
                 super()._wait(lane, event, cause)
 
-    lanes = Racing(EmulatedMachine(h2d_bytes_per_s=1e6, jitter_s=0.02))
+        def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
+            def slow_copy() -> None:
+                visited.wait()
+                function()
+
+            is_of_a_slot = lane is Lane.FETCH and "s0" in label
+            super()._submit(lane, slow_copy if is_of_a_slot else function, work, label)
+
+        def end(self, lane: Lane, **keywords: Any) -> None:
+            if lane is Lane.COMPUTE:
+                visited.set()
+            super().end(lane, **keywords)
+
+    lanes = Racing()
     engine = attach_plainly(make_model(FAMILIES["llama_tied"]()), device=lanes)
     clean = attach_plainly(make_model(FAMILIES["llama_tied"]()))
     assert float(engine.forward_backward(make_batches(1))) != float(clean.forward_backward(make_batches(1)))

@@ -20,6 +20,7 @@ import torch
 
 from megatrain.plan.program.operations import Lane
 from megatrain.stream.lanes import Cause, CudaLanes, InlineLanes
+from tests.clocks import watch_events
 from tests.stream.lanes.lane_programs import run_program
 
 DEVICE = torch.device("cuda", 0)
@@ -181,7 +182,10 @@ def test_compute_goes_on_when_a_copy_is_launched_and_not_when_it_is_done(cuda: C
     assert [span.label for span in cuda.take_record().spans] == ["fetch", "compute"]
 
 
-def test_a_slow_update_holds_up_its_fetch_and_then_compute(cuda: CudaLanes) -> None:
+def test_a_slow_update_holds_up_its_fetch_and_then_compute(
+    cuda: CudaLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, now_s = watch_events(monkeypatch)
     gate = threading.Event()
     order: list[str] = []
 
@@ -192,10 +196,16 @@ def test_a_slow_update_holds_up_its_fetch_and_then_compute(cuda: CudaLanes) -> N
     def fetch() -> None:
         launch(lambda: order.append("fetch"))
 
+    def open_gate() -> None:
+        for _ in range(2):  # the fetch for the update, and compute for the fetch
+            events.until_one_waits()
+        now_s[0] += 1.0
+        gate.set()
+
     cuda.enqueue(Lane.HOST, update, writes=[("working", 0)])
     cuda.enqueue(Lane.FETCH, fetch, reads=[("working", 0)], writes=[("slot", 0)])
     assert not [wait for wait in cuda.take_record().waits if wait.cause.waiting is Lane.COMPUTE]
-    threading.Timer(0.05, gate.set).start()
+    threading.Thread(target=open_gate).start()
     cuda.begin(Lane.COMPUTE, reads=[("slot", 0)])
     launch(lambda: order.append("compute"))
     cuda.end(Lane.COMPUTE, reads=[("slot", 0)])

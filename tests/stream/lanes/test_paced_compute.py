@@ -19,6 +19,7 @@ from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, Span
 from megatrain.stream.lanes.devices import compute_device, make_lanes
 from megatrain.train.loop import train
+from tests.clocks import OwnClocks, TimetableLanes
 from tests.families import FAMILIES
 from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, check_parity, start
@@ -137,27 +138,32 @@ def test_a_dropped_step_leaves_no_work_behind() -> None:
 # -- the timetable -------------------------------------------------------------------------------------------
 
 
-def test_computing_takes_its_work_over_the_rate() -> None:
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> OwnClocks:
+    """Let only sleeping take time."""
+    return OwnClocks(monkeypatch)
+
+
+def test_computing_takes_its_work_over_the_rate(clocks: OwnClocks) -> None:
     lanes = paced(1e6)
-    start_s = time.perf_counter()
+    start_s = clocks.now()
     for _ in range(5):
         lanes.begin(Lane.COMPUTE, label="visit")
         lanes.end(Lane.COMPUTE, work=2e3)
         lanes.begin_span(Lane.COMPUTE, "outer")
         lanes.end_span(Lane.COMPUTE, work=2e3)
-    assert (
-        time.perf_counter() - start_s >= 0.020 - 0.005
-    )  # catch_up_s: the first may begin before it is asked
+    assert clocks.now() - start_s == pytest.approx(0.020 - 0.005)  # catch_up_s: the first may begin before
     spans = lanes.take_record().spans
     assert [span.label for span in spans] == ["visit", "outer"] * 5
     assert all(span.end_s - span.start_s == pytest.approx(0.002) for span in spans)
-    assert all(b.start_s >= a.end_s - 1e-9 for a, b in pairwise(spans))
+    assert [b.start_s - a.end_s for a, b in pairwise(spans)] == pytest.approx([0.0] * 9)
     lanes.close()
 
 
+@pytest.mark.usefixtures("clocks")
 def test_what_is_computed_late_does_not_add_up() -> None:
     """Work that takes no time by the timetable is between the visits, and none of it shows."""
-    lanes = paced(1e6, catch_up_s=60.0)
+    lanes = paced(1e6)
     for _ in range(10):
         lanes.begin(Lane.COMPUTE, label="visit")
         time.sleep(0.001)
@@ -168,9 +174,10 @@ def test_what_is_computed_late_does_not_add_up() -> None:
     lanes.close()
 
 
+@pytest.mark.usefixtures("clocks")
 def test_lanes_and_the_launching_thread_keep_one_timetable() -> None:
     """A copy begins when the visit that frees its buffer ends, and the next visit when the copy does."""
-    lanes = paced(1e6, h2d_bytes_per_s=1e6, catch_up_s=60.0)
+    lanes = paced(1e6, h2d_bytes_per_s=1e6)
     for _ in range(6):
         lanes.enqueue(Lane.FETCH, lambda: None, writes=[("slot", 0)], work=3e3, label="fetch")
         lanes.begin(Lane.COMPUTE, reads=[("slot", 0)], label="visit")
@@ -182,8 +189,9 @@ def test_lanes_and_the_launching_thread_keep_one_timetable() -> None:
     lanes.close()
 
 
+@pytest.mark.usefixtures("clocks")
 def test_a_caller_that_waits_begins_after_what_it_has_waited_for() -> None:
-    lanes = paced(1e6, host_bytes_per_s=1e6, catch_up_s=60.0)
+    lanes = paced(1e6, host_bytes_per_s=1e6)
     lanes.begin(Lane.COMPUTE)
     lanes.end(Lane.COMPUTE, work=1e3)
     lanes.enqueue(Lane.HOST, lambda: None, writes=[("norm", 0)], work=20e3)
@@ -204,29 +212,38 @@ def test_a_rate_changes_no_bit(activations: str) -> None:
     check_parity("llama_tied", device=paced(2e9, jitter_s=1e-4), num_micro_batches=2, activations=activations)
 
 
-def test_mfu_is_a_share_of_the_emulated_rate() -> None:
-    engine = attach_plainly(make_model(FAMILIES["llama"]()), device=paced(1e9))
+def test_mfu_is_a_share_of_the_emulated_rate(clocks: OwnClocks) -> None:
+    lanes = TimetableLanes(clocks, compute_flops_per_s=1e9)
+    engine = attach_plainly(make_model(FAMILIES["llama"]()), device=lanes)
     optimizer = engine.adamw(**HYPER)
     engine.forward_backward(make_batches(1))
     optimizer.step()
     report = engine.last_step
     assert report.matmul_peak == engine.matmul_peak == 1e9
-    assert report.lane_seconds["compute"] >= 0.999 * report.hardware_flops / 1e9
+    assert report.lane_seconds["compute"] == pytest.approx(report.hardware_flops / 1e9)
+    assert report.seconds == pytest.approx(report.lane_seconds["compute"], abs=0.006)  # catch_up_s, once
+    assert report.mfu == report.model_flops / report.seconds / 1e9
+    assert 0 < report.mfu < 1
     engine.detach()
 
 
 # -- rates that change ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("clocks")
 def test_a_new_rate_holds_from_the_next_operation_on() -> None:
     lanes = paced(1e6, h2d_bytes_per_s=1e6)
-    gate = threading.Event()
-    lanes.enqueue(Lane.FETCH, gate.wait, work=1e3)
+    began, gate = threading.Event(), threading.Event()
+
+    def first() -> None:
+        began.set()
+        gate.wait()
+
+    lanes.enqueue(Lane.FETCH, first, work=1e3)
     lanes.enqueue(Lane.FETCH, lambda: None, work=1e3)
     lanes.begin(Lane.COMPUTE)
     lanes.end(Lane.COMPUTE, work=1e3)
-    while lanes._links[Lane.FETCH]._free_s == 0.0:  # the first one has begun
-        time.sleep(1e-4)
+    began.wait()
     rates = {"h2d_bytes_per_s": 2e5, "compute_flops_per_s": 5e5}
     thread = threading.Thread(target=lanes.set_rates, kwargs=rates)
     thread.start()

@@ -51,7 +51,6 @@ def listed_billions(name: str) -> float:
 def test_config_plans_on_a_machine(name: str, machine: str) -> None:
     found = planned(SHARED / "configs" / name / "config.json", machine)
     check(found)
-    assert found.plan.plan_s < 10
     assert found.request.anatomy.num_params / 1e9 == pytest.approx(listed_billions(name), abs=6e-4)
 
 
