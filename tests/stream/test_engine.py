@@ -35,12 +35,13 @@ def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
 # -- bf16 ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.parity)])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("family", ["llama_tied", "mixtral", "gpt2", "deepseek_v3"])
-def test_bf16_masters_equal_the_reference_loop_s(family: str, num_micro_batches: int) -> None:
-    """Twenty steps: bf16 weights in compute, fp32 AdamW on fp32 masters, bit for bit."""
+def test_bf16_masters_equal_the_reference_loop_s(family: str, num_micro_batches: int, steps: int) -> None:
+    """Bf16 weights in compute, fp32 AdamW on fp32 masters, bit for bit."""
     _, reference, engine, optimizer = start(family, precision="bf16")
-    for step in range(20):
+    for step in range(steps):
         batches = make_batches(num_micro_batches, seed=step)
         expected = reference.forward_backward(batches)
         assert_same_bits(engine.forward_backward(batches), expected, f"loss of step {step}")

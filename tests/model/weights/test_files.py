@@ -380,14 +380,14 @@ def test_loading_peaks_at_the_state_plus_one_tensor(family: str, tmp_path: Path)
     """Fused, the up projections of mixtral's experts are most of the state: a copy would show."""
     config = FAMILIES[family]()
     config.hidden_size, config.intermediate_size, config.head_dim = 1024, 1024, 256
-    config.num_hidden_layers = 1 if family == "mixtral" else 18
-    config.num_local_experts = 32
+    config.num_hidden_layers = 1 if family == "mixtral" else 9
+    config.num_local_experts = 16
     model = build_skeleton(config, dtype=torch.bfloat16)
     for name, parameter in list(model.named_parameters()):
         prefix, _, leaf = name.rpartition(".")
         values = torch.full(parameter.shape, 0.5, dtype=torch.bfloat16)
         model.get_submodule(prefix)._parameters[leaf] = torch.nn.Parameter(values)
-    model.save_pretrained(tmp_path, max_shard_size="64MB")
+    model.save_pretrained(tmp_path, max_shard_size="32MB")
     assert len(checkpoint_files(tmp_path)) > 2
     del model
     run = subprocess.run(
@@ -400,5 +400,5 @@ def test_loading_peaks_at_the_state_plus_one_tensor(family: str, tmp_path: Path)
     )
     assert run.returncode == 0, run.stderr
     peak, state = map(int, run.stdout.split())
-    assert state > 190e6
+    assert state > 95e6
     assert state * 0.95 < peak < state * 1.05 + 1024 * 1024 * 2

@@ -118,14 +118,20 @@ DRAWN: dict[str, dict[str, Any]] = {
 """Rates of machines."""
 
 
-@pytest.mark.parametrize("rates", DRAWN)
+def drawn_for(name: str) -> pytest.MarkDecorator:
+    """Take one machine's rates, and all others in `make parity`."""
+    others = [pytest.param(other, marks=pytest.mark.parity) for other in DRAWN if other != name]
+    return pytest.mark.parametrize("rates", [name, *others])
+
+
+@drawn_for("slow link")
 def test_more_device_memory_is_never_slower(rates: str) -> None:
     sizes = [36 << 20, 80 << 20, 200 << 20, 1 << 30]
     specs = [machine(device_bytes=size, **DRAWN[rates]) for size in sizes]
     check_never_slower(steps(request(spec=spec, anatomy=small(), batch=SHORT) for spec in specs))
 
 
-@pytest.mark.parametrize("rates", DRAWN)
+@drawn_for("slow host")
 def test_a_faster_link_is_never_slower(rates: str) -> None:
     drawn = DRAWN[rates]
     specs = [
@@ -135,7 +141,7 @@ def test_a_faster_link_is_never_slower(rates: str) -> None:
     check_never_slower(steps(request(spec=spec, anatomy=small(), batch=SHORT) for spec in specs))
 
 
-@pytest.mark.parametrize("rates", DRAWN)
+@drawn_for("all alike")
 def test_more_host_memory_is_never_slower(rates: str) -> None:
     """But for what commits copy: all state in RAM passes through host memory once more on its way."""
     spec = machine(drives=DRIVES, **DRAWN[rates])
@@ -153,19 +159,19 @@ def test_more_host_memory_is_never_slower(rates: str) -> None:
 def test_drives_take_what_ram_cannot() -> None:
     spec = machine(drives=DRIVES)
     away = []
-    for limit in HOST_LIMITS:
+    for limit in HOST_LIMITS[::2]:
         choice = Choice(fragments=True)  # whole layers leave RAM in larger steps
         tight = request(spec=spec, anatomy=small(), batch=SHORT, host_limit=limit << 20, choice=choice)
-        plan = make_plan(tight)
+        plan = make_plan(tight, budget_s=1e6)
         check(plan)
         drives = BlockSums.of(tight.anatomy, plan.choice.fragments).drive_spec(plan.choice)
         away.append(0 if drives is None else sum(map(drives.update_bytes, drives.state)))
         assert (plan.bytes_per_step["drive_read"] > 0) == bool(away[-1])
         assert (plan.tier_bytes("nvme") > 0) == bool(plan.choice.tiers)
-        assert make_plan(replace(tight, spec=machine())).fits == (not plan.choice.tiers)
+        assert make_plan(replace(tight, spec=machine()), budget_s=0.01).fits == (not plan.choice.tiers)
     assert away == sorted(away, reverse=True)
     assert away[0] > 0
-    assert away[-1] == 0
+    assert away[-1] == 0 < len(set(away)) - 2
 
 
 def test_blocks_in_ram_are_counted_anew_where_layers_come_apart() -> None:

@@ -208,7 +208,7 @@ def test_a_run_writes_what_a_run_with_the_host_s_plane_writes(tmp_path: Path) ->
         config = make_config(
             tmp_path / gradients,
             train={"steps": 4, "device": "emulated", "precision": "bf16"},
-            memory={"gradients": gradients, "fragments": False},
+            memory={"gradients": gradients, "fragments": False, "activations": "recompute", "lockstep": 2},
         )
         runs.append(train(config))
     assert_same_runs(runs[1], runs[0])
