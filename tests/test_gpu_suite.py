@@ -261,5 +261,5 @@ def test_layers_over_the_memory_of_a_few_are_blocks_of_their_own(module: Any) ->
     whole = sum(layout.working_bytes for layout in engine.host.layouts)
     layer_bytes = sum(layout.working_bytes for layout in engine.host.layouts[:6])
     # two fetches of each layer but those that stay in the two slots, and one of all that is outside
-    assert engine.bytes_fetched == whole + layer_bytes * 4 // 6
+    assert engine.counts.fetch_bytes == whole + layer_bytes * 4 // 6
     engine.detach()

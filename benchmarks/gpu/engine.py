@@ -276,14 +276,17 @@ def bytes_moved(engine: Any) -> int:
     """Return what crossed the link since attach: weights, gradients, saved activations."""
     offloaded = engine.arrangement.offloaded
     return int(
-        engine.bytes_fetched + engine.bytes_offloaded + offloaded.saved_bytes + offloaded.restored_bytes
+        engine.counts.fetch_bytes
+        + engine.counts.offload_bytes
+        + offloaded.saved_bytes
+        + offloaded.restored_bytes
     )
 
 
 def policies_of(engine: Any) -> dict[str, Any]:
     """Return the choice as plain values; resident blocks by their number."""
     values = dataclasses.asdict(engine.choice)
-    values["residents"] = engine.residents
+    values["residents"] = engine.arrangement.residents
     values["boundaries_on_host"] = engine.choice.boundaries != "device"
     values["compiles"] = engine.compiler is not None
     return described(values)

@@ -157,7 +157,7 @@ def compare(
     moved: set[int] = set()
     stop = time.perf_counter() + seconds
     while len(losses) < pairs and (len(losses) < MIN_PAIRS or time.perf_counter() < stop):
-        before = engine.bytes_fetched + engine.bytes_offloaded
+        before = engine.counts.fetch_bytes + engine.counts.offload_bytes
         results = {}
         for name in sorted(steps, reverse=len(losses) % 2 == 0):
             began = time.perf_counter()
@@ -165,7 +165,7 @@ def compare(
             times[name].append(time.perf_counter() - began)
         assert torch.equal(results["resident"], results["streamed"]), f"losses differ: {results}"
         losses.append(results["streamed"].item())
-        moved.add(engine.bytes_fetched + engine.bytes_offloaded - before)
+        moved.add(engine.counts.fetch_bytes + engine.counts.offload_bytes - before)
         if copy is not None:
             copy_rates.append(copy())
     engine.detach()

@@ -223,3 +223,8 @@ def _owners(model: PreTrainedModel, blocks: dict[int, Block]) -> dict[str, Block
         else:
             owners[path] = next((prefix for prefix in prefixes if prefix not in ancestors), path)
     return owners
+
+
+def outer_of(blocks: Sequence[Block]) -> list[int]:
+    """List the blocks that are no part of a decoder layer."""
+    return [index for index, block in enumerate(blocks) if not block.is_streamed]

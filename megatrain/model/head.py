@@ -92,18 +92,18 @@ class Head:
         self,
         model: PreTrainedModel,
         chunk_tokens: int | None,
-        bring_again: Callable[[], AbstractContextManager[None]],
+        stream_again: Callable[[], AbstractContextManager[object]],
     ) -> None:
         """Put a wrapper around the model's loss function.
 
         Args:
             model: The CausalLM.
             chunk_tokens: Tokens per chunk; None: as many as make half a GiB of fp32 logits.
-            bring_again: Context in which the model finds resident weights of its own for one chunk, so that
+            stream_again: Context in which the model finds resident weights of its own for one chunk, so that
                 the head's gradients add up in fp32 instead of the working dtype.
         """
         self._model = model
-        self._stream_again = bring_again
+        self._stream_again = stream_again
         vocab_size = int(getattr(model.config.get_text_config(), "vocab_size", 0) or 1)
         self.chunk_tokens = chunk_tokens or max(1, LOGITS_BYTES // (4 * vocab_size))
         self._is_explicit = chunk_tokens is not None

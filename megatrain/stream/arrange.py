@@ -1,40 +1,17 @@
-"""What a choice decides in an engine: device memory, gradients, order; and which choices it can run.
-
-An `Arrangement` is all of an engine that can be changed between two steps: nothing in it outlives a step but
-the state of resident layers, which goes home first, so the one that follows begins as a new engine's would.
-"""
+"""Which choices an engine can run, and can go on with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megatrain.config.choice import Activations, Choice, checked
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import Block, group_layers
-from megatrain.plan.program.operations import BlockSize
-from megatrain.plan.program.spec import DriveSpec, StepSpec
-from megatrain.store.state import HostState, Precision
+from megatrain.store.placement import Placement
 from megatrain.store.tiered import TieredState
-from megatrain.stream.activations.boundaries import Boundaries
-from megatrain.stream.activations.offload import OffloadedActivations
-from megatrain.stream.bind import residency_of
-from megatrain.stream.execute.executor import Executor
-from megatrain.stream.execute.gradient_buffers import GradientBuffers
-from megatrain.stream.execute.gradients import Gradients
-from megatrain.stream.execute.issuer import Counts
-from megatrain.stream.execute.resident_state import DeviceStates
-from megatrain.stream.execute.slots import Slots
-from megatrain.stream.execute.state_on_drives import StateOnDrives
-from megatrain.stream.forward.rounds import Rounds
-
-if TYPE_CHECKING:
-    from megatrain.store.placement import Placement
-    from megatrain.stream.bind import Binding
-    from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
-    from megatrain.stream.lanes import Lanes
-
+from megatrain.stream.bind import require_device_memory
+from megatrain.stream.forward.arrangement import Arrangement, residents_of
 
 NO_DRIVES = (
     "boundaries is nvme, but there are no drives; name a directory on each of them (memory.tiers={nvme: "
@@ -124,139 +101,28 @@ def as_placed(choice: Choice, placement: Placement, num_blocks: int) -> Choice:
     )
 
 
-def residents_of(choice: Choice, blocks: Sequence[Block]) -> frozenset[int]:
-    """Return the blocks of which everything is on the device."""
-    layers = group_layers(blocks)[: choice.resident_layers]
-    outer = outer_of(blocks) if choice.outer_resident else []
-    return frozenset([*outer, *(block for layer in layers for block in layer)])
+def check_change(choice: Choice, arrangement: Arrangement, *, compiles: bool) -> None:
+    """Refuse a choice that an engine cannot go on with.
 
+    Args:
+        choice: What is wanted, from `changed`.
+        arrangement: What is there.
+        compiles: Layers run through `torch.compile`.
 
-def outer_of(blocks: Sequence[Block]) -> list[int]:
-    """List the blocks that are no part of a decoder layer."""
-    return [index for index, block in enumerate(blocks) if not block.is_streamed]
-
-
-def planes_to_drop(old: Choice, new: Choice) -> list[str]:
-    """List the host planes that what was chosen before may have left, and that are not needed now.
-
-    Fp32 sums go too if rounds are cut in another way: a step may be one round now. The next step makes what
-    it needs.
+    Raises:
+        ConfigError: It cannot.
+        CapacityError: The device does not hold it, though what is there now is free then.
     """
-    planes = ["staging"]  # of another size, perhaps
-    planes += ["gradient"] if new.updates == "immediate" or new.gradients == "device" else []
-    return planes + (["accumulator"] if old.lockstep != new.lockstep else [])
-
-
-class Arrangement:
-    """What an engine's choice decides, for as long as it is in force."""
-
-    def __init__(
-        self,
-        lanes: Lanes,
-        binding: Binding,
-        choice: Choice,
-        layers: Sequence[AttachedLayer],
-        outer: Sequence[AttachedBlock],
-        *,
-        offloaded: OffloadedActivations,
-        counts: Counts,
-        drives: StateOnDrives | None = None,
-    ) -> None:
-        """Allocate device memory, and let the layers use it.
-
-        Args:
-            lanes: Where things run.
-            binding: The model's blocks and state.
-            choice: What is decided; resolved.
-            layers: In forward order.
-            outer: The blocks in no layer.
-            offloaded: For saved activations; it goes from one arrangement to the next, as `counts` does.
-            counts: What has been moved so far.
-            drives: On which a part of the state is; None: all of it is in RAM.
-
-        Raises:
-            CapacityError: The device does not hold it.
-        """
-        self.choice = choice
-        self.offloaded = offloaded
-        blocks, host = binding.blocks, binding.host
-        self.residents = residents = residents_of(choice, blocks)
-        """Blocks of which everything is on the device."""
-        residency = residency_of(blocks, host.layouts, residents)
-        sizes = [
-            BlockSize.of(
-                layout.sizes,
-                is_streamed=blocks[n].is_streamed and n not in residents,
-                on_device=n in residents,
-                moments=binding.moments,
-            )
-            for n, layout in enumerate(host.layouts)
-        ]
-        lanes.lock(host.arena("working"))
-        self.slots = Slots(lanes, host.layouts, residency, choice.num_slots)
-        buffers = GradientBuffers(
-            lanes,
-            host,
-            residency,
-            choice.num_gradient_buffers,
-            waits=choice.gradients == "device",
-            host_limit=binding.host_limit,
+    blocks, lanes = arrangement.binding.blocks, arrangement.lanes
+    check_choice(choice, blocks, compiles=compiles)
+    residents = residents_of(choice, blocks)
+    if residents and isinstance(arrangement.host, TieredState):
+        raise ConfigError(
+            "blocks cannot become resident: the state is on drives, from where none goes to the device "
+            "for good; use resident_layers=0 and outer_resident=False"
         )
-        self.gradients = Gradients(lanes, host, buffers)
-        self.executor = Executor(
-            lanes,
-            host,
-            StepSpec.of(
-                choice,
-                sizes,
-                group_layers(blocks),
-                splits=host.precision is Precision.BF16,
-                drives=_drive_spec(host),
-            ),
-            slots=self.slots,
-            gradients=self.gradients,
-            states=DeviceStates(lanes, host, self.slots, residents),
-            activations=offloaded,
-            counts=counts,
-            drives=drives,
-        )
-        for layer, policy, boundaries in zip(
-            layers, choice.policies, _boundaries(choice, layers, offloaded), strict=True
-        ):
-            layer.arrange(self.executor, self.slots, offloaded, policy, boundaries)
-        self.rounds = Rounds(self.executor, host, self.gradients, layers, outer, choice)
-
-    def release(self) -> None:
-        """Give the device memory back; nobody may use it any more."""
-        self.executor.states.release()
-        self.gradients.buffers.release()
-        self.slots.release()
-
-
-def _drive_spec(host: HostState) -> DriveSpec | None:
-    if not isinstance(host, TieredState):
-        return None
-    images, placement = host.on_drives.images, host.on_drives.placement
-    return DriveSpec(
-        state_bytes=[image.working_start for image in images],
-        working_bytes=[image.num_bytes - image.working_start for image in images],
-        state=placement.state_on_drives,
-        working=placement.working_on_drives,
-    )
-
-
-def _boundaries(
-    choice: Choice, layers: Sequence[AttachedLayer], offloaded: OffloadedActivations
-) -> list[Boundaries]:
-    drops = [policy is Activations.DROP_BOUNDARY for policy in choice.policies]
-    drops[0] = False  # there is no layer before the first
-    return [
-        Boundaries(
-            layers[number].name,
-            offloaded,
-            on_host=choice.boundaries != "device" and policy.is_recomputed,
-            drops=drops[number],
-            is_source=number + 1 < len(drops) and drops[number + 1],
-        )
-        for number, policy in enumerate(choice.policies)
-    ]
+    if choice.boundaries == "nvme" and arrangement.scratch is None:
+        raise ConfigError(NO_DRIVES)
+    layouts, moments = arrangement.host.layouts, arrangement.moments
+    held = lanes.device_bytes
+    require_device_memory(blocks, layouts, lanes, choice, residents, moments=moments, held=held)

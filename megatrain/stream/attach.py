@@ -13,10 +13,11 @@ from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.store.placement import Tiers
 from megatrain.store.state import read_precision
-from megatrain.stream.arrange import NO_DRIVES, check_choice, residents_of
+from megatrain.stream.arrange import NO_DRIVES, check_choice
 from megatrain.stream.bind import bind, plan_layouts, require_device_memory
 from megatrain.stream.choose import Batch, Room, choose
 from megatrain.stream.engine import Engine
+from megatrain.stream.forward.arrangement import residents_of
 from megatrain.stream.forward.compiled import is_compiled
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.lanes.devices import make_lanes

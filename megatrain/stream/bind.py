@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,12 +16,14 @@ from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MomentFormat
-from megatrain.layout.totals import BlockTotals, Residency
+from megatrain.layout.totals import BlockTotals
 from megatrain.model.blocks import Block, find_blocks
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
+from megatrain.stream.forward.arrangement import residency_of
+from megatrain.stream.forward.attached import Binding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,33 +34,6 @@ _log = logging.getLogger(__name__)
 
 _ACTIVATIONS_SHARE = 0.8
 """Of the host memory that the state leaves; the rest is for data, libraries and the system."""
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """A model's blocks and the host state that its parameters are views of."""
-
-    blocks: list[Block]
-    host: HostState
-    host_limit: int | None = None
-    """Bytes that the whole state may take."""
-    moments: MomentFormat = MomentFormat.FP32
-    """For which format of the optimizer's state memory was planned."""
-
-    def check(self) -> None:
-        """Refuse to go on with parameters that are no views of the host state any more.
-
-        Raises:
-            ModelError: Something replaced a parameter's data.
-        """
-        for block, state in zip(self.blocks, self.host.blocks, strict=True):
-            base = state.working.data_ptr()
-            for entry in state.layout.entries:
-                if block.parameters[entry.name].data_ptr() != base + entry.byte_offset:
-                    raise ModelError(
-                        f"parameter {entry.name} was moved or cast after the engine was attached; call "
-                        "engine.detach(), change the model, and attach again"
-                    )
 
 
 def bind(
@@ -290,14 +264,6 @@ def require_device_memory(
             f"device memory: {need / GIB:.3f} GiB are needed before activations ({parts}), but the limit is "
             f"{limit / GIB:.3f} GiB; use {_smaller(choice, residents, blocks)}, or a larger device"
         )
-
-
-def residency_of(
-    blocks: Sequence[Block], layouts: Sequence[BlockLayout], residents: Collection[int]
-) -> Residency:
-    """Return which of a model's blocks stream, and which stay on the device."""
-    sizes = (layout.sizes for layout in layouts)
-    return Residency.of(sizes, [block.is_streamed for block in blocks], residents)
 
 
 def _smaller(choice: Choice, residents: Collection[int], blocks: Sequence[Block]) -> str:

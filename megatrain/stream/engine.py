@@ -13,48 +13,31 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from megatrain.config.choice import Choice, Updates, read_member
 from megatrain.errors import ConfigError, DataError, ModelError
-from megatrain.hardware import measure_matmul_peak
 from megatrain.layout.moments import MomentFormat
-from megatrain.model.blocks import group_layers
 from megatrain.model.head import count_targets
-from megatrain.store.drives.scratch import ScratchFiles
-from megatrain.store.state import HostState, Precision
+from megatrain.store.state import HostState
 from megatrain.store.tiered import TieredState
-from megatrain.stream.activations.offload import OffloadedActivations
-from megatrain.stream.arrange import (
-    NO_DRIVES,
-    Arrangement,
-    as_placed,
-    changed,
-    check_choice,
-    outer_of,
-    planes_to_drop,
-    residents_of,
-)
-from megatrain.stream.bind import Binding, host_planes, require_device_memory, room_for_activations
+from megatrain.stream.arrange import as_placed, changed, check_change, check_choice
+from megatrain.stream.bind import host_planes, room_for_activations
 from megatrain.stream.execute.executor import Executor
-from megatrain.stream.execute.gradients import Gradients, Home
-from megatrain.stream.execute.issuer import Counts
-from megatrain.stream.execute.slots import Slots
-from megatrain.stream.execute.state_on_drives import StateOnDrives
-from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
+from megatrain.stream.execute.gradients import Home
+from megatrain.stream.forward.arrangement import Arrangement, residents_of
+from megatrain.stream.forward.attached import Binding
 from megatrain.stream.forward.attention import attention_of, attention_order
 from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.model_forward import ModelForward
-from megatrain.stream.forward.rounds import Rounds
 from megatrain.stream.lanes import Lanes
-from megatrain.stream.meter import StepMeter, recomputed_forwards
+from megatrain.stream.meter import StepMeter
 from megatrain.stream.optimizer import StepHooks, StreamedAdamW, check_moments, check_updates
 from megatrain.stream.report import StepReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
 
 _log = logging.getLogger(__name__)
 
@@ -76,60 +59,37 @@ class Engine:
         self.model = model
         self.host: HostState = binding.host
         self.lanes = lanes
-        self._binding = binding
-        blocks = binding.blocks
         self._tiered = self.host if isinstance(self.host, TieredState) else None
-        self._drives = None if self._tiered is None else StateOnDrives(lanes, self._tiered)
-        owners = {
-            entry.name: (index, number)
-            for index, layout in enumerate(self.host.layouts)
-            for number, entry in enumerate(layout.entries)
-        }
-        attached = [
-            AttachedBlock(index, block, layout, owners)
-            for index, (block, layout) in enumerate(zip(blocks, self.host.layouts, strict=True))
-        ]
-        self._outer = [attached[index] for index in outer_of(blocks)]
-        self._layers = [AttachedLayer([attached[i] for i in indices]) for indices in group_layers(blocks)]
         planes = host_planes(
             self.host.layouts,
             self.host.precision,
             accumulates=True,
-            on_device=residents_of(choice, blocks) if choice.gradients == "device" else None,
+            on_device=residents_of(choice, binding.blocks) if choice.gradients == "device" else None,
             moments=binding.moments,
         )
-        offloaded = OffloadedActivations(lanes, room_for_activations(self.host, planes))
-        self._scratch = (
-            None if self._tiered is None else ScratchFiles(self._tiered.on_drives.store.directories)
-        )
         if self._tiered is not None:
-            choice = as_placed(choice, self._tiered.on_drives.placement, len(blocks))
-        self.arrangement = self._arrange(choice, offloaded, Counts())
-        self.micro_batch_size = micro_batch_size
-        """Rows of a micro-batch into which a larger batch of `model(**batch)` is split; None: never."""
+            choice = as_placed(choice, self._tiered.on_drives.placement, len(binding.blocks))
+        room = room_for_activations(self.host, planes)
+        self.arrangement = Arrangement(model, binding, lanes, choice, activation_bytes=room)
+        """The parts that stream the model."""
+        self.counts = self.arrangement.counts
+        """What has been moved since attach."""
+        self.meter = StepMeter(self.arrangement)
+        """Measures every step: what `last_step` reports."""
         self.compiler = Compiler() if compiles else None
         self._settings = ExitStack()
         self._settings.enter_context(attention_order(attention_of(lanes.device)))
         self._names = [name for name, _ in model.named_parameters()]
-        self._model_forward = ModelForward(self, binding, self._layers, self._outer, choice.head_chunk_tokens)
-        self._optimizer: StreamedAdamW | None = None
-        self.meter = StepMeter(self)
-        """Measures every step: what `last_step` reports."""
-        self._model_forward.override(self.compiler)
-        model.__dict__["_megatrain_engine"] = self
-
-    def _arrange(self, choice: Choice, offloaded: OffloadedActivations, counts: Counts) -> Arrangement:
-        offloaded.use(self._scratch if choice.boundaries == "nvme" else None)
-        return Arrangement(
-            self.lanes,
-            self._binding,
-            choice,
-            self._layers,
-            self._outer,
-            offloaded=offloaded,
-            counts=counts,
-            drives=self._drives,
+        self._model_forward = ModelForward(
+            model,
+            self.arrangement,
+            self.meter,
+            head_chunk_tokens=choice.head_chunk_tokens,
+            micro_batch_size=micro_batch_size,
         )
+        self._optimizer: StreamedAdamW | None = None
+        self._model_forward.override(self.compiler, self.sync)
+        model.__dict__["_megatrain_engine"] = self
 
     # -- how it is arranged ---------------------------------------------------------------------------------
 
@@ -139,34 +99,9 @@ class Engine:
         return self.arrangement.choice
 
     @property
-    def residents(self) -> frozenset[int]:
-        """Blocks of which everything is on the device."""
-        return self.arrangement.residents
-
-    @property
-    def moments(self) -> MomentFormat:
-        """For which format of the optimizer's state memory was planned."""
-        return self._binding.moments
-
-    @property
-    def gradients(self) -> Gradients:
-        """The gradients of the step."""
-        return self.arrangement.gradients
-
-    @property
     def executor(self) -> Executor:
         """What moves the bytes."""
         return self.arrangement.executor
-
-    @property
-    def slots(self) -> Slots:
-        """The device memory of weights."""
-        return self.arrangement.slots
-
-    @property
-    def rounds(self) -> Rounds:
-        """What passes of the model are expected."""
-        return self.arrangement.rounds
 
     def reconfigure(self, choice: Choice) -> None:
         """Go on in another way from the next step on; no bit of any result changes.
@@ -183,54 +118,25 @@ class Engine:
             CapacityError: The device does not hold it; nothing was changed.
         """
         self.require_attached()
+        arrangement, rounds = self.arrangement, self.arrangement.rounds
         choice = changed(choice, self.choice)
-        self._refuse_change(choice)
-        self.meter.settle()
-        old = self.arrangement
-        self.settle()  # and not `sync`, which would read weights on drives into RAM
-        self.lanes.drain()
-        old.release()
-        held, offloaded = self.lanes.device_bytes, old.offloaded
-        offloaded.trim()
-        try:
-            self._take(choice, offloaded)
-        except BaseException:
-            self.lanes.device_bytes = held
-            self._take(old.choice, offloaded)
-            raise
-        _log.info("the engine goes on with: %s", choice.describe())
-
-    def _refuse_change(self, choice: Choice) -> None:
-        blocks = self._binding.blocks
-        check_choice(choice, blocks, compiles=self.compiler is not None)
-        residents = residents_of(choice, blocks)
-        if self.rounds.is_broken:
-            self.rounds.drop()
-        if self._model_forward.is_open or self.rounds.is_open or self.gradients.blocks:
+        if rounds.is_broken:
+            rounds.drop()
+        if self._model_forward.is_open or rounds.is_open or arrangement.gradients.blocks:
             raise ConfigError(
                 "engine.reconfigure is for the time between two steps: finish the backward, then call "
                 "opt.step() or opt.zero_grad()"
             )
-        if residents and self._tiered is not None:
-            raise ConfigError(
-                "blocks cannot become resident: the state is on drives, from where none goes to the device "
-                "for good; use resident_layers=0 and outer_resident=False"
-            )
-        if choice.boundaries == "nvme" and self._scratch is None:
-            raise ConfigError(NO_DRIVES)
+        check_change(choice, arrangement, compiles=self.compiler is not None)
         if self._optimizer is not None:
             check_updates(choice.updates, self._optimizer.max_grad_norm)
-        held = self.lanes.device_bytes
-        require_device_memory(
-            blocks, self.host.layouts, self.lanes, choice, residents, moments=self.moments, held=held
-        )
+        self.meter.settle()
+        self.settle()  # and not `sync`, which would read weights on drives into RAM
+        self.lanes.drain()
+        arrangement.change(choice, self._take_part)
+        _log.info("the engine goes on with: %s", choice.describe())
 
-    def _take(self, choice: Choice, offloaded: OffloadedActivations) -> None:
-        """Let a new choice take effect; the device memory of the old one is free."""
-        for plane in planes_to_drop(self.choice, choice):
-            self.lanes.unlock(self.host.arena(plane))
-            self.host.release(plane)
-        self.arrangement = self._arrange(choice, offloaded, self.executor.counts)
+    def _take_part(self) -> None:
         if self._optimizer is not None:
             self._optimizer.take_part(self.executor)
 
@@ -269,14 +175,15 @@ class Engine:
         self.meter.begin(sum(counts))
         try:
             return self._model_forward.run_step(batches, counts, seeds)
-        except CheckpointError as error:
-            self._recover()
-            raise ModelError(
-                f"{type(self.model).__name__} has a block that does not compute the same twice (it keeps "
-                "state between calls), so its activations cannot be recomputed; use activations='keep'"
-            ) from error
-        except BaseException:
-            self._recover()
+        except BaseException as error:  # drop the step
+            self.arrangement.rounds.drop()
+            self.zero_grad()
+            self.meter.drop()
+            if isinstance(error, CheckpointError):
+                raise ModelError(
+                    f"{type(self.model).__name__} has a block that does not compute the same twice (it keeps "
+                    "state between calls), so its activations cannot be recomputed; use activations='keep'"
+                ) from error
             raise
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -285,13 +192,13 @@ class Engine:
         Names are those of `model.named_parameters()`. A parameter without a gradient in this step is left
         out.
         """
-        if any(home is Home.UPDATED for home in self.gradients.homes):
+        if any(home is Home.UPDATED for home in self.arrangement.gradients.homes):
             raise ConfigError(
                 "with updates=immediate, gradients are used up as soon as they are complete; use deferred to "
                 "read them"
             )
         self.executor.wait_for_gradients()
-        return self.gradients.named(self._names)
+        return self.arrangement.gradients.named(self._names)
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, master) lazily for every parameter, frozen ones too: new fp32 host tensors."""
@@ -337,12 +244,12 @@ class Engine:
         """
         if self._optimizer is not None:
             raise ConfigError("the engine has an optimizer already; one engine trains with one optimizer")
-        updates = read_member(Updates, updates or self.updates, "updates").value
+        updates = read_member(Updates, updates or self.choice.updates, "updates").value
         check_updates(updates, max_grad_norm)
         choice = replace(self.choice, updates=updates)
-        check_choice(choice, self._binding.blocks, compiles=self.compiler is not None)
-        moments = self.moments if state is None else MomentFormat.read(state)
-        check_moments(self.executor, moments, self.moments)
+        check_choice(choice, self.arrangement.binding.blocks, compiles=self.compiler is not None)
+        moments = self.arrangement.moments if state is None else MomentFormat.read(state)
+        check_moments(self.executor, moments, self.arrangement.moments)
         self.arrangement.choice = choice
         self.executor.spec = replace(self.executor.spec, updates=updates)
         self._optimizer = StreamedAdamW(
@@ -367,9 +274,9 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop the gradients gathered since the last step; those that wait for their update are not yours."""
-        if self.gradients.blocks:
+        if self.arrangement.gradients.blocks:
             self.meter.drop()
-        self.gradients.clear()
+        self.arrangement.gradients.clear()
 
     def sync(self) -> None:
         """Wait for every update, and make the parameters whole: call it before any read of weights.
@@ -436,16 +343,6 @@ class Engine:
         return self.lanes.peak_bytes
 
     @property
-    def bytes_fetched(self) -> int:
-        """Bytes copied to the device since attach."""
-        return self.executor.counts.fetch_bytes
-
-    @property
-    def bytes_offloaded(self) -> int:
-        """Bytes of gradients copied home since attach."""
-        return self.executor.counts.offload_bytes
-
-    @property
     def last_step(self) -> StepReport:
         """Where the time of the newest complete step went; see `StepReport` for what counts when.
 
@@ -456,48 +353,6 @@ class Engine:
             ConfigError: No step is complete.
         """
         return self.meter.report()
-
-    @property
-    def matmul_peak(self) -> float | None:
-        """FLOP/s of a large matrix product in the working dtype, measured once; None: the device is full.
-
-        Of an emulated accelerator with a rate, that rate.
-        """
-        if self.lanes.matmul_flops_per_s is not None:
-            return self.lanes.matmul_flops_per_s
-        dtype = torch.bfloat16 if self.host.precision is Precision.BF16 else torch.float32
-        try:
-            return measure_matmul_peak(self.lanes.device, dtype)
-        except torch.OutOfMemoryError:
-            return None
-
-    @property
-    def chunked_tokens(self) -> int:
-        """Tokens that have passed the head in chunks since attach; their backward passes it again."""
-        return self._model_forward.chunked_tokens
-
-    @property
-    def layer_modules(self) -> list[nn.Module]:
-        """The decoder layers, in forward order."""
-        return [layer.module for layer in self._layers]
-
-    @property
-    def forwards_again(self) -> list[int]:
-        """How often a step runs each layer's forward again, whole, for each micro-batch."""
-        rounds = self.rounds
-        blocks = [v.block for v in rounds.visits(1, loads=False, completes=True) if not v.is_backward]
-        visits = {number: blocks.count(plan.blocks[-1]) for number, plan in enumerate(rounds.plans)}
-        return recomputed_forwards(self.choice.policies, visits, rounds.first_trained)
-
-    @property
-    def updates(self) -> str:
-        """When an optimizer updates: `deferred`, `immediate` or `serial`."""
-        return self.choice.updates
-
-    @property
-    def outer_blocks(self) -> list[int]:
-        """Blocks that are no part of a decoder layer: they are in use during a whole pass."""
-        return [block.index for block in self._outer]
 
     # -- attaching ------------------------------------------------------------------------------------------
 
@@ -511,11 +366,9 @@ class Engine:
         self.sync()
         self._model_forward.remove()
         self._settings.close()
-        self.lanes.close()
-        self._close_scratch()
+        self.close(removes=True)
         self.model._megatrain_engine = None
         if self._tiered is not None:
-            self._tiered.on_drives.store.remove()
             self.model.__dict__.pop("_megatrain_host", None)
 
     def close(self, *, removes: bool = False) -> None:
@@ -527,16 +380,6 @@ class Engine:
         try:
             self.lanes.close()
         finally:
-            self._close_scratch()
-            if self._tiered is not None:
+            if self._tiered is not None and self.arrangement.scratch is not None:
+                self.arrangement.scratch.close()
                 (self._tiered.on_drives.store.remove if removes else self._tiered.on_drives.store.close)()
-
-    def _close_scratch(self) -> None:
-        if self._scratch is not None:
-            self._scratch.close()
-
-    def _recover(self) -> None:
-        """After an exception inside a step: drop the step."""
-        self.rounds.drop()
-        self.zero_grad()
-        self.meter.drop()

@@ -9,22 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from megatrain.config.choice import Activations
 from megatrain.errors import ConfigError
+from megatrain.hardware import measure_matmul_peak
 from megatrain.model.head import targets_of
-from megatrain.model.profile.flops import ModelFlops, count_flops
 from megatrain.plan.program.operations import Lane
+from megatrain.store.state import Precision
+from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.batch_size import MicroBatchSize
 from megatrain.stream.lanes import Record, Span, Wait
 from megatrain.stream.report import StepReport, Work
-
-if TYPE_CHECKING:
-    from megatrain.stream.engine import Engine
 
 
 class Moved(NamedTuple):
@@ -73,9 +71,9 @@ class _Step:
 class StepMeter:
     """Follows an engine from step to step; the engine tells it what begins and ends."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Follow `engine`."""
-        self._engine = engine
+    def __init__(self, arrangement: Arrangement) -> None:
+        """Follow the engine with these parts."""
+        self._arrangement = arrangement
         self._open: _Step | None = None
         self._last: _Step | StepReport | None = None
         self._was_elsewhere = True
@@ -137,11 +135,11 @@ class StepMeter:
         if self._is_stepped:
             self._end()
         if isinstance(self._last, _Step) and self._last.arranged is None:
-            self._last.arranged = self._engine.forwards_again, self._engine.updates
+            self._last.arranged = self._arrangement.rounds.forwards_again, self._arrangement.choice.updates
 
     def take(self) -> Record:
         """Take what the lanes have recorded, for the step and for whoever listens."""
-        record = self._engine.lanes.take_record()
+        record = self._arrangement.lanes.take_record()
         if self.on_record is not None:
             self.on_record(record)
         return record
@@ -156,7 +154,7 @@ class StepMeter:
         self._last, self._open = self._open, None
 
     def _moved(self) -> Moved:
-        counts, offloaded = self._engine.executor.counts, self._engine.arrangement.offloaded
+        counts, offloaded = self._arrangement.counts, self._arrangement.offloaded
         recalled, stowed = offloaded.drive_bytes
         return Moved(
             counts.fetches,
@@ -168,7 +166,7 @@ class StepMeter:
             offloaded.restored_bytes,
             counts.drive_read_bytes + recalled,
             counts.drive_write_bytes + stowed,
-            self._engine.chunked_tokens,
+            counts.chunked_tokens,
         )
 
     # -- the report ------------------------------------------------------------------------------------------
@@ -188,11 +186,11 @@ class StepMeter:
         return self._last
 
     def _make(self, step: _Step) -> StepReport:
-        engine, moved = self._engine, step.moved
+        arrangement, moved = self._arrangement, step.moved
         assert moved is not None
         # A stream's spans are times of the device and its waits those of the launching thread: no difference.
-        work = Work(step.spans, [] if engine.lanes.device.type != "cpu" else step.waits)
-        forwards, updates = step.arranged or (engine.forwards_again, engine.updates)
+        work = Work(step.spans, [] if arrangement.lanes.device.type != "cpu" else step.waits)
+        forwards, updates = step.arranged or (arrangement.rounds.forwards_again, arrangement.choice.updates)
         bound, bound_s = work.bound(updates)
         waits: dict[str, float] = {}
         for wait in sorted(step.waits, key=lambda wait: wait.seconds, reverse=True):
@@ -207,38 +205,33 @@ class StepMeter:
             tokens=sum(map(int, step.targets)),
             model_flops=model_flops,
             hardware_flops=hardware_flops,
-            matmul_peak=engine.matmul_peak,
+            matmul_peak=self.matmul_peak,
             bound=bound,
             bound_s=bound_s,
         )
 
-    @cached_property
-    def flops(self) -> ModelFlops:
-        """What a token costs."""
-        return count_flops(self._engine.model, self._engine.layer_modules)
+    @property
+    def matmul_peak(self) -> float | None:
+        """FLOP/s of a large matrix product in the working dtype, measured once; None: the device is full.
+
+        Of an emulated accelerator with a rate, that rate.
+        """
+        lanes = self._arrangement.lanes
+        if lanes.matmul_flops_per_s is not None:
+            return lanes.matmul_flops_per_s
+        is_bf16 = self._arrangement.host.precision is Precision.BF16
+        try:
+            return measure_matmul_peak(lanes.device, torch.bfloat16 if is_bf16 else torch.float32)
+        except torch.OutOfMemoryError:
+            return None
 
     def _count(
         self, batches: Iterable[MicroBatchSize], forwards: Sequence[int], chunked_tokens: int
     ) -> tuple[float, float]:
+        flops = self._arrangement.flops
         model = hardware = 0.0
         for batch in batches:
-            flops = self.flops.model_flops(batch.row_tokens)
-            model += int(batch.present) * flops
-            again = self.flops.recomputed_flops(batch.row_tokens, forwards)
-            hardware += batch.positions * (flops + again)
-        return model, hardware + chunked_tokens * self.flops.head_flops
-
-
-def recomputed_forwards(policies: Sequence[Activations], visits: Mapping[int, int], first: int) -> list[int]:
-    """Return how often each layer's forward runs again, whole, for each micro-batch.
-
-    Args:
-        policies: One per layer. What recomputes only what is cheap runs no matrix product again.
-        visits: How many forwards a program has for each layer, the first one too.
-        first: The first layer that backward reaches.
-    """
-    whole = (Activations.RECOMPUTE, Activations.DROP_BOUNDARY)
-    return [
-        max(0, visits[number] - 1) + (policy in whole and number >= first)
-        for number, policy in enumerate(policies)
-    ]
+            per_token = flops.model_flops(batch.row_tokens)
+            model += int(batch.present) * per_token
+            hardware += batch.positions * (per_token + flops.recomputed_flops(batch.row_tokens, forwards))
+        return model, hardware + chunked_tokens * flops.head_flops

@@ -229,7 +229,7 @@ def prepare(
         "%s; compiled: %s; optimizer state: %s",
         engine.choice.describe(),
         "no" if engine.compiler is None else "yes",
-        engine.moments.describe(),
+        engine.arrangement.moments.describe(),
     )
     optimizer = engine.adamw(
         lr=config.optim.lr,

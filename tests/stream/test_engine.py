@@ -590,7 +590,7 @@ def test_an_exception_in_the_model_leaves_the_engine_whole(place: str, by_hand: 
     reference.forward_backward([last])
     assert_same_gradients(engine, reference.sums)
     assert engine.executor.open_visit is None
-    assert not engine.rounds._in_backward
+    assert not engine.arrangement.rounds._in_backward
     engine.detach()
 
 
@@ -656,7 +656,7 @@ def test_bytes_moved_are_the_program_s(
     for number in range(1, 4):
         engine.forward_backward(make_batches(num_micro_batches, seed=number))
         optimizer.step()
-        assert engine.bytes_fetched == number * fetched
-        assert engine.bytes_offloaded == number * offloaded
+        assert engine.counts.fetch_bytes == number * fetched
+        assert engine.counts.offload_bytes == number * offloaded
     assert engine.executor.counts.fetches == 3 * num_fetches
     assert engine.executor.counts.offloads == 3 * (program.count(Kind.OFFLOAD) - len(spec.outer))

@@ -182,8 +182,8 @@ def measure(case: Case, root: Path, limits: Mapping[str, int]) -> Bytes:
     }
     if isinstance(engine.host, tiered.TieredState):
         allocated["nvme"] = sum(engine.host.on_drives.store.drive_bytes)
-        assert engine._scratch is not None
-        allocated["scratch"] = engine._scratch.nbytes
+        assert engine.arrangement.scratch is not None
+        allocated["scratch"] = engine.arrangement.scratch.nbytes
     engine.detach()
     return Bytes(planned, allocated, loss)
 

@@ -152,7 +152,7 @@ def test_a_change_before_the_optimizer_is_made() -> None:
     engine = attach(PLAIN, "checked")
     engine.reconfigure(replace(PLAIN, updates="serial", resident_layers=1))
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
-    assert optimizer.updates.value == engine.updates == engine.choice.updates == "serial"
+    assert optimizer.updates.value == engine.choice.updates == engine.choice.updates == "serial"
     expected, _ = fixed_run("fp32", 0.5, False, "llama_tied")
     for step in range(2):
         loss, norm = one_step(engine, optimizer, step)
@@ -167,13 +167,13 @@ def test_counts_and_reports_go_on() -> None:
     one_step(engine, optimizer, 0)
     expected = engine.last_step
     one_step(engine, optimizer, 1)
-    fetched = engine.bytes_fetched
+    fetched = engine.counts.fetch_bytes
     engine.reconfigure(replace(PLAIN, activations=("keep",) * 4, resident_layers=4, outer_resident=True))
     report = engine.last_step
     assert report.hardware_flops == expected.hardware_flops > report.model_flops
     assert (report.fetch_bytes, report.offload_bytes) == (expected.fetch_bytes, expected.offload_bytes)
     one_step(engine, optimizer, 2)
-    assert engine.bytes_fetched == fetched
+    assert engine.counts.fetch_bytes == fetched
     assert engine.last_step.fetch_bytes == 0
     assert engine.last_step.hardware_flops == report.model_flops
 
@@ -199,7 +199,9 @@ def test_a_change_inside_a_step_is_refused(what: str) -> None:
         r"for the time between two steps: finish the backward, then call opt\.step\(\) or opt\.zero_grad"
     )
     if what == "a block":
-        handle = engine.layer_modules[1].register_forward_pre_hook(lambda *_: engine.reconfigure(other))
+        handle = engine.arrangement.layer_modules[1].register_forward_pre_hook(
+            lambda *_: engine.reconfigure(other)
+        )
         with pytest.raises(ConfigError, match=message):
             engine.forward_backward([batch])
         handle.remove()
@@ -240,10 +242,10 @@ def test_a_change_inside_a_step_is_refused(what: str) -> None:
 def test_a_choice_that_cannot_be_obeyed_is_refused(changes: dict[str, Any], message: str) -> None:
     engine = attach(PLAIN, "checked")
     engine.adamw(**HYPER, max_grad_norm=0.5)
-    arrangement = engine.arrangement
+    executor = engine.executor
     with pytest.raises(ConfigError, match=message):
         engine.reconfigure(replace(PLAIN, **changes))
-    assert engine.arrangement is arrangement
+    assert engine.executor is executor
     assert engine.choice == PLAIN
 
 

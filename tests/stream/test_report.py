@@ -250,7 +250,7 @@ def test_launching_thread_waits_for_nothing_inside_a_step_but_what_compute_needs
 def test_bound_is_what_is_slow(rates: dict[str, float], bound: str, clocks: OwnClocks) -> None:
     engine, optimizer = start(device=TimetableLanes(clocks, **rates))
     if bound == "compute":
-        for layer in engine.layer_modules:
+        for layer in engine.arrangement.layer_modules:
             layer.get_submodule("mlp").register_forward_pre_hook(lambda *_: time.sleep(0.1))
     report = run_steps(engine, optimizer, 3, num_micro_batches=1)[-1]
     assert report.bound == bound
@@ -321,9 +321,9 @@ def test_hardware_flops_are_what_the_policy_computes_again(
     activations: Any, forwards: list[int], lockstep: int
 ) -> None:
     engine, optimizer = start(activations=activations, lockstep=lockstep)
-    assert engine.forwards_again == forwards
+    assert engine.arrangement.rounds.forwards_again == forwards
     calls = dict.fromkeys(range(4), 0)
-    for number, layer in enumerate(engine.layer_modules):
+    for number, layer in enumerate(engine.arrangement.layer_modules):
 
         def count(*_: Any, number: int = number) -> None:
             calls[number] += 1
@@ -333,7 +333,7 @@ def test_hardware_flops_are_what_the_policy_computes_again(
     report = engine.last_step
     if activations != "recompute_cheap":  # which enters modules again, and computes no product in them
         assert [calls[n] for n in range(4)] == [2 * (1 + number) for number in forwards]
-    flops = count_flops(engine.model, engine.layer_modules)
+    flops = count_flops(engine.model, engine.arrangement.layer_modules)
     assert report.model_flops == 64 * flops.model_flops(16)
     again = flops.recomputed_flops(16, forwards)
     assert report.hardware_flops == pytest.approx(64 * (flops.model_flops(16) + again))
@@ -352,7 +352,7 @@ def test_flops_are_torch_s_own_count(family: str) -> None:
             engine.forward_backward(make_batches(1))
         optimizer.step()
         counted[activations] = counter.get_total_flops(), engine.last_step
-    flops = count_flops(engine.model, engine.layer_modules)
+    flops = count_flops(engine.model, engine.arrangement.layer_modules)
     norms = sum(p.numel() for p in engine.model.parameters() if p.ndim == 1)
     attention = sum(12 * part.attention.key_width * 16 for part in flops.layers if part.attention is not None)
     products = sum(part.active for part in (*flops.layers, flops.rest)) - norms
@@ -383,7 +383,11 @@ def test_padding_is_hardware_s_work_and_not_the_model_s() -> None:
 def test_mfu_is_a_share_of_the_measured_peak() -> None:
     engine, optimizer = start()
     (report,) = run_steps(engine, optimizer, 1)
-    assert report.matmul_peak == engine.matmul_peak == measure_matmul_peak(torch.device("cpu"), torch.float32)
+    assert (
+        report.matmul_peak
+        == engine.meter.matmul_peak
+        == measure_matmul_peak(torch.device("cpu"), torch.float32)
+    )
     assert report.mfu == report.model_flops / report.seconds / report.matmul_peak
     assert report.hardware_flops_per_s > report.model_flops_per_s
     assert report.mfu > 0

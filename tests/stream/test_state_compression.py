@@ -18,8 +18,8 @@ from megatrain.layout.moments import MOMENT_PLANES, MomentFormat, num_scales
 from megatrain.model.profile.count import count_anatomy
 from megatrain.optim import pool
 from megatrain.plan.memory.block_sums import BlockSums, list_blocks
-from megatrain.stream.bind import residency_of
 from megatrain.stream.engine import Engine
+from megatrain.stream.forward.arrangement import residency_of
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from megatrain.train import loop
 from megatrain.train.loop import train
@@ -189,12 +189,12 @@ def test_device_bytes_of_residents_are_as_planned(state: str) -> None:
     engine, _, _ = train_steps(state, device=lanes, resident_layers=4, optimizer_state=state)
     choice = engine.choice
     sizes = pools.device_pools(
-        residency_of(engine._binding.blocks, engine.host.layouts, engine.residents),
+        residency_of(engine.arrangement.binding.blocks, engine.host.layouts, engine.arrangement.residents),
         num_slots=choice.num_slots,
         num_gradient_buffers=choice.num_gradient_buffers,
         is_wide=False,
         gradients_wait=False,
-        moments=engine.moments,
+        moments=engine.arrangement.moments,
     )
     assert engine.device_bytes_peak == sum(sizes.values())
 
@@ -217,7 +217,7 @@ def test_a_state_without_memory_for_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="the optimizer's state is 'fp8'; use fp32, bf16 or int8"):
         train_steps("fp8")
     engine, optimizer, _ = train_steps("bf16", steps=0, optimizer_state="bf16")
-    assert optimizer.moments == engine.host.moments == engine.moments == "bf16"
+    assert optimizer.moments == engine.host.moments == engine.arrangement.moments == "bf16"
 
 
 def test_a_model_may_be_attached_again_with_another_state() -> None:

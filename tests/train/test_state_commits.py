@@ -231,8 +231,8 @@ def test_a_run_with_boundaries_on_drives_takes_what_was_planned_and_gives_the_sa
             pools = {(pool.tier, pool.name): pool.nbytes for pool in plan.pools}
             check_allocated(run.engine, plan, "stop")
             assert offloaded.host_bytes == pools["ram", "staging of activations"] > 0
-            assert run.engine._scratch is not None
-            assert run.engine._scratch.nbytes == pools["nvme", "saved activations"] > 0
+            assert run.engine.arrangement.scratch is not None
+            assert run.engine.arrangement.scratch.nbytes == pools["nvme", "saved activations"] > 0
             assert offloaded.drive_bytes[1] > 0
         run.engine.close(removes=True)
     assert losses[0] == losses[1]

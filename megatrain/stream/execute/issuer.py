@@ -212,6 +212,8 @@ class Counts:
         """State and weights from the drives; `OffloadedActivations.drive_bytes` counts activations."""
         self.drive_write_bytes = 0
         """State to the drives, commits included."""
+        self.chunked_tokens = 0
+        """Tokens that have passed the head in chunks, and pass it again in the backward."""
 
     def count_drives(self, operation: Operation) -> None:
         """Count what an operation reads from the drives, or writes there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,12 +11,41 @@ from torch import Tensor, nn
 from megatrain.config.choice import Activations
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
-from megatrain.model.blocks import Block
+from megatrain.layout.moments import MomentFormat
+from megatrain.model.blocks import Block, group_layers, outer_of
+from megatrain.store.state import HostState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.forward.stream_weights import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A model's blocks and the host state that its parameters are views of."""
+
+    blocks: list[Block]
+    host: HostState
+    host_limit: int | None = None
+    """Bytes that the whole state may take."""
+    moments: MomentFormat = MomentFormat.FP32
+    """For which format of the optimizer's state memory was planned."""
+
+    def check(self) -> None:
+        """Refuse to go on with parameters that are no views of the host state any more.
+
+        Raises:
+            ModelError: Something replaced a parameter's data.
+        """
+        for block, state in zip(self.blocks, self.host.blocks, strict=True):
+            base = state.working.data_ptr()
+            for entry in state.layout.entries:
+                if block.parameters[entry.name].data_ptr() != base + entry.byte_offset:
+                    raise ModelError(
+                        f"parameter {entry.name} was moved or cast after the engine was attached; call "
+                        "engine.detach(), change the model, and attach again"
+                    )
 
 
 class AttachedBlock:
@@ -118,3 +148,19 @@ class AttachedLayer:
                 "with fragments=False"
             )
         self.entering(block)
+
+
+def attach_blocks(binding: Binding) -> tuple[list[AttachedLayer], list[AttachedBlock]]:
+    """Tie a model's blocks to their layouts: the layers in forward order, and the blocks in no layer."""
+    blocks, layouts = binding.blocks, binding.host.layouts
+    owners = {
+        entry.name: (index, number)
+        for index, layout in enumerate(layouts)
+        for number, entry in enumerate(layout.entries)
+    }
+    attached = [
+        AttachedBlock(index, block, layout, owners)
+        for index, (block, layout) in enumerate(zip(blocks, layouts, strict=True))
+    ]
+    layers = [AttachedLayer([attached[index] for index in indices]) for indices in group_layers(blocks)]
+    return layers, [attached[index] for index in outer_of(blocks)]

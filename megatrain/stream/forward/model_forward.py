@@ -8,17 +8,15 @@ Several micro-batches pass in lockstep, each as an ordinary call of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.model.head import Head, Share, count_targets
-from megatrain.stream.bind import Binding
-from megatrain.stream.execute.compute_work import ComputeWork
+from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.batch_size import MicroBatchSize
 from megatrain.stream.forward.compiled import Compiler
@@ -29,61 +27,72 @@ from megatrain.stream.forward.passes import Pass, move_buffers, to_device
 from megatrain.stream.forward.split_batch import join_outputs, split_batch
 
 if TYPE_CHECKING:
-    from megatrain.stream.engine import Engine
+    from transformers import PreTrainedModel
+
+
+class PassWatcher(Protocol):
+    """Is told of every pass of the model before it begins."""
+
+    def forward(self, named: Mapping[str, Any], batch: MicroBatchSize | None) -> None:
+        """Take note of a micro-batch to train on, given by name; None: its size is not known."""
+
+    def pause(self) -> None:
+        """Take note of a pass without gradients."""
 
 
 class ModelForward:
-    """Overrides a model's forwards, and runs its passes for an engine."""
+    """Overrides a model's forwards, and runs its passes."""
 
     def __init__(
         self,
-        engine: Engine,
-        binding: Binding,
-        layers: Sequence[AttachedLayer],
-        outer: Sequence[AttachedBlock],
-        head_chunk_tokens: int | None,
+        model: PreTrainedModel,
+        arrangement: Arrangement,
+        watcher: PassWatcher,
+        *,
+        head_chunk_tokens: int | None = None,
+        micro_batch_size: int | None = None,
     ) -> None:
         """Override nothing yet.
 
         Args:
-            engine: Whose passes these are.
-            binding: Of its model.
-            layers: In forward order.
-            outer: The blocks in no layer.
+            model: Whose passes these are.
+            arrangement: The parts that stream its blocks.
+            watcher: Measures the steps.
             head_chunk_tokens: Of the head and the loss.
+            micro_batch_size: Rows of a micro-batch into which a larger batch of `model(**batch)` is split;
+                None: never.
         """
-        self._engine = engine
-        self._model = engine.model
-        self._device = engine.lanes.device
-        self._binding = binding
-        self._layers = layers
-        self._outer = outer
+        self._model = model
+        self._device = arrangement.lanes.device
+        self._arrangement = arrangement
+        self._watcher = watcher
+        self._micro_batch_size = micro_batch_size
         self._pass: Pass | None = None
-        self._head = Head(engine.model, head_chunk_tokens, self._stream_again)
+        self._head = Head(model, head_chunk_tokens, self._make_pass)
         self.lockstep = Lockstep(self, self._device)
-        self._overrides = Overrides(engine.model)
+        self._overrides = Overrides(model)
 
     @property
     def is_open(self) -> bool:
         """Whether the model's forward is going on."""
         return self._pass is not None
 
-    @property
-    def chunked_tokens(self) -> int:
-        """Tokens that have passed the head in chunks."""
-        return self._head.chunked_tokens
-
     # -- shadows --------------------------------------------------------------------------------------------
 
-    def override(self, compiler: Compiler | None) -> None:
-        """Let calls of the model, its decoder and its layers come in here; `compiler` runs the layers."""
+    def override(self, compiler: Compiler | None, sync: Callable[[], None]) -> None:
+        """Let calls of the model, its decoder and its layers come in here.
+
+        Args:
+            compiler: Runs the layers; None: they run as they are.
+            sync: Called before anybody reads the model's state.
+        """
         move_buffers(self._model, self._device)
-        for number, layer in enumerate(self._layers):
+        for number, layer in enumerate(self._arrangement.layers):
             self._override_layer(layer, number, compiler)
         for module in {id(module): module for module in (self._model, self._model.base_model)}.values():
             self._overrides.replace(module, partial(self._enter, module.forward, module is self._model))
             # `save_pretrained` and Trainer read the weights this way, with updates still running
-            self._overrides.before_state_dict(module, self._engine.sync)
+            self._overrides.before_state_dict(module, sync)
         self._overrides.refuse_moves()
 
     def remove(self) -> None:
@@ -136,7 +145,7 @@ class ModelForward:
         Returns:
             0-dim detached tensor: the loss, averaged over all trained tokens.
         """
-        rounds, together = self._engine.rounds, self._engine.choice.lockstep
+        rounds, together = self._arrangement.rounds, self._arrangement.choice.lockstep
         numbers_of_rounds = [
             range(len(batches))[first : first + together] for first in range(0, len(batches), together)
         ]
@@ -164,7 +173,7 @@ class ModelForward:
         """Run one micro-batch, the `place`-th of its round, and return its part of the step's loss."""
         if seed is not None:
             torch.manual_seed(seed)
-        self._engine.rounds.micro_batch = place
+        self._arrangement.rounds.micro_batch = place
         with torch.enable_grad(), self._head.over(share):
             loss: Tensor = share.scaled(self._model(**{**batch, "return_dict": True}).loss)
         return loss
@@ -190,11 +199,11 @@ class ModelForward:
         """Run a forward of the model, or of its decoder alone, with its resident weights in place."""
         if self._pass is not None:
             return inner(*args, **kwargs)
-        engine = self._engine
+        rounds, executor = self._arrangement.rounds, self._arrangement.executor
         args, kwargs = to_device(args, self._device), to_device(kwargs, self._device)
-        if engine.rounds.is_broken:
-            engine.rounds.drop()
-        rows = engine.micro_batch_size
+        if rounds.is_broken:
+            rounds.drop()
+        rows = self._micro_batch_size
         if rows is not None and is_causal_lm and torch.is_grad_enabled() and self._is_whole:
             pieces = split_batch(self._head.named(args, kwargs), rows)
             if pieces is not None:
@@ -202,28 +211,29 @@ class ModelForward:
         named = {"input_ids": args[0], **kwargs} if args else kwargs
         batch = MicroBatchSize.of(named)
         if torch.is_grad_enabled():
-            self._binding.check()
-            engine.meter.forward(named, batch)
-            engine.rounds.begin_pass()
+            self._arrangement.binding.check()
+            self._watcher.forward(named, batch)
+            rounds.begin_pass()
         else:
-            engine.meter.pause()
-            engine.rounds.foresee_evaluation()
-        work, place = self._count_work(), engine.rounds.micro_batch
+            self._watcher.pause()
+            rounds.foresee_evaluation()
+        work, place = self._arrangement.work, rounds.micro_batch
         if batch is not None:
             work.begin_pass(place, batch.row_tokens, batch.positions)
-        engine.executor.begin_pass()
+        executor.begin_pass()
         chunked = self._head.in_chunks(args, kwargs) if is_causal_lm else None
         self._pass = current = self._make_pass()
         try:
             with current:
                 output = inner(*args, **kwargs) if chunked is None else self._head.call(inner, chunked)
             if is_causal_lm:
+                self._arrangement.counts.chunked_tokens = self._head.chunked_tokens
                 work.head_forward(place, self._head.chunked_tokens)
             self._watch_backward(output, partial(work.head_backward, place))
             return output
         finally:
             self._pass = None
-            engine.executor.end_pass()
+            executor.end_pass()
 
     @property
     def _is_whole(self) -> bool:
@@ -237,24 +247,13 @@ class ModelForward:
 
             def begin(_: Tensor) -> None:
                 passes_head()
-                self._engine.executor.begin_between()
+                self._arrangement.executor.begin_between()
 
             loss.register_hook(begin)
 
-    def _count_work(self) -> ComputeWork:
-        """Return what says how much each visit computes."""
-        engine = self._engine
-        if engine.executor.work is None:
-            layers = [
-                [(block.index, sum(entry.numel for entry in block.layout.entries)) for block in layer.blocks]
-                for layer in self._layers
-            ]
-            engine.executor.work = ComputeWork(engine.meter.flops, layers, engine.choice.policies)
-        return engine.executor.work
-
     def _enter_pieces(self, inner: Callable[..., Any], pieces: Sequence[dict[str, Any]]) -> Any:
         """Run one large batch as micro-batches in lockstep, and return what the whole would."""
-        self._engine.rounds.foresee_round(len(pieces))
+        self._arrangement.rounds.foresee_round(len(pieces))
         as_tuple = pieces[0].get("return_dict") is False
         # Each piece draws on from the same state, so equal rows would get equal masks.
         seeds = torch.randint(2**62, (len(pieces),)).tolist()
@@ -263,7 +262,7 @@ class ModelForward:
 
         def call(place: int) -> Any:
             torch.manual_seed(seeds[place])
-            self._engine.rounds.micro_batch = place
+            self._arrangement.rounds.micro_batch = place
             share = None if given else Share(sum(counts), counts[place])
             with self._head.over(share):
                 named = {**pieces[place], "return_dict": True}
@@ -276,16 +275,5 @@ class ModelForward:
         return output.to_tuple() if as_tuple else output
 
     def _make_pass(self) -> Pass:
-        engine, rounds = self._engine, self._engine.rounds
-        return Pass(
-            self._outer,
-            engine.executor,
-            engine.slots,
-            rounds.begin_backward,
-            micro_batch=rounds.micro_batch,
-            adds_up=rounds.adds_up,
-        )
-
-    def _stream_again(self) -> AbstractContextManager[Any]:
-        """Bring the outer blocks once more, for a part of a pass whose gradients must add up in fp32."""
-        return self._make_pass()
+        """Stream the outer blocks: for a pass, or a part of one whose gradients must add up in fp32."""
+        return Pass(self._arrangement)

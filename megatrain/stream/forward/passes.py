@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.stream.activations.boundaries import LastCall
-from megatrain.stream.execute.executor import Executor
-from megatrain.stream.execute.slots import Slots
+from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.stream_weights import Place, exchange, stream_weights
 
@@ -19,28 +18,17 @@ from megatrain.stream.forward.stream_weights import Place, exchange, stream_weig
 class Pass:
     """One forward of the model, and its backward: holds what resident blocks brought for it."""
 
-    def __init__(
-        self,
-        outer: Sequence[AttachedBlock],
-        executor: Executor,
-        slots: Slots,
-        on_backward: Callable[[], None],
-        *,
-        micro_batch: int = 0,
-        adds_up: bool = False,
-    ) -> None:
-        """Bring the outer blocks; `on_backward` is called whenever a block's backward begins.
-
-        `adds_up`: the gradients of other micro-batches will be added to this one's.
-        """
-        self.begin_backward = on_backward
-        self.micro_batch = micro_batch
-        self._adds_up = adds_up
+    def __init__(self, arrangement: Arrangement) -> None:
+        """Stream the outer blocks for the pass that comes next."""
+        rounds = arrangement.rounds
+        self.begin_backward = rounds.begin_backward
+        self.micro_batch = rounds.micro_batch
+        self._adds_up = rounds.adds_up
+        """The gradients of other micro-batches will be added to this one's."""
         self._passed: set[AttachedLayer] = set()
         self.last_call = LastCall()
-        self.tensors = {
-            block.index: self._stream_block(block, executor, slots, on_backward) for block in outer
-        }
+        outer = arrangement.outer
+        self.tensors = {block.index: self._stream_block(block, arrangement) for block in outer}
         self._places: list[Place] = []
         self._own: list[Tensor] = []
         for block in outer:
@@ -81,18 +69,15 @@ class Pass:
     def __exit__(self, *_: object) -> None:
         self.restore()
 
-    @staticmethod
-    def _stream_block(
-        block: AttachedBlock, executor: Executor, slots: Slots, on_backward: Callable[[], None]
-    ) -> list[Tensor]:
-        trained = block.trained_now()
+    def _stream_block(self, block: AttachedBlock, arrangement: Arrangement) -> list[Tensor]:
+        trained, begin_backward, executor = block.trained_now(), self.begin_backward, arrangement.executor
 
         def collect(grads: Sequence[Tensor | None]) -> None:
-            on_backward()
+            begin_backward()
             if any(grad is not None for grad in grads):
                 executor.collect_resident(block.index, block.line_up(grads, trained))
 
-        return stream_weights(slots.aliases(block.index, -1), trained, collect)
+        return stream_weights(arrangement.slots.aliases(block.index, -1), trained, collect)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -10,31 +10,20 @@ from collections.abc import Sequence
 
 import torch
 
-from megatrain.config.choice import Choice
+from megatrain.config.choice import Activations, Choice
 from megatrain.errors import ModelError
 from megatrain.plan.program.visits import Visit, marked, most_open
-from megatrain.store.state import HostState, Precision
+from megatrain.store.state import Precision
 from megatrain.stream.execute.executor import Executor
-from megatrain.stream.execute.gradients import Gradients
-from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 
 
 class Rounds:
     """Foresees rounds, and notes what came of them."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        host: HostState,
-        gradients: Gradients,
-        layers: Sequence[AttachedLayer],
-        outer: Sequence[AttachedBlock],
-        choice: Choice,
-    ) -> None:
-        """Expect nothing yet; `layers` are in forward order, `outer` blocks are in use in every pass."""
+    def __init__(self, executor: Executor, choice: Choice) -> None:
+        """Expect nothing yet."""
         self._executor = executor
-        self._host = host
-        self._gradients = gradients
+        self._gradients = executor.gradients
         self._choice = choice
         self.plans = executor.spec.layers
         self.first_trained = executor.spec.first_trained
@@ -92,7 +81,7 @@ class Rounds:
             self.visits(
                 num_micro_batches,
                 loads=has_gradients,
-                completes=not has_gradients or self._host.precision is Precision.FP32,
+                completes=not has_gradients or self._executor.host.precision is Precision.FP32,
             )
         )
         self._passes_foreseen = self.num_together = num_micro_batches
@@ -122,6 +111,19 @@ class Rounds:
         if order is not None:
             return marked(order, loads=loads, completes=completes)
         return self._executor.spec.visits([1] * num_micro_batches, loads=loads, completes=completes)
+
+    @property
+    def forwards_again(self) -> list[int]:
+        """How often a step runs each layer's forward again, whole, for each micro-batch.
+
+        What recomputes only what is cheap runs no matrix product again.
+        """
+        forwards = [v.block for v in self.visits(1, loads=False, completes=True) if not v.is_backward]
+        whole = (Activations.RECOMPUTE, Activations.DROP_BOUNDARY)
+        return [
+            max(0, forwards.count(plan.blocks[-1]) - 1) + (policy in whole and number >= self.first_trained)
+            for number, (plan, policy) in enumerate(zip(self.plans, self._choice.policies, strict=True))
+        ]
 
     def drop(self) -> None:
         """Forget an unfinished round after an exception."""

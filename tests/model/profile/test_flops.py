@@ -140,7 +140,7 @@ def test_attached_model_counts_as_the_model_alone(family: str) -> None:
     layers = list(model.get_submodule("model.layers"))
     before = count_flops(model, layers)
     engine = attach_plainly(model)
-    assert count_flops(model, engine.layer_modules) == before
+    assert count_flops(model, engine.arrangement.layer_modules) == before
     engine.detach()
 
 

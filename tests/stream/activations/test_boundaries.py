@@ -139,7 +139,7 @@ def test_a_dropped_boundary_costs_one_forward_of_the_layer_before(
         extra = [number + 1 in dropped for number in range(LAYERS)]
         per_layer = [calls.count(number) for number in range(LAYERS)]
         assert per_layer == [lockstep * (2 + flag) for flag in extra]
-        visits = round_visits(engine.rounds.plans, num_micro_batches=lockstep)
+        visits = round_visits(engine.arrangement.rounds.plans, num_micro_batches=lockstep)
         program = schedule(
             visits,
             engine.executor.spec.sizes,
@@ -148,7 +148,7 @@ def test_a_dropped_boundary_costs_one_forward_of_the_layer_before(
         )
         assert engine.executor.counts.fetches - fetches == program.count(Kind.FETCH)
         assert_same_gradients(engine, reference.sums)
-    assert not engine.rounds._orders, "the model took another way than the program"
+    assert not engine.arrangement.rounds._orders, "the model took another way than the program"
 
 
 # -- random numbers ------------------------------------------------------------------------------------------

@@ -50,8 +50,8 @@ def tiers_in(root: Path, *, num_drives: int = 1, ram: int = 1 << 30) -> Tiers:
 
 
 def scratch_of(engine: Engine) -> ScratchFiles:
-    assert engine._scratch is not None
-    return engine._scratch
+    assert engine.arrangement.scratch is not None
+    return engine.arrangement.scratch
 
 
 def begin(root: Path, *, num_drives: int = 1, **settings: Any) -> tuple[Any, Any, Engine, Any]:

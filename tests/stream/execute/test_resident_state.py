@@ -56,13 +56,13 @@ def train_steps(engine: Engine, optimizer: Any, num: int, *, first: int = 0, mic
 def test_only_streamed_blocks_cross_the_link(lockstep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four layers are resident; the embedding, the norm and the head go home once per step."""
     _, _, engine, optimizer = start("llama", resident_layers=2, lockstep=lockstep)
-    assert engine.residents == {0, 1}
+    assert engine.arrangement.residents == {0, 1}
     train_steps(engine, optimizer, 1)
     operations, counts = issued(engine, monkeypatch), engine.executor.counts
     fetches, offloads = counts.fetches, counts.offloads
     train_steps(engine, optimizer, 1, first=1)
     moved = [(operation.kind, operation.block) for operation in operations]
-    outer = engine.outer_blocks
+    outer = [block.index for block in engine.arrangement.outer]
     assert {block for kind, block in moved if kind in (Kind.FETCH, Kind.LOAD)} == {2, 3, *outer}
     assert {block for kind, block in moved if kind is Kind.OFFLOAD} == {2, 3, *outer}
     for block in outer:
@@ -78,15 +78,15 @@ def test_only_streamed_blocks_cross_the_link(lockstep: int, monkeypatch: pytest.
 def test_with_everything_resident_nothing_moves(precision: str) -> None:
     """Not a byte after the first step, until the host state is asked for; then all of it, once."""
     _, _, engine, optimizer = start("llama_tied", resident_layers=4, precision=precision)
-    assert engine.residents == set(range(len(engine.host.layouts)))
+    assert engine.arrangement.residents == set(range(len(engine.host.layouts)))
     crossings(engine)
     train_steps(engine, optimizer, 1)
     assert {label.split()[0] for label in crossings(engine)} == {"pull"}
-    fetched, offloaded = engine.bytes_fetched, engine.bytes_offloaded
+    fetched, offloaded = engine.counts.fetch_bytes, engine.counts.offload_bytes
     for step in range(1, 4):
         engine.forward_backward(make_batches(3, seed=step))
         assert optimizer.step().grad_norm > 0
-    assert (engine.bytes_fetched, engine.bytes_offloaded) == (fetched, offloaded)
+    assert (engine.counts.fetch_bytes, engine.counts.offload_bytes) == (fetched, offloaded)
     assert crossings(engine) == []
     engine.sync()
     assert crossings(engine) == [f"push      b{block}" for block in range(len(engine.host.layouts))]
@@ -207,7 +207,7 @@ def test_auto_fills_the_device_and_stays_inside(precision: str) -> None:
         train_steps(engine, optimizer, 2, micro_batches=1)
         engine.sync()
         assert engine.device_bytes_peak <= limit
-        chosen.append(len(engine.residents))
+        chosen.append(len(engine.arrangement.residents))
         engine.detach()
     assert chosen == sorted(chosen)
     assert chosen[0] < chosen[2] < chosen[-1] == len(engine.host.layouts), chosen
@@ -215,7 +215,7 @@ def test_auto_fills_the_device_and_stays_inside(precision: str) -> None:
 
 def test_auto_without_a_limit_keeps_streaming() -> None:
     engine = megatrain.attach(make_model(FAMILIES["llama"]()), resident_blocks="auto")
-    assert engine.residents == frozenset()
+    assert engine.arrangement.residents == frozenset()
 
 
 def test_bad_counts_are_refused() -> None:

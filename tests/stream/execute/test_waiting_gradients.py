@@ -332,7 +332,7 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
     engine, optimizer = trained("cpu", make_model(FAMILIES["llama"]()), num, **settings, gradients="device")
     layouts = engine.host.layouts
     choice = engine.choice
-    away = [n for n in range(len(layouts)) if n not in engine.residents]
+    away = [n for n in range(len(layouts)) if n not in engine.arrangement.residents]
     staging = NUM_GRADIENT_STAGING * max((aligned(layouts[n].gradient_bytes) for n in away), default=0)
     gradients = sum(layout.gradient_bytes for layout in layouts)
     assert engine.host_bytes == host.host_bytes - gradients + staging
@@ -340,17 +340,17 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
         layouts,
         engine.host.precision,
         accumulates=False,
-        on_device=engine.residents,
-        moments=engine.moments,
+        on_device=engine.arrangement.residents,
+        moments=engine.arrangement.moments,
     )
     assert engine.host_bytes == sum(planes.values())
     sizes = pools.device_pools(
-        residency_of(engine._binding.blocks, layouts, engine.residents),
+        residency_of(engine.arrangement.binding.blocks, layouts, engine.arrangement.residents),
         num_slots=choice.num_slots,
         num_gradient_buffers=choice.num_gradient_buffers,
         is_wide=lockstep > 1,
         gradients_wait=True,
-        moments=engine.moments,
+        moments=engine.arrangement.moments,
     )
     assert engine.lanes.device_bytes == sum(sizes.values())
     streamed = [n for n, size in enumerate(engine.executor.spec.sizes) if size.is_streamed]
@@ -390,7 +390,7 @@ def test_gradients_that_are_used_up_at_once_do_not_wait() -> None:
     other = attach_plainly(make_model(FAMILIES["llama"]()), gradients="device")
     with pytest.raises(ConfigError, match=message):
         other.adamw(**HYPER, max_grad_norm=None, updates="immediate")
-    assert other.updates == "deferred"
+    assert other.choice.updates == "deferred"
     with pytest.raises(ConfigError, match=message):
         engine.reconfigure(replace(engine.choice, updates="immediate"))
     overrides = ["optim.updates=immediate", "optim.max_grad_norm=null", "memory.gradients=device"]

@@ -37,7 +37,7 @@ Gradients = dict[str, Tensor]
 
 def compile_blocks(engine: Engine, compiler: Compiler) -> None:
     """Put runners in place of the forwards of an engine's blocks."""
-    for layer in engine._layers:
+    for layer in engine.arrangement.layers:
         layer.inner = compiler.runner(layer.module, layer.inner)
 
 

@@ -257,7 +257,7 @@ def test_training_some_fragments_equals_resident(which: str, activations: str, l
     )
     assert_same_steps(engine, optimizer, reference, num_micro_batches=2)
     if activations == "recompute":
-        assert not engine.rounds._orders, "frozen parts are passed when the program says so"
+        assert not engine.arrangement.rounds._orders, "frozen parts are passed when the program says so"
     assert not engine.executor._pins.of_others(None)
     assert engine.executor.open_visit is None
 

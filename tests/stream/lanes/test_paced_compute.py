@@ -74,7 +74,7 @@ def test_each_visit_has_the_flops_of_its_layer() -> None:
     """Counted by hand: 32 positions in rows of 16 tokens."""
     _, _, engine, _ = start("llama", activations=["keep", "recompute", "recompute_cheap", "recompute"])
     engine.forward_backward(make_batches(1))
-    flops = count_flops(engine.model, engine.layer_modules)
+    flops = count_flops(engine.model, engine.arrangement.layer_modules)
     forward = 32 * flops.layers[0].forward_flops(16)
     head = 32 * flops.rest.forward_flops(16)
     expected = [
@@ -96,7 +96,7 @@ def test_each_visit_has_the_flops_of_its_layer() -> None:
 def test_fragments_share_their_layer_by_parameters() -> None:
     _, _, engine, _ = start("llama", activations="recompute", fragments=True)
     engine.forward_backward(make_batches(1))
-    (layer, *_) = count_flops(engine.model, engine.layer_modules).layers
+    (layer, *_) = count_flops(engine.model, engine.arrangement.layer_modules).layers
     sizes = [sum(entry.numel for entry in layout.entries) for layout in engine.host.layouts]
     shares = [size / sum(sizes[:2]) for size in sizes[:2]]
     forward = 32 * layer.forward_flops(16)
@@ -117,7 +117,7 @@ def test_an_evaluation_counts_its_forward() -> None:
     (batch,) = make_batches(1)
     with torch.no_grad():
         engine.model(**batch)
-    flops = count_flops(engine.model, engine.layer_modules)
+    flops = count_flops(engine.model, engine.arrangement.layer_modules)
     forward = sum(part.forward_flops(16) for part in (*flops.layers, flops.rest))
     assert sum(span.work for span in compute_spans(engine)) == pytest.approx(32 * forward)
 
@@ -131,7 +131,7 @@ def test_a_dropped_step_leaves_no_work_behind() -> None:
     engine.lanes.take_record()
     engine.forward_backward(make_batches(1))
     outer = [span.work for span in compute_spans(engine) if span.label == "outer"]
-    head = 32 * count_flops(engine.model, engine.layer_modules).rest.forward_flops(16)
+    head = 32 * count_flops(engine.model, engine.arrangement.layer_modules).rest.forward_flops(16)
     assert outer == [head, 2 * head]
 
 
@@ -219,7 +219,7 @@ def test_mfu_is_a_share_of_the_emulated_rate(clocks: OwnClocks) -> None:
     engine.forward_backward(make_batches(1))
     optimizer.step()
     report = engine.last_step
-    assert report.matmul_peak == engine.matmul_peak == 1e9
+    assert report.matmul_peak == engine.meter.matmul_peak == 1e9
     assert report.lane_seconds["compute"] == pytest.approx(report.hardware_flops / 1e9)
     assert report.seconds == pytest.approx(report.lane_seconds["compute"], abs=0.006)  # catch_up_s, once
     assert report.mfu == report.model_flops / report.seconds / 1e9

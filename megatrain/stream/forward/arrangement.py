@@ -1,0 +1,243 @@
+"""The parts of an engine that its choice decides: device memory, gradients, order.
+
+All of an engine that can be changed between two steps is here. Nothing of it outlives a step but the state of
+resident layers, which goes home first, so what follows a change begins as a new engine's would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from megatrain.config.choice import Activations, Choice
+from megatrain.layout.blocks import BlockLayout
+from megatrain.layout.totals import Residency
+from megatrain.model.blocks import Block, group_layers, outer_of
+from megatrain.model.profile.flops import ModelFlops, count_flops
+from megatrain.plan.program.operations import BlockSize
+from megatrain.plan.program.spec import DriveSpec, StepSpec
+from megatrain.store.drives.scratch import ScratchFiles
+from megatrain.store.state import HostState, Precision
+from megatrain.store.tiered import TieredState
+from megatrain.stream.activations.boundaries import Boundaries
+from megatrain.stream.activations.offload import OffloadedActivations
+from megatrain.stream.execute.compute_work import ComputeWork
+from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.gradient_buffers import GradientBuffers
+from megatrain.stream.execute.gradients import Gradients
+from megatrain.stream.execute.issuer import Counts
+from megatrain.stream.execute.resident_state import DeviceStates
+from megatrain.stream.execute.slots import Slots
+from megatrain.stream.execute.state_on_drives import StateOnDrives
+from megatrain.stream.forward.attached import Binding, attach_blocks
+from megatrain.stream.forward.rounds import Rounds
+from megatrain.stream.lanes import Lanes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Arrangement:
+    """What an engine's choice decides. The object stays; `change` puts other parts in it."""
+
+    choice: Choice
+    """The one in force, in which nothing is open."""
+    residents: frozenset[int]
+    """Blocks of which everything is on the device."""
+    slots: Slots
+    gradients: Gradients
+    executor: Executor
+    rounds: Rounds
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        binding: Binding,
+        lanes: Lanes,
+        choice: Choice,
+        *,
+        activation_bytes: int | None = None,
+    ) -> None:
+        """Allocate device memory, and let the layers use it.
+
+        Args:
+            model: Whose blocks these are.
+            binding: Its blocks and state.
+            lanes: Where things run.
+            choice: What is decided; resolved.
+            activation_bytes: Host memory that saved activations may take; None: any number.
+
+        Raises:
+            CapacityError: The device does not hold it.
+        """
+        self.lanes = lanes
+        self.host: HostState = binding.host
+        self.moments = binding.moments
+        """For which format of the optimizer's state memory was planned."""
+        self.counts = Counts()
+        """What has been moved since attach."""
+        self._model = model
+        self.binding = binding
+        self.layers, self.outer = attach_blocks(binding)
+        self.offloaded = OffloadedActivations(lanes, activation_bytes)
+        tiered = binding.host if isinstance(binding.host, TieredState) else None
+        self._drives = None if tiered is None else StateOnDrives(lanes, tiered)
+        self.scratch = None if tiered is None else ScratchFiles(tiered.on_drives.store.directories)
+        """Room for saved activations on the drives, if there are any."""
+        self._arrange(choice)
+
+    def change(self, choice: Choice, then: Callable[[], object]) -> None:
+        """Go on with another choice; all work is done, and no step is open.
+
+        Args:
+            choice: Resolved, and checked.
+            then: Called with the new parts in place; if it fails, the old ones come back, and it is called
+                once more.
+
+        Raises:
+            CapacityError: The device does not hold it; all is as it was.
+        """
+        before = self.choice
+        self.executor.states.release()
+        self.gradients.buffers.release()
+        self.slots.release()
+        held = self.lanes.device_bytes
+        self.offloaded.trim()
+        try:
+            self._take(choice)
+            then()
+        except BaseException:
+            self.lanes.device_bytes = held
+            self._take(before)
+            then()
+            raise
+
+    def _take(self, choice: Choice) -> None:
+        for plane in _planes_to_drop(self.choice, choice):
+            self.lanes.unlock(self.host.arena(plane))
+            self.host.release(plane)
+        self._arrange(choice)
+
+    def _arrange(self, choice: Choice) -> None:
+        self.choice = choice
+        self.offloaded.use(self.scratch if choice.boundaries == "nvme" else None)
+        blocks, host, lanes = self.binding.blocks, self.host, self.lanes
+        self.residents = residents = residents_of(choice, blocks)
+        residency = residency_of(blocks, host.layouts, residents)
+        sizes = [
+            BlockSize.of(
+                layout.sizes,
+                is_streamed=blocks[n].is_streamed and n not in residents,
+                on_device=n in residents,
+                moments=self.moments,
+            )
+            for n, layout in enumerate(host.layouts)
+        ]
+        lanes.lock(host.arena("working"))
+        self.slots = Slots(lanes, host.layouts, residency, choice.num_slots)
+        buffers = GradientBuffers(
+            lanes,
+            host,
+            residency,
+            choice.num_gradient_buffers,
+            waits=choice.gradients == "device",
+            host_limit=self.binding.host_limit,
+        )
+        self.gradients = Gradients(lanes, host, buffers)
+        self.executor = Executor(
+            lanes,
+            host,
+            StepSpec.of(
+                choice,
+                sizes,
+                group_layers(blocks),
+                splits=host.precision is Precision.BF16,
+                drives=_drive_spec(host),
+            ),
+            slots=self.slots,
+            gradients=self.gradients,
+            states=DeviceStates(lanes, host, self.slots, residents),
+            activations=self.offloaded,
+            counts=self.counts,
+            drives=self._drives,
+        )
+        for layer, policy, boundaries in zip(self.layers, choice.policies, self._boundaries(), strict=True):
+            layer.arrange(self.executor, self.slots, self.offloaded, policy, boundaries)
+        self.rounds = Rounds(self.executor, choice)
+
+    def _boundaries(self) -> list[Boundaries]:
+        policies = self.choice.policies
+        drops = [policy is Activations.DROP_BOUNDARY for policy in policies]
+        drops[0] = False  # there is no layer before the first
+        return [
+            Boundaries(
+                self.layers[number].name,
+                self.offloaded,
+                on_host=self.choice.boundaries != "device" and policy.is_recomputed,
+                drops=drops[number],
+                is_source=number + 1 < len(drops) and drops[number + 1],
+            )
+            for number, policy in enumerate(policies)
+        ]
+
+    @property
+    def layer_modules(self) -> list[nn.Module]:
+        """The decoder layers, in forward order."""
+        return [layer.module for layer in self.layers]
+
+    @cached_property
+    def flops(self) -> ModelFlops:
+        """What a token costs, by what is trained when this is read first."""
+        return count_flops(self._model, self.layer_modules)
+
+    @property
+    def work(self) -> ComputeWork:
+        """What says how much each visit computes; the executor reads it from now on."""
+        if self.executor.work is None:
+            layers = [
+                [(block.index, sum(entry.numel for entry in block.layout.entries)) for block in layer.blocks]
+                for layer in self.layers
+            ]
+            self.executor.work = ComputeWork(self.flops, layers, self.choice.policies)
+        return self.executor.work
+
+
+def residents_of(choice: Choice, blocks: Sequence[Block]) -> frozenset[int]:
+    """Return the blocks of which everything is on the device."""
+    layers = group_layers(blocks)[: choice.resident_layers]
+    outer = outer_of(blocks) if choice.outer_resident else []
+    return frozenset([*outer, *(block for layer in layers for block in layer)])
+
+
+def residency_of(
+    blocks: Sequence[Block], layouts: Sequence[BlockLayout], residents: Collection[int]
+) -> Residency:
+    """Return which of a model's blocks stream, and which stay on the device."""
+    sizes = (layout.sizes for layout in layouts)
+    return Residency.of(sizes, [block.is_streamed for block in blocks], residents)
+
+
+def _planes_to_drop(old: Choice, new: Choice) -> list[str]:
+    """List the host planes that what was chosen before may have left, and that are not needed now.
+
+    Fp32 sums go too if rounds are cut in another way: a step may be one round now. The next step makes what
+    it needs.
+    """
+    planes = ["staging"]  # of another size, perhaps
+    planes += ["gradient"] if new.updates == "immediate" or new.gradients == "device" else []
+    return planes + (["accumulator"] if old.lockstep != new.lockstep else [])
+
+
+def _drive_spec(host: HostState) -> DriveSpec | None:
+    if not isinstance(host, TieredState):
+        return None
+    images, placement = host.on_drives.images, host.on_drives.placement
+    return DriveSpec(
+        state_bytes=[image.working_start for image in images],
+        working_bytes=[image.num_bytes - image.working_start for image in images],
+        state=placement.state_on_drives,
+        working=placement.working_on_drives,
+    )
