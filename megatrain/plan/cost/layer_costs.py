@@ -48,6 +48,12 @@ class LayerCosts:
         """Return the bytes that leave the device after its forward and come back."""
         return self._of(number)[2]
 
+    @property
+    def newest_bytes(self) -> float:
+        """Return the bytes of what is saved last in a round: it is still on the device when it is needed."""
+        saved = (self.saved_of(number) for number in reversed(range(len(self.layers) - 1)))
+        return next((nbytes for nbytes in saved if nbytes), 0.0)
+
     def sums(self) -> tuple[float, float, float, float]:
         """Return the seconds of all forwards, all backwards and all forwards again, and the bytes saved.
 

@@ -26,8 +26,9 @@ from megatrain.plan.program.step import step_program
 _MAX_ROUNDS = 3
 """Rounds that are timed; more go on as the last of these did."""
 
-_MAX_GROUPS = 4
-"""Micro-batches of a round that are operations of their own; more pass together."""
+_MAX_GROUPS, _MAX_SAVING = 4, 8
+"""Micro-batches of a round that are operations of their own; more pass together. Where activations leave the
+device, how finely their copies alternate counts for more."""
 
 _MANY_LAYERS = 60
 """Of models with more layers, a visit is two operations at most: a layer is a small part of a step."""
@@ -36,12 +37,15 @@ _MANY_LAYERS = 60
 class Step:
     """The program of one step, and what is known of its time without placing it."""
 
-    def __init__(self, rates: Rates, anatomy: Anatomy, choice: Choice, batch: StepBatch) -> None:
-        """Describe a step; `step_s` times it."""
+    def __init__(
+        self, rates: Rates, anatomy: Anatomy, choice: Choice, batch: StepBatch, *, clips: bool = True
+    ) -> None:
+        """Describe a step; `step_s` times it. `clips`: gradients are clipped to a norm."""
         self.rates = rates
         self.anatomy = anatomy
         self.choice = choice
         self.batch = batch
+        self.clips = clips
 
     @cached_property
     def blocks(self) -> list[PlannedBlock]:
@@ -63,6 +67,7 @@ class Step:
             [block.size for block in self.blocks],
             [range(starts[number], starts[number + 1]) for number in layers],
             splits=self.anatomy.precision == "bf16",
+            clips=self.clips,
             drives=self.block_sums.drive_spec(self.choice),
             saved_bytes=[int(self.costs.saved_of(number)) for number in layers],
         )
@@ -77,7 +82,8 @@ class Step:
         count = self.batch.num_micro_batches
         together = min(self.choice.lockstep, count)
         num_rounds = min(self.num_rounds, _MAX_ROUNDS) if is_short else self.num_rounds
-        most = _MAX_GROUPS if len(self.anatomy.layers) <= _MANY_LAYERS else 2
+        most = _MAX_SAVING if any(layer.saves for layer in self.spec.layers) else _MAX_GROUPS
+        most = most if len(self.anatomy.layers) <= _MANY_LAYERS else 2
         sizes = [together] * (num_rounds - 1) + [count % together or together]
         return [_shared_out(size, min(size, most) if is_short else size) for size in sizes]
 
@@ -170,7 +176,8 @@ def bounds(step: Step) -> dict[str, float]:
     costs, block_sums, compute = step.costs, step.block_sums, step.compute_s
     forward, _, _, saved = step.sums
     fetched, offloaded = block_sums.moved_bytes(choice, rounds)
-    up, down = rates.fetch_s(fetched + saved), rates.offload_s(offloaded + saved)
+    restored = saved - rounds * costs.newest_bytes
+    up, down = rates.fetch_s(fetched + restored), rates.offload_s(offloaded + saved)
     on_host = block_sums.residency(choice).on_host
     update_s = rates.update_s(on_host.total(BlockBytes.update_bytes, rates.moments))
     if rates.spec.is_cpu:
@@ -185,10 +192,11 @@ def bounds(step: Step) -> dict[str, float]:
         first_round = min(choice.lockstep, count) / count
         by_then = compute - costs.step_s - forward * first_round
         limits["backward + optimizer"] = by_then + update_s
-    drive = block_sums.drive_bytes(choice, rounds)
+    drive: tuple[float, float] = block_sums.drive_bytes(choice, rounds)
     if drive != (0, 0) or choice.boundaries == "nvme":
-        stowed = saved if choice.boundaries == "nvme" else 0.0
-        read_s, write_s = rates.read_s(drive[0] + stowed), rates.write_s(drive[1] + stowed)
+        if choice.boundaries == "nvme":
+            drive = drive[0] + restored, drive[1] + saved
+        read_s, write_s = rates.read_s(drive[0]), rates.write_s(drive[1])
         if rates.drives.is_duplex:
             limits |= {"drive reads": read_s, "drive writes": write_s}
         else:

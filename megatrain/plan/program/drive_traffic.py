@@ -83,7 +83,7 @@ def with_activations_through(
     One buffer is for what is being restored; as many visits as there are others are read ahead, from the
     first backward on, and none before it was written.
     """
-    upcoming = deque((op.block, op.micro_batch) for op in operations if op.kind is Kind.RESTORE)
+    upcoming = deque(operation for operation in operations if operation.kind is Kind.RESTORE)
     stowed: dict[tuple[int, int], Operation] = {}
     """What the drives hold, by block and micro-batch: the operation that has saved it."""
     recalled: dict[tuple[int, int], int] = {}
@@ -91,23 +91,26 @@ def with_activations_through(
     free = deque(range(num_buffers))
     result: list[Operation] = []
 
-    def recall(visit: tuple[int, int]) -> None:
+    def recall(restore: Operation) -> None:
+        visit = restore.block, restore.micro_batch
         saved = stowed.pop(visit)
         recalled[visit] = free.popleft()
-        result.append(replace(saved, kind=Kind.RECALL, activation_staging=recalled[visit]))
+        result.append(
+            replace(saved, kind=Kind.RECALL, activation_staging=recalled[visit], nbytes=restore.nbytes)
+        )
 
     def read_ahead() -> None:
-        for visit in list(islice(upcoming, len(recalled), num_buffers - 1)):
-            if visit not in stowed:
+        for restore in list(islice(upcoming, len(recalled), num_buffers - 1)):
+            if (restore.block, restore.micro_batch) not in stowed:
                 return
-            recall(visit)
+            recall(restore)
 
     for operation in operations:
         visit = operation.block, operation.micro_batch
         if operation.kind in (Kind.BACKWARD, Kind.HEAD_BACKWARD):
             read_ahead()
         elif operation.kind is Kind.RESTORE and visit in stowed:
-            recall(visit)
+            recall(operation)
         if operation.kind is Kind.SAVE:
             stowed[visit] = replace(operation, activation_staging=free[0])
             result += [stowed[visit], replace(stowed[visit], kind=Kind.STOW)]

@@ -159,6 +159,11 @@ class _Saving:
             if number < 0:  # of a later round, whose forward comes first
                 break
             self._restored = self._restores.popleft()
+            count = visit.num_micro_batches
+            if number == self._num_saved - 1:
+                count -= 1  # the newest is still on the device: its memory is freed when the next one leaves
+            if not count:
+                continue
             self._arrivals[self._restored] = len(self._arrivals) % 2
             made.append(
                 Operation(
@@ -168,7 +173,7 @@ class _Saving:
                     num_micro_batches=visit.num_micro_batches,
                     saved=number,
                     arrival=self._arrivals[self._restored],
-                    nbytes=self._nbytes.get(visit.block, 0) * visit.num_micro_batches,
+                    nbytes=self._nbytes.get(visit.block, 0) * count,
                 )
             )
         return made

@@ -61,6 +61,7 @@ class StepSpec:
         layers: Sequence[Sequence[int]],
         *,
         splits: bool,
+        clips: bool = True,
         drives: DriveSpec | None = None,
         saved_bytes: Sequence[int] = (),
     ) -> StepSpec:
@@ -71,6 +72,7 @@ class StepSpec:
             sizes: Of the blocks under it.
             layers: The blocks of each decoder layer.
             splits: Weights are bf16, the upper halves of fp32 masters.
+            clips: Gradients are clipped to a norm.
             drives: Where the state is, if a part of it is on drives.
             saved_bytes: What a micro-batch saves of each layer; empty: not known.
         """
@@ -90,6 +92,7 @@ class StepSpec:
             holds_sums=choice.gradients == "device" and not splits,
             first_trained=trained.index(True) if any(trained) else 0,
             splits=splits,
+            clips=clips,
             activations_on_drives=choice.boundaries == "nvme",
             drives=drives,
         )

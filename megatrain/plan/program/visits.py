@@ -122,6 +122,11 @@ def _backward(
     )
 
 
+def is_dropped(policy: str, number: int) -> bool:
+    """Whether a layer's boundary is made again; that of the first one cannot be."""
+    return policy == "drop_boundary" and number > 0
+
+
 def layer_plans(
     policies: Sequence[str],
     blocks: Sequence[Sequence[int]],
@@ -141,8 +146,9 @@ def layer_plans(
         LayerPlan(
             tuple(blocks[number]),
             is_recomputed=policy in RECOMPUTED,
-            saves=policy == "offload" or (boundaries != "device" and policy in RECOMPUTED),
-            drops=policy == "drop_boundary" and number > 0,
+            saves=policy == "offload"
+            or (boundaries != "device" and policy in RECOMPUTED and not is_dropped(policy, number)),
+            drops=is_dropped(policy, number),
             saved_bytes=saved_bytes[number] if saved_bytes else 0,
         )
         for number, policy in enumerate(policies)

@@ -51,7 +51,7 @@ def plan_of(request: Request, choice: Choice) -> Plan:
 
 def _describe(request: Request, choice: Choice, problem: str, num_evaluated: int, plan_s: float) -> Plan:
     anatomy, batch = request.anatomy, request.batch
-    step = Step(request.rates, anatomy, choice, batch)
+    step = Step(request.rates, anatomy, choice, batch, clips=request.clips)
     bounds = step.bounds_s
     step_s = step.step_s
     peak = request.rates.matmul_flops_per_s

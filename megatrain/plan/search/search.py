@@ -107,7 +107,7 @@ class _Race:
             if self.best is not None and time.thread_time() > self._deadline_s:
                 self.is_over = True
                 return
-            step = Step(request.rates, request.anatomy, choice, request.batch)
+            step = Step(request.rates, request.anatomy, choice, request.batch, clips=request.clips)
             limits = step.bounds_s.values()
             if self.best is not None and max(limits) > self.best.step_s * (1 + _TOLERANCE):
                 continue

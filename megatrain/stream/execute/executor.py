@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -240,18 +240,17 @@ class Executor(Issuer):
 
     # -- the end of a step ----------------------------------------------------------------------------------
 
-    def complete_gradients(self, *, leave: Iterable[int] = ()) -> None:
+    def complete_gradients(self, *, leave: Collection[int] = ()) -> None:
         """Send home, and round, every gradient of the step that is not there yet; nothing is waited for.
 
         Args:
             leave: Resident blocks whose gradients are wanted on the device.
         """
         self._flush_ring()
-        wanted = set(leave)
         self.run(
             complete_program(
                 self.spec,
-                [block for block in self.gradients.still_at(Home.DEVICE) if block not in wanted],
+                [block for block in self.gradients.still_at(Home.DEVICE) if block not in leave],
                 self.gradients.still_at(Home.ACCUMULATOR),
                 updates_at_once=self.update_at_once is not None,
                 num_staging=self.gradients.buffers.num_staging if self.gradients.buffers.is_staged else 0,
@@ -299,6 +298,7 @@ class Executor(Issuer):
         assert self.open_visit is None
         self.forget_slots()
         self._pending.clear()
+        self._ring = self._staging = 0
         self._stale = self._outer_at_home()
 
     def abandon(self) -> None:

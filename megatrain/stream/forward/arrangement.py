@@ -176,7 +176,7 @@ class Arrangement:
             Boundaries(
                 self.layers[number].name,
                 self.offloaded,
-                on_host=self.choice.boundaries != "device" and policy.is_recomputed,
+                on_host=self.choice.boundaries != "device" and policy.is_recomputed and not drops[number],
                 drops=drops[number],
                 is_source=number + 1 < len(drops) and drops[number + 1],
             )

@@ -122,3 +122,24 @@ def test_a_host_that_computes_does_one_thing_after_the_other() -> None:
     step = Step(Rates(spec, "bf16"), ANATOMY, PLAIN, batch)
     (bound,) = step.bounds_s.values()
     assert step.step_s == pytest.approx(bound, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_short_program_takes_the_time_of_the_whole_one(seed: int) -> None:
+    """Rounds that go on alike, and micro-batches that pass together, cost what they cost one by one.
+
+    Together they move the same bytes and compute the same; what differs is how finely copies and visits
+    alternate, which is at most a visit's time in each round.
+    """
+    chance = random.Random(seed)
+    for _ in range(25):
+        count = chance.randint(4, 16)
+        batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
+        choice = random_choice(chance, count)
+        spec = machine(link=chance.choice([2e8, 2e9, 1e11]), update_rate=chance.choice([1e8, 1e10]))
+        step = Step(Rates(spec, "bf16"), ANATOMY, choice, batch)
+        whole_s, short_s = step.timed(is_short=False), step.step_s
+        is_whole = choice.lockstep <= 4  # rounds that go on alike are exact
+        assert short_s == pytest.approx(whole_s, rel=1e-9 if is_whole else 0.04), (choice, batch)
+        moved = {kind: step.program().nbytes(kind) for kind in step.moved_bytes}
+        assert step.moved_bytes == moved, (choice, batch)

@@ -142,10 +142,8 @@ def test_two_visits_are_read_ahead() -> None:
     visits = round_visits([LayerPlan((block,), saves=True) for block in range(5)])
     program = schedule(visits, [replace(SIZE, is_streamed=False)] * 5, [])
     moves = [str(o) for o in with_activations_through(program.operations) if o.kind is not Kind.OFFLOAD]
-    assert moves[-14:] == [
+    assert moves[-12:] == [
         "forward   b4",
-        "recall    b3",
-        "restore   b3",
         "recall    b2",
         "recall    b1",
         "backward  b4",
@@ -198,7 +196,8 @@ def test_the_time_of_drives_counts(is_duplex: bool) -> None:
     """It bounds a step, and no step is faster than its bounds; drives that are fast enough cost nothing."""
     choice = Choice(boundaries="nvme").with_defaults(96)
     spec = machine(flops=1e14, link=1e11, update_rate=1e10)
-    moved = 95 * (8 << 20)
+    written = 95 * (8 << 20)
+    read = written - (8 << 20)  # what is saved last is still on the device
     seconds = {}
     for rate in (1e7, 1e12):
         drives = replace(DRIVES, read_bytes_per_s=rate, write_bytes_per_s=rate / 2, is_duplex=is_duplex)
@@ -208,13 +207,13 @@ def test_the_time_of_drives_counts(is_duplex: bool) -> None:
         bounds = step.bounds_s
         assert step.step_s >= 0.999 * max(bounds.values())
         if is_duplex:
-            assert bounds["drive reads"] == pytest.approx(moved / rate)
-            assert bounds["drive writes"] == pytest.approx(2 * moved / rate)
+            assert bounds["drive reads"] == pytest.approx(read / rate)
+            assert bounds["drive writes"] == pytest.approx(2 * written / rate)
         else:
-            assert bounds["drives"] == pytest.approx(3 * moved / rate)
+            assert bounds["drives"] == pytest.approx((read + 2 * written) / rate)
         bytes_per_step = plan_of(request, choice).bytes_per_step
-        assert bytes_per_step["drive_read"] == bytes_per_step["drive_written"] == moved
+        assert (bytes_per_step["drive_read"], bytes_per_step["drive_written"]) == (read, written)
     host = Step(request.rates, LONG, replace(choice, boundaries="host"), LONG_BATCH)
     assert seconds[1e12] == pytest.approx(host.step_s, rel=1e-3)
     # in the forward nothing is read, and in the backward nothing is written: duplex gains nothing
-    assert seconds[1e7] == pytest.approx(3 * moved / 1e7, rel=0.05)
+    assert seconds[1e7] == pytest.approx((read + 2 * written) / 1e7, rel=0.05)

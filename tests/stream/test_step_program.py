@@ -1,0 +1,329 @@
+"""What the engine does in a step is the list that the planner prices: kinds, blocks, buffers and bytes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+from transformers import LlamaConfig
+
+from megatrain.config.choice import StepBatch
+from megatrain.layout.moments import MomentFormat
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.model.profile.count import count_anatomy
+from megatrain.plan.cost.rates import Rates
+from megatrain.plan.cost.step_time import Step
+from megatrain.plan.program.operations import Buffer, Kind, Lane, Operation
+from megatrain.plan.program.spec import StepSpec
+from megatrain.store import on_drives, placement
+from megatrain.store.placement import Tiers
+from megatrain.stream.engine import Engine
+from tests.plan.anatomies import machine
+from tests.reference import attach_plainly, make_batches, make_model
+from tests.stream.recording import Event, Recorder, RecordingLanes
+
+ROWS, TOKENS = 2, 64
+CONFIG = LlamaConfig(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+)
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "activations": ("recompute", "keep", "offload", ("recompute", "drop_boundary", "keep")),
+    "updates": ("deferred", "immediate", "serial"),
+    "fragments": (False, True),
+    "rounds": ((1, 1), (1, 3), (2, 1), (3, 1), (2, 2)),
+    "place": ("ram", "resident layers", "all resident", "waiting gradients", "drives", "weights on drives"),
+    "boundaries": ("device", "host"),
+    "precision": ("bf16", "fp32"),
+    "clips": (True, False),
+}
+
+
+def is_allowed(row: dict[str, Any]) -> bool:
+    """Whether an engine can run this."""
+    if row["updates"] == "immediate" and row["clips"]:
+        return False
+    if row["place"] == "waiting gradients":
+        return row["updates"] == "deferred" and row["rounds"][0] == 1
+    return True
+
+
+def pairwise(seed: int = 0) -> list[dict[str, Any]]:
+    """Choose rows until every pair of values that an engine can run is in one."""
+    everything = [
+        row
+        for values in itertools.product(*AXES.values())
+        if is_allowed(row := dict(zip(AXES, values, strict=True)))
+    ]
+    chance = random.Random(seed)
+    missing = {pair for row in everything for pair in pairs(row)}
+    rows = []
+    while missing:
+        row = max(chance.sample(everything, 200), key=lambda row: len(pairs(row) & missing))
+        missing -= pairs(row)
+        rows.append(row)
+    return rows
+
+
+def pairs(row: dict[str, Any]) -> set[Any]:
+    return set(itertools.combinations(row.items(), 2))
+
+
+class Expected(NamedTuple):
+    """How one thing looks from outside: in which lane, between which buffers, how many bytes."""
+
+    lane: Lane
+    reads: frozenset[Buffer] = frozenset()
+    writes: frozenset[Buffer] = frozenset()
+    nbytes: int | None = 0
+    """None: not counted."""
+    may_read: frozenset[Buffer] = frozenset()
+    what: str = ""
+
+    def is_seen(self, event: Event) -> bool:
+        """Whether an event is this; what is written may be read too."""
+        return (
+            event.lane is self.lane
+            and self.reads <= event.reads <= self.reads | self.may_read | event.writes
+            and event.writes == self.writes
+            and self.nbytes in (None, event.nbytes)
+            and self.what in ("", event.what)
+        )
+
+
+def settings_of(row: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    parts = 2 if row["fragments"] else 1
+    settings: dict[str, Any] = {
+        "activations": row["activations"],
+        "updates": row["updates"],
+        "fragments": row["fragments"],
+        "lockstep": row["rounds"][1],
+        "num_slots": parts + 1,
+        "num_gradient_buffers": parts,
+        "boundaries": row["boundaries"],
+        "precision": row["precision"],
+        "num_micro_batches": row["rounds"][0] * row["rounds"][1],
+    }
+    if row["place"] == "resident layers":
+        settings |= {"resident_layers": 1}
+    elif row["place"] == "all resident":
+        settings |= {"resident_layers": 3}  # and the outer blocks with them
+    elif row["place"] == "waiting gradients":
+        settings |= {"gradients": "device"}
+    elif "drives" in row["place"]:
+        settings["tiers"] = Tiers(nvme=(tmp_path / "drive",), ram=1 << 30)
+    return settings
+
+
+@lru_cache
+def anatomy(precision: Any) -> Anatomy:
+    return count_anatomy(
+        CONFIG, micro_batch_size=ROWS, seq_len=TOKENS, precision=precision, device_type="cpu"
+    )
+
+
+def program_of(engine: Engine, row: dict[str, Any]) -> list[Operation]:
+    """Return the list that the planner prices for an engine's choice."""
+    batch = StepBatch(
+        micro_batch_size=ROWS, seq_len=TOKENS, num_micro_batches=row["rounds"][0] * row["rounds"][1]
+    )
+    rates = Rates(machine(), row["precision"], MomentFormat.FP32)
+    step = Step(rates, anatomy(row["precision"]), engine.choice, batch, clips=row["clips"])
+    return list(step.program().operations)
+
+
+def half(layouts: Any, tiers: Tiers, *, accumulates: bool, keeps_weights: bool) -> placement.Placement:
+    """Keep half of the blocks' state in RAM, and all weights or half of them."""
+    count = len(layouts) // 2
+    weights = len(layouts) if keeps_weights else count
+    return placement.placed(layouts, tiers, weights, count, accumulates=accumulates)
+
+
+def run(row: dict[str, Any], tmp_path: Path) -> tuple[list[Event], list[Operation], StepSpec]:
+    """Take two steps; return what was seen of the second, what the planner lists, and the engine's spec."""
+    recorder = Recorder()
+    forced = partial(half, keeps_weights=row["place"] == "drives")
+    with mock.patch.object(on_drives, "place", forced):
+        engine = attach_plainly(
+            make_model(CONFIG), device=RecordingLanes(recorder), **settings_of(row, tmp_path)
+        )
+    optimizer = engine.adamw(lr=1e-3, max_grad_norm=1.0 if row["clips"] else None, updates=row["updates"])
+    batches = make_batches(row["rounds"][0] * row["rounds"][1], rows=ROWS, tokens=TOKENS)
+
+    def step(number: int) -> None:
+        engine.forward_backward(batches)
+        optimizer.step()
+        if engine.executor.drives is not None:
+            engine.commit(number, {})
+
+    try:
+        step(1)
+        with recorder.watching(engine):
+            step(2)
+        return recorder.events, program_of(engine, row), engine.executor.spec
+    finally:
+        engine.close(removes=True)
+
+
+MATERIAL = {
+    "working", "page", "slot", "resident", "gradient_buffer", "resident_gradient", "gradient", "staging",
+    "waiting", "drive_staging", "drive", "device_moments", "moments",
+}  # fmt: skip
+
+
+def material(buffers: Any) -> frozenset[Buffer]:
+    return frozenset(buffer for buffer in buffers if buffer[0] in MATERIAL)
+
+
+def expected_of(operation: Operation, spec: StepSpec) -> list[Expected]:
+    """Return what an operation must look like from outside."""
+    kind, block, outer = operation.kind, operation.block, spec.outer
+    reads, writes = material(operation.reads), material(operation.writes)
+    plain = Expected(operation.lane, reads, writes, operation.nbytes)
+    match kind:
+        case Kind.FORWARD:
+            return [] if block in outer else [plain._replace(writes=frozenset())]
+        case Kind.BACKWARD:
+            visit = [] if block in outer else [plain._replace(writes=frozenset(), nbytes=None)]
+            collect = Expected(operation.lane, writes=writes, nbytes=None)
+            return [*visit, collect] if operation.collects else visit
+        case Kind.UPDATE if operation.on_device:
+            return [plain._replace(nbytes=None)]
+        case Kind.UPDATE:
+            if operation.drive_staging >= 0:
+                assert spec.drives is not None
+                writes -= {("moments", block)} | {("working", n) for n in spec.drives.working}
+            return [plain._replace(writes=writes, what="update")]
+        case Kind.NORM:
+            return [Expected(operation.lane, nbytes=len(operation.blocks), what="norm")]
+        case Kind.SPILL:
+            return [plain._replace(reads=frozenset(), may_read=reads)]
+        case Kind.WRITE if operation.piece >= 0:
+            return [plain._replace(writes=frozenset())]
+        case Kind.ROUND if not spec.splits:
+            return []  # an fp32 sum is what it is
+        case Kind.HOLD if not spec.splits and operation.gradient_buffer < 0:
+            return []
+        case Kind.HOLD | Kind.ROUND:
+            return [plain._replace(nbytes=None)]
+        case Kind.COMMIT:
+            return [Expected(operation.lane, what="commit")]
+        case Kind.HEAD | Kind.HEAD_BACKWARD | Kind.RELEASE | Kind.SEAL | Kind.SYNC:
+            return []
+        case _:
+            return [plain]
+
+
+def differences(events: list[Event], operations: list[Operation], spec: StepSpec) -> list[str]:
+    """Compare what was seen in each lane with what is listed, in order."""
+    around = {("resident", block) for block in spec.outer}
+    seen, listed = defaultdict(list), defaultdict(list)
+    for event in events:
+        is_outer = event.lane is Lane.COMPUTE and not event.writes and event.reads <= around
+        if not is_outer and (event.reads or event.writes or event.nbytes or event.what):
+            seen[event.lane].append(event)
+    for operation in operations:
+        for expected in expected_of(operation, spec):
+            listed[expected.lane].append((operation, expected))
+    problems = []
+    for lane in Lane:
+        if len(seen[lane]) != len(listed[lane]):
+            problems.append(f"{lane.value}: {len(listed[lane])} listed, {len(seen[lane])} seen")
+        for (operation, expected), event in zip(listed[lane], seen[lane], strict=False):
+            if not expected.is_seen(event):
+                problems.append(f"{lane.value}: {operation} is {expected}, but {event}")
+                break
+    return problems
+
+
+ROWS_OF_GRID = pairwise()
+
+
+def name_of(row: Any) -> str:
+    policy = row["activations"] if isinstance(row["activations"], str) else "mix"
+    flags = ["fragments"] * row["fragments"] + ["clips"] * row["clips"]
+    rounds = "R{}m{}".format(*row["rounds"])
+    parts = [policy, row["updates"], rounds, row["place"], row["boundaries"], row["precision"], *flags]
+    return "-".join(parts).replace(" ", "_")
+
+
+@pytest.mark.parametrize("row", ROWS_OF_GRID, ids=name_of)
+def test_the_engine_does_what_the_planner_prices(row: dict[str, Any], tmp_path: Path) -> None:
+    """And a list with one block, buffer or length changed is told from it."""
+    events, operations, spec = run(row, tmp_path)
+    assert differences(events, operations, spec) == []
+    saved = restored_from_where_it_was_saved(events, operations)
+    assert saved == sum(operation.kind is Kind.SAVE for operation in operations)
+    chance = random.Random(name_of(row))
+    for changed in changes(operations, spec, chance):
+        assert differences(events, changed, spec), "a change of the list was not noticed"
+
+
+def restored_from_where_it_was_saved(events: list[Event], operations: list[Operation]) -> int:
+    """Check that each RESTORE copies from where the SAVE of the same activations has put them."""
+    saves = iter([event for event in events if event.lane is Lane.SAVE and event.copies])
+    restores = iter([event for event in events if event.lane is Lane.RESTORE and event.copies])
+    places: dict[int, list[int]] = {}
+    count = 0
+    for operation in operations:
+        if operation.kind is Kind.SAVE:
+            places[operation.saved] = [target for _, target in next(saves).copies]
+            count += 1
+        elif operation.kind is Kind.RESTORE:
+            assert [source for source, _ in next(restores).copies] == places.pop(operation.saved)
+    return count
+
+
+def changes(operations: list[Operation], spec: StepSpec, chance: random.Random) -> list[list[Operation]]:
+    """Make lists in which one operation has another block, another buffer, or another length."""
+    made = []
+    for name in ("block", "slot", "gradient_buffer", "staging", "drive_staging", "page", "nbytes"):
+        numbers = [
+            number
+            for number, operation in enumerate(operations)
+            if expected_of(operation, spec) and is_told_by(operation, name)
+        ]
+        for number in chance.sample(numbers, min(3, len(numbers))):
+            old = operations[number]
+            new = replace(old, **{name: getattr(old, name) + (64 if name == "nbytes" else 1)})
+            made.append([*operations[:number], new, *operations[number + 1 :]])
+    return made
+
+
+def is_told_by(operation: Operation, name: str) -> bool:
+    """Whether a field of an operation shows in what it does."""
+    kind = operation.kind
+    if name == "nbytes":
+        counted: tuple[Kind, ...] = (
+            Kind.FETCH,
+            Kind.LOAD,
+            Kind.OFFLOAD,
+            Kind.SAVE,
+            Kind.RESTORE,
+            Kind.PUSH,
+            Kind.READ,
+        )
+        counted += (Kind.PUSH, Kind.READ, Kind.PAGE, Kind.WRITE, Kind.SPILL)
+        return kind in counted or (kind is Kind.UPDATE and not operation.on_device)
+    if name == "block":
+        if kind in (Kind.FORWARD, Kind.BACKWARD):
+            return operation.slot < 0
+        if kind is Kind.HOLD:
+            return operation.waiting < 0
+        if kind is Kind.UPDATE:
+            return operation.drive_staging < 0
+        return kind in (Kind.FETCH, Kind.READ) and operation.page < 0
+    return int(getattr(operation, name)) >= 0 and kind is not Kind.HEAD
