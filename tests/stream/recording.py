@@ -61,7 +61,7 @@ class Recorder(TorchDispatchMode):
             found.append((("working", number), state.working))
             found += [(("moments", number), plane) for plane in planes.values()]
             found += [(("gradient", number), plane) for plane in (state.gradient, state.accumulator)]
-        slots, gradients = engine.slots, engine.gradients.buffers
+        slots, gradients = engine.arrangement.slots, engine.arrangement.gradients.buffers
         found += [(("slot", n), tensor) for n, tensor in enumerate(slots._slots)]
         found += [(("resident", n), tensor) for n, tensor in slots._resident.items()]
         found += [(("gradient_buffer", n), tensor) for n, tensor in enumerate(gradients._ring)]
