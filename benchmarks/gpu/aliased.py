@@ -45,7 +45,8 @@ class AliasedState(HostState):
             self.layouts,
             self.precision,
             accumulates=False,
-            on_device=None,
+            keeps_gradients=True,
+            residents=(),
             moments=MomentFormat.FP32,
         )
         return sum(planes.values())

@@ -101,6 +101,19 @@ class Choice:
         """Return where a plane is: `ram` or `nvme`."""
         return dict(self.tiers).get(plane, "ram")
 
+    def num_rounds(self, num_micro_batches: int) -> int:
+        """Return in how many rounds the micro-batches of a step pass."""
+        return -(-num_micro_batches // self.lockstep)
+
+    def keeps_gradients(self, num_micro_batches: int) -> bool:
+        """Whether complete gradients wait in a plane in RAM; otherwise they pass through a few buffers.
+
+        Args:
+            num_micro_batches: Of a step.
+        """
+        is_used_up = self.updates == "immediate" and self.num_rounds(num_micro_batches) == 1
+        return self.gradients == "host" and not is_used_up
+
     @property
     def policies(self) -> tuple[Activations, ...]:
         """Return what stays of each layer."""

@@ -123,6 +123,13 @@ def check_change(choice: Choice, arrangement: Arrangement, *, compiles: bool) ->
         )
     if choice.boundaries == "nvme" and arrangement.scratch is None:
         raise ConfigError(NO_DRIVES)
-    layouts, moments = arrangement.host.layouts, arrangement.moments
-    held = lanes.device_bytes
-    require_device_memory(blocks, layouts, lanes, choice, residents, moments=moments, held=held)
+    require_device_memory(
+        blocks,
+        arrangement.host.layouts,
+        lanes,
+        choice,
+        residents,
+        moments=arrangement.moments,
+        num_micro_batches=arrangement.binding.num_micro_batches,
+        held=lanes.device_bytes,
+    )

@@ -176,15 +176,17 @@ def attach(
     compiles = compile == "on" or (not is_cheap and is_compiled(compile, lanes.device))
     check_choice(choice, blocks, compiles=compiles)
     residents = residents_of(choice, blocks)
-    require_device_memory(blocks, layouts, lanes, choice, residents, moments=moments)
+    require_device_memory(
+        blocks, layouts, lanes, choice, residents, moments=moments, num_micro_batches=num_micro_batches
+    )
     binding = bind(
         model,
         kept,
-        accumulates=num_micro_batches > choice.lockstep,
+        choice,
+        residents,
+        num_micro_batches=num_micro_batches,
         host_limit=host_limit,
-        fragments=fragments,
         moments=moments,
         tiers=tiers,
-        on_device=residents if choice.gradients == "device" else None,
     )
     return Engine(model, binding, lanes, choice, micro_batch_size=micro_batch_size, compiles=compiles)

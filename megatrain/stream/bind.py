@@ -39,11 +39,11 @@ _ACTIVATIONS_SHARE = 0.8
 def bind(
     model: PreTrainedModel,
     precision: Precision,
+    choice: Choice,
+    residents: Collection[int],
     *,
-    accumulates: bool = False,
+    num_micro_batches: int = 1,
     host_limit: int | None = None,
-    fragments: bool = False,
-    on_device: Collection[int] | None = None,
     moments: MomentFormat = MomentFormat.FP32,
     tiers: Tiers | None = None,
 ) -> Binding:
@@ -52,10 +52,10 @@ def bind(
     Args:
         model: With its weights.
         precision: How they are kept.
-        accumulates: As in `require_host_memory`.
+        choice: How the model will stream.
+        residents: Blocks that are updated on the device.
+        num_micro_batches: Of a step.
         host_limit: Bytes that the whole state may take.
-        fragments: Cut layers into fragments.
-        on_device: As in `require_host_memory`.
         moments: How the optimizer's state will be kept.
         tiers: What goes to drives.
 
@@ -65,15 +65,17 @@ def bind(
             nothing was allocated.
         ConfigError: The model was loaded for other tiers.
     """
-    blocks = find_blocks(model, fragments=fragments)
+    accumulates = choice.num_rounds(num_micro_batches) > 1
+    blocks = find_blocks(model, fragments=choice.fragments)
     layouts = plan_layouts(model, blocks, precision)
     fits = partial(
         require_host_memory,
         layouts,
         precision,
         accumulates=accumulates,
+        keeps_gradients=choice.keeps_gradients(num_micro_batches),
+        residents=residents,
         limit=host_limit,
-        on_device=on_device,
         moments=moments,
         tiers=tiers,
     )
@@ -85,7 +87,7 @@ def bind(
         )
     is_same = loaded is not None and loaded.precision is precision and list(loaded.layouts) == layouts
     if loaded is not None and is_same and isinstance(loaded, TieredState) == (tiers is not None):
-        binding = Binding(blocks, loaded, host_limit, moments)
+        binding = Binding(blocks, loaded, host_limit, moments, num_micro_batches)
         binding.check()
         fits(held=loaded.host_bytes)
         return binding
@@ -106,7 +108,7 @@ def bind(
                 host.put(entry.name, _value(loaded, entry.name, parameter))
                 parameter.data = state.weight(entry)
     model.__dict__["_megatrain_host"] = host
-    return Binding(blocks, host, host_limit, moments)
+    return Binding(blocks, host, host_limit, moments, num_micro_batches)
 
 
 def make_host(
@@ -152,8 +154,9 @@ def require_host_memory(
     *,
     held: int,
     accumulates: bool = False,
+    keeps_gradients: bool = True,
+    residents: Collection[int] = (),
     limit: int | None = None,
-    on_device: Collection[int] | None = None,
     moments: MomentFormat = MomentFormat.FP32,
     tiers: Tiers | None = None,
 ) -> None:
@@ -163,10 +166,10 @@ def require_host_memory(
         layouts: All blocks.
         precision: How weights are kept.
         held: Bytes that are taken already and will be part of the state, or given back.
-        accumulates: Steps have several micro-batches, whose sum bf16 keeps in fp32.
+        accumulates: Steps have several rounds, whose sum bf16 keeps in fp32.
+        keeps_gradients: They wait in a plane of their own. False: they pass through a few buffers.
+        residents: Blocks whose gradients do not, since they are updated on the device.
         limit: Bytes that the whole state may take.
-        on_device: Gradients wait for the norm on the device, and pass through the host only on their way to
-            the update of blocks other than these, which are updated there. None: they wait on the host.
         moments: How the optimizer's state will be kept.
         tiers: State goes to drives too, and `TieredState` checks what is left.
 
@@ -175,7 +178,14 @@ def require_host_memory(
     """
     if tiers is not None:
         return
-    planes = host_planes(layouts, precision, accumulates=accumulates, on_device=on_device, moments=moments)
+    planes = host_planes(
+        layouts,
+        precision,
+        accumulates=accumulates,
+        keeps_gradients=keeps_gradients,
+        residents=residents,
+        moments=moments,
+    )
     total = sum(planes.values())
     parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items() if size)
     advice = (
@@ -184,7 +194,7 @@ def require_host_memory(
     if moments is not MomentFormat.INT8:
         smaller = "bf16 or int8 (4 or 6" if moments is MomentFormat.FP32 else "int8 (2"
         advice += f"optim.state={smaller} bytes per parameter less, not exact), "
-    if on_device is None:
+    if keeps_gradients:
         advice += "memory.gradients=device, "
     remedy = f"use {advice}a smaller model, or freeze parameters"
     if limit is not None and total > limit:
@@ -205,16 +215,17 @@ def host_planes(
     precision: Precision,
     *,
     accumulates: bool,
-    on_device: Collection[int] | None,
+    keeps_gradients: bool,
+    residents: Collection[int],
     moments: MomentFormat,
 ) -> dict[str, int]:
     """Return the bytes of each plane of a state that is in RAM; arguments as in `require_host_memory`."""
     totals = BlockTotals(layout.sizes for layout in layouts)
-    on_host = totals.pick(n for n in range(len(totals)) if on_device is None or n not in on_device)
+    on_host = totals.pick(n for n in range(len(totals)) if n not in residents)
     return pools.state_planes(totals[:], totals[:], moments) | pools.gradient_planes(
         totals[:],
         on_host,
-        is_staged=on_device is not None,
+        is_staged=not keeps_gradients,
         accumulates=accumulates and precision is Precision.BF16,
     )
 
@@ -236,11 +247,13 @@ def require_device_memory(
     residents: Collection[int],
     *,
     moments: MomentFormat = MomentFormat.FP32,
+    num_micro_batches: int = 1,
     held: int = 0,
 ) -> None:
     """Check the predicted bytes of slots, resident blocks and gradient buffers against the device's limit.
 
-    `held` bytes in use will have been given back.
+    Gradients of several micro-batches, or of a round of several, add up in fp32. `held` bytes in use will
+    have been given back.
 
     Raises:
         CapacityError: They do not fit; nothing was allocated.
@@ -253,7 +266,7 @@ def require_device_memory(
         residency_of(blocks, layouts, residents),
         num_slots=choice.num_slots,
         num_gradient_buffers=choice.num_gradient_buffers,
-        is_wide=choice.lockstep > 1,
+        is_wide=max(choice.lockstep, num_micro_batches) > 1,
         gradients_wait=choice.gradients == "device",
         moments=moments,
     )

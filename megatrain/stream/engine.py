@@ -64,7 +64,8 @@ class Engine:
             self.host.layouts,
             self.host.precision,
             accumulates=True,
-            on_device=residents_of(choice, binding.blocks) if choice.gradients == "device" else None,
+            keeps_gradients=choice.gradients == "host",
+            residents=residents_of(choice, binding.blocks),
             moments=binding.moments,
         )
         if self._tiered is not None:

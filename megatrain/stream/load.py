@@ -42,7 +42,7 @@ def load(
     accumulates: bool = False,
     host_limit: int | None = None,
     fragments: bool = False,
-    gradients: str = "host",
+    keeps_gradients: bool = True,
     optimizer_state: str = "fp32",
     tiers: Tiers | None = None,
 ) -> PreTrainedModel:
@@ -62,7 +62,8 @@ def load(
             the check before allocation uses it.
         host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
         fragments: As in `attach`: lays the weights out for it, so that they need not be moved later.
-        gradients: As in `attach`; only the check before allocation uses it.
+        keeps_gradients: Gradients wait for the norm in host memory, as `Choice.keeps_gradients` says; only
+            the check before allocation uses it.
         optimizer_state: As in `attach`; only the check before allocation uses it.
         tiers: As in `attach`: each block goes straight to where it belongs. With `tiers.resumes`, weights are
             what is committed on the drives, and `path` gives the configuration.
@@ -94,7 +95,7 @@ def load(
         accumulates=accumulates,
         limit=host_limit,
         moments=MomentFormat.read(optimizer_state),
-        on_device=None if gradients == "host" else (),
+        keeps_gradients=keeps_gradients,
         tiers=tiers,
     )
     host = make_host(layouts, kept, tiers, accumulates=accumulates)

@@ -194,7 +194,7 @@ def prepare(
         accumulates=together != "auto" and config.train.grad_accumulation > together,
         host_limit=memory.host_budget,
         fragments=fragments,
-        gradients="host" if memory.gradients == "auto" else memory.gradients,
+        keeps_gradients=choice is None or choice.keeps_gradients(config.train.grad_accumulation),
         optimizer_state=config.optim.state,
         tiers=tiers,
     )

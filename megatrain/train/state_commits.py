@@ -31,15 +31,12 @@ def tiers_of(config: Config, choice: Choice | None = None, *, resumes: bool = Fa
     given = config.memory.tiers
     if given == "auto" or not given.nvme:
         return None
-    together = config.memory.lockstep if choice is None else choice.lockstep
-    updates = config.optim.updates if choice is None else choice.updates
-    waits_on_device = (config.memory.gradients if choice is None else choice.gradients) == "device"
-    many = together != "auto" and config.train.grad_accumulation > together
+    keeps = choice is None or choice.keeps_gradients(config.train.grad_accumulation)
     return Tiers(
         nvme=tuple(map(Path, given.nvme)),
         ram=config.memory.host_budget,
         owner=str(Path(config.out).absolute()),
-        keeps_gradients=not waits_on_device and (updates != "immediate" or many),
+        keeps_gradients=keeps,
         resumes=resumes,
     )
 

@@ -53,13 +53,11 @@ def host_planes(
     Planes that are on a drive are counted too: `Choice.tier` says where each is.
     """
     blocks = BlockSums.of(anatomy, choice.fragments).residency(choice)
-    num_rounds = -(-batch.num_micro_batches // choice.lockstep)
-    is_used_up = choice.updates == "immediate" and num_rounds == 1
     planes = pools.state_planes(blocks.all, blocks.all, state) | pools.gradient_planes(
         blocks.all,
         blocks.on_host,
-        is_staged=choice.gradients == "device" or is_used_up,
-        accumulates=num_rounds > 1 and anatomy.precision == "bf16",
+        is_staged=not choice.keeps_gradients(batch.num_micro_batches),
+        accumulates=choice.num_rounds(batch.num_micro_batches) > 1 and anatomy.precision == "bf16",
     )
     together = min(choice.lockstep, batch.num_micro_batches)
     boundary, offloaded = 0, 0

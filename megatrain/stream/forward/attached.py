@@ -31,6 +31,8 @@ class Binding:
     """Bytes that the whole state may take."""
     moments: MomentFormat = MomentFormat.FP32
     """For which format of the optimizer's state memory was planned."""
+    num_micro_batches: int = 1
+    """Of a step, as memory was planned."""
 
     def check(self) -> None:
         """Refuse to go on with parameters that are no views of the host state any more.

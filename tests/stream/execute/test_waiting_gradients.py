@@ -340,7 +340,8 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
         layouts,
         engine.host.precision,
         accumulates=False,
-        on_device=engine.arrangement.residents,
+        keeps_gradients=False,
+        residents=engine.arrangement.residents,
         moments=engine.arrangement.moments,
     )
     assert engine.host_bytes == sum(planes.values())

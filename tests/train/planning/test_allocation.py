@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,4 +46,39 @@ def test_a_run_stops_if_it_shall(tmp_path: Path) -> None:
         CapacityError, match=r"gradient [\d,]+ in place of 4,096; use memory.on_mismatch=warn"
     ):
         train_step(run)
+    run.engine.close()
+
+
+@pytest.mark.parametrize("updates", ["deferred", "immediate"])
+def test_what_fits_as_planned_is_not_refused(tmp_path: Path, updates: str) -> None:
+    """Where gradients pass through a few buffers, host memory has no room for a plane of them."""
+    clips = {"max_grad_norm": None} if updates == "immediate" else {}
+
+    def prepared(out: str, **more: Any) -> Run:
+        train = {"precision": "bf16", "device": "emulated", "grad_accumulation": 1}
+        memory = {"boundaries": "device", "activations": "recompute", "resident_blocks": 0}
+        return prepare(
+            make_config(
+                tmp_path,
+                out,
+                train=train,
+                memory={**memory, **more.get("memory", {})},
+                optim={**clips, **more.get("optim", {})},
+            ),
+            None,
+            None,
+        )
+
+    gradients = "host" if updates == "immediate" else "device"
+    run = prepared("asked", memory={"gradients": gradients}, optim={"updates": updates})
+    assert run.planned is not None
+    planes = run.planned.plan.host_planes
+    assert planes["staging"]
+    assert "gradient" not in planes
+    limit = run.planned.plan.tier_bytes("ram")
+    run.engine.close()
+    given = {} if updates == "deferred" else {"updates": updates}
+    run = prepared("planned", memory={"host_limit": limit}, optim=given)
+    train_step(run)
+    assert (run.engine.choice.gradients, run.engine.choice.updates) == (gradients, updates)
     run.engine.close()
