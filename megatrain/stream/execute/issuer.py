@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
+from torch import Tensor
+
 from megatrain.plan.program.operations import Buffer, Kind, Lane, Operation, weights_buffer
 from megatrain.store.state import HostState
 from megatrain.stream.execute.gradients import Gradients, Home
@@ -20,6 +22,9 @@ from megatrain.stream.lanes import Lanes
 
 Work: TypeAlias = Callable[[Operation], Callable[[], object]]
 """Returns what a NORM or an UPDATE runs, made at the moment when it is issued."""
+
+
+_ACTIVATIONS = (Kind.SAVE, Kind.STOW, Kind.RECALL, Kind.RESTORE)
 
 
 class ActivationCopies(Protocol):
@@ -92,92 +97,97 @@ class Issuer:
             self.issue(operation, work_of)
 
     def issue(self, operation: Operation, work_of: Work | None = None) -> None:
-        """Enqueue one operation, and count what it moves."""
+        """Enqueue one operation, and note what it leaves."""
+        if operation.kind in _ACTIVATIONS:
+            self._activations.copy(operation)
+            return
+        if operation.kind is Kind.SYNC:
+            with self.touching(reads=operation.reads):
+                return
+        if operation.kind is Kind.LOAD and self.gradients.homes[operation.block] is Home.WAITING:
+            operation = replace(operation, waiting=operation.block, nbytes=0)
+        self.lanes.enqueue(
+            operation.lane,
+            self._work_of(operation, work_of or self.update_at_once),
+            reads=operation.reads,
+            writes=operation.writes,
+            work=operation.nbytes,
+            label=str(operation),
+        )
+        self._settle(operation)
+
+    def _work_of(self, operation: Operation, work_of: Work | None) -> Callable[[], object]:
+        """Return what an operation does in its lane."""
+        gradients, block = self.gradients, operation.block
         match operation.kind:
             case Kind.FETCH:
-                self._fetch(operation)
+                source = self.host.blocks[block].working if operation.page < 0 else self._page(operation)
+                target = self._slots.target(operation)
+                return lambda: target.copy_(source, non_blocking=True)
             case Kind.LOAD:
-                if self.gradients.homes[operation.block] is Home.WAITING:
-                    operation = replace(operation, waiting=operation.block, nbytes=0)
-                self._enqueue(operation, self.gradients.load(operation))
-                self.counts.fetch_bytes += operation.nbytes
+                return gradients.load(operation)
             case Kind.HOLD:
-                self._enqueue(operation, lambda: self.gradients.hold(operation))
+                return lambda: gradients.hold(operation)
+            case Kind.OFFLOAD if operation.is_held:
+                return lambda: gradients.take_home(operation)
+            case Kind.OFFLOAD:
+                return lambda: gradients.offload(operation)
+            case Kind.ROUND if operation.on_device:
+                return lambda: gradients.round_on_device(block)
+            case Kind.ROUND:
+                return lambda: gradients.complete_on_host(block)
+            case Kind.NORM | Kind.UPDATE:
+                assert work_of is not None
+                return work_of(operation)
+            case Kind.RELEASE:
+                return self.host.drop_gradients
+            case Kind.PULL | Kind.PUSH:
+                return self.states.copy(operation)
+            case _:
+                assert self.drives is not None, f"{operation} is a visit: the model makes it"
+                return self.drives.work(operation)
+
+    def _page(self, operation: Operation) -> Tensor:
+        assert self.drives is not None
+        return self.drives.page(operation)
+
+    def _settle(self, operation: Operation) -> None:
+        """Note, when an operation is enqueued, what it leaves where, and what it moves."""
+        counts, block = self.counts, operation.block
+        match operation.kind:
+            case Kind.FETCH:
+                if operation.slot >= 0:
+                    self.contents[operation.slot] = block
+                self._stale.discard(block)
+                counts.fetches += operation.slot >= 0
+                counts.fetch_bytes += operation.nbytes
+            case Kind.LOAD:
+                counts.fetch_bytes += operation.nbytes
+            case Kind.HOLD:
                 self.gradients.settle(operation)
             case Kind.OFFLOAD:
-                self._offload(operation)
-            case Kind.ROUND if operation.on_device:
-                self._enqueue(operation, lambda: self.gradients.round_on_device(operation.block))
-            case Kind.ROUND:
-                self._enqueue(operation, lambda: self.gradients.complete_on_host(operation.block))
-                self.gradients.settle_on_host(operation.block)
-            case Kind.NORM:
-                assert work_of is not None
-                self._enqueue(operation, work_of(operation))
+                if not operation.is_held:
+                    self.gradients.settle(operation)
+                counts.offloads += operation.gradient_buffer >= 0 or operation.waiting >= 0
+                counts.offload_bytes += operation.nbytes
+            case Kind.ROUND if not operation.on_device:
+                self.gradients.settle_on_host(block)
+            case Kind.UPDATE if operation.on_device:
+                self.states.settle_update(block)
             case Kind.UPDATE:
-                self._update(operation, work_of or self.update_at_once)
-            case Kind.RELEASE:
-                self._enqueue(operation, self.host.drop_gradients)
-            case Kind.PULL | Kind.PUSH:
-                self._enqueue(operation, self.states.copy(operation))
-            case Kind.SYNC:
-                with self.touching(reads=operation.reads):
-                    pass
-            case Kind.READ | Kind.PAGE | Kind.WRITE | Kind.SPILL | Kind.SEAL | Kind.COMMIT:
-                assert self.drives is not None
-                self.counts.count_drives(operation)
-                self._enqueue(operation, self.drives.work(operation))
-            case Kind.SAVE | Kind.STOW | Kind.RECALL | Kind.RESTORE:
-                self._activations.copy(operation)
-            case _:
-                raise AssertionError(f"{operation} is a visit: the model makes it")
+                self._settle_update(operation)
+            case Kind.READ | Kind.PAGE:
+                counts.drive_read_bytes += operation.nbytes
+            case Kind.WRITE:
+                counts.drive_write_bytes += operation.nbytes
 
-    def _fetch(self, operation: Operation) -> None:
-        if operation.slot >= 0:
-            self.contents[operation.slot] = operation.block
-        self._stale.discard(operation.block)
-        source = self.host.blocks[operation.block].working
-        if operation.page >= 0:
-            assert self.drives is not None
-            source = self.drives.page(operation)
-        target = self._slots.target(operation)
-        self._enqueue(operation, lambda: target.copy_(source, non_blocking=True))
-        self.counts.fetches += operation.slot >= 0
-        self.counts.fetch_bytes += operation.nbytes
-
-    def _offload(self, operation: Operation) -> None:
-        if operation.is_held:
-            self._enqueue(operation, lambda: self.gradients.take_home(operation))
-            self.counts.offloads += operation.waiting >= 0
-        else:
-            self._enqueue(operation, lambda: self.gradients.offload(operation))
-            self.gradients.settle(operation)
-            self.counts.offloads += operation.gradient_buffer >= 0
-        self.counts.offload_bytes += operation.nbytes
-
-    def _update(self, operation: Operation, work_of: Work | None) -> None:
-        """Update a block where its state is, behind the norm or as soon as its gradient is complete."""
-        assert work_of is not None
-        self._enqueue(operation, work_of(operation))
-        if operation.on_device:
-            self.states.settle_update(operation.block)
-            return
+    def _settle_update(self, operation: Operation) -> None:
         self.counts.update_bytes += operation.nbytes
         if not operation.follows_norm:
             self.gradients.settle_update(operation.block)
             self._staging = (operation.staging + 1) % max(1, self.gradients.buffers.num_staging)
         if self.drives is not None:
             self.drives.settle_update(operation.block)
-
-    def _enqueue(self, operation: Operation, function: Callable[[], object]) -> None:
-        self.lanes.enqueue(
-            operation.lane,
-            function,
-            reads=operation.reads,
-            writes=operation.writes,
-            work=operation.nbytes,
-            label=str(operation),
-        )
 
     # -- waiting --------------------------------------------------------------------------------------------
 
@@ -214,8 +224,3 @@ class Counts:
         """State to the drives, commits included."""
         self.chunked_tokens = 0
         """Tokens that have passed the head in chunks, and pass it again in the backward."""
-
-    def count_drives(self, operation: Operation) -> None:
-        """Count what an operation reads from the drives, or writes there."""
-        self.drive_read_bytes += operation.nbytes if operation.kind in (Kind.READ, Kind.PAGE) else 0
-        self.drive_write_bytes += operation.nbytes if operation.kind is Kind.WRITE else 0
