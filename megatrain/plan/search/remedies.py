@@ -10,7 +10,9 @@ from functools import partial
 from megatrain.config import config_keys
 from megatrain.config.choice import AUTO, KEYS, Choice, StepBatch
 from megatrain.hardware import GIB
+from megatrain.layout import pools
 from megatrain.model.profile.anatomy import Anatomy
+from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.search.choices import first_fit, least, least_bytes, least_held
 from megatrain.plan.search.request import Request, pools_of
 
@@ -168,7 +170,8 @@ def _drives(request: Request, *, is_running: bool) -> Iterator[Remedy]:
 
 def enough_drives(request: Request) -> int:
     """Return the bytes of drives that hold two copies of all state, in whole terabytes."""
-    return -(-2 * 16 * request.anatomy.num_params // _TERABYTE) * _TERABYTE
+    blocks = BlockSums.of(request.anatomy, fragments=False).totals[:]
+    return -(-sum(pools.drive_pools(blocks).values()) // _TERABYTE) * _TERABYTE
 
 
 def _ram(request: Request) -> Iterator[Remedy]:

@@ -18,6 +18,7 @@ from megatrain.hardware import GIB
 from megatrain.plan.cost.economics import Economics, economics
 from megatrain.plan.search.choices import least_bytes
 from megatrain.plan.search.planner import make_plan
+from megatrain.plan.search.remedies import enough_drives
 from megatrain.plan.search.request import Request
 from megatrain.train.metrics import format_duration
 from megatrain.train.planning.plan_run import Planned
@@ -302,7 +303,7 @@ def _variants(request: Request) -> Iterator[tuple[str, Request]]:
     if request.clips:
         yield "Without clipping", replace(request, clips=False)
     if spec.drives is None:
-        size = 10**12 * -(-32 * request.anatomy.num_params // 10**12)
+        size = enough_drives(request)
         yield f"With {_tera(size)} on drives", replace(request, spec=spec.with_drive_bytes(size))
 
 
