@@ -210,7 +210,7 @@ def test_memory_table_in_the_readme_is_right() -> None:
 
 def test_worked_program_is_what_the_code_prints() -> None:
     page = ROOT / "docs/design.md"
-    (example,) = (block for block in blocks(page, "python") if "schedule(" in block)
+    (example,) = (block for block in blocks(page, "python") if "step_program(" in block)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(example, {})
