@@ -165,7 +165,7 @@ def test_python_block_compiles(page: Path) -> None:
         compile(block, f"{page.name} block {number}", "exec")
 
 
-def test_calls_in_the_readme_fit_the_api() -> None:
+def test_calls_in_the_pages_fit_the_api() -> None:
     """Names are exported, and arguments are those of the functions."""
     unbound = object()
     functions: dict[str, tuple[Any, tuple[object, ...]]] = {
@@ -175,7 +175,8 @@ def test_calls_in_the_readme_fit_the_api() -> None:
         "engine.forward_backward": (megatrain.Engine.forward_backward, (unbound,)),
     }
     seen = set()
-    for block in blocks(ROOT / "README.md", "python"):
+    pages = (ROOT / "README.md", ROOT / "docs/python.md")
+    for block in (block for page in pages for block in blocks(page, "python")):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "megatrain":
                 assert node.attr in megatrain.__all__
@@ -189,20 +190,19 @@ def test_calls_in_the_readme_fit_the_api() -> None:
     assert seen == set(functions)
 
 
-def test_exit_codes_in_the_readme_are_all_of_them() -> None:
+def test_exit_codes_are_all_there() -> None:
     def codes(kind: type[MegatrainError]) -> Iterator[int]:
         yield kind.exit_code
         for inner in kind.__subclasses__():
             yield from codes(inner)
 
-    shown = re.findall(
-        r"^\| (\d+) \| ", prose(ROOT / "README.md").partition("## Exit codes")[2], re.MULTILINE
-    )
+    listed = prose(ROOT / "docs/training.md").partition("## Exit codes")[2]
+    shown = re.findall(r"^\| (\d+) \| ", listed, re.MULTILINE)
     assert {int(code) for code in shown} == {0, 1, EXIT_STOPPED, *codes(MegatrainError)}
 
 
-def test_memory_table_in_the_readme_is_right() -> None:
-    rows = re.findall(r"^\| (\d+) B \| (.*) \|$", prose(ROOT / "README.md"), re.MULTILINE)
+def test_memory_table_is_right() -> None:
+    rows = re.findall(r"^\| (\d+) B \| (.*) \|$", prose(ROOT / "docs/memory.md"), re.MULTILINE)
     assert len(rows) == 4
     for billions, cells in rows:
         assert cells == " | ".join(f"{int(billions) * nbytes:,} GB" for nbytes in (12, 14, 16))
