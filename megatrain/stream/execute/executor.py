@@ -29,10 +29,10 @@ from megatrain.plan.program.step import (
 )
 from megatrain.plan.program.visits import Visit
 from megatrain.store.state import HostState, Precision
+from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.gradients import Gradients, Home
 from megatrain.stream.execute.issuer import ActivationCopies, Counts, Issuer, Work
-from megatrain.stream.execute.pins import Pins
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
@@ -80,14 +80,13 @@ class Executor(Issuer):
         self._ring = 0
         self._stale = self._outer_at_home()
         self._surprised = False
-        self.open_visit: Operation | None = None
-        self._is_again = False
-        """The open visit recomputes its block's forward."""
+        self.open_visit: BlockVisit | None = None
         self.work: ComputeWork | None = None
         """What visits compute, for the record and for lanes that keep to a rate."""
         self._is_between = False
         """Compute works on outer blocks: embedding, head and loss, between two visits."""
-        self._pins = Pins()
+        self._pinned: list[BlockVisit] = []
+        """Recomputed fragments that wait for their backward, in the order in which they ran again."""
         self.seen: list[Visit] = []
 
     # -- a pass of the model --------------------------------------------------------------------------------
@@ -145,7 +144,7 @@ class Executor(Issuer):
             self.contents,
             fetches_outer=bool(self._stale),
             first_gradient_buffer=self._ring,
-            pinned=self._pins.slots,
+            pinned={visit.operation.slot for visit in self._pinned} - {-1},
             updates_at_once=at_once,
             num_staging=buffers.num_staging if at_once and buffers.is_staged else 0,
             first_staging=self._staging,
@@ -153,66 +152,56 @@ class Executor(Issuer):
         self._pending = deque(program.operations)
         self.seen = []
 
-    def open(
-        self,
-        block: int,
-        micro_batch: int,
-        *,
-        is_backward: bool,
-        is_again: bool = False,
-        owner: object | None = None,
-    ) -> Operation:
-        """Begin a visit: compute may read the block's weights, where the returned operation says they are.
+    def open(self, visit: BlockVisit, *, is_backward: bool, is_again: bool) -> None:
+        """Open a visit: compute may read the block's weights, where its operation now says they are.
 
         Args:
-            block: What is visited.
-            micro_batch: Number within the round.
+            visit: What is visited, and for whom.
             is_backward: Autograd visits the block.
-            is_again: A forward that was run before runs again, in the backward's visit or in one of its own.
-            owner: Stands for the call of the layer that the block is a fragment of.
+            is_again: A forward that was run before runs again.
         """
-        self._pass_untrained(owner)
-        operation = self._open(block, micro_batch, is_backward=is_backward)
-        self._is_again = is_again
-        return operation
+        self._pass_untrained(visit.call)
+        self._open(visit, is_backward=is_backward, is_again=is_again)
 
-    def _open(self, block: int, micro_batch: int, *, is_backward: bool) -> Operation:
-        assert self.open_visit is None, f"block {block} entered while {self.open_visit} is open"
+    def _open(self, visit: BlockVisit, *, is_backward: bool, is_again: bool = False) -> None:
+        assert self.open_visit is None, f"block {visit.block} entered while {self.open_visit} is open"
         self._end_between()
         self._advance()
         operation = self._pending[0] if self._pending else None
-        if operation is None or not self._matches(operation, block, micro_batch, is_backward):
-            operation = self._improvise(block, micro_batch, is_backward, had_plan=operation is not None)
+        if operation is None or not self._matches(operation, visit, is_backward):
+            operation = self._improvise(visit, is_backward, had_plan=operation is not None)
         self._pending.popleft()
-        self.seen.append(Visit(block, is_backward, micro_batch))
-        if is_backward:
-            self._pins.release(operation)
+        self.seen.append(Visit(visit.block, is_backward, visit.micro_batch))
+        if visit in self._pinned:
+            self._pinned.remove(visit)
+            assert visit.operation.slot == operation.slot, "a pinned fragment has moved"
+        visit.operation, visit.place = operation, self._slots.target(operation)
+        visit.is_again = is_again
         self.lanes.begin(Lane.COMPUTE, reads=operation.reads, label=str(operation))
-        self.open_visit = operation
-        self._is_again = False
-        return operation
+        self.open_visit = visit
 
-    def pin(self, operation: Operation, owner: object) -> None:
+    def pin(self, visit: BlockVisit) -> None:
         """Let a recomputed fragment keep its slot until its backward: saved tensors point into it."""
-        self._pins.add(operation, owner)
+        self._pinned.append(visit)
 
-    def _pass_untrained(self, owner: object | None) -> None:
+    def _pass_untrained(self, call: object | None) -> None:
         """Visit what autograd has passed unseen: fragments without trained parameters, of another call."""
-        if self.open_visit is not None and self.open_visit.kind is Kind.BACKWARD:
+        if self.open_visit is not None and self.open_visit.operation.kind is Kind.BACKWARD:
             self.close()
-        for pin in self._pins.of_others(owner):
-            self._open(pin.block, pin.micro_batch, is_backward=True)
+        for visit in [visit for visit in reversed(self._pinned) if visit.call is not call]:
+            self._open(visit, is_backward=True)
             self.close()
 
     def close(self, grads: Sequence[Tensor | None] | None = None) -> None:
-        """End the open visit, with the gradients of a backward; issue the copies that this allows."""
-        operation = self.open_visit
-        assert operation is not None
-        work = 0.0 if self.work is None else self.work.of(operation, is_again=self._is_again)
+        """Close the open visit, with the gradients of a backward; issue the copies that this allows."""
+        visit = self.open_visit
+        assert visit is not None
+        operation = visit.operation
+        work = 0.0 if self.work is None else self.work.of(operation, is_again=visit.is_again)
         self.lanes.end(Lane.COMPUTE, reads=operation.reads, work=work)
         if operation.kind is Kind.BACKWARD and self.spec.sizes[operation.block].is_trained:
             self._take(operation, grads)
-        self.open_visit = None
+        self.open_visit = visit.place = None
         self._advance()
         self.begin_between()
 
@@ -228,7 +217,7 @@ class Executor(Issuer):
         self._pass_untrained(None)
         if self.open_visit is not None:
             self.close()
-        self._pins.clear()
+        self._pinned.clear()
         self._advance()
         self._activations.sweep()
         self.end_pass()
@@ -306,9 +295,9 @@ class Executor(Issuer):
         self._outer_work()
         self._end_between()
         if self.open_visit is not None:
-            self.lanes.end(Lane.COMPUTE, reads=self.open_visit.reads)
+            self.lanes.end(Lane.COMPUTE, reads=self.open_visit.operation.reads)
         self.open_visit = None
-        self._pins.clear()
+        self._pinned.clear()
         self._pending.clear()
         self._activations.clear()
         self.contents = [None] * len(self._slots)  # a copy may be what failed
@@ -333,16 +322,17 @@ class Executor(Issuer):
                 while self._pending and self._pending[0].kind in ends:
                     assert self._pending.popleft().block == operation.block
 
-    def _matches(self, operation: Operation, block: int, micro_batch: int, is_backward: bool) -> bool:
+    def _matches(self, operation: Operation, visit: BlockVisit, is_backward: bool) -> bool:
         foreseen = (operation.block, operation.micro_batch, operation.kind is Kind.BACKWARD)
-        if foreseen != (block, micro_batch, is_backward):
+        if foreseen != (visit.block, visit.micro_batch, is_backward):
             return False
-        size = self.spec.sizes[block]
+        size = self.spec.sizes[visit.block]
         if not is_backward or not size.is_trained or not size.is_streamed:
             return True
-        return operation.loads == self.gradients.has(block)
+        return operation.loads == self.gradients.has(visit.block)
 
-    def _improvise(self, block: int, micro_batch: int, is_backward: bool, *, had_plan: bool) -> Operation:
+    def _improvise(self, visit: BlockVisit, is_backward: bool, *, had_plan: bool) -> Operation:
+        block = visit.block
         if had_plan and not self._surprised:
             self._surprised = True
             _log.info("block %d is visited out of the foreseen order; copies go on without foresight", block)
@@ -359,9 +349,8 @@ class Executor(Issuer):
         if wide or (is_backward and self.update_at_once is not None):
             self.prepare_gradients(adds_up=wide, num_rounds=2)
         seen = self.seen
-        self.foresee(
-            [Visit(block, is_backward, micro_batch, loads=loads, completes=not wide)], is_whole=False
-        )
+        unforeseen = Visit(block, is_backward, visit.micro_batch, loads=loads, completes=not wide)
+        self.foresee([unforeseen], is_whole=False)
         self.seen = seen
         self._advance()
         return self._pending[0]

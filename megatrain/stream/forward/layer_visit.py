@@ -24,8 +24,8 @@ from megatrain.config.choice import Activations
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.caches import with_own_caches
 from megatrain.model.selective import cheap_contexts
-from megatrain.plan.program.operations import Operation
 from megatrain.stream.activations.saved_tensors import Held
+from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.passes import Pass
 from megatrain.stream.forward.stream_weights import Place, exchange, stream_weights
@@ -43,43 +43,36 @@ class _SavedWeight:
     stride: tuple[int, ...]
 
 
-class _Entry:
-    """One fragment of a visit: entered in the forward, perhaps again in a recomputation, left in backward."""
+class _Entry(BlockVisit):
+    """One fragment of a call: entered in the forward, perhaps once more, and left in the backward."""
 
-    def __init__(self, visit: LayerVisit, block: AttachedBlock) -> None:
-        self.block = block
-        self._visit = visit
-        self.trained = block.trained_now()
-        self.place: Tensor | None = None
-        """Its bytes on the device while it is open."""
+    call: LayerVisit
+
+    def __init__(self, call: LayerVisit, attached: AttachedBlock) -> None:
+        super().__init__(attached.index, call.current.micro_batch, call)
+        self.attached = attached
+        self.trained = attached.trained_now()
         self._is_backward = False
         self._is_done = False
 
-    def open_backward(self, *, is_again: bool = False) -> Operation | None:
+    def open_backward(self, *, is_again: bool = False) -> None:
         """Begin the backward if nothing has: a recomputation (again), a saved weight, or its own node."""
         if self._is_done:
             raise ModelError(
-                f"a second backward through the same forward of block {self.block.block.name}; its graph is "
-                "streamed once: run the forward again"
+                f"a second backward through the same forward of block {self.attached.block.name}; its graph "
+                "is streamed once: run the forward again"
             )
-        if self._is_backward:
-            return None
-        self._is_backward = True
-        visit = self._visit
-        visit.current.begin_backward()
-        operation = visit.layer.executor.open(
-            self.block.index, visit.current.micro_batch, is_backward=True, is_again=is_again, owner=visit
-        )
-        self.place = visit.layer.slots.target(operation)
-        return operation
+        if not self._is_backward:
+            self._is_backward = True
+            self.call.current.begin_backward()
+            self.call.layer.executor.open(self, is_backward=True, is_again=is_again)
 
     def close_backward(self, grads: Sequence[Tensor | None]) -> None:
         """Take the gradients; autograd is done with the fragment."""
         self.open_backward()
-        self._visit.layer.executor.close(self.block.line_up(grads, self.trained))
-        self.place = None
+        self.call.layer.executor.close(self.attached.line_up(grads, self.trained))
         self._is_done = True
-        self._visit.go_on_before(self)
+        self.call.go_on_before(self)
 
 
 class LayerVisit:
@@ -193,7 +186,6 @@ class _Run:
         self._visit = visit
         self._is_recomputation = is_recomputation
         self._entry: _Entry | None = None
-        self._operation: Operation | None = None
         self._count = 0
         self._stays_open = False
         self._places: Sequence[Place] = ()
@@ -202,13 +194,13 @@ class _Run:
 
     def enter(self, block: AttachedBlock) -> None:
         """Let the modules of `block` find its weights; leaves the fragment that was entered before."""
-        if self._entry is not None and self._entry.block is block:
+        if self._entry is not None and self._entry.attached is block:
             return
         self.leave()
-        visit, slots = self._visit, self._visit.layer.slots
+        visit, layer = self._visit, self._visit.layer
         if self._is_recomputation:
             entry = visit.entries[self._count]
-            assert entry.block is block, "the recomputation took another way than the forward"
+            assert entry.attached is block, "the recomputation took another way than the forward"
             visit.recomputed.append(entry)
         else:
             entry = _Entry(visit, block)
@@ -216,21 +208,12 @@ class _Run:
         self._count += 1
         self._stays_open = self._is_recomputation and self._count == len(visit.entries)
         if self._stays_open:
-            operation = entry.open_backward(is_again=True)
-            assert operation is not None
+            entry.open_backward(is_again=True)
         else:
-            operation = visit.layer.executor.open(
-                block.index,
-                visit.current.micro_batch,
-                is_backward=False,
-                is_again=self._is_recomputation,
-                owner=visit,
-            )
-            entry.place = slots.target(operation)
-        self._entry, self._operation = entry, operation
-        weights = stream_weights(
-            slots.aliases(block.index, operation.slot), entry.trained, entry.close_backward
-        )
+            layer.executor.open(entry, is_backward=False, is_again=self._is_recomputation)
+        self._entry = entry
+        aliases = layer.slots.aliases(block.index, entry.operation.slot)
+        weights = stream_weights(aliases, entry.trained, entry.close_backward)
         self._places, found = block.fill(weights, visit.current.tensors)
         self._own = exchange(self._places, found)
 
@@ -243,13 +226,10 @@ class _Run:
         if entry is None:
             return
         exchange(self._places, self._own)
-        if self._stays_open:
-            return
-        assert self._operation is not None
-        self._visit.layer.executor.close()
-        entry.place = None
-        if self._is_recomputation:
-            self._visit.layer.executor.pin(self._operation, self._visit)
+        if not self._stays_open:
+            self._visit.layer.executor.close()
+            if self._is_recomputation:
+                self._visit.layer.executor.pin(entry)
 
 
 def _refuse_autocast(name: str, policy: Activations) -> None:

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.model.blocks import find_blocks
 from megatrain.stream.engine import Engine
+from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
 from tests.reference import Resident, attach_plainly, make_batches, make_model
@@ -28,10 +29,9 @@ def trace(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, in
         events.append((operation.kind.value, operation.block))
         issue(operation, *work_of)
 
-    def record_open(block: int, micro_batch: int, *, is_backward: bool, **owner: Any) -> Any:
-        operation = opened(block, micro_batch, is_backward=is_backward, **owner)
-        events.append((operation.kind.value, block))
-        return operation
+    def record_open(visit: BlockVisit, *, is_backward: bool, is_again: bool) -> None:
+        opened(visit, is_backward=is_backward, is_again=is_again)
+        events.append((visit.operation.kind.value, visit.block))
 
     monkeypatch.setattr(executor, "issue", record_issue)
     monkeypatch.setattr(executor, "open", record_open)
@@ -258,7 +258,7 @@ def test_training_some_fragments_equals_resident(which: str, activations: str, l
     assert_same_steps(engine, optimizer, reference, num_micro_batches=2)
     if activations == "recompute":
         assert not engine.arrangement.rounds._orders, "frozen parts are passed when the program says so"
-    assert not engine.executor._pins.of_others(None)
+    assert not engine.executor._pinned
     assert engine.executor.open_visit is None
 
 

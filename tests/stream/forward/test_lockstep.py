@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from megatrain.errors import ConfigError
 from megatrain.stream.engine import Engine
+from megatrain.stream.execute.block_visit import BlockVisit
 from tests.families import FAMILIES
 from tests.reference import Batch, Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import (
@@ -38,9 +39,9 @@ def recorded_visits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tup
     visits: list[tuple[int, int, bool]] = []
     opened = engine.executor.open
 
-    def record(block: int, micro_batch: int, *, is_backward: bool, **owner: Any) -> Any:
-        visits.append((block, micro_batch, is_backward))
-        return opened(block, micro_batch, is_backward=is_backward, **owner)
+    def record(visit: BlockVisit, *, is_backward: bool, is_again: bool) -> Any:
+        visits.append((visit.block, visit.micro_batch, is_backward))
+        return opened(visit, is_backward=is_backward, is_again=is_again)
 
     monkeypatch.setattr(engine.executor, "open", record)
     return visits
