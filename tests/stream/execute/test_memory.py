@@ -25,6 +25,7 @@ import torch
 from transformers import LlamaConfig
 import megatrain
 from megatrain.hardware import resident_bytes
+from tests.reference import attach_plainly
 
 def held():
     gc.collect()
