@@ -55,7 +55,7 @@ class Engine:
         micro_batch_size: int | None = None,
         compiles: bool = False,
     ) -> None:
-        """Allocate device memory and shadow the forwards; the host state is in `binding`."""
+        """Allocate device memory and override the forwards; the host state is in `binding`."""
         self.model = model
         self.host: HostState = binding.host
         self.lanes = lanes

@@ -44,7 +44,7 @@ def read_config(path_or_id: str | Path) -> PretrainedConfig:
         ModelError: There is no readable config.json, or it describes a model that is not trained here: one
             that needs remote code, is quantised, is of an unknown type, or is not a causal language model.
     """
-    return _read_config(path_or_id, with_towers=False)
+    return _read_config(path_or_id, allows_images=False)
 
 
 def read_text_config(path_or_id: str | Path) -> PretrainedConfig:
@@ -57,14 +57,14 @@ def read_text_config(path_or_id: str | Path) -> PretrainedConfig:
     Raises:
         ModelError: As `read_config`.
     """
-    return _read_config(path_or_id, with_towers=True)
+    return _read_config(path_or_id, allows_images=True)
 
 
-def _read_config(path_or_id: str | Path, *, with_towers: bool) -> PretrainedConfig:
+def _read_config(path_or_id: str | Path, *, allows_images: bool) -> PretrainedConfig:
     place = Path(path_or_id)
     if place.is_dir():
         values = _read_json(place / "config.json")
-    elif place.is_file() and with_towers:
+    elif place.is_file() and allows_images:
         values = _read_json(place)
     elif looks_like_a_path(path_or_id):
         raise ModelError(
@@ -72,7 +72,7 @@ def _read_config(path_or_id: str | Path, *, with_towers: bool) -> PretrainedConf
         )
     else:
         values = _download_config(str(path_or_id))
-    _check_config_values(values, str(path_or_id), with_towers=with_towers)
+    _check_config_values(values, str(path_or_id), allows_images=allows_images)
     try:
         return AutoConfig.from_pretrained(str(path_or_id), trust_remote_code=False)
     except Exception as error:  # each configuration class validates in its own way
@@ -165,7 +165,7 @@ def _download_config(model_id: str) -> dict[str, Any]:
     return values
 
 
-def _check_config_values(values: dict[str, Any], where: str, *, with_towers: bool) -> None:
+def _check_config_values(values: dict[str, Any], where: str, *, allows_images: bool) -> None:
     for level in _levels(values):
         if level.get("auto_map"):
             raise ModelError(
@@ -181,8 +181,8 @@ def _check_config_values(values: dict[str, Any], where: str, *, with_towers: boo
     if model_type not in CONFIG_MAPPING:
         raise ModelError(f"{where}: config.json has model_type {model_type!r}, unknown to this transformers")
     kind = CONFIG_MAPPING[model_type]
-    has_tower = with_towers and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_tower:
+    is_with_images = allows_images and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and not is_with_images:
         raise ModelError(
             f"{where}: config.json has model_type {model_type!r}, which is not a causal language model"
         )

@@ -24,7 +24,7 @@ from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import step_program
 
 _MAX_ROUNDS = 3
-"""Rounds that are timed; more go on as the last of these did."""
+"""Rounds that are timed; more go on as the middle one of these did."""
 
 _MAX_GROUPS, _MAX_SAVING = 4, 8
 """Micro-batches of a round that are operations of their own; more pass together. Where activations leave the

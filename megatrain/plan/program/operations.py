@@ -69,7 +69,7 @@ class Kind(str, Enum):
     RESTORE = "restore"
     """Copy them back, one visit before they are needed."""
     STOW = "stow"
-    """Write what a SAVE has brought to the host to the drives."""
+    """Write what a SAVE has copied to the host on to the drives."""
     RECALL = "recall"
     """Read it back, ahead of its RESTORE."""
     ROUND = "round"

@@ -87,7 +87,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _put_aside(tensor: Tensor, is_buffer: bool) -> Tensor:
-    """Copy a buffer; let a weight's gradient end in a tensor of its own, short of the block's bring."""
+    """Copy a buffer; let a weight's gradient end in a tensor of its own, short of the streamed one."""
     if is_buffer:
         return _apart(tensor)
     if not tensor.requires_grad:

@@ -6,7 +6,7 @@ tensors that are weights are replaced by their place in the block, so that a slo
 backward all the same.
 
 A layer of several fragments enters each when a module of it is called. Autograd ends a fragment before it
-touches the one before: its bring is older than its own operations and younger than those before it.
+touches the one before: its weights' node is older than its own operations and younger than those before it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where calls of the model come into the engine: overridden forwards, and what surrounds a pass of the model.
 
 Each decoder layer's `forward` is overridden on the instance by one that runs the same forward on the weights
-that the engine brings; those of the model and of its decoder by one that puts the outer weights in place.
+that the engine streams; those of the model and of its decoder by one that puts the outer weights in place.
 Several micro-batches pass in lockstep, each as an ordinary call of the model.
 """
 
@@ -77,7 +77,7 @@ class ModelForward:
         """Whether the model's forward is going on."""
         return self._pass is not None
 
-    # -- shadows --------------------------------------------------------------------------------------------
+    # -- overrides ------------------------------------------------------------------------------------------
 
     def override(self, compiler: Compiler | None, sync: Callable[[], None]) -> None:
         """Let calls of the model, its decoder and its layers come in here.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Overrides:
-    """The attributes and hooks that shadow those of a model's classes."""
+    """The attributes and hooks that take the place of those of a model's classes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Override nothing yet."""

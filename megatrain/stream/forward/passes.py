@@ -16,7 +16,7 @@ from megatrain.stream.forward.stream_weights import Place, exchange, stream_weig
 
 
 class Pass:
-    """One forward of the model, and its backward: holds what resident blocks brought for it."""
+    """One forward of the model, and its backward: holds the weights of outer blocks for it."""
 
     def __init__(self, arrangement: Arrangement) -> None:
         """Stream the outer blocks for the pass that comes next."""
@@ -52,7 +52,7 @@ class Pass:
         self._passed.add(layer)
 
     def put(self) -> None:
-        """Let the model find the brought tensors in place of its own parameters."""
+        """Let the model find the streamed tensors in place of its own parameters."""
         assert self._parameters is None
         self._parameters = exchange(self._places, self._own)
 

@@ -1,9 +1,9 @@
-"""Bring: the one autograd function. Views of weights go out of it, gradients come into it.
+"""The one autograd function of the project: it streams weights. Views of them go out, gradients come in.
 
 Forward hands out tensors that share a place's memory; the model computes with them in place of its
-parameters. Backward receives their gradients. A bring is made first in its block, so it has the block's
-lowest sequence number and autograd runs it last of all the block's nodes: its backward is where the block's
-gradient is complete and its slot is free.
+parameters. Backward receives their gradients. Its node is made first in a block, so it
+has the block's lowest sequence number and autograd runs it last of all the block's nodes: its backward is
+where the block's gradient is complete and its slot is free.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def stream_weights(aliases: Sequence[Tensor], trained: Sequence[bool], collect: 
     if not torch.is_grad_enabled() or not any(trained):
         return [tensor.detach() for tensor in aliases]
     anchor = torch.zeros((), requires_grad=True)
-    brought = iter(
+    streamed = iter(
         _StreamWeights.apply(anchor, collect, [a for a, t in zip(aliases, trained, strict=True) if t])
     )
-    return [next(brought) if t else a.detach() for a, t in zip(aliases, trained, strict=True)]
+    return [next(streamed) if t else a.detach() for a, t in zip(aliases, trained, strict=True)]
 
 
 Place = tuple[dict[str, nn.Parameter | None], str]
