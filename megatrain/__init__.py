@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatrain.config.choice import Choice, StepBatch
     from megatrain.errors import (
         CapacityError,
         CheckpointError,
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Choice": "megatrain.config.choice",
+    "StepBatch": "megatrain.config.choice",
     "Engine": "megatrain.stream.engine",
     "attach": "megatrain.stream.attach",
     "load": "megatrain.stream.load",
@@ -42,6 +45,7 @@ _HOMES = {
 __all__ = [
     "CapacityError",
     "CheckpointError",
+    "Choice",
     "ConfigError",
     "DataError",
     "DivergedError",
@@ -49,6 +53,7 @@ __all__ = [
     "MegatrainError",
     "ModelError",
     "OutputError",
+    "StepBatch",
     "__version__",
     "attach",
     "load",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import megatrain
-from megatrain.config.choice import Choice, read_choice
+from megatrain.config.choice import Choice, StepBatch, read_choice
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.head import count_targets
 from megatrain.stream.engine import Engine
@@ -59,16 +59,17 @@ def make_batches(
 def attach_plainly(model: PreTrainedModel, **settings: Any) -> Engine:
     """Attach with every choice spelled out: what `settings` do not give is the plainest that there is.
 
-    All layers are resident with the outer blocks, as many as there are.
+    Where all layers are resident, the outer blocks are too. `num_micro_batches` stands for the whole batch.
     """
-    choice = settings.pop("choice", None)
+    choice, number = settings.pop("choice", None), settings.pop("num_micro_batches", 1)
+    settings.setdefault("batch", StepBatch(micro_batch_size=1, seq_len=1, num_micro_batches=number))
     given = {name: settings.pop(name) for name in _FIELDS & settings.keys()}
     if choice is None:
         layers = group_layers(find_blocks(model, fragments=bool(given.get("fragments"))))
         outer = given.get("resident_layers", 0) == len(layers)
         chosen = read_choice(Choice(outer_resident=outer), given)
         choice = chosen.with_defaults(len(layers), max(map(len, layers)))
-    return megatrain.attach(model, choice=choice, **settings)
+    return megatrain.attach(model, choice, **settings)
 
 
 _FIELDS = {field.name for field in fields(Choice)} - {"tiers"}

@@ -12,8 +12,8 @@ from benchmarks.gpu.engine import NUM_REAL_LAYERS, Session, ours
 from benchmarks.gpu.measure import Work, config_of
 from benchmarks.gpu.run import Record
 
-STREAMED: dict[str, Any] = {"resident_blocks": 0, "activations": "recompute"}
-AUTO: dict[str, Any] = {"resident_blocks": "auto", "activations": "auto"}
+STREAMED: dict[str, Any] = {"resident_layers": 0, "activations": "recompute"}
+AUTO: dict[str, Any] = {"resident_layers": "auto", "activations": "auto"}
 CHEAP_SHARES = (1.0, 0.75, 0.5, 0.25)
 """Of the layers, from the last on, whose matrix products stay on the device, until one fits."""
 
@@ -24,11 +24,11 @@ def _all_ways(record: Record, session: Session, work: Work) -> None:
     Kept layers are compiled; layers that keep their matrix products cannot be.
     """
     until = session.until
-    fallback = {"resident_blocks": 8, "activations": "recompute"}
+    fallback = {"resident_layers": 8, "activations": "recompute"}
     count = config_of("8b", session.is_dry).num_hidden_layers
     kinds = {
         "auto": [AUTO, fallback, STREAMED],
-        "kept": [{"resident_blocks": 0, "activations": "auto"}],
+        "kept": [{"resident_layers": 0, "activations": "auto"}],
         "cheap": [cheap(count, share) for share in CHEAP_SHARES],
     }
     for number, (label, attempts) in enumerate(kinds.items()):
@@ -64,7 +64,7 @@ def cheap(num_layers: int, share: float) -> dict[str, Any]:
     """Return policies that stream everything and keep the matrix products of a share of the layers."""
     kept = round(share * num_layers)
     names = ["recompute"] * (num_layers - kept) + ["recompute_cheap"] * kept
-    return {"resident_blocks": 0, "activations": tuple(names)}
+    return {"resident_layers": 0, "activations": tuple(names)}
 
 
 def cell_8b_32k(record: Record, session: Session) -> None:
@@ -80,7 +80,7 @@ def cell_8b_seq8k(record: Record, session: Session) -> None:
 def cell_8b_128k(record: Record, session: Session) -> None:
     """8B, sequences of 1k, 128k tokens a step: policies auto."""
     work = Work(seq_len=1024, rows=32, num_micro_batches=4)
-    fallback = {"resident_blocks": 4, "activations": "recompute"}
+    fallback = {"resident_layers": 4, "activations": "recompute"}
     ours(record, session, "8b", work, [AUTO, fallback, STREAMED], label="auto")
 
 
@@ -116,7 +116,7 @@ def cell_8b_512k(record: Record, session: Session) -> None:
     count = config_of("8b", session.is_dry).num_hidden_layers
     attempts = [
         {
-            "resident_blocks": 0,
+            "resident_layers": 0,
             "activations": tuple(
                 "drop_boundary" if number % apart else "recompute" for number in range(count)
             ),

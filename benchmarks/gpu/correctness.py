@@ -41,7 +41,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     ),
     "rounds": ((1, 1), (1, 2), (1, 4), (3, 1), (2, 2)),
     "updates": ("deferred", "serial", "immediate"),
-    "resident_blocks": (0, 2, 4),
+    "resident_layers": (0, 2, 4),
     "num_slots": (2, 1, 3),
     "fragments": (False, True),
     "boundaries": ("device", "host"),
@@ -133,7 +133,7 @@ def compare(
     activations: str | tuple[str, ...],
     rounds: tuple[int, int],
     updates: str,
-    resident_blocks: int,
+    resident_layers: int,
     num_slots: int,
     fragments: bool,
     boundaries: str,
@@ -142,9 +142,8 @@ def compare(
     """Train streamed and resident for some steps; returns the largest differences of each."""
     import torch
 
-    import megatrain
     from tests.families import FAMILIES
-    from tests.reference import Resident, make_batches, make_model
+    from tests.reference import Resident, attach_plainly, make_batches, make_model
 
     num_rounds, lockstep = rounds
     num_micro_batches = num_rounds * lockstep
@@ -157,7 +156,7 @@ def compare(
     held = {name: id(parameter) for name, parameter in reference.parameters.items()}
     reference.model.to(device)
     assert held == {n: id(p) for n, p in reference.model.named_parameters() if p.requires_grad}
-    engine = megatrain.attach(
+    engine = attach_plainly(
         model,
         device=device,
         precision=precision,
@@ -165,7 +164,7 @@ def compare(
         activations=activations,
         boundaries=boundaries,
         fragments=fragments,
-        resident_blocks=resident_blocks,
+        resident_layers=resident_layers,
         lockstep=lockstep,
         num_micro_batches=num_micro_batches,
         compile="off",  # as the resident model is
@@ -346,13 +345,12 @@ def trained(device: Any, family: str, precision: str, *, steps: int = 4, **optio
     """Train a tiny model; returns its losses, its masters, and how many graphs were compiled."""
     import torch
 
-    import megatrain
     from tests.families import FAMILIES
-    from tests.reference import make_batches, make_model
+    from tests.reference import attach_plainly, make_batches, make_model
 
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     model = make_model(FAMILIES[family](), dtype=dtype)
-    engine = megatrain.attach(model, device=device, precision=precision, **options)
+    engine = attach_plainly(model, device=device, precision=precision, **options)
     optimizer = engine.adamw(**HYPER, max_grad_norm=MAX_GRAD_NORM)
     losses = []
     for step in range(steps):

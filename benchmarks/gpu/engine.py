@@ -173,18 +173,23 @@ def trained(
     limit: int | None,
     adamw: dict[str, Any],
 ) -> dict[str, Any]:
-    """Attach, train, and return the figures; the engine stays attached."""
+    """Attach, train, and return the figures; the engine stays attached.
+
+    What is `auto` is planned, and with it all that is not given; otherwise that is the plainest choice.
+    """
     import megatrain
+    from megatrain.config.choice import StepBatch
+    from tests.reference import attach_plainly
 
     count = work.num_micro_batches
     began = time.perf_counter()
-    engine = megatrain.attach(
+    attach = megatrain.attach if "auto" in policies.values() else attach_plainly
+    engine = attach(
         model,
         device=session.device,
         precision="bf16",
         lockstep=count,
-        num_micro_batches=count,
-        tokens_per_micro_batch=work.rows * work.seq_len,
+        batch=StepBatch(micro_batch_size=work.rows, seq_len=work.seq_len, num_micro_batches=count),
         device_limit=limit,
         **policies,
     )

@@ -30,7 +30,7 @@ RACES: tuple[dict[str, Any], ...] = (
     {"activations": "recompute", "num_slots": 2, "num_gradient_buffers": 1},
     {"activations": "keep", "num_slots": 2, "num_gradient_buffers": 2},
     {"activations": "offload", "num_slots": 2, "lockstep": 2},
-    {"activations": "recompute_cheap", "num_slots": 3, "fragments": True, "resident_blocks": 2},
+    {"activations": "recompute_cheap", "num_slots": 3, "fragments": True, "resident_layers": 2},
     {"activations": "recompute", "num_slots": 1, "num_gradient_buffers": 1},
     {"activations": "keep", "num_slots": 3, "num_gradient_buffers": 1},
     {"activations": "recompute", "boundaries": "host", "fragments": True, "lockstep": 2},
@@ -68,7 +68,7 @@ def trained(is_dry: bool, variant: str, steps: int, **options: Any) -> dict[str,
     """Train uneven blocks under one kind of delay; returns losses, norms and the final masters."""
     import torch
 
-    import megatrain
+    from tests.reference import attach_plainly
 
     chance = random.Random(f"{variant} {options}")
     model = uneven_model(is_dry)
@@ -79,7 +79,7 @@ def trained(is_dry: bool, variant: str, steps: int, **options: Any) -> dict[str,
     lanes = lanes_for(variant, is_dry, chance)
     if isinstance(options["activations"], tuple):
         options["activations"] = options["activations"][: len(model.model.layers)]
-    engine = megatrain.attach(model, device=lanes, precision="fp32", compile="off", **options)
+    engine = attach_plainly(model, device=lanes, precision="fp32", compile="off", **options)
     optimizer = engine.adamw(**HYPER, max_grad_norm=1.0)
     generator = torch.Generator().manual_seed(1)
     losses, norms = [], []
@@ -172,19 +172,19 @@ def syncs(record: Record, is_dry: bool) -> None:
     """Note, from the third step on, where the launching thread waits for the device inside a step."""
     import torch
 
-    import megatrain
+    from tests.reference import attach_plainly
 
     device = device_of(is_dry)
     settings: tuple[dict[str, Any], ...] = (
         {"activations": "recompute"},
         {"activations": "recompute", "lockstep": 2, "num_micro_batches": 2},
         {"activations": "offload", "boundaries": "host", "fragments": True},
-        {"activations": "recompute_cheap", "resident_blocks": 2, "lockstep": 2, "num_micro_batches": 2},
-        {"activations": "keep", "resident_blocks": 4},
+        {"activations": "recompute_cheap", "resident_layers": 2, "lockstep": 2, "num_micro_batches": 2},
+        {"activations": "keep", "resident_layers": 4},
     )
     for options in settings[:2] if is_dry else settings:
         model = uneven_model(is_dry)
-        engine = megatrain.attach(model, device=device, precision="bf16", **options)
+        engine = attach_plainly(model, device=device, precision="bf16", **options)
         optimizer = engine.adamw(**HYPER, max_grad_norm=1.0)
         ids = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
         batches = [{"input_ids": ids, "labels": ids}] * options.get("num_micro_batches", 1)

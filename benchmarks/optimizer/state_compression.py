@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-import megatrain
 from benchmarks.report import emit, hardware, spread
 from benchmarks.training.loss_curve import RESULTS, library_sources, schedule
 from benchmarks.training.loss_plot import (
@@ -60,6 +59,7 @@ from megatrain.data.tokenizer import end_of_document, load_tokenizer, train_toke
 from megatrain.layout.moments import SCALE_NUMEL
 from megatrain.optim.adamw import AdamWStep, Planes, rounding_key, update_many
 from megatrain.optim.pool import WorkerPool, worker_threads
+from tests.reference import attach_plainly
 
 RUNS = ("fp32", "nudged", "bf16", "int8")
 COLOURS = {"fp32": "#103a70", "nudged": "#999999", "bf16": "#f0a030", "int8": "#c02050"}
@@ -198,7 +198,7 @@ def train(
     engines, optimizers, schedulers = {}, {}, {}
     for name, model in models.items():
         state = name if name in DTYPES else "fp32"
-        engine = megatrain.attach(model, precision="fp32", activations="keep", optimizer_state=state)
+        engine = attach_plainly(model, precision="fp32", activations="keep", optimizer_state=state)
         engines[name] = engine
         optimizers[name] = engine.adamw(
             lr=task.lr,

@@ -88,7 +88,7 @@ class Run:
             device=self.lanes,
             precision=case.precision,
             choice=choice,
-            num_micro_batches=case.batch.num_micro_batches,
+            batch=case.batch,
             tiers=tiers,
         )
         updates = None if choice is None else choice.updates

@@ -87,16 +87,14 @@ def main() -> None:
 def streamed(setting: Setting) -> tuple[Step, dict[str, Any]]:
     """megatrain: every decoder layer passes through two slots."""
     import megatrain
+    from megatrain.config.choice import Choice
 
     model, batches = prepare(setting)
     engine = megatrain.attach(
         model,
         device="cpu",
         precision=setting.precision,
-        num_slots=2,
-        activations="recompute",
-        num_micro_batches=setting.micro_batches,
-        lockstep=setting.micro_batches,
+        choice=Choice(lockstep=setting.micro_batches).with_defaults(model.config.num_hidden_layers),
     )
     optimizer = engine.adamw(**HYPER, max_grad_norm=MAX_GRAD_NORM)
 

@@ -139,6 +139,10 @@ def attach(model: PreTrainedModel, asked: dict[str, Any], directory: Path) -> An
         raise LookupError(f"Choice has {', '.join(sorted(unknown))}; spell it out in checkout_runs.py")
     accepted = inspect.signature(megatrain.attach).parameters
     keywords = {name: value for name, value in settings.items() if name not in in_choice}
+    if "batch" in accepted:  # it has taken the place of a number
+        number = keywords.pop("num_micro_batches")
+        shape = {"micro_batch_size": asked["rows"], "seq_len": asked["tokens"], "num_micro_batches": number}
+        keywords["batch"] = importlib.import_module(choice_class.__module__).StepBatch(**shape)
     if lacking := keywords.keys() - accepted.keys():
         raise LookupError(f"neither Choice nor attach has {', '.join(sorted(lacking))}")
     choice = choice_class(**{name: settings[name] for name in in_choice})

@@ -44,7 +44,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
 
-import megatrain
 from benchmarks.report import emit, hardware
 from benchmarks.training.loss_plot import draw
 from megatrain.data.loader import PackedLoader
@@ -52,6 +51,7 @@ from megatrain.data.packing import pack, tokenize
 from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import end_of_document, train_tokenizer
 from megatrain.optim.pool import worker_threads
+from tests.reference import attach_plainly
 
 Batch = dict[str, Tensor]
 
@@ -164,7 +164,7 @@ def train_both(
     model = build(shape, torch.float32 if arguments.precision == "fp32" else torch.bfloat16)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     resident = Resident(model, shape, num_steps, arguments)
-    engine = megatrain.attach(
+    engine = attach_plainly(
         model,
         device=arguments.device,
         precision=arguments.precision,

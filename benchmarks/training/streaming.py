@@ -35,9 +35,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import megatrain
 from benchmarks.report import emit, hardware, spread
 from megatrain.optim.pool import worker_threads
+from megatrain.stream.engine import Engine
+from tests.reference import attach_plainly
 
 Batch = dict[str, Tensor]
 Step = Callable[[], Tensor]
@@ -255,9 +256,9 @@ def make_resident(model: LlamaForCausalLM, policy: str) -> Callable[[Batch], Ste
     return lambda batch: functools.partial(step, batch)
 
 
-def make_streamed(model: LlamaForCausalLM, policy: str) -> tuple[megatrain.Engine, Callable[[Batch], Step]]:
+def make_streamed(model: LlamaForCausalLM, policy: str) -> tuple[Engine, Callable[[Batch], Step]]:
     """Attach an engine to the model, and return it with its steps."""
-    engine = megatrain.attach(model, device="cpu", precision="fp32", num_slots=2, activations=policy)
+    engine = attach_plainly(model, device="cpu", precision="fp32", activations=policy)
     optimizer = engine.adamw(**HYPER, max_grad_norm=MAX_GRAD_NORM)
 
     def step(batch: Batch) -> Tensor:

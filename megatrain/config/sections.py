@@ -13,7 +13,7 @@ from pydantic import (
     ValidationError,
 )
 
-from megatrain.config.choice import AUTO, BOUNDARIES, GRADIENTS, KEYS, POLICIES, Choice, Updates
+from megatrain.config.choice import AUTO, BOUNDARIES, GRADIENTS, KEYS, POLICIES, Choice, StepBatch, Updates
 from megatrain.config.types import (
     Betas,
     Bytes,
@@ -250,6 +250,15 @@ class Config(_Section):
         return Choice(
             **{field: AUTO if value is None else value for field, value in values.items()},
             head_chunk_tokens=self.memory.head_chunk_tokens or AUTO,
+        )
+
+    @property
+    def batch(self) -> StepBatch:
+        """What a step trains on."""
+        return StepBatch(
+            micro_batch_size=self.train.micro_batch_size,
+            seq_len=self.data.seq_len,
+            num_micro_batches=self.train.grad_accumulation,
         )
 
     @property

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from megatrain.config.choice import Choice
 from megatrain.stream.attach import attach
 from megatrain.stream.load import load
 
@@ -47,9 +48,8 @@ def _step_s(device: torch.device, num_layers: int) -> float:
         max_position_embeddings=16,
     )
     model = load(config=config, seed=0, precision="bf16").train()
-    engine = attach(
-        model, device=str(device), precision="bf16", activations="keep", resident_blocks=0, compile="off"
-    )
+    choice = Choice(activations=("keep",) * num_layers).with_defaults(num_layers)
+    engine = attach(model, choice, device=str(device), precision="bf16", compile="off")
     try:
         optimizer = engine.adamw(lr=0.0)
         tokens = torch.zeros(1, 8, dtype=torch.long)

@@ -90,13 +90,11 @@ def changed(choice: Choice, old: Choice) -> Choice:
 def as_placed(choice: Choice, placement: Placement, num_blocks: int) -> Choice:
     """Return a choice with what the store has put on drives."""
     num_state, num_weights = len(placement.state_on_drives), len(placement.working_on_drives)
-    if not num_state:
-        return choice
-    planes = ("remainder", "moments", *(("working",) if num_weights else ()))
+    planes = [*(("remainder", "moments") if num_state else ()), *(("working",) if num_weights else ())]
     return replace(
         choice,
         tiers=frozenset((plane, "nvme") for plane in planes),
-        blocks_in_ram=num_blocks - num_state,
+        blocks_in_ram=num_blocks - num_state if num_state else 0,
         weights_in_ram=num_blocks - num_weights if num_weights else 0,
     )
 

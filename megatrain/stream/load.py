@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.choice import Choice, StepBatch, read_choice
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.layout.moments import MomentFormat
@@ -34,17 +36,17 @@ if TYPE_CHECKING:
 
 def load(
     path: str | Path | None = None,
+    choice: Choice | None = None,
     *,
     config: PretrainedConfig | None = None,
     seed: int = 0,
     precision: str = "fp32",
     attn_implementation: str | None = None,
-    accumulates: bool = False,
-    host_limit: int | None = None,
-    fragments: bool = False,
-    keeps_gradients: bool = True,
+    batch: StepBatch | None = None,
     optimizer_state: str = "fp32",
+    host_limit: int | None = None,
     tiers: Tiers | None = None,
+    **fields: Any,
 ) -> PreTrainedModel:
     """Load a Hugging Face causal LM into host state, ready for `megatrain.attach` with the same precision.
 
@@ -54,19 +56,18 @@ def load(
     Args:
         path: Directory with config.json and safetensors, or a hub id. Nothing is unpickled and no remote
         code is run.
+        choice: As in `attach`. Weights are laid out for its `fragments`, so that they need not be moved
+            later; where that is open, in whole layers, and a plan keeps to it.
         config: Instead of `path`: start from this configuration with random weights.
         seed: Of the random weights, which the model's own initialisation draws.
         precision: `fp32`, or `bf16`: bf16 weights that are the upper half of exact fp32 masters.
         attn_implementation: As in transformers.
-        accumulates: Steps will have several rounds, whose sums take 4 bytes per parameter more in bf16; only
-            the check before allocation uses it.
+        batch: As in `attach`; only the check before allocation uses it.
+        optimizer_state: Likewise.
         host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
-        fragments: As in `attach`: lays the weights out for it, so that they need not be moved later.
-        keeps_gradients: Gradients wait for the norm in host memory, as `Choice.keeps_gradients` says; only
-            the check before allocation uses it.
-        optimizer_state: As in `attach`; only the check before allocation uses it.
         tiers: As in `attach`: each block goes straight to where it belongs. With `tiers.resumes`, weights are
             what is committed on the drives, and `path` gives the configuration.
+        **fields: Fields of `Choice` by name.
 
     Returns:
         The model in evaluation mode, as `from_pretrained` does; its parameters are views of host memory.
@@ -74,8 +75,9 @@ def load(
     Raises:
         ModelError: The directory or the configuration cannot be used, with the reason.
         CapacityError: The state does not fit into host memory; nothing was allocated.
-        ConfigError: Neither or both of `path` and `config`, or an unknown precision.
+        ConfigError: Neither or both of `path` and `config`, or an unknown precision or keyword.
     """
+    choice = read_choice(choice, fields)
     if (path is None) == (config is None):
         raise ConfigError("load takes a path or a config, one of the two")
     kept = read_precision(precision)
@@ -87,18 +89,22 @@ def load(
     assert config is not None
     dtype = torch.float32 if kept is Precision.FP32 else torch.bfloat16
     model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
-    layouts = plan_layouts(model, find_blocks(model, fragments=fragments), kept)
+    layouts = plan_layouts(model, find_blocks(model, fragments=choice.fragments is True), kept)
+    number = 1 if batch is None else batch.num_micro_batches
+    # what is open may yet be decided so that it takes least
+    least = replace(Choice(gradients="device", lockstep=number, updates="deferred"), **choice.given)
     require_host_memory(
         layouts,
         kept,
         held=0,
-        accumulates=accumulates,
+        accumulates=least.num_rounds(number) > 1,
         limit=host_limit,
         moments=MomentFormat.read(optimizer_state),
-        keeps_gradients=keeps_gradients,
+        keeps_gradients=least.keeps_gradients(number),
         tiers=tiers,
     )
-    host = make_host(layouts, kept, tiers, accumulates=accumulates)
+    may_accumulate = number > choice.given.get("lockstep", 1)
+    host = make_host(layouts, kept, tiers, accumulates=may_accumulate)
     if isinstance(host, TieredState) and host.is_resumed:
         _bind_parameters(model, lambda name: _working(host, name))
         if path is not None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from megatrain.config import Config
 from megatrain.config.choice import Plan
 from megatrain.hardware import GIB, resident_bytes
+from megatrain.stream.machine import Measure
 from megatrain.stream.report import StepReport
 from megatrain.train.loop import train_step
-from megatrain.train.planning.run_machine import Measure
 from megatrain.train.run import Run, prepare
 from megatrain.train.state_commits import drives_apart
 

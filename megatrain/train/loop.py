@@ -19,10 +19,10 @@ from megatrain.checkpoint.save import save
 from megatrain.config import Config
 from megatrain.errors import CheckpointError, DivergedError, OutputError
 from megatrain.model.head import count_targets
+from megatrain.stream.machine import Measure
 from megatrain.train.directory import RunDirectory
 from megatrain.train.metrics import MetricsLog, Progress, StepMetrics
 from megatrain.train.planning.allocation import check_allocated
-from megatrain.train.planning.run_machine import Measure
 from megatrain.train.run import Run, changed_settings, prepare
 from megatrain.train.state import write_model
 from megatrain.train.state_commits import find_commit

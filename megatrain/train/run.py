@@ -35,13 +35,13 @@ from megatrain.stream.attach import attach
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.load import load
+from megatrain.stream.machine import Measure
 from megatrain.stream.optimizer import StreamedAdamW
-from megatrain.train.planning.allocation import plan_memory, planned_updates
+from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.plan_run import Planned
-from megatrain.train.planning.run_machine import Measure
 from megatrain.train.state import compact_counts, expand_counts, read_state, write_model, write_state
-from megatrain.train.state_commits import encode_buffers, laid_out_as, restore_buffers, resumed, tiers_of
+from megatrain.train.state_commits import encode_buffers, laid_out_as, restore_buffers, tiers_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -180,50 +180,33 @@ def prepare(
         apply_liger(model_config.get_text_config().model_type)
     _measure_peak(config)
     planned = plan_memory(config, model_config, measure)
-    choice = None if planned is None else planned.plan.choice
-    fragments = memory.fragments is True if choice is None else choice.fragments
-    together = memory.lockstep if choice is None else choice.lockstep
-    tiers = tiers_of(config, choice) if committed is None else resumed(tiers_of(config, choice))
+    choice = config.choice if planned is None else planned.plan.choice
+    tiers = tiers_of(config, choice, resumes=committed is not None)
+    settings: dict[str, Any] = {
+        "precision": config.train.precision,
+        "batch": config.batch,
+        "optimizer_state": config.optim.state,
+        "host_limit": memory.host_budget,
+        "tiers": tiers,
+    }
     is_random = checkpoint is None and config.model.init == "random"
     model = load(
         None if is_random else source,
+        choice,
         config=model_config if is_random else None,
         seed=config.train.seed,
-        precision=config.train.precision,
         attn_implementation=config.model.attn_implementation,
-        accumulates=together != "auto" and config.train.grad_accumulation > together,
-        host_limit=memory.host_budget,
-        fragments=fragments,
-        keeps_gradients=choice is None or choice.keeps_gradients(config.train.grad_accumulation),
-        optimizer_state=config.optim.state,
-        tiers=tiers,
+        **settings,
     )
     if committed is not None:
         restore_buffers(model, committed.meta["buffers"])
-    gradients = memory.gradients
-    if gradients == "auto" and config.optim.updates == "immediate":
-        gradients = "host"  # they do not wait at all
     engine = attach(
         model.train(),
+        choice,
         device=config.train.device,
-        precision=config.train.precision,
-        choice=choice,
-        num_slots=memory.num_slots,
-        activations=memory.activations,
-        boundaries="device" if memory.boundaries == "auto" else memory.boundaries,
-        fragments=fragments,
-        resident_blocks=memory.resident_blocks,
-        lockstep=memory.lockstep,
-        num_micro_batches=config.train.grad_accumulation,
-        tokens_per_micro_batch=config.train.micro_batch_size * config.data.seq_len,
-        num_gradient_buffers=memory.num_gradient_buffers,
-        head_chunk_tokens=memory.head_chunk_tokens or None,
-        gradients=gradients,
         compile=config.train.compile,
-        host_limit=memory.host_budget,
         device_limit=memory.device_budget,
-        optimizer_state=config.optim.state,
-        tiers=tiers,
+        **settings,
     )
     _log.info(
         "%s; compiled: %s; optimizer state: %s",
@@ -238,7 +221,6 @@ def prepare(
         weight_decay=config.optim.weight_decay,
         max_grad_norm=config.optim.max_grad_norm,
         no_decay=config.optim.no_decay,
-        updates=planned_updates(config, choice),
         seed=config.train.seed,
     )
     run = Run(

@@ -27,16 +27,23 @@ _log = logging.getLogger(__name__)
 
 
 def tiers_of(config: Config, choice: Choice | None = None, *, resumes: bool = False) -> Tiers | None:
-    """Return the tiers of a run's state; None if it has no drives."""
+    """Return the tiers of a run's state; None if it has no drives.
+
+    Args:
+        config: Of the run.
+        choice: In force; None: what the settings say.
+        resumes: To go on from what is committed there.
+    """
     given = config.memory.tiers
     if given == "auto" or not given.nvme:
         return None
-    keeps = choice is None or choice.keeps_gradients(config.train.grad_accumulation)
+    count = config.train.grad_accumulation
+    known = replace(Choice(gradients="host", lockstep=count), **(choice or config.choice).given)
     return Tiers(
         nvme=tuple(map(Path, given.nvme)),
         ram=config.memory.host_budget,
         owner=str(Path(config.out).absolute()),
-        keeps_gradients=keeps,
+        keeps_gradients=known.keeps_gradients(count),
         resumes=resumes,
     )
 
@@ -91,11 +98,6 @@ def laid_out_as(committed: CommitRecord | None, config: Config) -> Config:
         return config
     memory = config.memory.model_copy(update={"fragments": bool(committed.meta["fragments"])})
     return config.model_copy(update={"memory": memory})
-
-
-def resumed(tiers: Tiers | None) -> Tiers | None:
-    """Return the same tiers, to go on from what is committed there."""
-    return None if tiers is None else replace(tiers, resumes=True)
 
 
 def encode_buffers(model: nn.Module) -> dict[str, Any]:

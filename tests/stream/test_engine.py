@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import megatrain
+from megatrain.config.choice import Choice
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.plan.program.operations import Kind
 from megatrain.plan.program.step import step_program
@@ -470,12 +472,17 @@ def test_a_block_called_on_its_own_is_refused() -> None:
         ),
         ({"activations": ["keep"]}, "activations names 1 policies for 4 layers"),
         ({"device": "gpu"}, "device is 'gpu'; use auto"),
+        ({"num_slot": 2}, "unknown setting num_slot; did you mean num_slots?"),
+        ({"num_slots": 2, "choice": Choice(num_slots=2)}, "num_slots is given twice"),
+        ({"boundaries": "nvme"}, "boundaries is nvme, but there are no drives"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0; use 1 or more"),
+        ({"compile": "yes"}, "compile is 'yes'; use auto, on or off"),
     ],
 )
 def test_bad_settings_are_refused_and_leave_the_model_alone(settings: dict[str, Any], message: str) -> None:
     model = make_model(FAMILIES["llama"]())
     with pytest.raises(ConfigError, match=message):
-        attach_plainly(model, **settings)
+        megatrain.attach(model, **settings)
     assert not any("forward" in module.__dict__ for module in model.modules())
     attach_plainly(model).forward_backward(make_batches(1))
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import megatrain
 from megatrain.config.choice import StepBatch
 from megatrain.errors import CapacityError
 from megatrain.hardware.memory import MemoryLimit
@@ -29,7 +28,7 @@ from megatrain.store.placement import Tiers
 from megatrain.stream import engine as engine_module
 from megatrain.stream.engine import Engine
 from tests.families import FAMILIES
-from tests.reference import make_batches, make_model
+from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER
 
 MORE = 4096
@@ -46,7 +45,7 @@ class Case:
 
 CASES = {
     "device": Case(
-        {"resident_blocks": 2, "gradients": "device", "lockstep": 2, "activations": "recompute"}, state="int8"
+        {"resident_layers": 2, "gradients": "device", "lockstep": 2, "activations": "recompute"}, state="int8"
     ),
     "rounds": Case({"lockstep": 1, "activations": "recompute"}),
     "saved": Case({"boundaries": "host", "lockstep": 2, "activations": ["offload", *["recompute"] * 3]}),
@@ -137,7 +136,7 @@ def train(case: Case, root: Path, limits: Mapping[str, int]) -> tuple[Engine, fl
             settings["host_limit"] = limits["ram"]
         if "saved" in limits:
             patch.setattr(engine_module, "room_for_activations", lambda *_: limits["saved"])
-        engine = megatrain.attach(
+        engine = attach_plainly(
             model,
             device="emulated",
             precision="bf16",

@@ -19,12 +19,12 @@ from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_HOST
 from megatrain.store.drives.record import read_record
 from megatrain.stream.lanes import EmulatedMachine
 from megatrain.stream.lanes.emulated_spec import emulated_spec
+from megatrain.stream.machine import common_cpu
 from megatrain.train import loop
 from megatrain.train.dry_run import dry_run
 from megatrain.train.loop import train, train_step
 from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.planning.plan_run import plan_training
-from megatrain.train.planning.run_machine import common_cpu
 from megatrain.train.run import prepare
 from megatrain.train.trace import trace
 from tests.train.project import make_config

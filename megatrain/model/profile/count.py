@@ -1,9 +1,9 @@
-"""Counts a model's anatomy from its configuration alone: no weight is made and no memory is taken.
+"""Counts a model's anatomy from its configuration or its modules: no weight is made and no memory is taken.
 
-The model is built without weights and its own modules run on fake tensors: the whole model once with its
-layers left out, and one layer of every kind under every policy. What an operation does is counted (FLOPs of
-matrix products and attention, bytes that all others read and write) and what it makes is followed until
-nobody holds it.
+The model is built or copied without weights and its own modules run on fake tensors: the whole model once
+with its layers left out, and one layer of every kind under every policy. What an operation does is counted
+(FLOPs of matrix products and attention, bytes that all others read and write) and what it makes is followed
+until nobody holds it.
 
 What is taken for granted: rows are full, one document each; the model trains (dropout draws); scaled dot
 product attention makes no T x T matrix, unless the model gives it a mask or, for the CPU, asks for what its
@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
 )
 from transformers.utils import import_utils
 
-from megatrain.errors import ConfigError, ModelError
+from megatrain.errors import ConfigError, MegatrainError, ModelError
 from megatrain.layout.blocks import BlockLayout, aligned
 from megatrain.model.blocks import Block, find_blocks, group_layers
 from megatrain.model.kernels import accelerator_attention
@@ -42,6 +42,7 @@ from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.passing import Traces, WholePass, WholePassTracer
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_layer
 from megatrain.model.text_config import Built, build_language_model
+from megatrain.model.weights.skeleton import first_line, skeleton_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -85,7 +86,47 @@ def count_anatomy(
         precision=precision,
         attn_implementation=attn_implementation,
     )
+    return _count(counter, config.model_type, precision, head_chunk_tokens, device_type)
+
+
+def count_model(
+    model: PreTrainedModel,
+    *,
+    micro_batch_size: int,
+    seq_len: int,
+    precision: Literal["fp32", "bf16"],
+    head_chunk_tokens: int | None = None,
+    device_type: str = "cuda",
+) -> Anatomy:
+    """Count what a model costs that exists, with its adapters and frozen parameters.
+
+    The model is neither run nor changed, and its weights are not read. See `count_anatomy` for the arguments.
+
+    Raises:
+        ModelError: It cannot be streamed, or what it computes cannot be followed without its weights.
+        ConfigError: A shape or a precision that there is not.
+    """
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    try:
+        built = Built(skeleton_of(model), "", num_params)
+        counter = Counter(built, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
+        return _count(counter, model.config.model_type, precision, head_chunk_tokens, device_type)
+    except MegatrainError:
+        raise
+    except Exception as error:  # a model's own code fails in its own way without weights
+        raise ModelError(f"{type(model).__name__} cannot be counted: {first_line(error)}") from error
+
+
+def _count(
+    counter: Counter,
+    model_type: str,
+    precision: Literal["fp32", "bf16"],
+    head_chunk_tokens: int | None,
+    device_type: str,
+) -> Anatomy:
+    """Count the model of a counter."""
     built, model = counter.built, counter.model
+    micro_batch_size, seq_len = counter.shape
     flops = count_flops(model, counter.layers)
     num_active = active_parameters(model)
     num_own = sum(parameter.numel() for parameter in model.parameters())
@@ -94,7 +135,7 @@ def count_anatomy(
     whole = counter.run(head_chunk_tokens, device_type=device_type)
     ids = IDS_BYTES * micro_batch_size * seq_len
     return Anatomy(
-        model_type=config.model_type,
+        model_type=model_type,
         part=built.part,
         precision=precision,
         micro_batch_size=micro_batch_size,
@@ -157,11 +198,15 @@ class Counter:
     def __init__(
         self, built: Built, *, micro_batch_size: int, seq_len: int, precision: Literal["fp32", "bf16"]
     ) -> None:
-        """Cut a model into blocks."""
+        """Cut a model into blocks; see `count_anatomy` for what is raised."""
+        if micro_batch_size < 1 or seq_len < 1:
+            raise ConfigError(
+                f"a micro-batch of {micro_batch_size} rows of {seq_len} tokens; both must be 1 or more"
+            )
         self.built = built
         self.model = built.model.train()
         _leave_out_router_loss(self.model)
-        self._shape = micro_batch_size, seq_len
+        self.shape = micro_batch_size, seq_len
         self.blocks = find_blocks(self.model, fragments=True)
         self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
         self.groups = group_layers(self.blocks)
@@ -181,10 +226,6 @@ class Counter:
         attn_implementation: str | None = None,
     ) -> Counter:
         """Build a model; see `count_anatomy` for the arguments and what is raised."""
-        if micro_batch_size < 1 or seq_len < 1:
-            raise ConfigError(
-                f"a micro-batch of {micro_batch_size} rows of {seq_len} tokens; both must be 1 or more"
-            )
         if precision not in ("fp32", "bf16"):
             raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -226,7 +267,7 @@ class Counter:
                     return {policy: trace_layer(call, fakes, policy, meter) for policy in policies}
 
                 tracer = WholePassTracer(self.model, self.layers, outer, meter, head_chunk_tokens, trace)
-                return tracer.run(*self._shape)
+                return tracer.run(*self.shape)
 
     def _fake(self, number: int) -> FakeBlock:
         return FakeBlock(self.blocks[number], self.layouts[number])

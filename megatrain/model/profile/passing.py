@@ -166,6 +166,8 @@ class WholePassTracer:
 
     def _pass(self, number: int, call: LayerCall) -> Any:
         hidden = call.hidden
+        if not hidden.requires_grad:  # nothing is trained so far, but later layers send gradients
+            hidden = hidden.detach().requires_grad_()
         self._note_what_is_held(number, hidden)
         key = _kind_of(call)
         if key not in self._kinds:

@@ -104,11 +104,16 @@ class LayerCall:
 
     @property
     def place(self) -> str | int:
-        """Where the hidden states are among the arguments."""
-        for index, value in enumerate(self.args):
-            if _is_hidden(value):
-                return index
-        return next(name for name, value in self.kwargs.items() if _is_hidden(value))
+        """Where the hidden states are among the arguments: the first that has a gradient, if any has one."""
+        given: dict[str | int, Any] = dict(enumerate(self.args))
+        given.update(self.kwargs)
+        floats = {
+            place: value
+            for place, value in given.items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
+        trained = [place for place, value in floats.items() if value.requires_grad]
+        return trained[0] if trained else next(iter(floats))
 
     @property
     def hidden(self) -> Tensor:
@@ -124,10 +129,6 @@ class LayerCall:
         if isinstance(place, int):
             return (*self.args[:place], hidden, *self.args[place + 1 :]), dict(self.kwargs)
         return self.args, {**self.kwargs, place: hidden}
-
-
-def _is_hidden(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
 
 
 @dataclass(slots=True)

@@ -113,6 +113,21 @@ def build_skeleton(
     return model.eval()
 
 
+def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model without its weights: parameters on the meta device, everything else copied.
+
+    The data is neither read nor copied, and no module of the model is changed. Left out are hooks, and what
+    an engine keeps of the model.
+    """
+    memo: dict[int, Any] = {
+        id(parameter): _like(parameter, parameter.dtype) for parameter in model.parameters()
+    }
+    memo |= {id(value): None for name, value in vars(model).items() if name.startswith("_megatrain_")}
+    for module in model.modules():
+        memo |= {id(value): type(value)() for name, value in vars(module).items() if "_hooks" in name}
+    return copy.deepcopy(model, memo)
+
+
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
     """Map the name of each parameter in `named_parameters()` to all its names, itself first."""
     first_names: dict[int, str] = {}

@@ -6,12 +6,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from megatrain.config import Config
-from megatrain.config.choice import Choice, Plan
+from megatrain.config.choice import Plan
 from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import GIB
 from megatrain.stream.engine import Engine
+from megatrain.stream.machine import Measure
 from megatrain.train.planning.plan_run import Planned, plan_training
-from megatrain.train.planning.run_machine import Measure, machine_for
+from megatrain.train.planning.run_machine import machine_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def plan_memory(config: Config, model_config: PretrainedConfig, measure: Measure | None) -> Planned | None:
-    """Plan a run; None, and a warning, if the model cannot be counted.
+    """Plan a run; None if the model cannot be counted: what `attach` then does is said there.
 
     Raises:
         CapacityError: It does not fit; nothing was allocated.
@@ -28,8 +29,7 @@ def plan_memory(config: Config, model_config: PretrainedConfig, measure: Measure
     spec = machine_for(config, measure)
     try:
         planned = plan_training(config, model_config, spec)
-    except ModelError as error:
-        _log.warning("no plan, so rules of thumb decide where memory goes: %s", error)
+    except ModelError:
         return None
     plan = planned.plan
     _log.info(
@@ -42,13 +42,6 @@ def plan_memory(config: Config, model_config: PretrainedConfig, measure: Measure
         plan.num_evaluated,
     )
     return planned
-
-
-def planned_updates(config: Config, choice: Choice | None) -> str:
-    """Return when the optimizer updates."""
-    if choice is not None:
-        return choice.updates
-    return "deferred" if config.optim.updates == "auto" else config.optim.updates
 
 
 def check_allocated(engine: Engine, plan: Plan, on_mismatch: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, build_config, set_keys
-from megatrain.config.choice import Plan, StepBatch
+from megatrain.config.choice import Plan
 from megatrain.data.packing import check_seq_len, context_length
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware import HardwareSpec, load_machine, machine_names
@@ -24,15 +24,11 @@ from megatrain.model.profile.count import count_anatomy
 from megatrain.model.weights.skeleton import read_text_config
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import Remedy, device_bytes_held, enough_drives, list_remedies
-from megatrain.plan.search.request import Request
+from megatrain.plan.search.request import Request, usual_batch
 from megatrain.train.planning.run_machine import with_layers_timed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-_SEQ_LEN = 4096
-_TOKENS_PER_STEP = 131_072
-"""Defaults of a plan that is made without a CONFIG."""
 
 _TRAINING_SEARCH_S = 0.5
 """Seconds of search before a run begins."""
@@ -135,11 +131,7 @@ def make_request(config: Config, anatomy: Anatomy, spec: HardwareSpec) -> Reques
     return Request(
         spec=spec,
         anatomy=anatomy,
-        batch=StepBatch(
-            micro_batch_size=config.train.micro_batch_size,
-            seq_len=config.data.seq_len,
-            num_micro_batches=config.train.grad_accumulation,
-        ),
+        batch=config.batch,
         clips=config.optim.max_grad_norm is not None,
         state=config.optim.state,
         commits=config.memory.tiers != "auto" and bool(config.memory.tiers.nvme),
@@ -184,12 +176,15 @@ def _defaults(raw: Mapping[str, Any], model_config: PretrainedConfig) -> dict[st
 
     optim = raw.get("optim")
     is_clipped = not isinstance(optim, Mapping) or optim.get("max_grad_norm", 1.0) is not None
-    seq_len = given("data", "seq_len") or min(_SEQ_LEN, context_length(model_config) or _SEQ_LEN)
-    rows = given("train", "micro_batch_size") or 1
+    batch = usual_batch(
+        context_length(model_config),
+        seq_len=given("data", "seq_len"),
+        micro_batch_size=given("train", "micro_batch_size") or 1,
+    )
     return {
-        "data.seq_len": seq_len,
-        "train.micro_batch_size": rows,
-        "train.grad_accumulation": max(1, _TOKENS_PER_STEP // (seq_len * rows)),
+        "data.seq_len": batch.seq_len,
+        "train.micro_batch_size": batch.micro_batch_size,
+        "train.grad_accumulation": batch.num_micro_batches,
         "train.precision": "bf16",
         **({} if is_clipped else {"optim.updates": "auto"}),
     }

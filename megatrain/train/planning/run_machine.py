@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
 from megatrain.config import Config
-from megatrain.errors import ConfigError
-from megatrain.hardware import Drives, HardwareSpec, MemoryNode, host_memory, measure_matmul_peak
+from megatrain.hardware import HardwareSpec, host_memory
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.timing import time_layers
-from megatrain.optim.threads import update_threads, worker_threads
 from megatrain.plan.cost.measured import Measured
 from megatrain.plan.cost.rates import Rates
-from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
-from megatrain.stream.lanes.devices import check_device, make_lanes
-from megatrain.stream.lanes.emulated_spec import emulated_spec
+from megatrain.stream.machine import Measure, machine_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-_log = logging.getLogger(__name__)
-
-Measure = Callable[[], HardwareSpec]
-"""Returns this machine as `doctor` knows it."""
-
-_COPY_BYTES_PER_S = 8e9
-_UPDATES_PER_S = 1.2e9
-"""Of a thread."""
-_DRIVE_BYTES_PER_S = 1e9
-_VISIT_S = 1.5e-3
-"""Of Python, beside a layer's own."""
 
 _MOST_LAYER_S = 1.0
 """A layer that takes longer is not run for a plan."""
@@ -49,24 +29,16 @@ def machine_for(config: Config, measure: Measure | None = None) -> HardwareSpec:
 
     Args:
         config: Of the run.
-        measure: Returns this machine's rates, for a run on a GPU or where they were measured before; None:
-            rates of a common computer, since on a CPU little depends on them.
+        measure: As in `machine_of`.
     """
-    device = check_device(config.train.device)
-    if device.partition(":")[0] in ("emulated", "checked"):
-        lanes = make_lanes(device, config.memory.device_budget)
-        machine = lanes.machine if isinstance(lanes, EmulatedLanes) else EmulatedMachine()
-        lanes.close()
-        spec = emulated_spec(
-            replace(machine, device_bytes=lanes.device_limit), common_cpu(config.train.precision)
-        )
-    elif measure is not None:
-        spec = measure()
-    elif device == "cpu":
-        spec = common_cpu(config.train.precision)
-    else:
-        raise ConfigError("a run on a GPU is planned with rates of its machine; pass `measure`")
-    return replace(spec, drives=_drives(config, spec))
+    tiers = config.memory.tiers
+    return machine_of(
+        config.train.device,
+        config.train.precision,
+        device_limit=config.memory.device_budget,
+        num_drives=0 if tiers == "auto" or not tiers.nvme else len(tiers.nvme),
+        measure=measure,
+    )
 
 
 def with_layers_timed(
@@ -103,38 +75,3 @@ def _time(spec: HardwareSpec, anatomy: Anatomy, model_config: PretrainedConfig, 
         attn_implementation=config.model.attn_implementation,
     )
     return Measured.of_layers(rates, anatomy, timed)
-
-
-def common_cpu(precision: str) -> HardwareSpec:
-    """Return this computer without a GPU: its own cores, memory and matrix products, other rates assumed."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    flops = {precision: measure_matmul_peak(torch.device("cpu"), dtype)}
-    threads = update_threads().num_threads
-    return HardwareSpec(
-        name="this computer",
-        device="cpu",
-        device_bytes=None,
-        matmul_flops_per_s=flops,
-        attention_flops_per_s={name: rate / 2 for name, rate in flops.items()},
-        device_bytes_per_s=_COPY_BYTES_PER_S,
-        h2d_bytes_per_s=_COPY_BYTES_PER_S,
-        d2h_bytes_per_s=_COPY_BYTES_PER_S,
-        memory=(MemoryNode(nbytes=host_memory().available_bytes, bytes_per_s=2 * _COPY_BYTES_PER_S),),
-        update_params_per_s={threads: threads * _UPDATES_PER_S},
-        num_cores=worker_threads(),
-        launch_s=_VISIT_S,
-        sources={"matmul_flops_per_s": "measured", "others": "assumed of a common computer"},
-    )
-
-
-def _drives(config: Config, spec: HardwareSpec) -> Drives | None:
-    """Return the drives that `memory.tiers` names, at the rates that are known of this machine's."""
-    tiers = config.memory.tiers
-    if tiers == "auto" or not tiers.nvme:
-        return None
-    paths = [Path(path) for path in tiers.nvme]
-    known = spec.drives or Drives(
-        nbytes=0, read_bytes_per_s=_DRIVE_BYTES_PER_S, write_bytes_per_s=_DRIVE_BYTES_PER_S
-    )
-    # whether they hold it is for who opens them to say: a run that goes on has taken its room already
-    return replace(known, nbytes=1 << 60, num_drives=len(paths))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, LlamaConfig, PretrainedConfig
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.profile.anatomy import Anatomy
-from megatrain.model.profile.count import count_anatomy
+from megatrain.model.profile.count import count_anatomy, count_model
 from megatrain.model.text_config import build_language_model
 from tests.families import FAMILIES
 from tests.reference import make_model
@@ -185,3 +187,86 @@ def test_a_model_that_decides_by_values_is_refused() -> None:
     config._experts_implementation = "eager"  # a loop over the experts that tokens have chosen
     with pytest.raises(ModelError, match="cannot be counted"):
         count_anatomy(config, micro_batch_size=1, seq_len=16, precision="fp32")
+
+
+# -- models that exist ---------------------------------------------------------------------------------------
+
+
+def count_live(model: PreTrainedModel, precision: Literal["fp32", "bf16"] = "fp32") -> Anatomy:
+    return count_model(model, micro_batch_size=2, seq_len=16, precision=precision, device_type="cpu")
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gpt2", "gemma2", "mixtral", "mamba2"])
+def test_a_model_that_exists_costs_what_its_configuration_says(family: str) -> None:
+    config = FAMILIES[family]()
+    counted = count_anatomy(config, micro_batch_size=2, seq_len=16, precision="fp32", device_type="cpu")
+    live = count_live(make_model(config))
+    assert {field.name: getattr(live, field.name) for field in fields(live)} == {
+        field.name: getattr(counted, field.name) for field in fields(counted)
+    }
+
+
+def test_counting_a_model_neither_runs_nor_changes_it() -> None:
+    model = make_model(FAMILIES["mixtral"]())
+    model.eval()
+    for module in (model, model.model, model.model.layers[0], model.model.layers[0].self_attn):
+        module.register_forward_pre_hook(lambda *_: pytest.fail("a module of the model ran"))
+    before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
+    settings, routes = dict(vars(model.config)), model.config.output_router_logits
+    objects = {id(parameter) for parameter in model.parameters()}
+    torch.manual_seed(3)
+    draws = torch.get_rng_state()
+    count_live(model)
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert not any(module.training for module in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert vars(model.config) == settings
+    assert model.config.output_router_logits == routes
+    assert {id(parameter) for parameter in model.parameters()} == objects
+    for name, value in model.state_dict().items():
+        assert value.data_ptr() == before[name][0], name
+        assert torch.equal(value, before[name][1]), name
+
+
+def test_frozen_parameters_of_a_model_that_exists_have_no_state() -> None:
+    model = make_model(small_llama())
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    trained = model.model.layers[1].mlp.up_proj.weight.requires_grad_()
+    anatomy = count_live(model, "bf16")
+    assert anatomy.num_trained == trained.numel()
+    assert [layer.fragments[1].sizes.num_state for layer in anatomy.layers] == [0, trained.numel()]
+    assert anatomy.num_params == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks the old way
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_adapters_are_counted(is_wrapped: bool) -> None:
+    peft = pytest.importorskip("peft")
+    model = make_model(small_llama())
+    plain = count_live(model)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(model, config)
+    adapted = count_live(wrapped if is_wrapped else model)
+    added = 2 * (4 * (64 + 64) + 4 * (64 + 32))  # layers; ranks; widths of q and of v
+    assert adapted.num_trained == added
+    assert adapted.num_params == plain.num_params + added
+    for before, after in zip(plain.layers, adapted.layers, strict=True):
+        assert after.forward.matmul_flops > before.forward.matmul_flops
+        assert after.saved_bytes["keep"] < before.saved_bytes["keep"], (
+            "no inputs for gradients of frozen weights"
+        )
+        assert after.backward.matmul_flops < 2 * after.forward.matmul_flops, "frozen weights have no gradient"
+
+
+def test_a_model_that_fails_without_its_weights_is_refused() -> None:
+    model = make_model(small_llama())
+    layer = model.model.layers[1]
+
+    class Broken(type(layer)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+            return super().forward(hidden_states, **kwargs) * hidden_states.numpy().max()
+
+    layer.__class__ = Broken
+    with pytest.raises(ModelError, match="LlamaForCausalLM cannot be counted: "):
+        count_live(model)

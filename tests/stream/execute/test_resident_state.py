@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import megatrain
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.plan.program.operations import Kind, Operation
 from megatrain.stream.engine import Engine
@@ -17,7 +16,6 @@ from megatrain.train import loop
 from megatrain.train.loop import train
 from tests.families import FAMILIES
 from tests.reference import attach_plainly, make_batches, make_model
-from tests.stream.execute.test_memory import deep_config
 from tests.stream.execute.test_updates import assert_same_planes, planes_of
 from tests.stream.runs import HYPER, assert_same_masters, assert_same_steps, start
 from tests.train.project import make_config
@@ -187,35 +185,7 @@ def test_a_checkpoint_of_a_streamed_run_goes_on_in_a_resident_one(
     assert_same_runs(tmp_path / "moved", tmp_path / "whole")
 
 
-# -- auto, refusals ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_auto_fills_the_device_and_stays_inside(precision: str) -> None:
-    """More memory, more resident layers; never more bytes than the limit."""
-    model = make_model(deep_config(6))
-    engine = attach_plainly(model, device="checked", precision=precision, resident_layers=6)
-    engine.adamw()
-    whole = engine.device_bytes_peak
-    engine.detach()
-    chosen = []
-    for share in (0.6, 0.8, 1.0, 1.3, 1.6, 2.0):
-        limit = int(share * whole)
-        lanes = EmulatedLanes(EmulatedMachine(device_bytes=limit))
-        engine = megatrain.attach(model, device=lanes, precision=precision, resident_blocks="auto")
-        optimizer = engine.adamw(**HYPER)
-        train_steps(engine, optimizer, 2, micro_batches=1)
-        engine.sync()
-        assert engine.device_bytes_peak <= limit
-        chosen.append(len(engine.arrangement.residents))
-        engine.detach()
-    assert chosen == sorted(chosen)
-    assert chosen[0] < chosen[2] < chosen[-1] == len(engine.host.layouts), chosen
-
-
-def test_auto_without_a_limit_keeps_streaming() -> None:
-    engine = megatrain.attach(make_model(FAMILIES["llama"]()), resident_blocks="auto")
-    assert engine.arrangement.residents == frozenset()
+# -- refusals ------------------------------------------------------------------------------------------------
 
 
 def test_bad_counts_are_refused() -> None:

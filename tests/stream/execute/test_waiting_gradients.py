@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import megatrain
 from megatrain.config import apply_overrides, build_config
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.layout import pools
@@ -368,18 +367,6 @@ def test_exact_clipping_takes_twelve_bytes_per_parameter() -> None:
     numel = sum(parameter.numel() for parameter in model.parameters())
     engine, _ = trained("cpu", model, 1, precision="bf16", gradients="device")
     assert 12.0 <= engine.host_bytes / numel < 12.3
-
-
-def test_auto_uses_spare_memory_and_only_that() -> None:
-    """The smallest budgets that take slots and buffers, and waiting gradients too."""
-    model = make_model(deep_config(8))
-    found = []
-    for limit in (None, 1_500_000, 10_000_000):
-        lanes = EmulatedLanes(EmulatedMachine(device_bytes=limit))
-        engine = megatrain.attach(model, device=lanes, gradients="auto", activations="recompute")
-        found.append(engine.choice.gradients)
-        engine.detach()
-    assert found == ["host", "host", "device"]
 
 
 # -- what is refused -----------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GPT2Config, PretrainedConfig
 
-import megatrain
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import find_blocks
 from megatrain.stream.engine import Engine
@@ -584,10 +583,10 @@ def test_inductor_is_right_and_its_code_is_kept_across_runs(tmp_path: Path) -> N
 def test_attach_compiles_and_refuses_what_compiled_layers_cannot_do() -> None:
     """On a CPU only if asked for; a compiled layer hides the products that recompute_cheap keeps."""
     model = make_model(FAMILIES["llama"]())
-    engine = megatrain.attach(model, compile="auto")
+    engine = attach_plainly(model, compile="auto")
     assert engine.compiler is None
     engine.detach()
     with pytest.raises(ConfigError, match=r"recompute_cheap .* use compile=off"):
         attach_plainly(model, compile="on", activations="recompute_cheap")
     with pytest.raises(ConfigError, match="compile is 'yes'; use auto, on or off"):
-        megatrain.attach(model, compile="yes")  # type: ignore[arg-type]
+        attach_plainly(model, compile="yes")

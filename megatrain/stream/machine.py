@@ -1,0 +1,148 @@
+"""The machine that a device stands for, as the planner wants it described."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatrain.hardware import (
+    Drives,
+    HardwareSpec,
+    MemoryNode,
+    host_memory,
+    load_machine,
+    machine_names,
+    measure_matmul_peak,
+)
+from megatrain.optim.threads import update_threads, worker_threads
+from megatrain.stream.lanes import CheckedLanes, EmulatedLanes, EmulatedMachine, Lanes
+from megatrain.stream.lanes.devices import check_device, compute_device, make_lanes
+from megatrain.stream.lanes.emulated_spec import emulated_spec
+
+Measure = Callable[[], HardwareSpec]
+"""Returns this machine as `doctor` knows it."""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_COPY_BYTES_PER_S = 8e9
+_UPDATES_PER_S = 1.2e9
+"""Of a thread."""
+_DRIVE_BYTES_PER_S = 1e9
+_VISIT_S = 1.5e-3
+"""Of Python, beside a layer's own."""
+_LINK_BYTES = 64 << 20
+"""That are copied to see how fast a GPU's link is."""
+_COMMON_GPU = "rtx-4090"
+"""Machine file of a GPU that has none of its own."""
+
+
+def machine_of(
+    device: str | torch.device | Lanes,
+    precision: str,
+    *,
+    device_limit: int | None = None,
+    num_drives: int = 0,
+    measure: Measure | None = None,
+) -> HardwareSpec:
+    """Return the machine that a device stands for, with the drives that a run may use.
+
+    Args:
+        device: As in `attach`, or the lanes that were made of it.
+        precision: `fp32` or `bf16`: products in it are measured.
+        device_limit: Bytes that a run may take of an emulated device.
+        num_drives: On which state is; 0: none.
+        measure: Returns this machine's rates where they are known better than by `common_cpu` and
+            `common_gpu`.
+    """
+    lanes = device if isinstance(device, Lanes) else None
+    name = device.device.type if isinstance(device, Lanes) else check_device(str(device))
+    if name.partition(":")[0] in ("emulated", "checked"):
+        lanes = make_lanes(name, device_limit)
+        lanes.close()
+    if isinstance(lanes, (CheckedLanes, EmulatedLanes)):
+        machine = lanes.machine if isinstance(lanes, EmulatedLanes) else EmulatedMachine()
+        spec = emulated_spec(replace(machine, device_bytes=lanes.device_limit), common_cpu(precision))
+    elif measure is not None:
+        spec = measure()
+    elif name == "cpu":
+        spec = common_cpu(precision)
+    else:
+        spec = common_gpu(lanes.device if lanes is not None else compute_device(name), precision)
+    return replace(spec, drives=_drives(num_drives, spec))
+
+
+def common_cpu(precision: str) -> HardwareSpec:
+    """Return this computer without a GPU: its own cores, memory and matrix products, other rates assumed."""
+    flops = {precision: measure_matmul_peak(torch.device("cpu"), _DTYPES[precision])}
+    return HardwareSpec(
+        name="this computer",
+        device="cpu",
+        device_bytes=None,
+        matmul_flops_per_s=flops,
+        attention_flops_per_s={name: rate / 2 for name, rate in flops.items()},
+        device_bytes_per_s=_COPY_BYTES_PER_S,
+        h2d_bytes_per_s=_COPY_BYTES_PER_S,
+        d2h_bytes_per_s=_COPY_BYTES_PER_S,
+        launch_s=_VISIT_S,
+        sources={"matmul_flops_per_s": "measured", "others": "assumed of a common computer"},
+        **_own_host(),
+    )
+
+
+def common_gpu(device: torch.device, precision: str) -> HardwareSpec:
+    """Return this computer with its GPU: own products, link, memory and cores; other rates as of its kind."""
+    name = torch.cuda.get_device_name(device)
+    of_its_kind = [kind for kind in machine_names() if kind.replace("-", " ") in name.lower()]
+    flops = measure_matmul_peak(device, _DTYPES[precision])
+    link = _link_bytes_per_s(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    spec = load_machine(max(of_its_kind, key=len, default=_COMMON_GPU))
+    return replace(
+        spec,
+        name="this computer",
+        device=name,
+        device_bytes=free,
+        matmul_flops_per_s={**spec.matmul_flops_per_s, precision: flops},
+        h2d_bytes_per_s=link,
+        d2h_bytes_per_s=link,
+        sources={"matmul_flops_per_s": "measured", "h2d_bytes_per_s": "measured", "others": spec.name},
+        **_own_host(),
+    )
+
+
+def _own_host() -> dict[str, Any]:
+    """Return what is known of this computer without its device, as fields of `HardwareSpec`."""
+    threads = update_threads().num_threads
+    return {
+        "memory": (MemoryNode(nbytes=host_memory().available_bytes, bytes_per_s=2 * _COPY_BYTES_PER_S),),
+        "update_params_per_s": {threads: threads * _UPDATES_PER_S},
+        "num_cores": worker_threads(),
+    }
+
+
+def _link_bytes_per_s(device: torch.device) -> float:
+    """Return the best of a few copies to a GPU."""
+    host = torch.ones(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device=device)
+    taken = []
+    for _ in range(4):
+        torch.cuda.synchronize(device)
+        began_s = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - began_s)
+    return _LINK_BYTES / min(taken)
+
+
+def _drives(count: int, spec: HardwareSpec) -> Drives | None:
+    """Return the drives that a run uses, at the rates that are known of this machine's."""
+    if not count:
+        return None
+    known = spec.drives or Drives(
+        nbytes=0, read_bytes_per_s=_DRIVE_BYTES_PER_S, write_bytes_per_s=_DRIVE_BYTES_PER_S
+    )
+    # whether they hold it is for who opens them to say: a run that goes on has taken its room already
+    return replace(known, nbytes=1 << 60, num_drives=count)

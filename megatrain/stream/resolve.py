@@ -1,0 +1,166 @@
+"""Decides what a choice leaves open, for a model that is about to be attached: the planner does.
+
+The model is counted as it is, with adapters and frozen parameters, from a copy of its modules without its
+weights. A model that cannot be counted gets a conservative choice, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config.choice import AUTO, Choice, Plan, StepBatch
+from megatrain.data.packing import context_length
+from megatrain.errors import CapacityError, ModelError
+from megatrain.hardware import GIB, HardwareSpec
+from megatrain.layout.moments import MomentFormat
+from megatrain.model.blocks import find_blocks, group_layers
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.model.profile.count import count_model
+from megatrain.plan.search.conservative import conservative
+from megatrain.plan.search.planner import make_plan
+from megatrain.plan.search.remedies import list_remedies
+from megatrain.plan.search.request import Request, usual_batch
+from megatrain.store.state import HostState, Precision
+from megatrain.store.tiered import TieredState
+from megatrain.stream.arrange import as_placed
+from megatrain.stream.bind import plan_layouts, require_device_memory
+from megatrain.stream.forward.arrangement import residents_of
+from megatrain.stream.lanes import Lanes
+from megatrain.stream.machine import machine_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """What a plan depends on beside the model: none of it is a choice."""
+
+    lanes: Lanes
+    precision: Precision
+    moments: MomentFormat = MomentFormat.FP32
+    batch: StepBatch | None = None
+    """Of a step; None: `usual_batch` for the model's context."""
+    compiles: bool = False
+    host_limit: int | None = None
+    num_drives: int = 0
+    """On which state is; 0: all of it is in RAM."""
+
+
+def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choice:
+    """Return a choice in which nothing is open.
+
+    Args:
+        model: As `attach` is given it. It is not changed, and what it has allocated stays.
+        choice: What is decided is kept.
+        given: Of the run.
+
+    Raises:
+        ConfigError: What is decided does not fit the model, or excludes every choice.
+        CapacityError: Nothing that is open makes it fit.
+    """
+    num_layers = len(group_layers(find_blocks(model)))
+    choice = choice.for_layers(num_layers)
+    if choice.is_resolved:
+        return choice
+    choice = _as_held(model, choice, given)
+    given = replace(given, batch=given.batch or usual_batch(context_length(model.config)))
+    spec = machine_of(given.lanes, given.precision.value, num_drives=given.num_drives)
+    count = partial(_count, model, choice, given, "cpu" if spec.is_cpu or spec.launches_inline else "cuda")
+    try:
+        anatomy = count()
+    except ModelError as error:
+        _log.warning(
+            "%s; so nothing is planned, and memory is used cautiously: every layer recomputed, none "
+            "resident, one micro-batch at a time; give attach a choice to do better",
+            error,
+        )
+        return _conservative(model, choice, given)
+    own = sum(parameter.nbytes for parameter in model.parameters())  # becomes part of the state, or is freed
+    request = _request(choice, given, anatomy, spec.with_ram(spec.host_bytes + own))
+    plan = make_plan(request, remedies=list_remedies(request, count, is_running=True))
+    if not plan.fits:
+        raise CapacityError(plan.problem)
+    _report(plan)
+    return plan.choice
+
+
+def _count(
+    model: PreTrainedModel, choice: Choice, given: Conditions, device_type: str, **changes: Any
+) -> Anatomy:
+    """Count the model for a run, or with another `precision`, `micro_batch_size` or `seq_len`."""
+    assert given.batch is not None
+    shape = {
+        "micro_batch_size": given.batch.micro_batch_size,
+        "seq_len": given.batch.seq_len,
+        "precision": given.precision.value,
+    }
+    chunk = choice.given.get("head_chunk_tokens")
+    return count_model(model, **{**shape, **changes}, head_chunk_tokens=chunk, device_type=device_type)
+
+
+def _request(choice: Choice, given: Conditions, anatomy: Anatomy, spec: HardwareSpec) -> Request:
+    assert given.batch is not None
+    return Request(
+        spec=spec,
+        anatomy=anatomy,
+        batch=given.batch,
+        state=given.moments.value,
+        compiles=given.compiles,
+        commits=given.num_drives > 0,
+        device_limit=given.lanes.device_limit,
+        host_limit=given.host_limit,
+        choice=choice,
+    )
+
+
+def _as_held(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choice:
+    """Return a choice that leaves the state of a loaded model where and as it is."""
+    host: HostState | None = model.__dict__.get("_megatrain_host")
+    if host is None:
+        return choice
+    if isinstance(host, TieredState):
+        choice = as_placed(choice, host.on_drives.placement, len(host.layouts))
+    if choice.fragments == AUTO:
+        for fragments in (False, True):
+            blocks = find_blocks(model, fragments=fragments)
+            if list(host.layouts) == plan_layouts(model, blocks, given.precision):
+                return replace(choice, fragments=fragments)
+    return choice
+
+
+def _conservative(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choice:
+    layers = {parts: group_layers(find_blocks(model, fragments=parts)) for parts in (False, True)}
+
+    def fits(found: Choice) -> bool:
+        blocks = find_blocks(model, fragments=found.fragments)
+        layouts = plan_layouts(model, blocks, given.precision)
+        residents = residents_of(found, blocks)
+        try:
+            require_device_memory(blocks, layouts, given.lanes, found, residents, moments=given.moments)
+        except CapacityError:
+            return False
+        return True
+
+    return conservative(choice, len(layers[False]), max(map(len, layers[True])), fits)
+
+
+def _report(plan: Plan) -> None:
+    batch = plan.batch
+    _log.info(
+        "plan for steps of %d x %d x %d tokens: %.3g s, bound by %s; %.2f GiB on the host, %.2f GiB on the "
+        "device; %s",
+        batch.num_micro_batches,
+        batch.micro_batch_size,
+        batch.seq_len,
+        plan.step_s,
+        plan.bound,
+        plan.tier_bytes("ram") / GIB,
+        plan.tier_bytes("device") / GIB,
+        plan.choice.describe(),
+    )
