@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RATIOS = ("streamed_over_resident_recompute", "streamed_over_resident_keep", "streamed_over_roofline_128")
 
 
@@ -24,6 +26,12 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.parametrize("script", sorted(BENCHMARKS.glob("*/*.py")), ids=lambda path: path.stem)
+def test_every_script_can_be_imported(script: Path) -> None:
+    """So that a name of the package that is gone is found here, and not in the next measurement."""
+    importlib.import_module(f"benchmarks.{script.parent.name}.{script.stem}")
+
+
 @pytest.mark.parity
 def test_streaming_reports_ratios_of_equal_losses(tmp_path: Path) -> None:
     result = run("training.streaming", "--quick", "--out", str(tmp_path / "out.json"))
@@ -33,7 +41,7 @@ def test_streaming_reports_ratios_of_equal_losses(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.json").read_text()) == result
 
 
-@pytest.mark.slow
+@pytest.mark.parity
 def test_cpu_rivals_train_alike_and_a_missing_one_says_why(tmp_path: Path) -> None:
     result = run("rivals.cpu", "--quick", "--deepspeed-python", str(tmp_path / "python"))
     details = result["details"]
@@ -48,7 +56,7 @@ def test_cpu_rivals_train_alike_and_a_missing_one_says_why(tmp_path: Path) -> No
     assert "does not start: No such file" in details["deepspeed"]["reason"]
 
 
-@pytest.mark.slow
+@pytest.mark.parity
 def test_loss_curves_of_a_whole_run_are_equal_bit_for_bit(tmp_path: Path) -> None:
     result = run("training.loss_curve", "--quick", "--date", "2001-02-03", "--results", str(tmp_path))
     assert result["max_abs_difference"] == result["max_weight_difference"] == 0

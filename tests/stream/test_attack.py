@@ -22,6 +22,7 @@ from megatrain.errors import ModelError
 from megatrain.plan.program.operations import Lane
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES, VOCAB_SIZE
+from tests.products import every_pair
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_round, assert_same_steps, family_config
 
@@ -85,9 +86,11 @@ def test_layers_that_run_again_are_refused_in_several_micro_batches(lockstep: in
     assert torch.is_grad_enabled()  # a forward that was left in the middle leaves no mode behind
 
 
-@pytest.mark.parametrize("activations", ["recompute", "recompute_cheap", "drop_boundary", "keep"])
-@pytest.mark.parametrize("resident_layers", [0, 2])
-@pytest.mark.parametrize("trained", ["layers.0", "layers.1.mlp", "q_proj"])
+@every_pair(
+    activations=["recompute", "recompute_cheap", "drop_boundary", "keep"],
+    resident_layers=[0, 2],
+    trained=["layers.0", "layers.1.mlp", "q_proj"],
+)
 def test_frozen_fragments_equal_resident(activations: str, resident_layers: int, trained: str) -> None:
     model = make_model(FAMILIES["llama"]())
     for name, parameter in model.named_parameters():
@@ -100,7 +103,7 @@ def test_frozen_fragments_equal_resident(activations: str, resident_layers: int,
 
 @pytest.mark.parametrize("resident_layers", [0, 2])
 def test_state_dict_waits_for_updates(resident_layers: int) -> None:
-    lanes = EmulatedLanes(EmulatedMachine(host_bytes_per_s=1e6))
+    lanes = EmulatedLanes(EmulatedMachine(host_bytes_per_s=1e7))
     model = make_model(FAMILIES["llama"]())
     reference, engine, optimizer = attached(model, device=lanes, resident_layers=resident_layers)
     assert_same_round(engine, reference, make_batches(1), [0])

@@ -51,7 +51,7 @@ def row_name(value: Any) -> str | None:
 
 @pytest.mark.parametrize(
     ("device", "steps"),
-    [("checked", 5), ("emulated", 2), pytest.param("cpu", 2, marks=pytest.mark.parity)],
+    [("checked", 3), ("emulated", 2), pytest.param("cpu", 2, marks=pytest.mark.parity)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_equals_resident(family: str, device: str, steps: int) -> None:

@@ -22,6 +22,7 @@ from megatrain.stream.lanes import Cause, Span, Wait
 from megatrain.stream.report import StepReport, Work, length, union
 from tests.clocks import OwnClocks, TimetableLanes
 from tests.families import FAMILIES
+from tests.products import every_pair
 from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER
 
@@ -57,9 +58,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> OwnClocks:
 # -- what moved ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lockstep", [1, 4])
-@pytest.mark.parametrize("fragments", [False, True])
-@pytest.mark.parametrize("resident_layers", [0, 2])
+@every_pair(lockstep=[1, 4], fragments=[False, True], resident_layers=[0, 2])
 def test_counts_and_bytes_are_the_program_s(lockstep: int, fragments: bool, resident_layers: int) -> None:
     engine, optimizer = start(lockstep=lockstep, fragments=fragments, resident_layers=resident_layers)
     spec = engine.executor.spec

@@ -13,6 +13,7 @@ import pytest
 
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
+from tests.products import pairwise_rows
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import (
     HYPER,
@@ -44,42 +45,6 @@ AXES: dict[str, tuple[Any, ...]] = {
 """Rounds are (R, m): a step of R rounds of m micro-batches; (2, 3) has 5, so that the last one is short."""
 
 
-def pairwise_rows() -> list[dict[str, Any]]:
-    """Choose rows until every pair of values of two axes is in one: greedily, always the same ones."""
-    axes = list(AXES)
-    missing = {
-        ((one, a), (other, b))
-        for one, other in itertools.combinations(axes, 2)
-        for a in AXES[one]
-        for b in AXES[other]
-    }
-    rows = []
-    while missing:
-        row: dict[str, Any] = {}
-        first = min(missing, key=str)
-        row.update(dict(first))
-        for axis in axes:
-            if axis not in row:
-                row[axis] = max(
-                    AXES[axis],
-                    key=lambda value: (sum(pair in missing for pair in _pairs(row, axis, value)), str(value)),
-                )
-        missing -= {pair for axis in axes for pair in _pairs(row, axis, row[axis])}
-        rows.append(row)
-    return rows
-
-
-def _pairs(row: dict[str, Any], axis: str, value: Any) -> list[Any]:
-    order = list(AXES)
-    pairs = []
-    for other in row:
-        if other == axis:
-            continue
-        mine, theirs = (axis, value), (other, row[other])
-        pairs.append((mine, theirs) if order.index(axis) < order.index(other) else (theirs, mine))
-    return pairs
-
-
 def settings_of(row: dict[str, Any]) -> dict[str, Any]:
     """Turn a row into the arguments of `check_parity`."""
     num_rounds, lockstep = row["rounds"]
@@ -101,7 +66,7 @@ def row_name(value: Any) -> str | None:
     return "-".join([*parts, value["boundaries"], *flags, value["device"]])
 
 
-ROWS = pairwise_rows()
+ROWS = pairwise_rows(AXES)
 
 
 def test_rows_hold_every_pair() -> None:

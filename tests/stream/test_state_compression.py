@@ -24,6 +24,7 @@ from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from megatrain.train import loop
 from megatrain.train.loop import train
 from tests.families import FAMILIES
+from tests.products import every_value
 from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER
 from tests.train.project import make_config
@@ -64,8 +65,7 @@ def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("state", STATES)
+@every_value(precision=["fp32", "bf16"], state=list(STATES))
 def test_no_way_of_streaming_changes_a_bit(state: str, precision: str) -> None:
     """Schedules, slots, fragments, residents that are updated on the device, lanes that are threads."""
     engine, _, losses = train_steps(state, precision=precision, clip=None)

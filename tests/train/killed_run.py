@@ -1,7 +1,8 @@
 """Trains a run through many kill -9s: `python -m tests.train.killed_run ROOT NUM_KILLS SEED STEPS [drives]`.
 
-Everything is imported once; each attempt is a fork, so that a kill costs no start-up. With `drives`, the
-killed run has its state on two drives and no checkpoint before the end, and `log.txt` says where it went on.
+Everything is imported, counted and compiled once, in a dry run; each attempt is a fork, so that a kill costs
+no start-up. With `drives`, the killed run has its state on two drives and no checkpoint before the end, and
+`log.txt` says where it went on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megatrain.train.dry_run import dry_run
 from megatrain.train.loop import train
 from tests.train.project import make_config
 
@@ -60,17 +62,37 @@ def wait(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def num_rows(run: Path) -> int:
+    """Count the steps that a run has noted; after a resume, those that it takes again are written anew."""
+    file = run / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def wait_for_rows(child: int, run: Path, number: int) -> None:
+    """Wait until a run has noted so many steps, or has ended; its exit status stays for `wait`."""
+    while num_rows(run) < number:
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return
+        time.sleep(0.005)
+
+
 def main(root: Path, num_kills: int, seed: int, steps: int, *, drives: bool) -> None:
-    """Train `whole` once and `killed` through `num_kills` kills at random times."""
-    started = time.monotonic()
+    """Train `whole` once and `killed` through `num_kills` kills at random moments.
+
+    One attempt in four is killed at any moment, the others in the middle of their steps, a few of which they
+    have taken, however slow the computer is.
+    """
+    dry_run(make_config(root, "whole", **sections_of(root, "whole", steps, drives=drives)), lambda _: None)
     if wait(attempt(root, "whole", steps, drives=drives)):
         sys.exit("the uninterrupted run failed")
-    duration = time.monotonic() - started
     chance = random.Random(seed)
     kills = 0
     while kills < num_kills:
+        before = num_rows(root / "killed")
         child = attempt(root, "killed", steps, drives=drives)
-        time.sleep(chance.uniform(0.02, max(0.2, 1.5 * duration / num_kills)))
+        if kills % 4 != 3:
+            wait_for_rows(child, root / "killed", before + chance.randint(1, max(1, 2 * steps // num_kills)))
+        time.sleep(chance.uniform(0.0, 0.1 if kills % 4 != 3 else 1.0))
         os.kill(child, signal.SIGKILL)
         status = wait(child)
         if status == 0:  # it was done before the kill: begin again somewhere else in the run
@@ -80,7 +102,7 @@ def main(root: Path, num_kills: int, seed: int, steps: int, *, drives: bool) -> 
         kills += 1
     if wait(attempt(root, "killed", steps, drives=drives)):
         sys.exit("the last attempt failed")
-    print(f"{kills} kills in {steps} steps, {time.monotonic() - started:.1f} s")
+    print(f"{kills} kills in {steps} steps")
 
 
 if __name__ == "__main__":

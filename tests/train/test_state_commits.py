@@ -27,6 +27,7 @@ from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.planning.plan_run import plan_training
 from megatrain.train.run import prepare
 from megatrain.train.trace import trace
+from tests.products import every_value
 from tests.train.project import make_config
 from tests.train.test_loop import assert_same_runs, rows_of
 
@@ -151,7 +152,6 @@ def test_a_plan_of_other_fragments_does_not_keep_a_run_from_going_on(
 
 
 @pytest.mark.parity
-@pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [2, 20])
 def test_a_killed_run_goes_on_from_the_last_committed_step(tmp_path: Path, num_kills: int) -> None:
     command = [
@@ -204,8 +204,7 @@ def test_a_trace_of_a_run_on_drives_leaves_the_run_s_state_alone(
     assert {"nvme_read", "nvme_write"} <= names
 
 
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
-@pytest.mark.parametrize("ram", [None, 540_000])
+@every_value(activations=["recompute", "offload"], ram=[None, 540_000])
 def test_a_run_with_boundaries_on_drives_takes_what_was_planned_and_gives_the_same_losses(
     ram: int | None, activations: str, tmp_path: Path
 ) -> None:
@@ -239,8 +238,7 @@ def test_a_run_with_boundaries_on_drives_takes_what_was_planned_and_gives_the_sa
     assert list((tmp_path / "drive0").iterdir()) == list((tmp_path / "drive1").iterdir()) == []
 
 
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
-@pytest.mark.parametrize("fragments", [False, "auto"])
+@every_value(device=["cpu", "emulated"], fragments=[False, "auto"])
 def test_named_drives_that_ram_does_not_need_take_the_commits(
     device: str, fragments: bool | str, tmp_path: Path
 ) -> None:

@@ -83,7 +83,10 @@ CASES: list[tuple[str, str, int, str | Sequence[str], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "precision", "tokens", "policy", "more"), CASES)
+@pytest.mark.parametrize(
+    ("family", "precision", "tokens", "policy", "more"),
+    CASES[1::2] + [pytest.param(*case, marks=pytest.mark.parity) for case in CASES[::2]],
+)
 def test_predicted_bytes_are_those_of_a_run(
     family: str, precision: str, tokens: int, policy: str | Sequence[str], more: dict[str, Any]
 ) -> None:

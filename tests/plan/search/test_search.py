@@ -111,10 +111,8 @@ def check(request: Request, **grid: Any) -> None:
     ("name", "num_layers", "batch", "clips"),
     [
         ("slow link", 1, "three", True),
-        ("fast link", 1, "four", False),
         ("slow host", 2, "one", True),
         ("slow compute", 1, "one", False),
-        ("tiny device", 1, "one", False),
         ("tiny device", 1, "four", True),
         ("nothing in excess", 1, "three", False),
         ("nothing in excess", 2, "one", True),
@@ -154,9 +152,11 @@ def random_request(seed: int, num_layers: int, num_micro_batches: int) -> Reques
 EXTREMES = ("keep", "offload", "recompute")
 
 
-@pytest.mark.parametrize(("seed", "num_layers", "num_micro_batches"), [(0, 3, 1), (2, 3, 2)])
-def test_nothing_coarse_that_fits_is_faster(seed: int, num_layers: int, num_micro_batches: int) -> None:
-    check(random_request(seed, num_layers, num_micro_batches), policies=EXTREMES, coarsely=True)
+@pytest.mark.parametrize(
+    ("seed", "num_micro_batches"), [(0, 1), pytest.param(2, 2, marks=pytest.mark.parity)]
+)
+def test_nothing_coarse_that_fits_is_faster(seed: int, num_micro_batches: int) -> None:
+    check(random_request(seed, 3, num_micro_batches), policies=EXTREMES, coarsely=True)
 
 
 @pytest.mark.parity

@@ -34,6 +34,7 @@ from megatrain.stream.lanes import (
     OrderingError,
 )
 from tests.families import FAMILIES
+from tests.products import every_pair, every_value
 from tests.reference import attach_plainly, make_batches, make_model
 from tests.store.disks import Counted
 from tests.stream.lanes.test_lanes import CountingLanes, ForgetfulLanes
@@ -67,9 +68,11 @@ def shrink(engine: Engine) -> None:
     scratch_of(engine).chunk_bytes = 8192
 
 
-@pytest.mark.parametrize("activations", ["recompute", "recompute_cheap", "offload", "drop_boundary"])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("device", ["cpu", "checked", "emulated"])
+@every_pair(
+    activations=["recompute", "recompute_cheap", "offload", "drop_boundary"],
+    num_micro_batches=[1, 3],
+    device=["cpu", "checked", "emulated"],
+)
 def test_activations_on_drives_change_no_bit(
     device: str, num_micro_batches: int, activations: str, tmp_path: Path
 ) -> None:
@@ -99,8 +102,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", SETTINGS)
+@every_value(name=list(SETTINGS), precision=["fp32", "bf16"])
 def test_every_way_of_streaming_gives_the_bits_of_boundaries_on_the_device(
     name: str, precision: str, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, CheckedLanes, OrderingError
 from tests.clocks import OwnClocks, TimetableLanes
 from tests.families import FAMILIES
+from tests.products import every_pair
 from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
 from tests.store.disks import Counted
 from tests.stream.lanes.test_lanes import CountingLanes, ForgetfulLanes
@@ -65,9 +66,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("device", ["cpu", "checked", "emulated"])
-@pytest.mark.parametrize("updates", ["deferred", "immediate"])
+@every_pair(place=list(PLACES), device=["cpu", "checked", "emulated"], updates=["deferred", "immediate"])
 def test_state_on_drives_changes_no_bit(
     updates: str, device: str, place: str, make_tiers: Callable[..., Tiers]
 ) -> None:

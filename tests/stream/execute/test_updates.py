@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from megatrain.checkpoint.load import verify
 from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.blocks import aligned
+from megatrain.plan.program.operations import Lane
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, devices
 from megatrain.train import loop
@@ -37,6 +39,23 @@ UPDATES = ("deferred", "immediate", "serial")
 def slow_host(seed: int = 0, **rates: Any) -> EmulatedLanes:
     """Make lanes whose host takes some 10 ms per update, which is longer than a visit."""
     return EmulatedLanes(EmulatedMachine(host_bytes_per_s=2e7, jitter_s=1e-3, seed=seed, **rates))
+
+
+class HeldLanes(EmulatedLanes):
+    """Lanes on which the first block's updates wait until they may go: those of a step are then to come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
+        def held() -> None:
+            self.may_go.wait()
+            function()
+
+        is_held = lane is Lane.HOST and label.split()[:2] == ["update", "b0"]
+        super()._submit(lane, held if is_held else function, work, label)
 
 
 def slow_start(
@@ -91,17 +110,22 @@ def assert_same_planes(engine: Engine, expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("updates", UPDATES)
 def test_a_rate_that_changes_every_step_is_that_of_the_step(updates: str, precision: str) -> None:
     """The scheduler sets the next rate while updates with the last one are still to come."""
-    _, reference, engine, optimizer = slow_start(updates, precision=precision)
+    lanes = HeldLanes()
+    _, reference, engine, optimizer = slow_start(updates, precision=precision, device=lanes)
     ours = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.3**step)
     theirs = torch.optim.lr_scheduler.LambdaLR(reference.optimizer, lambda step: 0.3**step)
     were_behind = []
     for step in range(4):
+        engine.sync()
+        if updates == "deferred":  # the others wait for their updates
+            lanes.may_go.clear()
         one_step(engine, optimizer, reference, step)
         ours.step()
         theirs.step()
         for group in optimizer.param_groups[1:]:  # any other hyper-parameter alike
             group["weight_decay"] = reference.optimizer.param_groups[0]["weight_decay"] * 0.0
         were_behind.append(is_behind(optimizer, step + 1))
+        lanes.may_go.set()
     # who has read the norm has waited for immediate updates, which were enqueued before it
     assert were_behind == [updates == "deferred"] * 4
     assert_same_masters(engine, reference)
@@ -216,16 +240,21 @@ def test_what_is_read_right_after_a_step_is_whole(
 ) -> None:
     """Masters, the detached model, planes, saved state, an evaluation and generated tokens."""
     found = []
-    for chosen, lanes in ((updates, slow_host()), ("serial", "cpu")):
+    held = HeldLanes()
+    for chosen, lanes in ((updates, held), ("serial", "cpu")):
         (tmp_path / chosen).mkdir()
         model = make_model(FAMILIES["llama"]())
         engine = attach_plainly(model, device=lanes, **settings)
         optimizer = engine.adamw(**HYPER, max_grad_norm=None, updates=chosen)
         for step in range(2):
+            engine.sync()
+            if step == 1 and chosen != "serial":
+                held.may_go.clear()
             engine.forward_backward(make_batches(1, seed=step))
             optimizer.step()
         if not settings.get("resident_layers"):
-            assert is_behind(optimizer, 2) == (chosen != "serial"), "the host is not slow enough to tell"
+            assert is_behind(optimizer, 2) == (chosen != "serial")
+        threading.Timer(0.01, held.may_go.set).start()
         found.append(read(model, engine, tmp_path / chosen))
         engine.detach()
     assert found[0].keys() == found[1].keys()

@@ -270,7 +270,7 @@ def test_saved_weights_share_the_memory_that_was_put_in() -> None:
 # -- nothing is compiled twice ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("activations", ["recompute", pytest.param("keep", marks=pytest.mark.parity)])
 def test_nothing_is_compiled_after_the_first_step(activations: str) -> None:
     engine = attach_plainly(
         make_model(FAMILIES["gemma2"]()), device="checked", activations=activations, num_slots=3

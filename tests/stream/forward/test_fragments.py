@@ -15,6 +15,7 @@ from megatrain.stream.engine import Engine
 from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
+from tests.products import every_pair
 from tests.reference import Resident, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_round, assert_same_steps, start
 
@@ -240,10 +241,7 @@ TRAINED: dict[str, tuple[str, Callable[[str], bool]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("activations", "lockstep"), [("recompute", 1), ("recompute", 2), ("keep", 1), ("drop_boundary", 2)]
-)
-@pytest.mark.parametrize("which", TRAINED)
+@every_pair(activations=["recompute", "keep", "drop_boundary"], lockstep=[1, 2], which=list(TRAINED))
 def test_training_some_fragments_equals_resident(which: str, activations: str, lockstep: int) -> None:
     """A fragment without trained parameters has no gradient, and leaves its slot all the same."""
     family, is_trained = TRAINED[which]

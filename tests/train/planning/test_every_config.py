@@ -19,7 +19,6 @@ PAIRS = [
     ("Llama-3.1-405B", "h200"),
     ("gpt-oss-120b", "b200"),
     ("Qwen2.5-VL-7B", "gh200"),
-    ("gemma-3-27b-it", "cxl-node"),
 ]
 """Dense, of experts, with images, too large; a CPU, a desktop, servers."""
 
