@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# as many processes as there are cores for this one
+WORKERS ?= $(shell nproc)
 STAMP := $(VENV)/.installed
 
 .PHONY: setup demo test check lint parity clean
@@ -17,7 +19,7 @@ demo: setup
 	$(BIN)/megatrain quickstart
 
 test: setup
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
@@ -28,7 +30,7 @@ check: lint test
 
 # The full products behind the pairwise tests of `make test`; about half an hour on 2 cores.
 parity: setup
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m parity
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m parity
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

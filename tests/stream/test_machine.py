@@ -65,6 +65,7 @@ def test_a_device_that_there_is_not_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_gpu_has_its_own_memory_and_link() -> None:
     spec = common_gpu(torch.device("cuda", 0), "bf16")
     _, total = torch.cuda.mem_get_info()
