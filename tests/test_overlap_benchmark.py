@@ -41,7 +41,7 @@ def write_machines(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parity  # its lanes are threads: on a computer that is busy with other work its figures are not sure
+@pytest.mark.parity  # its lanes are threads: on a busy computer its figures are not sure
 def test_a_quick_run_reports_physical_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
