@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -60,7 +61,7 @@ class Entry:
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: what follows from the entries is kept
 class BlockLayout:
     """The flat layout of one block.
 
@@ -71,37 +72,37 @@ class BlockLayout:
     entries: tuple[Entry, ...]
     sizes: BlockBytes
 
-    @property
+    @cached_property
     def working_bytes(self) -> int:
         """Bytes of the working weights, padding included."""
         return self.sizes.working_bytes
 
-    @property
+    @cached_property
     def num_split(self) -> int:
         """State elements of bf16 parameters, padding included: they have a remainder."""
         return self.sizes.num_split
 
-    @property
+    @cached_property
     def num_state(self) -> int:
         """State elements in all, padding included."""
         return self.sizes.num_state
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         """Bytes of the complete gradient: each parameter's in its working dtype."""
         return self.sizes.gradient_bytes
 
-    @property
+    @cached_property
     def trained(self) -> tuple[Entry, ...]:
         """The trained parameters, in state order."""
         return tuple(entry for entry in self.entries if entry.state_offset is not None)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Elements of all parameters, padding not counted."""
         return sum(entry.numel for entry in self.entries)
 
-    @property
+    @cached_property
     def scale_ranges(self) -> dict[str, tuple[int, int]]:
         """Where the scales of each trained parameter are in a block's scale planes: [start, stop)."""
         ranges, start = {}, 0
@@ -111,7 +112,7 @@ class BlockLayout:
             start = stop
         return ranges
 
-    @property
+    @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
         """State ranges `[start, stop)` between parameters."""
         gaps = []

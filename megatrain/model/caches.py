@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 from transformers import Cache
@@ -26,8 +27,14 @@ def _own_cache(held: Any) -> Any:
         return type(held)(map(_own_cache, held))
     if isinstance(held, dict):
         return {key: _own_cache(value) for key, value in held.items()}
-    if any(base.__module__ == Cache.__module__ for base in type(held).__mro__):  # a cache, or a layer of one
-        own = copy.copy(held)
-        vars(own).update({name: _own_cache(value) for name, value in vars(held).items()})
-        return own
-    return held
+    if not _is_part_of_cache(held.__class__):
+        return held
+    own = copy.copy(held)
+    vars(own).update({name: _own_cache(value) for name, value in vars(held).items()})
+    return own
+
+
+@cache
+def _is_part_of_cache(kind: type) -> bool:
+    """Whether objects of a class are caches, or layers of one."""
+    return any(base.__module__ == Cache.__module__ for base in kind.__mro__)
