@@ -20,7 +20,7 @@ from megatrain.model.head import targets_of
 from megatrain.plan.program.operations import Lane
 from megatrain.store.state import Precision
 from megatrain.stream.forward.arrangement import Arrangement
-from megatrain.stream.forward.batch_size import MicroBatchSize
+from megatrain.stream.forward.micro_batches import MicroBatchSize
 from megatrain.stream.lanes import Record, Span, Wait
 from megatrain.stream.report import StepReport, Work
 

@@ -18,13 +18,12 @@ from megatrain.errors import ModelError
 from megatrain.model.head import Head, Share, count_targets
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
-from megatrain.stream.forward.batch_size import MicroBatchSize
 from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.layer_visit import LayerVisit
 from megatrain.stream.forward.lockstep import Lockstep
+from megatrain.stream.forward.micro_batches import MicroBatchSize, join_outputs, split_batch
 from megatrain.stream.forward.overrides import Overrides
 from megatrain.stream.forward.passes import Pass, move_buffers, to_device
-from megatrain.stream.forward.split_batch import join_outputs, split_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

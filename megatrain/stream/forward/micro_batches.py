@@ -1,10 +1,10 @@
-"""One large batch as several micro-batches, cut at the model's entry and nowhere inside."""
+"""How large a micro-batch is, and one large batch as several, cut at the model's entry and nowhere inside."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,28 @@ _PER_ROW = (
     "token_type_ids",
 )
 """Arguments of a CausalLM whose first dimension is the batch."""
+
+
+class MicroBatchSize(NamedTuple):
+    """A micro-batch's size. Tensors are 0-dim: nobody waits for the device to know them."""
+
+    row_tokens: int
+    positions: int
+    """Tokens, padding too."""
+    present: int | Tensor
+    """Tokens that are no padding."""
+
+    @classmethod
+    def of(cls, named: Mapping[str, Any]) -> MicroBatchSize | None:
+        """Read the arguments of a forward; None if they hold no tokens."""
+        ids, embeds = named.get("input_ids"), named.get("inputs_embeds")
+        shape = ids.shape if ids is not None else None if embeds is None else embeds.shape[:-1]
+        if not shape:
+            return None
+        mask = named.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == shape:
+            return cls(shape[-1], shape.numel(), mask.sum())
+        return cls(shape[-1], shape.numel(), shape.numel())
 
 
 def split_batch(named: Mapping[str, Any] | None, rows: int) -> list[dict[str, Any]] | None:
