@@ -101,6 +101,11 @@ class Choice:
         """Return where a plane is: `ram` or `nvme`."""
         return dict(self.tiers).get(plane, "ram")
 
+    def has_state_on_drives(self, num_blocks: int) -> bool:
+        """Whether the state or the weights of a block are on drives, of a model of so many blocks."""
+        has_state = self.tier("moments") == "nvme" and self.blocks_in_ram < num_blocks
+        return has_state or (self.tier("working") == "nvme" and self.weights_in_ram < num_blocks)
+
     def num_rounds(self, num_micro_batches: int) -> int:
         """Return in how many rounds the micro-batches of a step pass."""
         return -(-num_micro_batches // self.lockstep)

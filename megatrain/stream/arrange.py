@@ -56,12 +56,13 @@ def check_choice(choice: Choice, blocks: Sequence[Block], *, compiles: bool = Fa
         )
 
 
-def changed(choice: Choice, old: Choice) -> Choice:
+def changed(choice: Choice, old: Choice, num_blocks: int) -> Choice:
     """Return a choice as an engine can go on with it, whose state stays as it is.
 
     Args:
-        choice: What is wanted.
+        choice: What is wanted. Planes on drives of which RAM holds every block are in RAM.
         old: What is in force.
+        num_blocks: Of the model.
 
     Raises:
         ConfigError: Fields are open, or the state would have to be another.
@@ -77,7 +78,7 @@ def changed(choice: Choice, old: Choice) -> Choice:
             f"head_chunk_tokens is {choice.head_chunk_tokens}, and was {old.head_chunk_tokens}: the loss "
             "would be rounded in another way; detach the engine, and attach again"
         )
-    now_there, wanted = ("nvme" in dict(c.tiers).values() for c in (old, choice))
+    now_there, wanted = (c.has_state_on_drives(num_blocks) for c in (old, choice))
     if now_there != wanted:
         raise ConfigError(
             f"the choice puts {'a part' if wanted else 'nothing'} of the state on drives (tiers), where "

@@ -120,7 +120,7 @@ class Engine:
         """
         self.require_attached()
         arrangement, rounds = self.arrangement, self.arrangement.rounds
-        choice = changed(choice, self.choice)
+        choice = changed(choice, self.choice, len(arrangement.binding.blocks))
         if rounds.is_broken:
             rounds.drop()
         if self._model_forward.is_open or rounds.is_open or arrangement.gradients.blocks:

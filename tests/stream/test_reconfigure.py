@@ -299,10 +299,12 @@ def test_an_allocation_that_fails_brings_the_old_arrangement_back(monkeypatch: p
     assert engine.lanes.device_bytes == held
 
 
-def tiered(tmp_path: Path, device: Any = "checked", choice: Choice = PLAIN) -> tuple[Engine, Any]:
-    """Attach a model whose whole state is on a drive, as far as it can be."""
+def tiered(
+    tmp_path: Path, device: Any = "checked", choice: Choice = PLAIN, ram: int | None = 500_000
+) -> tuple[Engine, Any]:
+    """Attach a model with a drive: its whole state is there, as far as it can be, or with `ram=None` none."""
     model = make_model(FAMILIES["llama_tied"]())
-    tiers = Tiers(nvme=(tmp_path / "drive",), ram=500_000)
+    tiers = Tiers(nvme=(tmp_path / "drive",), ram=ram)
     engine = attach_plainly(model, device=device, precision="bf16", choice=choice, tiers=tiers)
     engine.arrangement.offloaded._min_bytes = 1
     return engine, engine.adamw(**HYPER, max_grad_norm=0.5)
@@ -330,6 +332,21 @@ def test_an_engine_with_state_on_drives_changes_too(device: str, tmp_path: Path)
     assert planes_of(other).keys() == planes.keys()
     for name, master in other.named_masters():
         assert_same_bits(masters[name], master, name)
+    engine.detach()
+
+
+def test_planes_on_drives_of_which_ram_holds_every_block_are_in_ram(tmp_path: Path) -> None:
+    """A plan of a run that commits names the planes; what fits in RAM is there, and stays there."""
+    engine, optimizer = tiered(tmp_path, ram=None)
+    assert engine.choice.tiers == frozenset()
+    num_blocks = len(engine.arrangement.binding.blocks)
+    planes = frozenset({("remainder", "nvme"), ("moments", "nvme")})
+    engine.reconfigure(replace(engine.choice, num_slots=3, tiers=planes, blocks_in_ram=num_blocks))
+    assert (engine.choice.num_slots, engine.choice.tiers) == (3, frozenset())
+    expected, _ = fixed_run("bf16", 0.5, False, "llama_tied")
+    assert_same_bits(one_step(engine, optimizer, 0)[0], expected[0][0], "loss")
+    with pytest.raises(ConfigError, match="puts a part of the state on drives"):
+        engine.reconfigure(replace(engine.choice, tiers=planes, blocks_in_ram=num_blocks - 1))
     engine.detach()
 
 
