@@ -119,6 +119,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan, take two steps, show both side by side; write nothing.")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say also what was measured, planned and arranged.")
+    ] = False,
 ) -> None:
     """Train a model from a CONFIG file, from flags, or from both; flags and overrides win.
 
@@ -126,6 +129,8 @@ def train(
 
     An argument with "=" in it is an override. A run that was stopped continues with the same command.
     """
+    if verbose:
+        logging.getLogger("megatrain").setLevel(logging.DEBUG)
     flags = {
         "model.path": model,
         "data.path": data or None,

@@ -47,9 +47,14 @@ class PackedWindows:
         """Return the counts as one line."""
         num_windows, seq_len = self.windows.shape
         return (
-            f"{self.num_documents:,} documents, {self.num_tokens:,} tokens, "
-            f"{num_windows:,} sequences of {seq_len:,} ({self.num_dropped_tokens:,} tokens at the end cut)"
+            f"{_number(self.num_documents, 'document')}, {_number(self.num_tokens, 'token')}, "
+            f"{_number(num_windows, 'sequence')} of {seq_len:,} "
+            f"({_number(self.num_dropped_tokens, 'token')} at the end cut)"
         )
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def tokenize(

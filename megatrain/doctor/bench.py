@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +109,12 @@ class Bench:
 
 
 def run_bench(
-    device: torch.device, directory: Path | None, sizes: Sizes | None = None, *, how: str = ""
+    device: torch.device,
+    directory: Path | None,
+    sizes: Sizes | None = None,
+    *,
+    how: str = "",
+    show: Callable[[str], object] = _log.debug,
 ) -> Bench:
     """Measure everything, one after the other.
 
@@ -118,6 +123,7 @@ def run_bench(
         directory: whose drive is measured; None: no drive.
         sizes: how much and how long.
         how: for `sources` of the machine file.
+        show: is told what is measured next.
 
     Raises:
         ConfigError: The directory cannot be written, or has no room.
@@ -126,7 +132,7 @@ def run_bench(
     began_s = time.perf_counter()
     drive = None
     if directory is not None:  # first: it can fail, and takes longest
-        _log.info("measuring: drive")
+        show("measuring: drive")
         drive = measure_drive(
             directory,
             file_bytes=sizes.file_bytes,
@@ -134,7 +140,7 @@ def run_bench(
             threads=sizes.drive_threads,
             cell_s=sizes.cell_s,
         )
-    _log.info("measuring: copies, host memory")
+    show("measuring: copies, host memory")
     copies = copy_rates(device, nbytes=sizes.copy_bytes, seconds=sizes.seconds)
     nodes = _measure_nodes(sizes)
     on_gpu = device.type == "cuda"
@@ -143,7 +149,7 @@ def run_bench(
         if on_gpu
         else sum(rate for _, rate in nodes)
     )
-    _log.info("measuring: matrix products, attention, updates")
+    show("measuring: matrix products, attention, updates")
     tokens = sizes.attention_tokens if on_gpu else sizes.attention_tokens // 8
     attention = {
         name: attention_rate(device, dtype, tokens=tokens, seconds=sizes.seconds)
@@ -153,7 +159,7 @@ def run_bench(
     lock_limit = min(sizes.lock_bytes, host_memory().available_bytes // 4)
     launch_s = None
     if sizes.overhead_layers:
-        _log.info("measuring: a visit's overhead")
+        show("measuring: a visit's overhead")
         launch_s = visit_overhead_s(device, num_layers=sizes.overhead_layers)
     if on_gpu:
         torch.cuda.empty_cache()  # what is free of the device's memory is asked next

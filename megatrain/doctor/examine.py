@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import textwrap
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ from megatrain.hardware.memory import GIB
 from megatrain.hardware.present import memory_nodes
 from megatrain.hardware.spec import HardwareSpec
 from megatrain.optim.threads import update_threads
+
+_log = logging.getLogger(__name__)
 
 _COLUMNS = 110
 _WIDTH = 22
@@ -110,7 +113,7 @@ def examine(
     ]
     if not bench:
         return Report(checks=tuple(checks))
-    found = run_bench(device, path, sizes)
+    found = run_bench(device, path, sizes, show=_log.info)
     checks += check_bench(found, on_gpu)
     return Report(checks=tuple(checks), bench=found, machine=machine_of(found, path, sensor))
 

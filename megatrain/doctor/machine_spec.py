@@ -41,9 +41,9 @@ def this_machine(kept: Path | None, path: Path | None = None) -> HardwareSpec:
         marks = fingerprint(device_name(), worker_threads())
         known = load_measured(kept, machine=marks, drive=drive)
         if known is not None and (known.drives is not None or path is None):
-            _log.info("rates of this machine: kept by doctor --bench")
+            _log.debug("rates of this machine: kept by doctor --bench")
             return with_present_capacities(known, device=present_device(open_own_sensor()), path=path)
-    _log.info("rates of this machine: measured in a few seconds; megatrain doctor --bench keeps better ones")
+    _log.debug("rates of this machine: measured in a few seconds; megatrain doctor --bench keeps better ones")
     bench = run_bench(compute_device(), path, QUICK, how="measured on this machine, quickly")
     return machine_of(bench, path, open_own_sensor())
 

@@ -122,9 +122,9 @@ def make_host(
     if tiers is None:
         return HostState(layouts, precision)
     host = TieredState(layouts, precision, tiers, accumulates=accumulates)
-    _log.info("%s", host.on_drives.placement.describe(len(layouts)))
+    _log.debug("%s", host.on_drives.placement.describe(len(layouts)))
     read, written, committed = (nbytes / 1e9 for nbytes in host.on_drives.bytes_per_step())
-    _log.info(
+    _log.debug(
         "drives: a step reads %.3g GB and writes %.3g GB for its updates, beside weights that it fetches "
         "from there; a commit writes %.3g GB more",
         read,

@@ -120,7 +120,7 @@ def train(config: Config, *, resume: str = "auto", measure: Measure | None = Non
         if committed is not None and found is not None and committed.step <= int(found[1]["step"]):
             committed = None
         checkpoint, meta = found or (None, None)
-        run = prepare(config, checkpoint, meta, committed, measure=measure)
+        run = prepare(config, checkpoint, meta, committed, measure=measure, show=_log.info)
         directory.begin(config)
         is_done = False
         try:

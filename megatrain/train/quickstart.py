@@ -203,9 +203,10 @@ def _compare_with_resident(
     from megatrain.data.tokenizer import load_tokenizer
     from megatrain.model.weights.initialise import initialise_weights
     from megatrain.model.weights.skeleton import read_config
-    from megatrain.train.run import make_loader
+    from megatrain.train.inputs import make_loader, pack_data
 
-    loader = make_loader(config, load_tokenizer(str(Path(config.out) / "hf")), read_config(config.model.path))
+    tokenizer = load_tokenizer(str(Path(config.out) / "hf"))
+    loader = make_loader(config, pack_data(config, tokenizer, read_config(config.model.path)))
     model = AutoModelForCausalLM.from_config(read_config(config.model.path))
     initialise_weights(model, seed=config.train.seed)
     model.train()

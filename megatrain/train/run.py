@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +16,6 @@ import torch
 from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.config import Config
 from megatrain.data.loader import PackedLoader
-from megatrain.data.packing import check_seq_len, pack, tokenize
-from megatrain.data.text import read_texts
-from megatrain.data.tokenizer import (
-    check_vocabulary,
-    end_of_document,
-    has_tokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.hardware.care import Care, open_sensor, power_cap_advice
@@ -37,14 +29,16 @@ from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.load import load
 from megatrain.stream.machine import Measure
 from megatrain.stream.optimizer import StreamedAdamW
+from megatrain.train.inputs import choose_tokenizer, make_loader, pack_data
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.plan_run import Planned
+from megatrain.train.start import start_lines
 from megatrain.train.state import compact_counts, expand_counts, read_state, write_model, write_state
 from megatrain.train.state_commits import encode_buffers, laid_out_as, restore_buffers, tiers_of
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
@@ -157,11 +151,19 @@ def prepare(
     committed: CommitRecord | None = None,
     *,
     measure: Measure | None = None,
+    show: Callable[[str], object] = _log.debug,
 ) -> Run:
     """Make everything that a run needs; from a checkpoint, or from what is committed on drives, if any.
 
-    Checks come first, then the data, then the plan, then memory is taken, as planned. `measure` is as in
-    `machine_for`.
+    Checks come first, then the data, then the plan, then memory is taken, as planned.
+
+    Args:
+        config: Complete and checked.
+        checkpoint: To go on from; None: none.
+        meta: Of its manifest.
+        committed: To go on from, in the place of a checkpoint.
+        measure: As in `machine_for`.
+        show: Is given the lines of `start_lines`, before memory is taken.
 
     Raises:
         MegatrainError: Its subclasses say what is wrong with the model, the data, the configuration or the
@@ -172,14 +174,26 @@ def prepare(
     liger = uses_liger(config.model.kernels, compute_device(config.train.device).type)
     source = str(checkpoint) if checkpoint is not None else config.model.path
     model_config = read_config(source)
-    tokenizer = _tokenizer(config, checkpoint, model_config)
-    loader = make_loader(config, tokenizer, model_config)
+    tokenizer = choose_tokenizer(config, checkpoint, model_config)
+    packed = pack_data(config, tokenizer, model_config)
+    loader = make_loader(config, packed)
     num_steps = config.train.steps or loader.steps_per_epoch
     _choose_threads()
     if liger:
         apply_liger(model_config.get_text_config().model_type)
     _measure_peak(config)
     planned = plan_memory(config, model_config, measure)
+    earlier = meta if committed is None else committed.meta
+    first_step = 0 if earlier is None else int(earlier["step"])
+    for line in start_lines(
+        config,
+        planned,
+        data=packed.describe(),
+        num_steps=num_steps,
+        first_step=first_step,
+        now=datetime.now(),
+    ):
+        show(line)
     choice = config.choice if planned is None else planned.plan.choice
     tiers = tiers_of(config, choice, resumes=committed is not None)
     settings: dict[str, Any] = {
@@ -208,7 +222,7 @@ def prepare(
         device_limit=memory.device_budget,
         **settings,
     )
-    _log.info(
+    _log.debug(
         "%s; compiled: %s; optimizer state: %s",
         engine.choice.describe(),
         "no" if engine.compiler is None else "yes",
@@ -239,7 +253,6 @@ def prepare(
     if committed is not None:
         _report_changes(config, committed.meta)
         run.restore_position(committed.meta)
-        _log.info("going on from step %d, as committed on the drives", run.step)
     elif checkpoint is not None:
         assert meta is not None
         _report_changes(config, meta)
@@ -263,8 +276,8 @@ def _choose_threads() -> None:
     allowed = worker_threads()
     if torch.get_num_threads() > allowed:
         torch.set_num_threads(allowed)
-    _log.info("torch threads: %d", torch.get_num_threads())
-    _log.info("%s", update_threads().describe())
+    _log.debug("torch threads: %d", torch.get_num_threads())
+    _log.debug("%s", update_threads().describe())
 
 
 def _measure_peak(config: Config) -> None:
@@ -272,46 +285,7 @@ def _measure_peak(config: Config) -> None:
     device = compute_device(config.train.device)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.precision]
     peak = measure_matmul_peak(device, dtype)
-    _log.info("matrix products: %.4g TFLOP/s in %s on %s, measured", peak / 1e12, dtype, device)
-
-
-def make_loader(
-    config: Config, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> PackedLoader:
-    """Tokenise and pack the data, and check it against the model.
-
-    Raises:
-        DataError: The data cannot be read, or has a token that the model does not know.
-        ConfigError: Sequences longer than the model's context.
-    """
-    check_seq_len(config.data.seq_len, model_config)
-    packed = pack(tokenize(_texts(config), tokenizer, end_id=end_of_document(tokenizer)), config.data.seq_len)
-    check_vocabulary(packed.max_id, model_config.get_text_config().vocab_size, tokenizer_size=len(tokenizer))
-    _log.info("data: %s", packed.describe())
-    return PackedLoader(
-        packed.windows,
-        micro_batch_size=config.train.micro_batch_size,
-        num_micro_batches=config.train.grad_accumulation,
-        seed=config.data_seed,
-        shuffle=config.data.shuffle,
-    )
-
-
-def _texts(config: Config) -> Iterator[str]:
-    return (document.text for document in read_texts(config.data.path, text_column=config.data.text_column))
-
-
-def _tokenizer(
-    config: Config, checkpoint: Path | None, model_config: PretrainedConfig
-) -> PreTrainedTokenizerBase:
-    if checkpoint is not None:
-        return load_tokenizer(str(checkpoint))
-    if config.data.tokenizer is not None:
-        return load_tokenizer(config.data.tokenizer)
-    if config.model.init == "random" and not has_tokenizer(config.model.path):
-        vocab_size = config.data.vocab_size or model_config.get_text_config().vocab_size
-        return train_tokenizer(_texts(config), vocab_size)
-    return load_tokenizer(config.model.path)
+    _log.debug("matrix products: %.4g TFLOP/s in %s on %s, measured", peak / 1e12, dtype, device)
 
 
 def _scheduler(

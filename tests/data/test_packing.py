@@ -23,7 +23,7 @@ def test_windows_are_the_joined_documents_cut_to_length() -> None:
     assert packed.windows.tolist() == [[1, 2, 0, 3], [0, 4, 5, 6]]
     assert packed.windows.dtype == np.int32
     assert (packed.num_documents, packed.num_tokens, packed.num_dropped_tokens, packed.max_id) == (3, 9, 1, 6)
-    assert packed.describe() == "3 documents, 9 tokens, 2 sequences of 4 (1 tokens at the end cut)"
+    assert packed.describe() == "3 documents, 9 tokens, 2 sequences of 4 (1 token at the end cut)"
 
 
 @settings(deadline=None)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, get_scheduler
 from megatrain.config import build_config
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.model.weights.skeleton import read_config
+from megatrain.train.inputs import make_loader, pack_data
 from megatrain.train.loop import train
-from megatrain.train.run import make_loader
 from megatrain.train.sample import sample
 from tests.reference import Resident
 
@@ -48,7 +48,7 @@ def test_finetuned_story_model_equals_resident(tmp_path: Path, steps: int, share
         weight_decay=config.optim.weight_decay,
     )
     schedule = get_scheduler("cosine", reference.optimizer, num_warmup_steps=20, num_training_steps=steps)
-    loader = make_loader(config, load_tokenizer(str(model_path)), read_config(model_path))
+    loader = make_loader(config, pack_data(config, load_tokenizer(str(model_path)), read_config(model_path)))
     for row, batches in zip(rows, loader, strict=False):
         loss = float(reference.forward_backward(batches))
         assert row["loss"] == loss, row["step"]

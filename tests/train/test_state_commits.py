@@ -76,11 +76,11 @@ def test_a_run_on_drives_that_is_stopped_anywhere_goes_on_to_the_same_bits(
     for step in (0, 2, 3, 5):
         with monkeypatch.context() as patch:
             stop_after(step, patch)
-            with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.INFO, logger="megatrain"):
+            with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.DEBUG, logger="megatrain"):
                 train(config)
         record = read_record(tmp_path / "drive0")
         assert (record.step if record else 0) == step
-    with caplog.at_level(logging.INFO, logger="megatrain"):
+    with caplog.at_level(logging.DEBUG, logger="megatrain"):
         train(config)
     assert_same_runs(tmp_path / "run", whole)
     found = re.findall(r"going on from step (\d)", caplog.text)

@@ -335,7 +335,7 @@ class Executor(Issuer):
         block = visit.block
         if had_plan and not self._surprised:
             self._surprised = True
-            _log.info("block %d is visited out of the foreseen order; copies go on without foresight", block)
+            _log.debug("block %d is visited out of the foreseen order; copies go on without foresight", block)
         self._flush_ring()
         loads = is_backward and self.spec.sizes[block].is_streamed and self.gradients.has(block)
         wide = loads and self.host.precision is Precision.BF16

@@ -32,7 +32,7 @@ def plan_memory(config: Config, model_config: PretrainedConfig, measure: Measure
     except ModelError:
         return None
     plan = planned.plan
-    _log.info(
+    _log.debug(
         "plan: %.3g s per step, bound by %s; %.2f GiB on the host, %.2f GiB on the device (%.2f s, %d timed)",
         plan.step_s,
         plan.bound,

@@ -1,0 +1,77 @@
+"""What a user reads before the first step: four lines, made from the plan before memory is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+
+from megatrain.config import Config
+from megatrain.config.choice import Plan
+from megatrain.layout.moments import MomentFormat
+from megatrain.train.metrics import format_bytes, format_duration
+from megatrain.train.planning.plan_run import Planned
+
+_STATE = {"fp32": "", "bf16": "with fp32 masters"}
+"""What training in a precision keeps beside the weights, in a user's words."""
+
+
+def start_lines(
+    config: Config, planned: Planned | None, *, data: str, num_steps: int, first_step: int, now: datetime
+) -> Iterator[str]:
+    """Yield what is trained, what fits where, how fast it should be, and where results go.
+
+    Args:
+        config: Of the run.
+        planned: Its plan; None: the model cannot be counted, and two of the lines become one.
+        data: What is trained on, in a few words.
+        num_steps: Of the whole run.
+        first_step: Steps that an earlier process has done.
+        now: In local time, from which the end is foreseen.
+    """
+    size = "" if planned is None else f" ({_count(planned.request.anatomy.num_params)} parameters)"
+    start = "from random weights, " if config.model.init == "random" else ""
+    numbers = [f"{config.train.precision} {_STATE[config.train.precision]}".strip()]
+    if config.optim.state != "fp32":
+        numbers.append(f"optimizer state: {MomentFormat(config.optim.state).describe()}")
+    yield f"training: {config.model.path}{size}, {start}in {', '.join(numbers)}, on {data}"
+    if planned is None:
+        yield "memory and speed: not known before the first step, since this model cannot be counted"
+    else:
+        yield f"memory: {_memory(planned)}"
+        yield f"speed: {_speed(planned.plan, num_steps, first_step, now)}"
+    going_on = f"; going on from step {first_step} of {num_steps}" if first_step else ""
+    yield f"results: in {config.out}, the model in {config.out}/hf at the end{going_on}"
+
+
+def _memory(planned: Planned) -> str:
+    plan, spec = planned.plan, planned.request.spec
+    parts = [_share(plan, "ram", "in RAM")]
+    if not spec.is_cpu:
+        parts.append(_share(plan, "device", f"on {spec.name}"))
+    on_drives = plan.tier_bytes("nvme")
+    if on_drives:
+        parts.append(f"{format_bytes(on_drives)} on drives")
+    return ", ".join(parts)
+
+
+def _share(plan: Plan, tier: str, place: str) -> str:
+    limit = plan.limits.get(tier)
+    of = "" if limit is None else f" of {format_bytes(limit)}"
+    return f"{format_bytes(plan.tier_bytes(tier))}{of} {place}"
+
+
+def _speed(plan: Plan, num_steps: int, first_step: int, now: datetime) -> str:
+    left_s = plan.step_s * (num_steps - first_step)
+    end = now + timedelta(seconds=left_s)
+    when = f"{end:%H:%M}" if end.date() == now.date() else f"{end:%Y-%m-%d %H:%M}"
+    return (
+        f"about {plan.tokens_per_s:,.0f} tokens/s, {plan.step_s:.3g} s a step, bound by {plan.bound}; "
+        f"{num_steps - first_step:,} steps take {format_duration(left_s)}, until {when}"
+    )
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)

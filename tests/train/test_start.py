@@ -1,0 +1,118 @@
+"""What a user reads before the first step: four lines, with the plan's numbers."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.config import Config
+from megatrain.config.choice import Pool
+from megatrain.errors import ModelError
+from megatrain.hardware import load_machine
+from megatrain.model.weights.skeleton import read_config
+from megatrain.train.loop import train
+from megatrain.train.planning import allocation
+from megatrain.train.planning.plan_run import Planned, plan_training
+from megatrain.train.planning.run_machine import machine_for
+from megatrain.train.run import prepare
+from megatrain.train.start import start_lines
+from tests.train.project import make_config
+
+NOON = datetime(2026, 2, 3, 12, 0)
+GIB = 1 << 30
+
+
+def planned_as(config: Config, *, device: bool = False, **changes: Any) -> Planned:
+    """Plan a run, and say other numbers in the plan."""
+    planned = plan_training(config, read_config(config.model.path), machine_for(config))
+    spec = load_machine("rtx-3090") if device else planned.request.spec
+    request = replace(planned.request, spec=spec)
+    return replace(planned, request=request, plan=replace(planned.plan, **changes))
+
+
+def lines_of(config: Config, planned: Planned | None, first_step: int = 0) -> list[str]:
+    told = {"data": "5 documents", "num_steps": 100, "first_step": first_step, "now": NOON}
+    return list(start_lines(config, planned, **told))  # type: ignore[arg-type]
+
+
+def test_four_lines_say_what_where_how_fast_and_whereto(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    planned = planned_as(
+        config,
+        pools=(Pool("ram", "working", 3 * GIB), Pool("ram", "moments", GIB // 2)),
+        limits={"ram": 20 * GIB},
+        tokens_per_s=12_345.6,
+        step_s=36.0,
+        bound="compute",
+    )
+    count = planned.request.anatomy.num_params
+    assert lines_of(config, planned) == [
+        f"training: {config.model.path} ({count / 1000:.1f} K parameters), from random weights, in fp32, on "
+        "5 documents",
+        "memory: 3.50 GiB of 20.00 GiB in RAM",
+        "speed: about 12,346 tokens/s, 36 s a step, bound by compute; 100 steps take 1h 00m, until 13:00",
+        f"results: in {config.out}, the model in {config.out}/hf at the end",
+    ]
+
+
+def test_a_resumed_run_says_what_is_left(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    planned = planned_as(config, step_s=3600.0, tokens_per_s=1.0, bound="compute")
+    _, _, speed, results = lines_of(config, planned, first_step=60)
+    assert speed.endswith("; 40 steps take 1d 16h, until 2026-02-05 04:00")
+    assert results.endswith("; going on from step 60 of 100")
+
+
+def test_every_tier_is_named(tmp_path: Path) -> None:
+    config = make_config(tmp_path, train={"precision": "bf16"}, optim={"state": "int8"})
+    pools = tuple(Pool(tier, "some", size * GIB) for tier, size in (("ram", 1), ("device", 2), ("nvme", 3)))
+    planned = planned_as(config, device=True, pools=pools, limits={"ram": 4 * GIB, "nvme": 5 * GIB})
+    training, memory, _, _ = lines_of(config, planned)
+    assert memory == "memory: 1.00 GiB of 4.00 GiB in RAM, 2.00 GiB on rtx-3090, 3.00 GiB on drives"
+    assert "in bf16 with fp32 masters, optimizer state: int8 (not exact), on" in training
+
+
+def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:
+    _, second, third = lines_of(make_config(tmp_path), None)
+    assert second == "memory and speed: not known before the first step, since this model cannot be counted"
+    assert third.startswith("results: ")
+
+
+def test_a_run_says_no_more_than_four_lines_before_its_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path, train={"steps": 1}, optim={"warmup_steps": 0}, log={"progress": "lines"})
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        train(config)
+    names = [message.partition(" ")[0] for message in caplog.messages]
+    assert names == ["training:", "memory:", "speed:", "results:", "step", "done:"]
+
+
+def test_the_plan_is_said_before_memory_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError(str(len(said)))
+
+    monkeypatch.setattr("megatrain.train.run.load", no_memory)
+    with pytest.raises(MemoryError, match="4"):
+        prepare(make_config(tmp_path), None, None, show=said.append)
+
+    def uncountable(*_: object) -> None:
+        raise ModelError("no")
+
+    said.clear()
+    monkeypatch.setattr(allocation, "plan_training", uncountable)
+    with pytest.raises(MemoryError, match="3"):
+        prepare(make_config(tmp_path), None, None, show=said.append)
+    with caplog.at_level(logging.DEBUG, logger="megatrain"), pytest.raises(MemoryError):
+        prepare(make_config(tmp_path), None, None)
+    details = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
+    assert any(message.startswith("matrix products: ") for message in details)
