@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatrain.layout.moments import MOMENT_PLANES
 from megatrain.plan.program.operations import Buffer, Lane
+from megatrain.store.drives.scratch import Place, ScratchFiles
 from megatrain.store.drives.striped import StripedStore
 from megatrain.store.on_drives import BlocksOnDrives
 from megatrain.stream.engine import Engine
@@ -70,6 +71,9 @@ class Recorder(TorchDispatchMode):
         found += [(("waiting", n), gradients.waiting(n)) for n in gradients._starts if gradients.waits]
         for number, planes_there in engine.executor.states._planes.items():
             found += [(("device_moments", number), plane) for plane in planes_there.values()]
+        staging = engine.arrangement.offloaded._staging
+        if staging is not None:
+            found += [(("activation_staging", buffer.index), buffer.flat) for buffer in staging._free]
         drives = engine.executor.drives
         if drives is not None:
             found += [(("drive_staging", n), tensor) for n, tensor in enumerate(drives._staging)]
@@ -139,6 +143,8 @@ class Recorder(TorchDispatchMode):
             stack.enter_context(_wrapped(BlocksOnDrives, self._read, "read"))
             stack.enter_context(_wrapped(BlocksOnDrives, self._write, "write"))
             stack.enter_context(_wrapped(StripedStore, self._write_extent, "write"))
+            stack.enter_context(_wrapped(ScratchFiles, self._stow, "write"))
+            stack.enter_context(_wrapped(ScratchFiles, self._recall, "read"))
             stack.enter_context(_wrapped(StripedStore, self._commit, "commit"))
             stack.enter_context(_wrapped(BlocksOnDrives, self._fill, "fill"))
             stack.enter_context(self)
@@ -176,6 +182,16 @@ class Recorder(TorchDispatchMode):
     def _write_extent(self, real: Callable[..., Any], store: Any, extent: int, buffer: Tensor) -> Any:
         self.touch(reads=[buffer], nbytes=buffer.numel())
         return real(store, extent, buffer)
+
+    def _stow(self, real: Callable[..., Any], files: Any, place: Place, buffer: Tensor) -> Any:
+        self.touch(reads=[buffer], nbytes=buffer.numel())
+        self._open[-1].writes |= {("scratch", chunk) for chunk in place.chunks}
+        return real(files, place, buffer)
+
+    def _recall(self, real: Callable[..., Any], files: Any, place: Place, buffer: Tensor, *what: Any) -> Any:
+        self.touch(writes=[buffer], nbytes=buffer.numel())
+        self._open[-1].reads |= {("scratch", chunk) for chunk in place.chunks}
+        return real(files, place, buffer, *what)
 
     def _fill(
         self, real: Callable[..., Any], store: Any, piece: Any, block: int, planes: Any, buffer: Tensor

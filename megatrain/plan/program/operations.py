@@ -160,7 +160,7 @@ class Operation:
     saved: int = -1
     """Of what FORWARD leaves for the host, and of its copies: a number of its own in the program."""
     arrival: int = -1
-    """Of what RESTORE brings and BACKWARD uses: one of two places on the device."""
+    """Of what RESTORE brings, and BACKWARD or a second FORWARD uses: one of two places on the device."""
     piece: int = -1
     """SPILL and its WRITE: which piece of the block's image on the drives."""
     activation_staging: int = -1
@@ -215,9 +215,7 @@ class Operation:
                 return (("meta", 0), *(("drive", block) for block in self.blocks))
             case Kind.LOAD:
                 return (("waiting", self.waiting) if self.waiting >= 0 else ("gradient", self.block),)
-            case Kind.FORWARD:
-                return (weights_buffer(self.block, self.slot),)
-            case Kind.BACKWARD:
+            case Kind.FORWARD | Kind.BACKWARD:
                 arrived: tuple[Buffer, ...] = (("arriving", self.arrival),) if self.arrival >= 0 else ()
                 return (weights_buffer(self.block, self.slot), *arrived)
             case Kind.HEAD | Kind.HEAD_BACKWARD:

@@ -66,10 +66,12 @@ def schedule(
             continue
         slot = placing.pass_block(visit.block)
         size = sizes[visit.block]
+        if visit.is_backward or visit.restores >= 0:
+            operations += saving.restores_before(position)
+        arrival = saving.arrival_of(position)
         if not visit.is_backward:
-            operations += saving.forward(visit, slot)
+            operations += saving.forward(visit, slot, arrival)
             continue
-        operations += saving.restores_before(position)
         common: dict[str, Any] = {
             "block": visit.block,
             "micro_batch": visit.micro_batch,
@@ -78,10 +80,7 @@ def schedule(
             "is_last": visit.is_last,
             "completes": visit.completes,
         }
-        visiting: dict[str, Any] = {
-            "num_micro_batches": visit.num_micro_batches,
-            "arrival": saving.arrival_of(position),
-        }
+        visiting: dict[str, Any] = {"num_micro_batches": visit.num_micro_batches, "arrival": arrival}
         if not size.is_trained or not size.is_streamed:
             if size.is_trained or visit.block not in outer:
                 operations.append(
@@ -123,12 +122,12 @@ def _pass_head(visit: Visit, outer: Sequence[int]) -> Operation:
 
 
 class _Saving:
-    """The copies of saved activations: out after a forward, back one visit before the backward."""
+    """The copies of saved activations: out after a forward, back one visit before they are needed."""
 
     def __init__(self, visits: Sequence[Visit], nbytes: Mapping[int, int]) -> None:
         self._visits = visits
         self._nbytes = nbytes
-        self._restores = deque(n for n, visit in enumerate(visits) if visit.is_backward and visit.saves)
+        self._restores = deque(n for n, visit in enumerate(visits) if visit.restores >= 0)
         self._restored = -1
         self._numbers: dict[tuple[int, int], int] = {}
         """By block and micro-batch: the number of what it has saved and not restored yet."""
@@ -136,12 +135,12 @@ class _Saving:
         self._arrivals: dict[int, int] = {}
         """By position of a visit: where on the device its activations arrive."""
 
-    def forward(self, visit: Visit, slot: int) -> list[Operation]:
-        """List a forward, and the copy of what it saves."""
+    def forward(self, visit: Visit, slot: int, arrival: int) -> list[Operation]:
+        """List a forward, and the copy of what it saves; `arrival` is where its boundary has come back."""
         both: dict[str, Any] = {"block": visit.block, "micro_batch": visit.micro_batch}
         both["num_micro_batches"] = visit.num_micro_batches
         if not visit.saves:
-            return [Operation(kind=Kind.FORWARD, slot=slot, **both)]
+            return [Operation(kind=Kind.FORWARD, slot=slot, arrival=arrival, **both)]
         both["saved"] = self._numbers[visit.block, visit.micro_batch] = self._num_saved
         self._num_saved += 1
         nbytes = self._nbytes.get(visit.block, 0) * visit.num_micro_batches
@@ -151,11 +150,11 @@ class _Saving:
         ]
 
     def restores_before(self, position: int) -> list[Operation]:
-        """List the copies back to begin before the backward at `position`: its own, and the next one."""
+        """List the copies back to begin before the visit at `position`: its own, and the next one."""
         made = []
         while self._restores and (self._restores[0] <= position or self._restored <= position):
             visit = self._visits[self._restores[0]]
-            number = self._numbers.pop((visit.block, visit.micro_batch), -1)
+            number = self._numbers.pop((visit.restores, visit.micro_batch), -1)
             if number < 0:  # of a later round, whose forward comes first
                 break
             self._restored = self._restores.popleft()
@@ -168,18 +167,18 @@ class _Saving:
             made.append(
                 Operation(
                     kind=Kind.RESTORE,
-                    block=visit.block,
+                    block=visit.restores,
                     micro_batch=visit.micro_batch,
                     num_micro_batches=visit.num_micro_batches,
                     saved=number,
                     arrival=self._arrivals[self._restored],
-                    nbytes=self._nbytes.get(visit.block, 0) * count,
+                    nbytes=self._nbytes.get(visit.restores, 0) * count,
                 )
             )
         return made
 
     def arrival_of(self, position: int) -> int:
-        """Return where the activations of a backward's visit have arrived; -1: none have."""
+        """Return where what a visit needs has arrived; -1: nothing has."""
         return self._arrivals.get(position, -1)
 
 

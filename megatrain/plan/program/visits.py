@@ -28,7 +28,9 @@ class Visit:
     completes: bool = True
     """Backward only: after this round the gradient is complete."""
     saves: bool = False
-    """Forward: its activations go to the host. Backward: they come back before it."""
+    """Forward only: its activations go to the host."""
+    restores: int = -1
+    """The block whose activations come back before it; -1: none."""
     num_micro_batches: int = 1
     """More than one where a plan times several together."""
 
@@ -83,6 +85,8 @@ def round_visits(
         visits += _forward(layer, num_micro_batches, saves=saves, passes_head=is_last and bool(outer))
     visits += [Visit(HEAD, is_backward=True, micro_batch=number) for number in backward] if outer else []
     made_again: set[int] = set()
+    restored: set[int] = set()
+    """Layers whose boundaries a chain has brought back: they stay until their own backward."""
     for number in range(len(layers) - 1, first_trained - 1, -1):
         layer = layers[number]
         if layer.drops and number not in made_again:
@@ -90,15 +94,20 @@ def round_visits(
             while start > 0 and layers[start].drops and start not in made_again:
                 start -= 1
             for earlier in range(start, number):
-                visits += _forward(layers[earlier], num_micro_batches)
+                restores = earlier == start and layers[earlier].saves
+                visits += _forward(layers[earlier], num_micro_batches, restores=restores)
                 made_again.add(earlier + 1)
+                restored |= {earlier} if restores else set()
         for micro_batch in backward:
             *others, _ = layer.blocks
             if layer.is_recomputed:
                 visits += [Visit(block, micro_batch=micro_batch) for block in others]
             for index, block in enumerate(reversed(layer.blocks)):
-                saves = layer.saves and number < len(layers) - 1 and index == 0
-                visits.append(_backward(block, micro_batch, num_micro_batches, loads, completes, saves=saves))
+                waits = layer.saves and number < len(layers) - 1 and number not in restored
+                restores = waits and index == 0
+                visits.append(
+                    _backward(block, micro_batch, num_micro_batches, loads, completes, restores=restores)
+                )
     visits += [
         _backward(block, number, num_micro_batches, loads, completes)
         for number in backward
@@ -108,7 +117,13 @@ def round_visits(
 
 
 def _backward(
-    block: int, micro_batch: int, num_micro_batches: int, loads: bool, completes: bool, *, saves: bool = False
+    block: int,
+    micro_batch: int,
+    num_micro_batches: int,
+    loads: bool,
+    completes: bool,
+    *,
+    restores: bool = False,
 ) -> Visit:
     return Visit(
         block,
@@ -118,7 +133,7 @@ def _backward(
         loads=loads,
         is_last=micro_batch == num_micro_batches - 1,
         completes=completes,
-        saves=saves,
+        restores=block if restores else -1,
     )
 
 
@@ -192,12 +207,23 @@ def most_open(seen: Sequence[Visit]) -> int:
 
 
 def _forward(
-    layer: LayerPlan, num_micro_batches: int, *, saves: bool = False, passes_head: bool = False
+    layer: LayerPlan,
+    num_micro_batches: int,
+    *,
+    saves: bool = False,
+    restores: bool = False,
+    passes_head: bool = False,
 ) -> list[Visit]:
+    first, last = layer.blocks[0], layer.blocks[-1]
     visits = []
     for micro_batch in range(num_micro_batches - 1, -1, -1):
         visits += [
-            Visit(block, micro_batch=micro_batch, saves=saves and block == layer.blocks[-1])
+            Visit(
+                block,
+                micro_batch=micro_batch,
+                saves=saves and block == last,
+                restores=last if restores and block == first else -1,
+            )
             for block in layer.blocks
         ]
         visits += [Visit(HEAD, micro_batch=micro_batch)] if passes_head else []
