@@ -91,6 +91,7 @@ def llama_like(
                 )
                 for policy in POLICIES
             },
+            offload_copied_bytes=kept,
             made_bytes=(gradients + 2 * kept, most + 2 * kept),
         )
         for number in range(shape.num_layers)

@@ -29,7 +29,7 @@ from tests.plan.anatomies import machine
 from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.recording import Event, Recorder, RecordingLanes
 
-ROWS, TOKENS = 2, 64
+ROWS, TOKENS = 2, 65
 CONFIG = LlamaConfig(
     vocab_size=128,
     hidden_size=64,

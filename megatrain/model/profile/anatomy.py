@@ -96,6 +96,8 @@ class Layer:
     collect_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By policy, bytes on the device when gradients of weights are complete, the boundary and what is saved
     included: of each fragment by itself, then of the layer as a whole."""
+    offload_copied_bytes: int = 0
+    """What `offload` copies to the host and back; `saved_bytes` says what room it takes."""
     offload_left_bytes: int = 0
     """What `offload` leaves on the device: small tensors, masks and indices."""
     made_bytes: tuple[int, int] = (0, 0)

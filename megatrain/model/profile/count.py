@@ -297,6 +297,7 @@ class Counter:
             holds_input={policy: trace.holds_input for policy, trace in every.items()},
             fragment_peak_bytes={p: t.fragment_peak_bytes - t.saved_bytes for p, t in every.items()},
             collect_bytes={p: (*t.collect_bytes, t.whole_collect_bytes) for p, t in every.items()},
+            offload_copied_bytes=keep.offload_copied_bytes,
             offload_left_bytes=keep.offload_left_bytes,
             made_bytes=(keep.backward_made_bytes, keep.fragment_made_bytes),
             rerun_peak_bytes=traces["recompute"].forward_peak_bytes - traces["recompute"].saved_bytes,

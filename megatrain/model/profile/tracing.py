@@ -160,6 +160,8 @@ class Trace:
     backward: Cost = field(default_factory=Cost)
     offloaded_bytes: int = 0
     """Of what is saved, what `offload` takes to the host, as laid out there."""
+    offload_copied_bytes: int = 0
+    """These without what aligns them."""
     offload_left_bytes: int = 0
     """Of what is saved, what `offload` leaves on the device."""
     others: tuple[Any, ...] | None = None
@@ -198,7 +200,9 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: str, meter
     trace.saved_bytes = meter.settle() - base
     trace.holds_input = not held.expired()
     if policy == "keep":
-        trace.offloaded_bytes, trace.offload_left_bytes = saved.offloaded(trace.saved_bytes)
+        spans, own_bytes = saved.offloaded()
+        trace.offloaded_bytes, trace.offload_copied_bytes = pools.saved_visit(spans), sum(spans)
+        trace.offload_left_bytes = trace.saved_bytes - own_bytes
     start = meter.cost
     entered.begin_backward()
     sink.backward()
@@ -348,8 +352,8 @@ class _Saved:
         self._held.append(weakref.ref(tensor))
         return tensor
 
-    def offloaded(self, saved_bytes: int) -> tuple[int, int]:
-        """Return the bytes that go to the host, and those of `saved_bytes` that stay on the device."""
+    def offloaded(self) -> tuple[list[int], int]:
+        """Return the bytes of each piece that goes to the host, and those that this frees on the device."""
         groups: dict[int, list[tuple[int, int]]] = {}
         sizes: dict[int, int] = {}
         for reference in self._held:
@@ -362,8 +366,7 @@ class _Saved:
             groups.setdefault(storage._cdata, []).append((start, start + (last + 1) * tensor.dtype.itemsize))
             sizes[storage._cdata] = 0 if storage._cdata in self._before else storage.nbytes()
         spans = [span for group in groups.values() for span in _joined(group)]
-        nbytes = pools.saved_visit(stop - start for start, stop in spans)
-        return nbytes, saved_bytes - sum(sizes.values())
+        return [stop - start for start, stop in spans], sum(sizes.values())
 
     def _is_offloaded(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()

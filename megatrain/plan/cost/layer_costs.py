@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cached_property
 from operator import attrgetter
 
 from megatrain.config.choice import Choice, StepBatch
@@ -10,7 +11,7 @@ from megatrain.layout.block_bytes import BlockBytes
 from megatrain.model.profile.anatomy import Anatomy, Cost, Layer
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.memory.block_sums import BlockSums
-from megatrain.plan.program.visits import RECOMPUTED
+from megatrain.plan.memory.layer_runs import LayerRun, layer_runs
 
 _PASSES_AGAIN = frozenset({"recompute", "drop_boundary"})
 
@@ -26,7 +27,7 @@ class LayerCosts:
         self.rates, self.anatomy, self.choice, self.batch = rates, anatomy, choice, batch
         self.layers = anatomy.layers
         self._kinds = BlockSums.of(anatomy, choice.fragments).kinds
-        self._known: dict[tuple[int, str], tuple[float, float, float, float]] = {}
+        self._known: dict[tuple[int, str], tuple[float, float, float]] = {}
 
     def forward_s(self, number: int) -> float:
         """Return the seconds of a layer's forward."""
@@ -38,21 +39,21 @@ class LayerCosts:
 
     def inside_s(self, number: int) -> float:
         """Return the seconds of what is made again inside its backward."""
-        return self._of(number)[3]
+        return self._of(number)[2]
 
     def passes_again(self, number: int) -> bool:
         """Whether its forward runs again as a whole."""
         return self.choice.activations[number] in _PASSES_AGAIN
 
-    def saved_of(self, number: int) -> float:
-        """Return the bytes that leave the device after its forward and come back."""
-        return self._of(number)[2]
+    @cached_property
+    def runs(self) -> tuple[LayerRun, ...]:
+        """Say how each layer runs, and what of it leaves the device and comes back."""
+        return layer_runs(self.anatomy, self.choice)
 
     @property
     def newest_bytes(self) -> float:
         """Return the bytes of what is saved last in a round: it is still on the device when it is needed."""
-        saved = (self.saved_of(number) for number in reversed(range(len(self.layers) - 1)))
-        return next((nbytes for nbytes in saved if nbytes), 0.0)
+        return next((run.leaving_bytes for run in reversed(self.runs) if run.leaving_bytes), 0.0)
 
     def sums(self) -> tuple[float, float, float, float]:
         """Return the seconds of all forwards, all backwards and all forwards again, and the bytes saved.
@@ -60,17 +61,15 @@ class LayerCosts:
         Backwards are with what is made again inside them; forwards again only make boundaries.
         """
         kinds = Counter(zip(self._kinds, self.choice.activations, strict=True))
-        forward = backward = again = saved = 0.0
+        forward = backward = again = 0.0
         for (kind, policy), count in kinds.items():
-            forward_s, backward_s, nbytes, inside_s = self._known_of(kind, policy)
+            forward_s, backward_s, inside_s = self._known_of(kind, policy)
             forward += count * forward_s
             backward += count * (backward_s + inside_s)
             again += count * forward_s if policy == "drop_boundary" else 0.0
-            saved += count * nbytes
         first = self.choice.activations[0]
         again -= self.forward_s(0) if first == "drop_boundary" else 0.0
-        # what is saved last is needed first, and stays
-        return forward, backward, again, saved - self.saved_of(len(self.layers) - 1)
+        return forward, backward, again, float(sum(run.leaving_bytes for run in self.runs))
 
     @property
     def head_forward_s(self) -> float:
@@ -94,16 +93,16 @@ class LayerCosts:
         nbytes = blocks.total(BlockBytes.update_bytes, self.rates.moments)
         return self.rates.device_update_s(blocks.total(_NUM_STATE), nbytes)
 
-    def _of(self, number: int) -> tuple[float, float, float, float]:
+    def _of(self, number: int) -> tuple[float, float, float]:
         return self._known_of(self._kinds[number], self.choice.activations[number])
 
-    def _known_of(self, kind: int, policy: str) -> tuple[float, float, float, float]:
+    def _known_of(self, kind: int, policy: str) -> tuple[float, float, float]:
         key = (kind, policy)
         if key not in self._known:
             self._known[key] = self._count(self.layers[kind], policy)
         return self._known[key]
 
-    def _count(self, layer: Layer, policy: str) -> tuple[float, float, float, float]:
+    def _count(self, layer: Layer, policy: str) -> tuple[float, float, float]:
         launch_s = self.rates.spec.launch_s
         forward = self.rates.compute_s(layer.forward) + launch_s
         backward = self.rates.compute_s(layer.backward) + self._sums_s(layer) + launch_s
@@ -112,12 +111,7 @@ class LayerCosts:
             inside = forward
         elif policy == "recompute_cheap":
             inside = self.rates.compute_s(Cost(moved_bytes=layer.forward.moved_bytes)) + launch_s
-        saved = 0.0
-        if policy == "offload":
-            saved = layer.saved_bytes["offload"]
-        elif self.choice.boundaries != "device" and policy in RECOMPUTED and policy != "drop_boundary":
-            saved = layer.boundary_bytes
-        return forward, backward, saved, inside
+        return forward, backward, inside
 
     def _sums_s(self, layer: Layer) -> float:
         """Return the seconds in which gradients add up and their squares are summed, per micro-batch."""

@@ -69,7 +69,7 @@ class Step:
             splits=self.anatomy.precision == "bf16",
             clips=self.clips,
             drives=self.block_sums.drive_spec(self.choice),
-            saved_bytes=[int(self.costs.saved_of(number)) for number in layers],
+            saved_bytes=[run.leaving_bytes for run in self.costs.runs],
         )
 
     @property

@@ -16,7 +16,7 @@ from megatrain.config.choice import Choice, StepBatch
 from megatrain.layout import pools
 from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy, Layer
 from megatrain.plan.memory.block_sums import BlockSums
-from megatrain.plan.memory.visit_bytes import is_boundary_on_host, is_dropped, policy_of
+from megatrain.plan.memory.layer_runs import layer_runs
 
 SCALAR_BYTES = 4096
 """Room for what is counted nowhere: losses, token counts, checkpoint's tokens; 30 numbers were measured."""
@@ -64,8 +64,7 @@ class DevicePeaks:
         self._anatomy = anatomy
         self._choice = choice
         self._layers = anatomy.layers
-        self._policies = list(choice.activations)
-        self._policies[-1] = policy_of(anatomy, choice, len(anatomy.layers) - 1)
+        self._runs = layer_runs(anatomy, choice)
         self._m = min(choice.lockstep, batch.num_micro_batches)
         self._is_wide = batch.num_micro_batches > 1 and anatomy.precision == "bf16"
         self._block_sums = BlockSums.of(anatomy, choice.fragments)
@@ -93,7 +92,7 @@ class DevicePeaks:
         That is its kind and policy, those of its neighbours, the two nearest layers before it that send
         something to the host, and whether one after it does.
         """
-        kinds = list(zip(self._block_sums.kinds, self._policies, strict=True))
+        kinds = list(zip(self._block_sums.kinds, (run.policy for run in self._runs), strict=True))
         nobody = (-1, "")
         before, after = [nobody, *kinds], [*kinds[1:], nobody]
         nearest, second = [], []
@@ -115,7 +114,7 @@ class DevicePeaks:
             for place in {0, self._m - 1}:
                 yield self._forward(number, layer, place)
                 yield self._backward(number, layer, place)
-            if is_dropped(self._choice, number):
+            if self._runs[number].is_dropped:
                 yield self._remaking(number)
         for place in {0, self._m - 1}:
             yield self._head_forward(place)
@@ -163,8 +162,9 @@ class DevicePeaks:
 
     def _stays(self, number: int, layer: Layer) -> tuple[int, int]:
         """Return what a micro-batch leaves of a layer on the device: its boundary, and the rest."""
-        policy = self._policies[number]
-        if is_dropped(self._choice, number):
+        run = self._runs[number]
+        policy = run.policy
+        if run.is_dropped:
             return 0, 0
         if policy == "offload":
             return 0, layer.offload_left_bytes
@@ -173,25 +173,23 @@ class DevicePeaks:
         rest = saved - boundary
         if self._is_source(number) and not boundary:
             boundary = layer.boundary_bytes
-        return (0 if is_boundary_on_host(self._anatomy, self._choice, number) else boundary), rest
+        return (0 if run.is_boundary_on_host else boundary), rest
 
     def _is_source(self, number: int) -> bool:
-        return number + 1 < len(self._layers) and is_dropped(self._choice, number + 1)
+        return number + 1 < len(self._layers) and self._runs[number + 1].is_dropped
 
     def _full(self, number: int) -> int:
         """Return what a micro-batch's forward of a layer saves while it is still on the device."""
-        layer, policy = self._layers[number], self._policies[number]
+        layer, policy = self._layers[number], self._runs[number].policy
         source = {"offload": "keep", "drop_boundary": "recompute"}.get(policy, policy)
         return layer.saved_bytes[source]
 
     def _travels(self, number: int, *, back: bool = False) -> int:
         """Return the bytes of a micro-batch that leave the device after a layer's forward, or come back."""
-        layer = self._layers[number]
-        if self._policies[number] != "offload" and self._choice.boundaries == "device":
-            return 0
-        if self._policies[number] == "offload":
-            return layer.saved_bytes["offload"] if back else self._full(number) - layer.offload_left_bytes
-        return layer.boundary_bytes if is_boundary_on_host(self._anatomy, self._choice, number) else 0
+        layer, run = self._layers[number], self._runs[number]
+        if run.policy == "offload":
+            return run.host_bytes if back else self._full(number) - layer.offload_left_bytes
+        return layer.boundary_bytes if run.is_boundary_on_host else 0
 
     def _leaving(self, number: int, place: int, *, after: int = -1) -> int:
         """Return what the newest visit that goes to the host still has on the device in a layer's forward.
@@ -224,7 +222,7 @@ class DevicePeaks:
 
     def _forward(self, number: int, layer: Layer, place: int) -> DevicePeak:
         """A micro-batch is in a layer, and `place` others have passed it."""
-        policy = self._policies[number]
+        policy = self._runs[number].policy
         boundary, rest = self._stays(number, layer)
         is_last = number == len(self._layers) - 1
         passed = self._anatomy.head_saved_bytes if is_last else layer.boundary_bytes
@@ -272,7 +270,7 @@ class DevicePeaks:
 
     def _backward(self, number: int, layer: Layer, place: int) -> DevicePeak:
         """The backward of a micro-batch is in a layer, and those of `place` others have left it."""
-        anatomy, policy, m = self._anatomy, self._policies[number], self._m
+        anatomy, policy, m = self._anatomy, self._runs[number].policy, self._m
         boundary, rest = self._stays(number, layer)
         is_last = number == len(self._layers) - 1
         peaks = layer.fragment_peak_bytes if self._choice.fragments else layer.backward_peak_bytes
@@ -299,9 +297,8 @@ class DevicePeaks:
             of_head = (place + 1) * anatomy.head_gradient_bytes
         else:
             beside, of_head = (m - 1) * layer.boundary_bytes, m * anatomy.head_gradient_bytes
-        remade = (
-            self._remade(number) - place * layer.boundary_bytes if is_dropped(self._choice, number) else 0
-        )
+        is_dropped = self._runs[number].is_dropped
+        remade = self._remade(number) - place * layer.boundary_bytes if is_dropped else 0
         return DevicePeak(
             f"backward of layer {number}",
             boundaries=self._held[number] + (m - 1 - place) * boundary + max(layer.boundary_bytes, remade),
@@ -313,7 +310,7 @@ class DevicePeaks:
         """Return what is there when the fp32 sums of a layer's gradients are rounded, on their way home."""
         if not self._is_wide or place < self._m - 1 or number < self._choice.resident_layers:
             return 0
-        *parts, whole = layer.collect_bytes[self._policies[number]]
+        *parts, whole = layer.collect_bytes[self._runs[number].policy]
         if not self._choice.fragments:
             return whole + sum(pools.rounded_gradient(fragment.sizes) for fragment in layer.fragments)
         return max(
@@ -324,10 +321,10 @@ class DevicePeaks:
     def _remade(self, number: int) -> int:
         """Return the bytes of all dropped boundaries that are there in the backward of a dropped layer."""
         nbytes = 0
-        while is_dropped(self._choice, number):
+        while self._runs[number].is_dropped:
             nbytes += self._m * self._layers[number].boundary_bytes
             number -= 1
-        if is_boundary_on_host(self._anatomy, self._choice, number):
+        if self._runs[number].is_boundary_on_host:
             nbytes += self._m * self._layers[number].boundary_bytes
         return nbytes
 

@@ -12,7 +12,7 @@ from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.device_peaks import DevicePeaks
-from megatrain.plan.memory.visit_bytes import policy_of, visit_bytes
+from megatrain.plan.memory.layer_runs import layer_runs
 
 
 def device_peak_bytes(
@@ -62,17 +62,12 @@ def host_planes(
     together = min(choice.lockstep, batch.num_micro_batches)
     boundary, offloaded = 0, 0
     if choice.boundaries != "device" or "offload" in choice.activations:
-        visits = [visit_bytes(anatomy, choice, number) for number in range(len(anatomy.layers))]
+        runs = layer_runs(anatomy, choice)
         if choice.boundaries == "nvme":
-            return planes | {
-                "staging of activations": NUM_ACTIVATION_STAGING * pools.saved_buffer(max(visits))
-            }
-        offloaded = sum(
-            together * visit
-            for number, visit in enumerate(visits)
-            if policy_of(anatomy, choice, number) == "offload"
-        )
-        boundary = together * sum(visits) - offloaded
+            largest = max(run.host_bytes for run in runs)
+            return planes | {"staging of activations": NUM_ACTIVATION_STAGING * pools.saved_buffer(largest)}
+        boundary = together * sum(run.host_bytes for run in runs if run.is_boundary_on_host)
+        offloaded = together * sum(run.host_bytes for run in runs) - boundary
     return planes | {"boundaries": boundary, "activations": offloaded}
 
 

@@ -11,7 +11,7 @@ from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.device_pools import host_planes
-from megatrain.plan.memory.visit_bytes import visit_bytes
+from megatrain.plan.memory.layer_runs import layer_runs
 
 _PEAKS = ("boundaries", "activations", "staging of activations")
 
@@ -42,7 +42,7 @@ def drive_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> list[Pool
 
 def _scratch(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> Pool:
     """Return the room for saved activations: one copy, in whole chunks."""
-    visits = [visit_bytes(anatomy, choice, number) for number in range(len(anatomy.layers))]
+    visits = [run.host_bytes for run in layer_runs(anatomy, choice)]
     room = sum(
         pools.scratch_room(pools.saved_buffer(visit), SCRATCH_CHUNK_BYTES) for visit in visits if visit
     )

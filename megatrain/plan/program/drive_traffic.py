@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
 from megatrain.plan.program.operations import Kind, Operation
 
@@ -75,6 +76,12 @@ def _read_ahead(
     return result
 
 
+def _image_bytes(saved: Operation, count: int) -> int:
+    """Return the bytes on drives of what a SAVE copies, for `count` of its micro-batches."""
+    of_visit = saved.nbytes // saved.num_micro_batches
+    return count * pools.saved_buffer(pools.saved_visit([of_visit]))
+
+
 def with_activations_through(
     operations: Sequence[Operation], num_buffers: int = NUM_ACTIVATION_STAGING
 ) -> list[Operation]:
@@ -95,9 +102,9 @@ def with_activations_through(
         visit = restore.block, restore.micro_batch
         saved = stowed.pop(visit)
         recalled[visit] = free.popleft()
-        result.append(
-            replace(saved, kind=Kind.RECALL, activation_staging=recalled[visit], nbytes=restore.nbytes)
-        )
+        count = restore.nbytes * saved.num_micro_batches // saved.nbytes if saved.nbytes else 0
+        nbytes = _image_bytes(saved, count)
+        result.append(replace(saved, kind=Kind.RECALL, activation_staging=recalled[visit], nbytes=nbytes))
 
     def read_ahead() -> None:
         for restore in list(islice(upcoming, len(recalled), num_buffers - 1)):
@@ -113,7 +120,8 @@ def with_activations_through(
             recall(operation)
         if operation.kind is Kind.SAVE:
             stowed[visit] = replace(operation, activation_staging=free[0])
-            result += [stowed[visit], replace(stowed[visit], kind=Kind.STOW)]
+            nbytes = _image_bytes(operation, operation.num_micro_batches)
+            result += [stowed[visit], replace(stowed[visit], kind=Kind.STOW, nbytes=nbytes)]
             free.rotate(-1)
         elif operation.kind is Kind.RESTORE:
             upcoming.popleft()

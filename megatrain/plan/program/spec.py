@@ -63,7 +63,7 @@ class StepSpec:
         splits: bool,
         clips: bool = True,
         drives: DriveSpec | None = None,
-        saved_bytes: Sequence[int] = (),
+        saved_bytes: Sequence[int] | None = None,
     ) -> StepSpec:
         """Say how a choice runs.
 
@@ -74,7 +74,7 @@ class StepSpec:
             splits: Weights are bf16, the upper halves of fp32 masters.
             clips: Gradients are clipped to a norm.
             drives: Where the state is, if a part of it is on drives.
-            saved_bytes: What a micro-batch saves of each layer; empty: not known.
+            saved_bytes: What a micro-batch saves of each layer; None: not known.
         """
         inside = {block for layer in layers for block in layer}
         trained = [any(sizes[block].is_trained for block in layer) for layer in layers]

@@ -142,12 +142,19 @@ def is_dropped(policy: str, number: int) -> bool:
     return policy == "drop_boundary" and number > 0
 
 
+def leaves_device(policy: str, number: int, boundaries: str) -> bool:
+    """Whether what a layer saves, or its boundary, waits elsewhere, if it is large enough to be worth it."""
+    if policy == "offload":
+        return True
+    return boundaries != "device" and policy in RECOMPUTED and not is_dropped(policy, number)
+
+
 def layer_plans(
     policies: Sequence[str],
     blocks: Sequence[Sequence[int]],
     *,
     boundaries: str,
-    saved_bytes: Sequence[int] = (),
+    saved_bytes: Sequence[int] | None = None,
 ) -> tuple[LayerPlan, ...]:
     """Say how each decoder layer is passed.
 
@@ -155,18 +162,18 @@ def layer_plans(
         policies: What stays of each layer until its backward, as `Choice.activations` names it.
         blocks: Of each layer.
         boundaries: Where the inputs of recomputed layers wait.
-        saved_bytes: What a micro-batch saves of each layer; empty: not known.
+        saved_bytes: What a micro-batch saves of each layer; None: not known.
     """
+    sizes = saved_bytes or [0] * len(policies)
     return tuple(
         LayerPlan(
             tuple(blocks[number]),
             is_recomputed=policy in RECOMPUTED,
-            saves=policy == "offload"
-            or (boundaries != "device" and policy in RECOMPUTED and not is_dropped(policy, number)),
+            saves=leaves_device(policy, number, boundaries) and (saved_bytes is None or size > 0),
             drops=is_dropped(policy, number),
-            saved_bytes=saved_bytes[number] if saved_bytes else 0,
+            saved_bytes=size,
         )
-        for number, policy in enumerate(policies)
+        for number, (policy, size) in enumerate(zip(policies, sizes, strict=True))
     )
 
 

@@ -1,0 +1,60 @@
+"""How each layer runs under a choice: what the choice says, and the engine's own exceptions from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain.config.choice import Choice
+from megatrain.layout import pools
+from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES
+from megatrain.model.profile.anatomy import Anatomy, Layer
+from megatrain.plan.memory.block_sums import BlockSums
+from megatrain.plan.program.visits import is_dropped, leaves_device
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """How a layer runs, and what of a visit leaves the device after its forward."""
+
+    policy: str
+    """What stays of it. What the last layer would send to the host is needed first, and stays: `keep`."""
+    is_dropped: bool = False
+    """Its boundary is made again by the layers before."""
+    is_boundary_on_host: bool = False
+    """Its boundary leaves the device: not the last one's, nor a small one."""
+    leaving_bytes: int = 0
+    """Copied to the host, and back."""
+    host_bytes: int = 0
+    """Room that this takes on the host, or on drives before it is cut into chunks."""
+
+
+def layer_runs(anatomy: Anatomy, choice: Choice) -> tuple[LayerRun, ...]:
+    """Say for each layer of a model how it runs."""
+    last = len(anatomy.layers) - 1
+    known: dict[tuple[int, str, bool, bool], LayerRun] = {}
+    runs = []
+    kinds = BlockSums.of(anatomy, choice.fragments).kinds
+    for number, (kind, policy) in enumerate(zip(kinds, choice.activations, strict=True)):
+        key = (kind, policy, number == 0, number == last)
+        if key not in known:
+            known[key] = _run(anatomy.layers[number], choice, number, is_last=number == last)
+        runs.append(known[key])
+    return tuple(runs)
+
+
+def _run(layer: Layer, choice: Choice, number: int, *, is_last: bool) -> LayerRun:
+    policy = choice.activations[number]
+    if is_dropped(policy, number):
+        return LayerRun(policy, is_dropped=True)
+    if is_last or not leaves_device(policy, number, choice.boundaries):
+        return LayerRun("keep" if policy == "offload" else policy)
+    if policy == "offload":
+        return LayerRun(
+            policy, leaving_bytes=layer.offload_copied_bytes, host_bytes=layer.saved_bytes["offload"]
+        )
+    nbytes = layer.boundary_bytes
+    if nbytes < LEAST_OFFLOADED_BYTES:
+        return LayerRun(policy)
+    return LayerRun(
+        policy, is_boundary_on_host=True, leaving_bytes=nbytes, host_bytes=pools.saved_visit([nbytes])
+    )
