@@ -31,6 +31,9 @@ _AFTER_ATTENTION = ("ff", "feed", "mlp")
 """A small part with one of these in its name runs beside the layer's second large part, any other with the
 first. A wrong guess costs a fetch, and changes no result."""
 
+_BEFORE_ATTENTION = ("ln_mlp",)
+"""Names that say otherwise: of two norms that Falcon runs before attention, the one for the MLP beside it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -146,7 +149,8 @@ def _split(layer: Block) -> list[Block]:
         for name in large
     }
     for name, held in parts.items():
-        second = any(mark in name.lower() for mark in _AFTER_ATTENTION)
+        marks = () if name in _BEFORE_ATTENTION else _AFTER_ATTENTION
+        second = any(mark in name.lower() for mark in marks)
         fragment = fragments.get(name) or fragments[large[1 if second else 0]]
         if name not in fragments:
             fragment.entries += (module.get_submodule(name),)

@@ -7,9 +7,10 @@ least recently used ones would always have just dropped what comes next.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatrain.config.choice import Choice
 from megatrain.errors import CapacityError
 from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
@@ -17,6 +18,9 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.host_buffers import largest_first
 from megatrain.layout.moments import MomentFormat
 from megatrain.layout.totals import BlockTotals
+
+_ALL = 1 << 62
+"""More blocks than any model has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,24 @@ class Tiers:
     """Gradients wait for the norm in RAM. False: every one is used up at once (`updates=immediate`)."""
     resumes: bool = False
     """Go on from what is committed on the drives; nothing is drawn or read from files."""
+    blocks_in_ram: int | None = None
+    """Blocks, the largest first, whose state is in RAM; None: as many as fit."""
+    weights_in_ram: int | None = None
+    """And whose weights are; None: as many as fit."""
+
+    def as_chosen(self, choice: Choice) -> Tiers:
+        """Return the same with as many blocks in RAM as a choice says, if it puts planes on drives."""
+        given = choice.given
+        if not given.get("tiers") or "blocks_in_ram" not in given:
+            return self
+        pages = choice.tier("working") == "nvme"
+        weights = choice.given.get("weights_in_ram") if pages else _ALL
+        return replace(self, blocks_in_ram=choice.blocks_in_ram, weights_in_ram=weights)
+
+    @property
+    def asked(self) -> Tiers:
+        """Return what the caller has asked for, without the numbers of blocks that a choice has set."""
+        return replace(self, blocks_in_ram=None, weights_in_ram=None)
 
     @property
     def ram_bytes(self) -> int:
@@ -61,18 +83,21 @@ class Placement:
 
 
 def place(layouts: Sequence[BlockLayout], tiers: Tiers, *, accumulates: bool) -> Placement:
-    """Keep in RAM what fits: first all working weights, then the state of as many blocks as possible.
+    """Keep in RAM what `tiers` says, or what fits: first working weights, then the state of more blocks.
 
     Blocks are kept in the order of `largest_first`.
 
     Args:
         layouts: All blocks.
-        tiers: The limit of RAM.
+        tiers: The limit of RAM, or the numbers of blocks.
         accumulates: Several rounds add up in fp32, beside gradients in bf16.
 
     Raises:
         CapacityError: Not even the gradients and the buffers fit.
     """
+    if tiers.blocks_in_ram is not None and tiers.weights_in_ram is not None:
+        weights, state = (min(len(layouts), n) for n in (tiers.weights_in_ram, tiers.blocks_in_ram))
+        return placed(layouts, tiers, weights, state, accumulates=accumulates)
     limit, numbers = tiers.ram_bytes, range(len(layouts), -1, -1)
     takes = _Takes(layouts, tiers, accumulates=accumulates)
     most = (working for working in numbers if takes.least(working) <= limit)

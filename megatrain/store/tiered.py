@@ -93,7 +93,9 @@ class TieredState(HostState):
 
     def is_for(self, layouts: Sequence[BlockLayout], precision: Precision, tiers: Tiers | None) -> bool:
         """Whether this is the state that these settings ask for."""
-        return (list(self.layouts), self.precision, self.on_drives.tiers) == (list(layouts), precision, tiers)
+        asked = None if tiers is None else tiers.asked
+        mine = (list(self.layouts), self.precision, self.on_drives.tiers.asked)
+        return mine == (list(layouts), precision, asked)
 
     # -- where things are -----------------------------------------------------------------------------------
 

@@ -100,6 +100,7 @@ def attach(
         num_drives=0 if tiers is None else len(tiers.nvme),
     )
     choice = resolve(model, choice, given)
+    tiers = None if tiers is None else tiers.as_chosen(choice)
     blocks = find_blocks(model, fragments=choice.fragments)
     check_choice(choice, blocks, compiles=compiles)
     residents = residents_of(choice, blocks)

@@ -92,6 +92,7 @@ def llama_like(
                 for policy in POLICIES
             },
             offload_copied_bytes=kept,
+            largest_run=attention.largest_run + mlp.largest_run,
             made_bytes=(gradients + 2 * kept, most + 2 * kept),
         )
         for number in range(shape.num_layers)

@@ -78,6 +78,8 @@ class Layer:
     forward: Cost
     backward: Cost
     """Without recomputation."""
+    largest_run: int
+    """State elements of the layer as one block that AdamW updates in one go, at most."""
     boundary_bytes: int
     """Its input: what `recompute` keeps."""
     saved_bytes: Mapping[str, int]

@@ -211,6 +211,9 @@ class Counter:
         self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
         self.groups = group_layers(self.blocks)
         """Blocks of each layer."""
+        whole = lay_out_blocks(self.model, find_blocks(self.model), splits=precision == "bf16")
+        self.largest_runs = [_largest_run(layout) for layout in whole[: len(self.groups)]]
+        """Of each layer that streams as one block."""
         self.layers = [
             module for group in self.groups if (module := self.blocks[group[0]].module) is not None
         ]
@@ -297,6 +300,7 @@ class Counter:
             holds_input={policy: trace.holds_input for policy, trace in every.items()},
             fragment_peak_bytes={p: t.fragment_peak_bytes - t.saved_bytes for p, t in every.items()},
             collect_bytes={p: (*t.collect_bytes, t.whole_collect_bytes) for p, t in every.items()},
+            largest_run=self.largest_runs[number],
             offload_copied_bytes=keep.offload_copied_bytes,
             offload_left_bytes=keep.offload_left_bytes,
             made_bytes=(keep.backward_made_bytes, keep.fragment_made_bytes),

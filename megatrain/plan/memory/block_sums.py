@@ -40,11 +40,16 @@ def list_blocks(anatomy: Anatomy, choice: Choice, moments: MomentFormat) -> list
     """List the blocks of a choice: of all layers in forward order, then the outer ones."""
 
     def block(
-        parts: Sequence[Fragment], layer: int, share: float, *, streams: bool, on_device: bool
+        parts: Sequence[Fragment],
+        layer: int,
+        share: float,
+        largest_run: int,
+        *,
+        streams: bool,
+        on_device: bool,
     ) -> PlannedBlock:
         sizes = sum((part.sizes for part in parts), BlockBytes())
         size = BlockSize.of(sizes, is_streamed=streams, on_device=on_device, moments=moments)
-        largest_run = sum(part.largest_run for part in parts)  # at most: they may be neighbours
         return PlannedBlock(size, sizes, layer, largest_run, share)
 
     blocks = []
@@ -56,10 +61,13 @@ def list_blocks(anatomy: Anatomy, choice: Choice, moments: MomentFormat) -> list
         total = max(1, layer.num_params)
         for place, parts in enumerate(groups):
             share = sum(fragment.num_params for fragment in parts) / total
-            found = block(parts, number, share, streams=not is_resident, on_device=is_resident)
+            run = parts[0].largest_run if choice.fragments else layer.largest_run
+            found = block(parts, number, share, run, streams=not is_resident, on_device=is_resident)
             blocks.append(replace(found, is_last=place == len(groups) - 1))
     for part in anatomy.outer:
-        blocks.append(block([part], -1, 0.0, streams=False, on_device=choice.outer_resident))
+        blocks.append(
+            block([part], -1, 0.0, part.largest_run, streams=False, on_device=choice.outer_resident)
+        )
     return blocks
 
 

@@ -179,7 +179,7 @@ def test_updates_on_the_device_overlap_the_forward_of_earlier_residents_only() -
     # all are updated there, and the forward of the first may begin while the others' scratch is in use
     kept = replace(one, activations=("keep",) * 3, resident_layers=3)
     anatomy = anatomy_of("phi3", "fp32", 1, 256, None)
-    scratch = pools.update_scratch(sum(part.largest_run for part in anatomy.layers[0].fragments))
+    scratch = pools.update_scratch(anatomy.layers[0].largest_run)
     assert 0 <= device_bytes(kept, overlaps=True) - device_bytes(kept, overlaps=False) < scratch
 
 
