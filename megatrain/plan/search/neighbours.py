@@ -49,6 +49,13 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
             for value in values if getattr(given, name) == AUTO else ():
                 if value != getattr(choice, name):
                     yield from _changed(request, frame, name, value, parts)
+        if num_layers <= SMALL and AUTO == given.lockstep == given.num_slots == given.num_gradient_buffers:
+            # other rounds want other buffers: where it takes no time, they are looked at together
+            names = ("lockstep", "num_slots", "num_gradient_buffers")
+            for together in product(*(changes[name] for name in names)):
+                changed = replace(frame, **dict(zip(names, together, strict=True)))  # type: ignore[arg-type]
+                if together[0] != choice.lockstep and is_allowed(request, changed):
+                    yield from fill(request, changed)
         if given.fragments == AUTO and most > 1:
             yield from _resplit(request, frame, 1 if choice.fragments else most)
         if given.resident_layers == AUTO and not uses_drives(choice) and not request.spec.is_cpu:
