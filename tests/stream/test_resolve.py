@@ -156,6 +156,24 @@ def test_state_on_drives_stays_where_it_was_loaded(tmp_path: Path) -> None:
     engine.close(removes=True)
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_ram_holds_as_many_blocks_as_the_choice_says(loaded: bool, tmp_path: Path) -> None:
+    """And no more, though more would fit: the rest of the memory is for something else."""
+    tiers = Tiers(nvme=(tmp_path / "drive",))
+    planes = frozenset({("remainder", "nvme"), ("moments", "nvme"), ("working", "nvme")})
+    chosen = Choice(tiers=planes, blocks_in_ram=1, weights_in_ram=3, fragments=False)
+    if loaded:
+        model = megatrain.load(None, chosen, config=deep_config(4), tiers=tiers)
+    else:
+        model = make_model(deep_config(4))
+    engine = megatrain.attach(model.train(), chosen, device="emulated", tiers=tiers, batch=BATCH)
+    placement = engine.host.on_drives.placement  # type: ignore[attr-defined]
+    num_blocks = len(engine.host.layouts)
+    assert num_blocks - len(placement.state_on_drives) == engine.choice.blocks_in_ram == 1
+    assert num_blocks - len(placement.working_on_drives) == engine.choice.weights_in_ram == 3
+    engine.close(removes=True)
+
+
 # -- models that cannot be counted ---------------------------------------------------------------------------
 
 

@@ -132,7 +132,8 @@ class OffloadedActivations:
         """Take note of a saved tensor; it stays on the device until `flush`.
 
         Tensors that outlive the visit anyway (slot views, attention masks, rotary tables) are the caller's to
-        leave out: to copy them frees nothing. Parameters stay without being asked.
+        leave out: to copy them frees nothing. Parameters stay without being asked, and so does what a layer
+        saves after its `flush`, when a part of it is entered again that was left.
         """
         is_weight = isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter)
         # Detached, or the node that saves its own output would keep itself alive. Shares the version counter.
@@ -150,7 +151,8 @@ class OffloadedActivations:
         if is_weight or not self._is_worth_it(tensor):
             return held
         visit = self._visits.get(key) or self._begin(key)
-        assert visit.where is Where.OPEN, f"{key} saves after its flush; give every visit a key of its own"
+        if visit.where is not Where.OPEN:
+            return held
         held.visit = visit
         visit.saved.append(weakref.ref(held))
         return held

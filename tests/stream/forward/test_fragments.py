@@ -17,7 +17,7 @@ from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
 from tests.products import every_pair
 from tests.reference import Resident, attach_plainly, make_batches, make_model
-from tests.stream.runs import HYPER, assert_same_round, assert_same_steps, start
+from tests.stream.runs import HYPER, assert_same_round, assert_same_steps, check_parity, start
 
 
 def trace(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
@@ -70,6 +70,14 @@ def test_small_parts_join_the_part_beside_which_they_run() -> None:
         {"self_attn", "input_layernorm", "post_attention_layernorm"},
         {"mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm"},
     ]
+
+
+def test_parts_that_are_entered_in_another_order_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm beside the wrong part: the second part is entered, left, and entered again."""
+    monkeypatch.setattr("megatrain.model.blocks._BEFORE_ATTENTION", ())
+    blocks = find_blocks(make_model(FAMILIES["falcon"]()), fragments=True)
+    assert any(".ln_mlp." in name for name in blocks[1].parameters)
+    check_parity("falcon", activations="offload", fragments=True, num_micro_batches=2, lockstep=2)
 
 
 # -- order ---------------------------------------------------------------------------------------------------
