@@ -132,8 +132,8 @@ class OffloadedActivations:
         """Take note of a saved tensor; it stays on the device until `flush`.
 
         Tensors that outlive the visit anyway (slot views, attention masks, rotary tables) are the caller's to
-        leave out: to copy them frees nothing. Parameters stay without being asked, and so does what a layer
-        saves after its `flush`, when a part of it is entered again that was left.
+        leave out: to copy them frees nothing. Parameters stay without being asked; so does what a part of a
+        layer saves that is entered again after the layer's `flush`.
         """
         is_weight = isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter)
         # Detached, or the node that saves its own output would keep itself alive. Shares the version counter.
@@ -148,13 +148,11 @@ class OffloadedActivations:
             tensor,
             None,
         )
-        if is_weight or not self._is_worth_it(tensor):
-            return held
-        visit = self._visits.get(key) or self._begin(key)
-        if visit.where is not Where.OPEN:
-            return held
-        held.visit = visit
-        visit.saved.append(weakref.ref(held))
+        if not is_weight and self._is_worth_it(tensor):
+            visit = self._visits.get(key) or self._begin(key)
+            if visit.where is Where.OPEN:
+                held.visit = visit
+                visit.saved.append(weakref.ref(held))
         return held
 
     def _begin(self, key: Hashable) -> SavedVisit:
