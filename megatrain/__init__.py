@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ModelError,
         OutputError,
     )
+    from megatrain.store.placement import Tiers
     from megatrain.stream.attach import attach
     from megatrain.stream.engine import Engine
     from megatrain.stream.load import load
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Choice": "megatrain.config.choice",
     "StepBatch": "megatrain.config.choice",
+    "Tiers": "megatrain.store.placement",
     "Engine": "megatrain.stream.engine",
     "attach": "megatrain.stream.attach",
     "load": "megatrain.stream.load",
@@ -54,6 +56,7 @@ __all__ = [
     "ModelError",
     "OutputError",
     "StepBatch",
+    "Tiers",
     "__version__",
     "attach",
     "load",

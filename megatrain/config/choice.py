@@ -248,12 +248,26 @@ def checked(choice: Choice) -> Choice:
         is_free = value is None and name == "head_chunk_tokens"
         if not is_free and (type(value) is not int or value < least):
             raise ConfigError(f"{name} is {value!r}; use {least} or more, or auto")
+    for pair in _pairs(given.get("tiers", ())):
+        if pair not in _TIER_PAIRS:
+            raise ConfigError(
+                f"tiers has {pair!r}; use pairs of a plane ({', '.join(_PLANES)}) and a tier (ram or nvme), "
+                "such as tiers=frozenset({('moments', 'nvme')})"
+            )
     for name, allowed in _ALLOWED.items():
         if name in given and given[name] not in allowed:
             values = [repr(value) if isinstance(value, bool) else value for value in allowed]
             raise ConfigError(f"{name} is {given[name]!r}; use {', '.join(values)} or auto")
     return choice
 
+
+def _pairs(tiers: object) -> list[object]:
+    """List the pairs of a choice's tiers; what is no set of them is refused as one that does not exist."""
+    return list(tiers) if isinstance(tiers, (frozenset, set, tuple)) else [tiers]
+
+
+_PLANES = ("working", "remainder", "moments")
+_TIER_PAIRS = [(plane, tier) for plane in _PLANES for tier in ("ram", "nvme")]
 
 KEYS: Mapping[str, str] = {
     "num_slots": "memory.num_slots",

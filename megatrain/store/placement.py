@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain.config.choice import Choice
-from megatrain.errors import CapacityError
+from megatrain.config.types import parse_bytes
+from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
@@ -41,6 +42,31 @@ class Tiers:
     """Blocks, the largest first, whose state is in RAM; None: as many as fit."""
     weights_in_ram: int | None = None
     """And whose weights are; None: as many as fit."""
+
+    def __post_init__(self) -> None:
+        """Take one directory or several, as paths or text, and a size like `64GiB`.
+
+        Raises:
+            ConfigError: No directory, or no size.
+        """
+        given = [self.nvme] if isinstance(self.nvme, (str, Path)) else self.nvme
+        object.__setattr__(self, "nvme", tuple(map(Path, given)))
+        if not self.nvme:
+            raise ConfigError("Tiers(nvme=...) names no directory; name one on each drive")
+        if self.ram is not None:
+            object.__setattr__(self, "ram", parse_bytes(self.ram, "Tiers(ram=...)"))
+
+    @classmethod
+    def check(cls, tiers: object) -> None:
+        """Refuse what is neither None nor `Tiers`.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        if tiers is not None and not isinstance(tiers, cls):
+            raise ConfigError(
+                f"tiers is {tiers!r}; use megatrain.Tiers(nvme=[DIRECTORY, ...], ram=BYTES or None)"
+            )
 
     def as_chosen(self, choice: Choice) -> Tiers:
         """Return the same with as many blocks in RAM as a choice says, if it puts planes on drives."""

@@ -78,8 +78,14 @@ def attach(
         raise ConfigError(f"micro_batch_size is {micro_batch_size}; use 1 or more")
     if compile not in ("auto", "on", "off"):
         raise ConfigError(f"compile is {compile!r}; use auto, on or off")
+    Tiers.check(tiers)
     if tiers is None and choice.boundaries == "nvme":
         raise ConfigError(NO_DRIVES)
+    if tiers is None and "nvme" in dict(choice.given.get("tiers", ())).values():
+        raise ConfigError(
+            "the choice puts planes on drives (tiers), but there are no drives; give attach "
+            "tiers=megatrain.Tiers(nvme=[DIRECTORY, ...])"
+        )
     kept = read_precision(precision)
     moments = MomentFormat.read(optimizer_state)
     if getattr(model, "_megatrain_engine", None) is not None:

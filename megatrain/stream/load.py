@@ -80,6 +80,7 @@ def load(
     choice = read_choice(choice, fields)
     if (path is None) == (config is None):
         raise ConfigError("load takes a path or a config, one of the two")
+    Tiers.check(tiers)
     tiers = None if tiers is None else tiers.as_chosen(choice)
     kept = read_precision(precision)
     if path is not None:

@@ -48,6 +48,7 @@ class Conditions:
     """Of a step; None: `usual_batch` for the model's context."""
     compiles: bool = False
     host_limit: int | None = None
+    """Bytes of host memory for all of the run; state on drives that `load` has placed is not counted anew."""
     num_drives: int = 0
     """On which state is; 0: all of it is in RAM."""
 
@@ -82,6 +83,8 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choice
         )
         return _conservative(model, choice, given)
     own = sum(parameter.nbytes for parameter in model.parameters())  # becomes part of the state, or is freed
+    if isinstance(model.__dict__.get("_megatrain_host"), TieredState):
+        given = replace(given, host_limit=None)  # `tiers.ram`, which the state has filled
     request = _request(choice, given, anatomy, spec.with_ram(spec.host_bytes + own))
     plan = make_plan(request, remedies=list_remedies(request, count, is_running=True))
     if not plan.fits:

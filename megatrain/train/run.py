@@ -178,6 +178,10 @@ def prepare(
     packed = pack_data(config, tokenizer, model_config)
     loader = make_loader(config, packed)
     num_steps = config.train.steps or loader.steps_per_epoch
+    if config.optim.warmup_steps > num_steps:
+        raise ConfigError(
+            f"optim.warmup_steps is {config.optim.warmup_steps}, but the run has {num_steps} steps; use fewer"
+        )
     _choose_threads()
     if liger:
         apply_liger(model_config.get_text_config().model_type)
@@ -294,10 +298,6 @@ def _scheduler(
     from transformers import get_scheduler
 
     optim = config.optim
-    if optim.warmup_steps > num_steps:
-        raise ConfigError(
-            f"optim.warmup_steps is {optim.warmup_steps}, but the run has {num_steps} steps; use fewer"
-        )
     try:
         scheduler: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
             optim.schedule,

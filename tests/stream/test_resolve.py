@@ -140,11 +140,12 @@ def test_a_loaded_model_stays_as_it_is_laid_out(fragments: bool) -> None:
     engine.detach()
 
 
-def test_state_on_drives_stays_where_it_was_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["emulated", "cpu"])
+def test_state_on_drives_stays_where_it_was_loaded(device: str, tmp_path: Path) -> None:
     tiers = Tiers(nvme=(tmp_path / "drive",), ram=3_000_000)
     model = megatrain.load(config=deep_config(4), tiers=tiers)
     placement = vars(model)["_megatrain_host"].on_drives.placement
-    engine = megatrain.attach(model.train(), device="emulated", tiers=tiers, batch=BATCH)
+    engine = megatrain.attach(model.train(), device=device, tiers=tiers, batch=BATCH)
     assert engine.choice.is_resolved
     assert engine.choice.tier("moments") == "nvme"
     num_blocks = len(engine.host.layouts)
@@ -172,6 +173,38 @@ def test_ram_holds_as_many_blocks_as_the_choice_says(loaded: bool, tmp_path: Pat
     assert num_blocks - len(placement.state_on_drives) == engine.choice.blocks_in_ram == 1
     assert num_blocks - len(placement.working_on_drives) == engine.choice.weights_in_ram == 3
     engine.close(removes=True)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        (frozenset({("moments", "nvme")}), r"puts planes on drives \(tiers\), but there are no drives; give"),
+        (frozenset({("bogus", "tape")}), r"tiers has \('bogus', 'tape'\); use pairs of a plane \(working, "),
+        ({"moments": "nvme"}, r"tiers has \{'moments': 'nvme'\}; use pairs of a plane"),
+        ([("moments", "nvme")], r"tiers has \[\('moments', 'nvme'\)\]; use pairs of a plane"),
+    ],
+)
+def test_a_choice_of_tiers_that_cannot_be_is_refused(tiers: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        megatrain.attach(make_model(deep_config(1)), Choice(tiers=tiers))
+
+
+def test_tiers_are_of_their_class() -> None:
+    wrong: Any = {"ram": "64GiB"}
+    message = r"tiers is \{'ram': '64GiB'\}; use megatrain.Tiers\(nvme="
+    with pytest.raises(ConfigError, match=message):
+        megatrain.load(config=deep_config(1), tiers=wrong)
+    with pytest.raises(ConfigError, match=message):
+        megatrain.attach(make_model(deep_config(1)), tiers=wrong)
+
+
+def test_tiers_take_sizes_and_directories_as_text() -> None:
+    tiers = Tiers(nvme="/mnt/a", ram="64MiB")  # type: ignore[arg-type]
+    assert (tiers.nvme, tiers.ram) == ((Path("/mnt/a"),), 64 << 20)
+    with pytest.raises(ConfigError, match="names no directory"):
+        Tiers(nvme=())
+    with pytest.raises(ConfigError, match=r"Tiers\(ram=\.\.\.\) is -5; use bytes or a size"):
+        Tiers(nvme=(Path("/mnt/a"),), ram=-5)
 
 
 # -- models that cannot be counted ---------------------------------------------------------------------------

@@ -94,7 +94,8 @@ def _limits(request: Request) -> Iterator[Remedy]:
         need = least_bytes(replace(request, host_limit=None), "ram")
         if need is not None:
             raised = replace(request, host_limit=_size(size_option(need)))
-            yield Remedy(partial(_same, raised), f"memory.host_limit={size_option(need)}")
+            name = "tiers.ram" if request.commits else "host_limit"
+            yield Remedy(partial(_same, raised), f"memory.{name}={size_option(need)}")
     if device is not None:
         need = least_bytes(replace(request, device_limit=None), "device")
         if need is not None:
@@ -102,7 +103,8 @@ def _limits(request: Request) -> Iterator[Remedy]:
             yield Remedy(partial(_same, raised), f"memory.device_limit={size_option(need)}")
     if host is not None and device is not None:
         free = replace(request, host_limit=None, device_limit=None)
-        yield Remedy(partial(_same, free), "memory.host_limit=null memory.device_limit=null")
+        name = "tiers.ram" if request.commits else "host_limit"
+        yield Remedy(partial(_same, free), f"memory.{name}=null memory.device_limit=null")
 
 
 def _same(request: Request) -> Request:
