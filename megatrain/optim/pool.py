@@ -13,6 +13,7 @@ are several NUMA nodes, bind the process to one (`numactl`): the count in `threa
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -146,6 +147,12 @@ def default_pool() -> WorkerPool:
         if _default_pool is None:
             _default_pool = WorkerPool(update_threads(_default_threads).num_threads)
         return _default_pool
+
+
+@atexit.register  # registered before the lanes' own, so it is called after it
+def _close_default() -> None:
+    if _default_pool is not None:
+        _default_pool.close()
 
 
 def set_default_threads(num_threads: int) -> None:

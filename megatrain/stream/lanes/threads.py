@@ -6,10 +6,15 @@ they were enqueued, so lanes cannot wait for each other in a circle.
 A failure: the first exception of any lane is carried to the launching thread, which raises it at its next
 call. An operation that was enqueued before that and has not begun never runs: an update must not use
 gradients that did not arrive. Events are set all the same, so nobody waits for ever.
+
+The interpreter's end: lanes that are still open finish what they were given, and their threads end. A thread
+that is cut off inside of torch would abort the process, with a step's updates half done.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import queue
 import sys
 import threading
@@ -162,7 +167,22 @@ class Worker(ABC):
         event.launched.set()
 
 
+_log = logging.getLogger(__name__)
+
 _SWITCH_INTERVAL_S = 5e-4
+
+_OPEN: weakref.WeakSet[ThreadedLanes] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for lanes in list(_OPEN):
+        try:
+            lanes.close()
+        except BaseException as error:  # the process ends with the code that it had
+            _log.error("what ran in the background when the program ended has failed: %r", error)
+
+
+atexit.register(_close_all)
 
 
 class ThreadedLanes(Lanes):
@@ -178,7 +198,8 @@ class ThreadedLanes(Lanes):
         # would wait for a whole interval: with the default of 5 ms, updates take twice as long.
         self._interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(self._interval_s, _SWITCH_INTERVAL_S))
-        weakref.finalize(self, _end, self._workers).atexit = False  # daemon threads end with the process
+        weakref.finalize(self, _end, self._workers).atexit = False  # `_close_all` does
+        _OPEN.add(self)
 
     def drain(self) -> None:
         """Block until every lane has done what was enqueued so far."""
