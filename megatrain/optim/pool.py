@@ -87,7 +87,8 @@ class _Job(Generic[T]):
 
     def __init__(self, tasks: Sequence[Callable[[], T]]) -> None:
         self._tasks = list(tasks)
-        self._results: list[T | None] = [None] * len(self._tasks)
+        self._count = len(self._tasks)
+        self._results: list[T | None] = [None] * self._count
         self._lock = threading.Lock()
         self._next = 0
         self._num_running = 0
@@ -113,9 +114,9 @@ class _Job(Generic[T]):
 
     def _begin(self) -> int | None:
         with self._lock:
-            if self._next == len(self._tasks):
+            if self._next == self._count:
                 if self._num_running == 0:
-                    self._done.set()
+                    self._finish()
                 return None
             index = self._next
             self._next += 1
@@ -127,9 +128,13 @@ class _Job(Generic[T]):
             self._num_running -= 1
             if error is not None:
                 self._error = self._error or error
-                self._next = len(self._tasks)
-            if self._next == len(self._tasks) and self._num_running == 0:
-                self._done.set()
+                self._next = self._count
+            if self._next == self._count and self._num_running == 0:
+                self._finish()
+
+    def _finish(self) -> None:
+        self._tasks.clear()  # a worker that has not let go of the job must not keep its buffers alive
+        self._done.set()
 
 
 _default_lock = threading.Lock()

@@ -1,7 +1,10 @@
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 
+import numpy as np
 import pytest
 
 from megatrain.errors import ConfigError
@@ -144,3 +147,14 @@ def test_no_threads_are_refused(num_threads: int) -> None:
     with pytest.raises(ConfigError, match=f"is {num_threads}; use 1 or more"):
         set_default_threads(num_threads)
     assert default_pool().num_threads == update_threads().num_threads
+
+
+def test_a_job_that_is_done_keeps_no_buffers() -> None:
+    """Whoever still holds it: a worker may be held up before it lets go."""
+    buffer = np.zeros(4)
+    alive = weakref.ref(buffer)
+    job: pool_module._Job[float] = pool_module._Job([partial(np.sum, buffer)])
+    del buffer
+    job.work()
+    assert job.wait() == [0.0]
+    assert alive() is None
