@@ -263,7 +263,7 @@ def checked(choice: Choice) -> Choice:
 
 def _pairs(tiers: object) -> list[object]:
     """List the pairs of a choice's tiers; what is no set of them is refused as one that does not exist."""
-    return list(tiers) if isinstance(tiers, (frozenset, set, tuple)) else [tiers]
+    return list(tiers) if isinstance(tiers, (frozenset, tuple)) else [tiers]
 
 
 _PLANES = ("working", "remainder", "moments")

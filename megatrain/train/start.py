@@ -11,8 +11,7 @@ from megatrain.layout.moments import MomentFormat
 from megatrain.train.metrics import format_bytes, format_duration
 from megatrain.train.planning.plan_run import Planned
 
-_STATE = {"fp32": "", "bf16": "with fp32 masters"}
-"""What training in a precision keeps beside the weights, in a user's words."""
+_PRECISIONS = {"fp32": "fp32", "bf16": "bf16 with fp32 masters"}
 
 
 def start_lines(
@@ -30,7 +29,7 @@ def start_lines(
     """
     size = "" if planned is None else f" ({_count(planned.request.anatomy.num_params)} parameters)"
     start = "from random weights, " if config.model.init == "random" else ""
-    numbers = [f"{config.train.precision} {_STATE[config.train.precision]}".strip()]
+    numbers = [_PRECISIONS[config.train.precision]]
     if config.optim.state != "fp32":
         numbers.append(f"optimizer state: {MomentFormat(config.optim.state).describe()}")
     yield f"training: {config.model.path}{size}, {start}in {', '.join(numbers)}, on {data}"

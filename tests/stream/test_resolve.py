@@ -181,6 +181,7 @@ def test_ram_holds_as_many_blocks_as_the_choice_says(loaded: bool, tmp_path: Pat
         (frozenset({("moments", "nvme")}), r"puts planes on drives \(tiers\), but there are no drives; give"),
         (frozenset({("bogus", "tape")}), r"tiers has \('bogus', 'tape'\); use pairs of a plane \(working, "),
         ({"moments": "nvme"}, r"tiers has \{'moments': 'nvme'\}; use pairs of a plane"),
+        ({("moments", "nvme")}, r"tiers has \{\('moments', 'nvme'\)\}; use pairs of a plane"),
         ([("moments", "nvme")], r"tiers has \[\('moments', 'nvme'\)\]; use pairs of a plane"),
     ],
 )

@@ -90,12 +90,12 @@ def size_option(nbytes: int) -> str:
 def _limits(request: Request) -> Iterator[Remedy]:
     """Yield larger limits, where the user has set them below what the machine has."""
     host, device = request.host_limit, request.device_limit
+    of_host = "memory.tiers.ram" if request.commits else "memory.host_limit"
     if host is not None:
         need = least_bytes(replace(request, host_limit=None), "ram")
         if need is not None:
             raised = replace(request, host_limit=_size(size_option(need)))
-            name = "tiers.ram" if request.commits else "host_limit"
-            yield Remedy(partial(_same, raised), f"memory.{name}={size_option(need)}")
+            yield Remedy(partial(_same, raised), f"{of_host}={size_option(need)}")
     if device is not None:
         need = least_bytes(replace(request, device_limit=None), "device")
         if need is not None:
@@ -103,8 +103,7 @@ def _limits(request: Request) -> Iterator[Remedy]:
             yield Remedy(partial(_same, raised), f"memory.device_limit={size_option(need)}")
     if host is not None and device is not None:
         free = replace(request, host_limit=None, device_limit=None)
-        name = "tiers.ram" if request.commits else "host_limit"
-        yield Remedy(partial(_same, free), f"memory.{name}=null memory.device_limit=null")
+        yield Remedy(partial(_same, free), f"{of_host}=null memory.device_limit=null")
 
 
 def _same(request: Request) -> Request:
