@@ -16,7 +16,7 @@ from megatrain.doctor.overhead import visit_overhead_s
 from megatrain.doctor.rates import (
     DTYPES,
     CopyRates,
-    attention_rate,
+    attention_rates,
     copy_rates,
     device_memory_rate,
     lockable_bytes,
@@ -26,7 +26,14 @@ from megatrain.doctor.rates import (
 )
 from megatrain.hardware import host_memory, measure_matmul_peak
 from megatrain.hardware.present import Measurements, Node, memory_nodes
+from megatrain.layout.moments import MomentFormat
 from megatrain.optim.threads import worker_threads
+
+_HEAD = 128
+"""Size of an attention head whose rate stands for all that are not named."""
+
+_VISIT_OPERATIONS = 58
+"""Operations of a visit of the layer that overhead is measured with: the mean of forward and backward."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +60,8 @@ class Sizes:
     """Memory to try to lock on a GPU, if a quarter of what is free is no less."""
     overhead_layers: int = 10
     """Of the model that a visit's overhead is measured with; 0: not measured."""
+    compresses: bool = True
+    """Whether updates with compressed moments are measured: their kernels take seconds to compile."""
 
 
 QUICK = Sizes(
@@ -66,6 +75,7 @@ QUICK = Sizes(
     cell_s=0.1,
     lock_bytes=0,
     overhead_layers=0,
+    compresses=False,
 )
 """Under 3 s in all on two cores, once the kernels are compiled; with more noise."""
 
@@ -78,7 +88,11 @@ class Bench:
     device_bytes_per_s: float
     matmul: Mapping[str, float]
     attention: Mapping[str, float]
+    """Forward; by dtype, and by dtype and size of heads."""
+    attention_backward: Mapping[str, float]
     updates: Mapping[int, float]
+    compressed: Mapping[str, float]
+    """Updates with compressed moments, with the best number of threads."""
     nodes: tuple[tuple[Node, float], ...]
     drive: DriveBench | None
     locked_bytes: int | None
@@ -87,6 +101,7 @@ class Bench:
     """That was tried."""
     launch_s: float | None
     """Of a visit, beside its arithmetic; None: not measured."""
+    on_gpu: bool
     seconds: float
     how: str
 
@@ -95,6 +110,7 @@ class Bench:
         return Measurements(
             matmul_flops_per_s=self.matmul,
             attention_flops_per_s=self.attention,
+            attention_backward_flops_per_s=self.attention_backward,
             device_bytes_per_s=self.device_bytes_per_s,
             h2d_bytes_per_s=self.copies.h2d_locked,
             d2h_bytes_per_s=self.copies.d2h_locked,
@@ -102,8 +118,10 @@ class Bench:
             pageable_share=self.copies.pageable_share,
             node_bytes_per_s=tuple(rate for _, rate in self.nodes),
             update_params_per_s=self.updates,
+            compressed_params_per_s=self.compressed,
             drive=None if self.drive is None else self.drive.rates,
-            launch_s=self.launch_s,
+            launch_s=None if self.on_gpu else self.launch_s,
+            launches_per_s=_VISIT_OPERATIONS / self.launch_s if self.on_gpu and self.launch_s else None,
             how=self.how,
         )
 
@@ -152,8 +170,11 @@ def run_bench(
     show("measuring: matrix products, attention, updates")
     tokens = sizes.attention_tokens if on_gpu else sizes.attention_tokens // 8
     attention = {
-        name: attention_rate(device, dtype, tokens=tokens, seconds=sizes.seconds)
+        name + ("" if width == _HEAD else f":{width}"): attention_rates(
+            device, dtype, tokens=tokens, width=width, seconds=sizes.seconds
+        )
         for name, dtype in DTYPES.items()
+        for width in ((_HEAD, 64) if on_gpu else (_HEAD,))
     }
     matmul = {name: measure_matmul_peak(device, dtype) for name, dtype in DTYPES.items()}
     lock_limit = min(sizes.lock_bytes, host_memory().available_bytes // 4)
@@ -161,21 +182,31 @@ def run_bench(
     if sizes.overhead_layers:
         show("measuring: a visit's overhead")
         launch_s = visit_overhead_s(device, num_layers=sizes.overhead_layers)
+    updates = update_rates(thread_counts(worker_threads()), numel=sizes.update_numel, seconds=sizes.seconds)
+    best = max(updates, key=lambda count: updates[count])
+    compressed = {
+        moments.value: update_rates([best], numel=sizes.update_numel, seconds=sizes.seconds, moments=moments)[
+            best
+        ]
+        for moments in (MomentFormat.BF16, MomentFormat.INT8)
+        if sizes.compresses
+    }
     if on_gpu:
         torch.cuda.empty_cache()  # what is free of the device's memory is asked next
     return Bench(
         copies=copies,
         device_bytes_per_s=device_rate,
         matmul=matmul,
-        attention=attention,
-        updates=update_rates(
-            thread_counts(worker_threads()), numel=sizes.update_numel, seconds=sizes.seconds
-        ),
+        attention={name: forward for name, (forward, _) in attention.items()},
+        attention_backward={name: backward for name, (_, backward) in attention.items()},
+        updates=updates,
+        compressed=compressed,
         nodes=nodes,
         drive=drive,
         locked_bytes=lockable_bytes(lock_limit) if on_gpu else None,
         lock_limit=lock_limit,
         launch_s=launch_s,
+        on_gpu=on_gpu,
         seconds=time.perf_counter() - began_s,
         how=how or "measured on this machine by doctor --bench",
     )

@@ -218,6 +218,8 @@ def _bench_json(bench: Bench) -> dict[str, Any]:
         "device_bytes_per_s": bench.device_bytes_per_s,
         "matmul_flops_per_s": dict(bench.matmul),
         "attention_flops_per_s": dict(bench.attention),
+        "attention_backward_flops_per_s": dict(bench.attention_backward),
+        "compressed_params_per_s": dict(bench.compressed),
         "update_params_per_s": {str(count): rate for count, rate in bench.updates.items()},
         "nodes": [
             {"number": node.number, "kind": node.kind, "nbytes": node.nbytes, "bytes_per_s": rate}

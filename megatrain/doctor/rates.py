@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatrain.hardware import GIB
+from megatrain.layout.moments import MomentFormat, moment_planes, num_scales
 from megatrain.optim.adamw import AdamWStep, update
 from megatrain.optim.pool import WorkerPool
 from megatrain.store.arena import Arena
@@ -93,56 +95,62 @@ def device_memory_rate(device: torch.device, *, nbytes: int, seconds: float) -> 
     return _rate(device, lambda: target.copy_(source), 2 * nbytes, seconds)
 
 
-def attention_rate(device: torch.device, dtype: torch.dtype, *, tokens: int, seconds: float) -> float:
-    """Return FLOP/s of causal attention, forward and backward.
+def attention_rates(
+    device: torch.device, dtype: torch.dtype, *, tokens: int, width: int, seconds: float
+) -> tuple[float, float]:
+    """Return FLOP/s of causal attention: of the forward, and of the backward.
 
-    Counted as everywhere in megatrain: 2 products of tokens x tokens per head at half, and the backward as
-    twice the forward, whatever a kernel does again.
+    Counted as everywhere in megatrain: the forward is 2 products of tokens x tokens per head at half, and the
+    backward 5 of them, as it makes the scores again.
+
+    Args:
+        device: where it runs.
+        dtype: of queries, keys and values.
+        tokens: of the one row.
+        width: of a head.
+        seconds: for each rate.
     """
-    heads, width = (16, 128) if device.type == "cuda" else (4, 64)
+    heads = 2048 // width if device.type == "cuda" else 4
     query, key, value = (
         torch.randn(1, heads, tokens, width, dtype=dtype, device=device).requires_grad_() for _ in range(3)
     )
     ones = torch.ones_like(query)
+    product = heads * tokens * tokens * width
 
-    def attend() -> None:
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        torch.autograd.grad(out, (query, key, value), ones)
+    def forward() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    return _rate(device, attend, 3 * 2 * heads * tokens * tokens * width, seconds)
+    def both() -> None:
+        torch.autograd.grad(forward(), (query, key, value), ones)
+
+    with torch.no_grad():
+        forward_s = _seconds(device, forward, seconds)
+    both_s = _seconds(device, both, seconds)
+    backward_s = both_s - forward_s
+    # noise may make the difference of two times small, or less than nothing
+    return 2 * product / forward_s, 5 * product / max(backward_s, both_s / 4)
 
 
-def update_rates(threads: Iterable[int], *, numel: int, seconds: float) -> dict[int, float]:
+def update_rates(
+    threads: Iterable[int], *, numel: int, seconds: float, moments: MomentFormat = MomentFormat.FP32
+) -> dict[int, float]:
     """Return parameters/s of AdamW on a split master with bf16 gradients, by number of threads."""
     hyper = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
-    planes = {
+    shapes = moment_planes(numel, num_scales(numel), moments)
+    planes = {name: torch.zeros(count, dtype=dtype) for name, (count, dtype) in shapes.items()} | {
         "working": torch.ones(numel, dtype=torch.bfloat16),
         "remainder": torch.zeros(numel, dtype=torch.int16),
-        "exp_avg": torch.zeros(numel),
-        "exp_avg_sq": torch.zeros(numel),
         "gradient": torch.ones(numel, dtype=torch.bfloat16),
     }
     rates = {}
     for count in threads:
         pool = WorkerPool(count)
         try:
-            call = _update_call(pool, hyper, planes)
+            call = partial(update, pool, hyper, **planes)
             rates[count] = _rate(torch.device("cpu"), call, numel, seconds)
         finally:
             pool.close()
     return rates
-
-
-def _update_call(pool: WorkerPool, hyper: AdamWStep, planes: dict[str, Tensor]) -> Callable[[], None]:
-    return lambda: update(
-        pool,
-        hyper,
-        working=planes["working"],
-        remainder=planes["remainder"],
-        exp_avg=planes["exp_avg"],
-        exp_avg_sq=planes["exp_avg_sq"],
-        gradient=planes["gradient"],
-    )
 
 
 def memory_rate(cpus: frozenset[int], *, num_threads: int, nbytes: int, seconds: float) -> float:
@@ -201,7 +209,12 @@ def thread_counts(num_cores: int) -> Sequence[int]:
 
 
 def _rate(device: torch.device, call: Callable[[], object], amount: float, seconds: float) -> float:
-    """Return `amount` over the time of a call that is at its lower quartile, after two to warm up."""
+    """Return `amount` over the time of a call that is at its lower quartile."""
+    return amount / _seconds(device, call, seconds)
+
+
+def _seconds(device: torch.device, call: Callable[[], object], seconds: float) -> float:
+    """Return the time of a call that is at its lower quartile, after two to warm up."""
     taken: list[float] = []
     for _ in range(2):
         call()
@@ -212,7 +225,7 @@ def _rate(device: torch.device, call: Callable[[], object], amount: float, secon
         call()
         _wait(device)
         taken.append(time.perf_counter() - began_s)
-    return amount / sorted(taken)[len(taken) // 4]
+    return sorted(taken)[len(taken) // 4]
 
 
 def _wait(device: torch.device) -> None:

@@ -107,7 +107,10 @@ def machine_json(spec: HardwareSpec) -> dict[str, Any]:
     """Return the machine as the object of a machine file."""
     return asdict(spec) | {
         "matmul_flops_per_s": dict(spec.matmul_flops_per_s),
+        "peak_flops_per_s": dict(spec.peak_flops_per_s),
         "attention_flops_per_s": dict(spec.attention_flops_per_s),
+        "attention_backward_flops_per_s": dict(spec.attention_backward_flops_per_s),
+        "compressed_params_per_s": dict(spec.compressed_params_per_s),
         "update_params_per_s": {str(count): rate for count, rate in spec.update_params_per_s.items()},
         "sources": dict(spec.sources),
     }
@@ -219,6 +222,27 @@ def _rates(name: str, value: Any) -> dict[str, float]:
     return {dtype: _positive(f"{name}.{dtype}", value[dtype]) for dtype in _DTYPES}
 
 
+def _attention(name: str, value: Any) -> dict[str, float]:
+    """Read rates by dtype, and by dtype and size of heads: `bf16:64`."""
+    if isinstance(value, dict) and not value:
+        return {}
+    of_sizes = {key: rate for key, rate in value.items() if ":" in key} if isinstance(value, dict) else {}
+    for key in of_sizes:
+        dtype, _, size = key.partition(":")
+        if dtype not in _DTYPES or not (size.isascii() and size.isdigit()) or int(size) < 1:
+            raise _Wrong(
+                f"{name} has the key {key!r}; its keys must be a dtype, or a dtype and a head's size"
+            )
+    plain = value if not of_sizes else {key: rate for key, rate in value.items() if key not in of_sizes}
+    return _rates(name, plain) | {key: _positive(f"{name}.{key}", rate) for key, rate in of_sizes.items()}
+
+
+def _compressed(name: str, value: Any) -> dict[str, float]:
+    if not isinstance(value, dict) or set(value) - {"bf16", "int8"}:
+        raise _Wrong(f"{name} is {_shown(value)}; it must be an object with the keys bf16 and int8")
+    return {key: _positive(f"{name}.{key}", rate) for key, rate in value.items()}
+
+
 def _updates(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict) or not value:
         raise _Wrong(f"{name} is {_shown(value)}; it must be an object from numbers of threads to rates")
@@ -271,7 +295,9 @@ _FIELDS: dict[str, _Reader] = {
     "device": _text,
     "device_bytes": _or_null(_whole),
     "matmul_flops_per_s": _rates,
-    "attention_flops_per_s": _rates,
+    "peak_flops_per_s": lambda name, value: {} if value == {} else _rates(name, value),
+    "attention_flops_per_s": lambda name, value: _attention(name, value) or _rates(name, value),
+    "attention_backward_flops_per_s": _attention,
     "device_bytes_per_s": _positive,
     "h2d_bytes_per_s": _positive,
     "d2h_bytes_per_s": _positive,
@@ -279,6 +305,7 @@ _FIELDS: dict[str, _Reader] = {
     "pageable_share": _share,
     "memory": _nodes,
     "update_params_per_s": _updates,
+    "compressed_params_per_s": _compressed,
     "num_cores": _whole,
     "drives": _drives,
     "device_watts": _or_null(_positive),
@@ -286,6 +313,7 @@ _FIELDS: dict[str, _Reader] = {
     "price_usd": _or_null(_at_least_0),
     "price_per_hour_usd": _or_null(_at_least_0),
     "launch_s": _at_least_0,
+    "launches_per_s": _or_null(_positive),
     "sources": _sources,
 }
 """How each field of `HardwareSpec` is read."""

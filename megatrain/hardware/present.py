@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,14 @@ class Measurements:
     node_bytes_per_s: tuple[float, ...]
     """One per node of `memory_nodes`, in its order."""
     update_params_per_s: Mapping[int, float]
+    attention_backward_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    compressed_params_per_s: Mapping[str, float] = field(default_factory=dict)
     drive: DriveRates | None = None
     """None: not measured, so the machine is said to have none."""
     launch_s: float | None = None
     """None: not measured."""
+    launches_per_s: float | None = None
+    """None: not measured, or the host computes."""
     how: str = "measured"
     """For `sources`: how, and with what sizes."""
 
@@ -178,6 +182,7 @@ def describe_machine(
         device_bytes=device.nbytes,
         matmul_flops_per_s=dict(measured.matmul_flops_per_s),
         attention_flops_per_s=dict(measured.attention_flops_per_s),
+        attention_backward_flops_per_s=dict(measured.attention_backward_flops_per_s),
         device_bytes_per_s=measured.device_bytes_per_s,
         h2d_bytes_per_s=measured.h2d_bytes_per_s,
         d2h_bytes_per_s=measured.d2h_bytes_per_s,
@@ -188,10 +193,12 @@ def describe_machine(
             for node, rate in zip(nodes, rates, strict=True)
         ),
         update_params_per_s=dict(measured.update_params_per_s),
+        compressed_params_per_s=dict(measured.compressed_params_per_s),
         num_cores=num_cores,
         drives=drives,
         device_watts=device.watts,
         launch_s=measured.launch_s or 0.0,
+        launches_per_s=measured.launches_per_s,
         sources=_sources(measured),
     )
     return with_present_capacities(spec, device=device, path=path, root=root)
@@ -275,7 +282,12 @@ def _sources(measured: Measurements) -> dict[str, str]:
         "host_watts": "not known",
         "price_usd": "not known",
         "price_per_hour_usd": "not known",
+        "peak_flops_per_s": "not known: the rates of products stand for it",
         "launch_s": "not measured" if measured.launch_s is None else f"{how}, layers not compiled",
+        "launches_per_s": "not measured"
+        if measured.launches_per_s is None
+        else f"{how}, layers not compiled",
+        "compressed_params_per_s": how if measured.compressed_params_per_s else "not measured",
         "drives": "none asked for" if measured.drive is None else how,
     }
     return {

@@ -46,20 +46,27 @@ class HardwareSpec:
     """Memory of the device that a process may use; None: no limit of its own."""
     matmul_flops_per_s: Mapping[str, float]
     """Achieved by large matrix products, by dtype: `bf16`, `fp32`."""
+    peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    """The datasheet's, by dtype, of which MFU is a part; empty: the rates of products stand for it."""
     attention_flops_per_s: Mapping[str, float]
-    """Achieved by causal attention, counted at half, forward and backward, by dtype."""
+    """Achieved by causal attention's forward, counted at half, by dtype for heads of 128; `bf16:64` and the
+    like for heads of another size."""
     device_bytes_per_s: float
     """Of device memory, read and written together: what norms and activation functions take."""
     h2d_bytes_per_s: float
     """Host to device, page-locked, alone."""
     d2h_bytes_per_s: float
+    attention_backward_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    """And by its backward, counted as 2.5 forwards: the scores are made again. Empty: as the forward."""
     both_share: float = 1.0
     """Part of each of these rates that is left while the other goes on too."""
     pageable_share: float = 0.3
-    """Part of these rates that memory which is not page-locked reaches."""
+    """Part of these rates that memory which is not page-locked reaches: that of resident blocks' state."""
     memory: tuple[MemoryNode, ...]
     update_params_per_s: Mapping[int, float]
-    """AdamW updates of split masters, by number of threads."""
+    """AdamW updates of split masters with moments in fp32, by number of threads."""
+    compressed_params_per_s: Mapping[str, float] = field(default_factory=dict)
+    """And with moments in `bf16` and `int8`, by the best number of threads; empty: not known."""
     num_cores: int
     drives: Drives | None = None
     device_watts: float | None = None
@@ -69,9 +76,16 @@ class HardwareSpec:
     price_usd: float | None = None
     price_per_hour_usd: float | None = None
     launch_s: float = 0.0
-    """Time that a visit of a block takes beside its arithmetic: launches, hooks, Python."""
+    """Time that a visit of a block takes beside its arithmetic, where the host computes: hooks, Python."""
+    launches_per_s: float | None = None
+    """Operations that a thread launches on an accelerator, Python, autograd and hooks included. A layer takes
+    no less time than its launches; None: that is not known."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each field is from."""
+
+    def peak(self, dtype: str) -> float:
+        """Return the FLOP/s that MFU is a part of."""
+        return self.peak_flops_per_s.get(dtype, self.matmul_flops_per_s[dtype])
 
     @property
     def is_cpu(self) -> bool:

@@ -166,6 +166,7 @@ def machine(
     device: str = "imagined",
     drives: Drives | None = None,
     launch_s: float = 0.0,
+    host_rate: float = 1e15,
 ) -> HardwareSpec:
     """Return a machine whose rates are easy to reckon with."""
     return HardwareSpec(
@@ -178,7 +179,7 @@ def machine(
         h2d_bytes_per_s=link,
         d2h_bytes_per_s=link,
         both_share=both_share,
-        memory=(MemoryNode(nbytes=host_bytes, bytes_per_s=26 * update_rate),),
+        memory=(MemoryNode(nbytes=host_bytes, bytes_per_s=host_rate),),
         update_params_per_s={1: update_rate},
         num_cores=4,
         drives=drives,

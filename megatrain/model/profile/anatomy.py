@@ -22,26 +22,30 @@ class Cost:
     attention_flops: float = 0.0
     """Causal attention at half."""
     moved_bytes: float = 0.0
-    """Device memory that all other operations read and write."""
+    """Device memory that all other operations read and write, each by itself."""
     num_operations: int = 0
-    """Kernels launched."""
+    """Kernels launched, each operation by itself."""
+    fused_bytes: float = 0.0
+    """`moved_bytes` where a compiler joins them: `model.profile.fusion`."""
+    num_kernels: int = 0
+    """`num_operations` there."""
 
     def __add__(self, other: Cost) -> Cost:
         """Return the work of both."""
-        return Cost(
-            matmul_flops=self.matmul_flops + other.matmul_flops,
-            attention_flops=self.attention_flops + other.attention_flops,
-            moved_bytes=self.moved_bytes + other.moved_bytes,
-            num_operations=self.num_operations + other.num_operations,
-        )
+        return self._with(other, 1)
 
     def __sub__(self, other: Cost) -> Cost:
         """Return the work of this one that the other, a part of it, does not hold."""
+        return self._with(other, -1)
+
+    def _with(self, other: Cost, factor: int) -> Cost:
         return Cost(
-            matmul_flops=self.matmul_flops - other.matmul_flops,
-            attention_flops=self.attention_flops - other.attention_flops,
-            moved_bytes=self.moved_bytes - other.moved_bytes,
-            num_operations=self.num_operations - other.num_operations,
+            matmul_flops=self.matmul_flops + factor * other.matmul_flops,
+            attention_flops=self.attention_flops + factor * other.attention_flops,
+            moved_bytes=self.moved_bytes + factor * other.moved_bytes,
+            num_operations=self.num_operations + factor * other.num_operations,
+            fused_bytes=self.fused_bytes + factor * other.fused_bytes,
+            num_kernels=self.num_kernels + factor * other.num_kernels,
         )
 
     def scaled(self, factor: float) -> Cost:
@@ -51,6 +55,8 @@ class Cost:
             attention_flops=self.attention_flops * factor,
             moved_bytes=self.moved_bytes * factor,
             num_operations=round(self.num_operations * factor),
+            fused_bytes=self.fused_bytes * factor,
+            num_kernels=round(self.num_kernels * factor),
         )
 
 
@@ -158,6 +164,8 @@ class Anatomy:
     """Gradients of outer weights that autograd holds from the head's backward until the pass ends."""
     embedding_peak_bytes: int = 0
     """Most bytes at a time when the backward ends in the embedding, beyond `head_gradient_bytes`."""
+    head_dim: int = 0
+    """Of an attention head's queries, the largest; 0: no layer has softmax attention."""
 
     @property
     def tokens(self) -> int:

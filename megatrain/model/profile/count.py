@@ -162,6 +162,7 @@ def _count(
         head_backward_peak_bytes=whole.head_backward_peak_bytes,
         head_gradient_bytes=whole.head_gradient_bytes,
         embedding_peak_bytes=whole.embedding_peak_bytes,
+        head_dim=whole.head_dim,
     )
 
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from megatrain.model.profile.anatomy import Cost
+from megatrain.model.profile.fusion import Fusion
 
 _SHADOW = "_megatrain_value"
 _SHADOW_ELEMENTS = 1 << 21
@@ -48,7 +49,15 @@ class Meter(TorchDispatchMode):
         self._young_bytes = 0
         self.cost = Cost()
         """Of everything so far."""
+        self.head_dim = 0
+        """Of the queries of all attention so far, the largest."""
         self.is_paused = False
+        self._fusion = Fusion()
+
+    def write(self, tensors: Iterable[Tensor]) -> None:
+        """Note that something outside reads these: a compiled kernel has to write them."""
+        if not self.is_paused:
+            self.cost += Cost(fused_bytes=self._fusion.write_all(tensors))
 
     def settle(self, *, ages: bool = True) -> int:
         """Return the bytes that are alive now, and let the peaks begin anew from there.
@@ -102,7 +111,7 @@ class Meter(TorchDispatchMode):
         if not self.is_paused:
             made = _tensors(output)
             if made and not (func.is_view or func in _FREE):
-                self._count(func, args, kwargs, [*given, *made], output)
+                self._count(func, args, kwargs, given, made, output)
             self._follow(given, made)
         return output
 
@@ -133,20 +142,36 @@ class Meter(TorchDispatchMode):
             self._forget(key)
 
     def _count(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], touched: list[Tensor], output: Any
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+        made: list[Tensor],
+        output: Any,
     ) -> None:
         matmul = attention = moved = 0.0
         flops = _attention_flops(func, args, kwargs)
+        is_own = True
         if flops is not None:
             attention = flops
+            self.head_dim = max(self.head_dim, given[0].shape[-1])
         elif func._overloadpacket is _aten._grouped_mm:
             matmul = _grouped_flops(args[0], args[1], output)
         elif func._overloadpacket in flop_registry:
             matmul = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=output))
         else:
-            moved = float(sum(map(_touched, touched)))
+            moved = float(sum(map(_touched, (*given, *made))))
+            is_own = False
+        kernels = self._fusion.num_kernels
+        fused = self._fusion.add(func, given, made, is_own=is_own)
         self.cost = self.cost + Cost(
-            matmul_flops=matmul, attention_flops=attention, moved_bytes=moved, num_operations=1
+            matmul_flops=matmul,
+            attention_flops=attention,
+            moved_bytes=moved,
+            num_operations=1,
+            fused_bytes=fused,
+            num_kernels=self._fusion.num_kernels - kernels,
         )
 
 

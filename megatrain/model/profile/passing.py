@@ -52,6 +52,7 @@ class WholePass:
     head_saved_bytes: int = 0
     head_gradient_bytes: int = 0
     embedding_peak_bytes: int = 0
+    head_dim: int = 0
     is_chunked: bool = False
 
 
@@ -132,6 +133,7 @@ class WholePassTracer:
         loss.backward()
         held = result.graph_bytes + result.head_gradient_bytes
         result.embedding_peak_bytes = meter.peak_bytes - held
+        result.head_dim = meter.head_dim
         return result
 
     def _stream_block(self) -> None:

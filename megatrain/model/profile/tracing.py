@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megatrain.layout import pools
@@ -191,6 +192,7 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: str, meter
     saved = _Saved(meter, blocks)
     entered = _Entered(call.module, blocks, meter)
     hidden = _Source.apply(torch.zeros((), requires_grad=True), call.hidden)
+    hidden.register_hook(lambda grad: meter.write([grad]))
     sink = _end(_run(call, hidden, policy, entered, saved), trace)
     trace.forward_peak_bytes = meter.peak_bytes - base
     trace.forward = entered.take_costs()
@@ -281,6 +283,7 @@ class _Entered:
                 for module in block.entries:
                     stack.enter_context(self._entering(module, block))
             result = type(self._module).forward(self._module, *args, **kwargs)
+        self._meter.write(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         self._note()
         return result
 
@@ -326,6 +329,7 @@ class _Entered:
 
     def _collect(self, block: FakeBlock, grads: Sequence[Tensor | None]) -> None:
         self._settle_peaks()
+        self._meter.write(grad for grad in grads if grad is not None)
         self.collected[block.name] = self._meter.live_bytes
         self.whole_collected = self._meter.live_bytes + self._gone_bytes
         self._gone_bytes += self._meter.bytes_of(grad for grad in grads if grad is not None)

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.model.profile.anatomy import Anatomy, Cost, Layer
+from megatrain.model.profile.anatomy import Anatomy, Layer
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.layer_runs import LayerRun, layer_runs
@@ -74,7 +74,7 @@ class LayerCosts:
     @property
     def head_forward_s(self) -> float:
         """Return the seconds of the forward of head and loss."""
-        return self.rates.compute_s(self.anatomy.head_forward)
+        return self.rates.head_s(self.anatomy.head_forward)
 
     @property
     def head_backward_s(self) -> float:
@@ -104,19 +104,21 @@ class LayerCosts:
 
     def _count(self, layer: Layer, policy: str) -> tuple[float, float, float]:
         launch_s = self.rates.spec.launch_s
-        forward = self.rates.compute_s(layer.forward) + launch_s
-        backward = self.rates.compute_s(layer.backward) + self._sums_s(layer) + launch_s
+        forward = self.rates.forward_s(layer.forward) + launch_s
+        backward = self.rates.backward_s(layer.backward) + self._sums_s(layer) + launch_s
         inside = 0.0
         if policy in _PASSES_AGAIN:
             inside = forward
         elif policy == "recompute_cheap":
-            inside = self.rates.compute_s(Cost(moved_bytes=layer.forward.moved_bytes)) + launch_s
+            inside = self.rates.again_s(layer.forward) + launch_s
         return forward, backward, inside
 
     def _sums_s(self, layer: Layer) -> float:
         """Return the seconds in which gradients add up and their squares are summed, per micro-batch."""
         count = self.batch.num_micro_batches
         params = sum(fragment.sizes.num_state for fragment in layer.fragments)
-        # one micro-batch: read on the way out. More: working dtype in, fp32 read and written, rounded
-        passes = 2 if count == 1 else 6 + (count - 1) * 10 + 6
+        # one micro-batch: read on the way out. More: working dtype in, fp32 read and written, rounded; in a
+        # system that adds in bf16, its products read the sum and write it
+        each = 10 if self.rates.kernels.sum_bytes == 4 else 4
+        passes = 2 if count == 1 else 6 + (count - 1) * each + 6
         return self.rates.device_pass_s(passes * params) / count

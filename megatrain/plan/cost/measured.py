@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.timing import LayerSeconds
-from megatrain.plan.cost.rates import UPDATE_BYTES, Rates
+from megatrain.plan.cost.rates import UPDATE_BYTES, Rates, compressed_rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,9 @@ class Measured:
         for kind in timed:
             layer = anatomy.layers[kind.numbers[0]]
             taken_s += len(kind.numbers) * (kind.forward_s + kind.backward_s)
-            predicted_s += len(kind.numbers) * rates.compute_s(layer.forward + layer.backward)
+            predicted_s += len(kind.numbers) * (
+                rates.forward_s(layer.forward) + rates.backward_s(layer.backward)
+            )
         return cls(compute_scale=taken_s / predicted_s if predicted_s else None)
 
     def applied(self, spec: HardwareSpec) -> HardwareSpec:
@@ -70,9 +72,14 @@ class Measured:
             changes["d2h_bytes_per_s"] = self.offload_bytes_per_s
         if self.update_bytes_per_s is not None:
             changes["update_params_per_s"] = {spec.num_cores: self.update_bytes_per_s / UPDATE_BYTES}
+            changes["compressed_params_per_s"] = compressed_rates(self.update_bytes_per_s)
         if self.compute_scale is not None:
             slower = self.compute_scale
-            for name in ("matmul_flops_per_s", "attention_flops_per_s"):
+            for name in (
+                "matmul_flops_per_s",
+                "attention_flops_per_s",
+                "attention_backward_flops_per_s",
+            ):
                 rates: Mapping[str, float] = getattr(spec, name)
                 changes[name] = {dtype: rate / slower for dtype, rate in rates.items()}
             changes["device_bytes_per_s"] = spec.device_bytes_per_s / slower

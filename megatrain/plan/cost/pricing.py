@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatrain.plan.cost.contention import Shares
 from megatrain.plan.cost.layer_costs import LayerCosts
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.timetable import Task
@@ -14,13 +15,18 @@ from megatrain.plan.program.operations import Kind, Lane, Operation
 class Pricing:
     """The seconds of every operation of a choice."""
 
-    def __init__(self, rates: Rates, costs: LayerCosts, blocks: Sequence[PlannedBlock]) -> None:
-        """Price for a machine (`rates`), a model's layers under a choice (`costs`), and its blocks."""
+    def __init__(
+        self, rates: Rates, costs: LayerCosts, blocks: Sequence[PlannedBlock], shares: Shares
+    ) -> None:
+        """Price for a machine (`rates`), a model's layers under a choice (`costs`), and its blocks.
+
+        `shares` is what is left of the rates where lanes are in each other's way.
+        """
         self._rates = rates
         self._costs = costs
         self._blocks = blocks
+        self._shares = shares
         spec = rates.spec
-        self._is_shared = spec.both_share < 1.0 and not spec.is_cpu
         self._updates_in_compute = not (spec.is_cpu or spec.launches_inline)
 
     def tasks(self, operation: Operation) -> tuple[Task, ...]:
@@ -38,19 +44,21 @@ class Pricing:
         return (Task(lane, seconds, reads, writes, kind.value),)
 
     def seconds(self, operation: Operation) -> float:
-        """Return the seconds that an operation takes alone."""
-        rates, nbytes = self._rates, operation.nbytes
+        """Return the seconds that an operation takes."""
+        rates, nbytes, shares = self._rates, operation.nbytes, self._shares
         match operation.kind:
-            case Kind.FETCH | Kind.PULL:
-                return rates.fetch_s(nbytes)
+            case Kind.FETCH | Kind.RESTORE:
+                return rates.fetch_s(nbytes) / shares.up
             case Kind.LOAD:
-                return rates.fetch_s(nbytes, beside=self._is_shared)
-            case Kind.RESTORE:
-                return rates.fetch_s(nbytes, beside=not rates.spec.is_cpu)
-            case Kind.OFFLOAD if not operation.is_held:
-                return rates.offload_s(nbytes, beside=self._is_shared)
-            case Kind.OFFLOAD | Kind.SAVE | Kind.PUSH:
-                return rates.offload_s(nbytes)
+                return rates.fetch_s(self._sum_bytes(operation)) / shares.up
+            case Kind.OFFLOAD:
+                return rates.offload_s(self._sum_bytes(operation)) / shares.down
+            case Kind.SAVE:
+                return rates.offload_s(nbytes) / shares.down
+            case Kind.PULL:  # state that is not page-locked
+                return rates.fetch_s(nbytes) / rates.spec.pageable_share
+            case Kind.PUSH:
+                return rates.offload_s(nbytes) / rates.spec.pageable_share
             case Kind.HOLD:
                 return rates.device_pass_s(2 * self._blocks[operation.block].size.offload_bytes)
             case Kind.READ | Kind.PAGE | Kind.RECALL:
@@ -65,7 +73,7 @@ class Pricing:
                 block = self._blocks[operation.block]
                 if operation.on_device:
                     return rates.device_update_s(block.sizes.num_state, block.size.update_bytes)
-                return rates.update_s(nbytes)
+                return rates.update_s(nbytes) / shares.update
             case Kind.FORWARD | Kind.BACKWARD:
                 return self._visit_s(operation) * operation.num_micro_batches
             case Kind.HEAD:
@@ -74,6 +82,15 @@ class Pricing:
                 return self._costs.head_backward_s * operation.num_micro_batches
             case _:
                 return 0.0
+
+    def _sum_bytes(self, operation: Operation) -> float:
+        """Return the bytes of a gradient on the link; of a sum that goes on, as the kernels keep it."""
+        goes_on = operation.kind is Kind.LOAD or not operation.completes
+        if not goes_on:
+            return operation.nbytes
+        return min(
+            operation.nbytes, self._rates.kernels.sum_bytes * self._blocks[operation.block].sizes.num_state
+        )
 
     def _visit_s(self, operation: Operation) -> float:
         block = self._blocks[operation.block]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from megatrain.hardware import Drives, HardwareSpec
 from megatrain.layout.moments import MomentFormat
@@ -16,42 +17,104 @@ DEVICE_UPDATE_BYTES = 650
 """Device memory that an update there reads and writes per parameter, in 55 passes (`optim.device`)."""
 
 
+_PLANE_BYTES = {MomentFormat.FP32: UPDATE_BYTES, MomentFormat.BF16: 18, MomentFormat.INT8: 14.0625}
+"""As `UPDATE_BYTES`, by the format of the moments: `BlockBytes.update_bytes` for a parameter in bf16."""
+
+_USUAL_SHARE = {MomentFormat.FP32: 1.0, MomentFormat.BF16: 0.63, MomentFormat.INT8: 0.34}
+"""Parameters per second over those with moments in fp32, as two cores were measured: compressing is work. For
+machines of which only updates in fp32 are known (benchmarks/results, state compression)."""
+
+
+def compressed_rates(nbytes_per_s: float) -> dict[str, float]:
+    """Return parameters per second by format, where updates read and write so many bytes in any of them."""
+    formats = (MomentFormat.BF16, MomentFormat.INT8)
+    return {moments.value: nbytes_per_s / _PLANE_BYTES[moments] for moments in formats}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """Which kernels run: ours as they are set, or another system's whose rate is to be predicted."""
+
+    fuses_layers: bool = False
+    """Norms, rotations, activation functions and sums of a layer are joined: by torch.compile or Liger."""
+    fuses_head: bool = False
+    """And those of head and loss."""
+    device_update_bytes: int = DEVICE_UPDATE_BYTES
+    """Device memory that an update there touches per parameter."""
+    sum_bytes: int = 4
+    """Of a gradient that adds up over rounds, per parameter in bf16: ours are in fp32."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A machine with the dtype that it computes in, and how the optimizer keeps its moments."""
+    """A machine with the dtype that it computes in, how the optimizer keeps its moments, and the kernels."""
 
     spec: HardwareSpec
     precision: str
     moments: MomentFormat = MomentFormat.FP32
+    kernels: Kernels = Kernels()
+    head_dim: int = 128
+    """Of the model's attention heads."""
 
     @property
     def matmul_flops_per_s(self) -> float:
         """FLOP/s of large matrix products."""
         return self.spec.matmul_flops_per_s[self.precision]
 
-    def compute_s(self, cost: Cost) -> float:
-        """Return the seconds of a pass on the device; operations run one after the other."""
-        return (
+    def forward_s(self, cost: Cost) -> float:
+        """Return the seconds of a layer's forward on the device; operations run one after the other."""
+        return self._pass_s(cost, self.spec.attention_flops_per_s, is_fused=self.kernels.fuses_layers)
+
+    def backward_s(self, cost: Cost) -> float:
+        """Return the seconds of a layer's backward."""
+        rates = self.spec.attention_backward_flops_per_s or self.spec.attention_flops_per_s
+        return self._pass_s(cost, rates, is_fused=self.kernels.fuses_layers)
+
+    def head_s(self, cost: Cost) -> float:
+        """Return the seconds of a pass of head and loss, which has no attention."""
+        return self._pass_s(cost, self.spec.attention_flops_per_s, is_fused=self.kernels.fuses_head)
+
+    def again_s(self, cost: Cost) -> float:
+        """Return the seconds of what `recompute_cheap` makes again of a forward: all but the products."""
+        return self.forward_s(replace(cost, matmul_flops=0.0, attention_flops=0.0))
+
+    def _pass_s(self, cost: Cost, attention: Mapping[str, float], *, is_fused: bool) -> float:
+        """Return the time of the kernels, or of launching them if that is longer."""
+        computed_s = (
             cost.matmul_flops / self.matmul_flops_per_s
-            + cost.attention_flops / self.spec.attention_flops_per_s[self.precision]
-            + self.device_pass_s(cost.moved_bytes)
+            + (cost.attention_flops / self._attention_rate(attention) if cost.attention_flops else 0.0)
+            + self.device_pass_s(cost.fused_bytes if is_fused else cost.moved_bytes)
         )
+        launches = self.spec.launches_per_s
+        if launches is None:
+            return computed_s
+        return max(computed_s, (cost.num_kernels if is_fused else cost.num_operations) / launches)
+
+    def _attention_rate(self, rates: Mapping[str, float]) -> float:
+        return rates.get(f"{self.precision}:{self.head_dim}", rates[self.precision])
 
     def device_pass_s(self, nbytes: float) -> float:
         """Return the seconds in which the device reads or writes so many bytes of its own memory."""
         return nbytes / self.spec.device_bytes_per_s
 
-    def fetch_s(self, nbytes: float, *, beside: bool = False) -> float:
-        """Return the seconds of a copy to the device; `beside`: while others go the other way."""
-        return nbytes / (self.spec.h2d_bytes_per_s * (self.spec.both_share if beside else 1.0))
+    def fetch_s(self, nbytes: float) -> float:
+        """Return the seconds of a copy to the device, alone on the link."""
+        return nbytes / self.spec.h2d_bytes_per_s
 
-    def offload_s(self, nbytes: float, *, beside: bool = False) -> float:
-        """Return the seconds of a copy to the host."""
-        return nbytes / (self.spec.d2h_bytes_per_s * (self.spec.both_share if beside else 1.0))
+    def offload_s(self, nbytes: float) -> float:
+        """Return the seconds of a copy to the host, alone on the link."""
+        return nbytes / self.spec.d2h_bytes_per_s
 
-    def update_s(self, nbytes: int) -> float:
-        """Return the seconds of AdamW that reads and writes so many bytes of host memory."""
-        return nbytes / (UPDATE_BYTES * self.spec.update_rate)
+    @property
+    def update_bytes_per_s(self) -> float:
+        """Bytes per second of host memory that AdamW reads and writes, alone."""
+        spec, moments = self.spec, self.moments
+        usual = spec.update_rate * _USUAL_SHARE[moments]
+        return spec.compressed_params_per_s.get(moments.value, usual) * _PLANE_BYTES[moments]
+
+    def update_s(self, nbytes: float) -> float:
+        """Return the seconds of AdamW that reads and writes so many bytes of host memory, alone."""
+        return nbytes / self.update_bytes_per_s
 
     def host_pass_s(self, nbytes: float) -> float:
         """Return the seconds in which the host reads or writes so many bytes of its own memory."""
@@ -66,7 +129,7 @@ class Rates:
         """
         if self.spec.is_cpu or self.spec.launches_inline:
             return self.update_s(nbytes)
-        return self.device_pass_s(DEVICE_UPDATE_BYTES * num_state)
+        return self.device_pass_s(self.kernels.device_update_bytes * num_state)
 
     @property
     def drives(self) -> Drives:

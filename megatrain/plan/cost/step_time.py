@@ -7,19 +7,19 @@ goes on, and micro-batches that pass together in one visit.
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cached_property
 from itertools import islice
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.model.profile.anatomy import Anatomy
+from megatrain.plan.cost.contention import Demand, Shares, memory_s
 from megatrain.plan.cost.layer_costs import LayerCosts
 from megatrain.plan.cost.pricing import Pricing
 from megatrain.plan.cost.rates import Rates
-from megatrain.plan.cost.timetable import Task, steady_ends
+from megatrain.plan.cost.timetable import Task, busy_seconds, steady_ends
 from megatrain.plan.memory.block_sums import BlockSums, PlannedBlock, list_blocks
-from megatrain.plan.program.operations import Kind, Lane, Program
+from megatrain.plan.program.operations import Kind, Program
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import step_program
 
@@ -108,8 +108,12 @@ class Step:
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds of one step among many equal ones."""
-        return self.timed(is_short=True)
+        """Seconds of one step among many equal ones: host memory, which no lane is, may take longest."""
+        step_s = max(self.timed(is_short=True), self.bounds_s.get("host memory", 0.0))
+        name = max(self.bounds_s, key=lambda bound: self.bounds_s[bound])
+        least_s = self.bounds_s[name]
+        assert step_s > least_s * (1 - 1e-6), f"a step of {step_s} s is below its bound {name}, {least_s} s"
+        return step_s
 
     def timed(self, *, is_short: bool) -> float:
         """Return the seconds of one step among many equal ones, by its whole program or the short one."""
@@ -122,16 +126,17 @@ class Step:
         shares = spec.drives is not None and not spec.drives.is_duplex
         ends, before = steady_ends(tasks, waits_for_compute=spec.launches_inline, drives_share=shares)
         step_s = ends[marked[-1]] - before[marked[-1]]
-        if not more:
-            lanes: Counter[Lane] = Counter()
-            for task in tasks:
-                lanes[task.lane] += task.seconds  # type: ignore[assignment]
-            return max(step_s, *lanes.values())  # two steps do not show a backlog that grows with each
-        return step_s + more * (ends[marked[1]] - ends[marked[0]])
+        busy = busy_seconds(tasks, drives_share=shares)
+        if more:
+            step_s += more * (ends[marked[1]] - ends[marked[0]])
+            middle = busy_seconds(tasks[marked[0] + 1 : marked[1] + 1], drives_share=shares)
+            for lane, seconds in middle.items():
+                busy[lane] += more * seconds  # type: ignore[assignment]
+        return max(step_s, *busy.values())  # two steps do not show a backlog that grows with each
 
     def tasks(self, *, is_short: bool = False) -> tuple[list[Task], list[int]]:
         """Return the operations as timed tasks, and the number of each round's last backward."""
-        pricing = Pricing(self.rates, self.costs, self.blocks)
+        pricing = Pricing(self.rates, self.costs, self.blocks, Shares.of(self.rates, self.demand))
         tasks = [
             task
             for operation in self.program(is_short=is_short).operations
@@ -165,10 +170,32 @@ class Step:
     @cached_property
     def bounds_s(self) -> dict[str, float]:
         """Seconds below which no order of these tasks can be, by cause."""
-        return bounds(self)
+        limits = _lane_bounds(self)
+        spec = self.rates.spec
+        if not (spec.is_cpu or spec.launches_inline):
+            limits["host memory"] = memory_s(self.rates, self.demand)
+        return limits
+
+    @cached_property
+    def demand(self) -> Demand:
+        """What the step asks of what its lanes share."""
+        choice, sums, rounds = self.choice, self.block_sums, self.num_rounds
+        fetched, offloaded = sums.moved_bytes(choice, rounds)
+        saved = self.sums[3]
+        on_host = sums.residency(choice).on_host
+        on_drives = sum(sums.drive_bytes(choice, rounds))
+        if choice.boundaries == "nvme":
+            on_drives += 2 * saved
+        return Demand(
+            up_bytes=fetched + saved,
+            down_bytes=offloaded + saved,
+            update_bytes=on_host.total(BlockBytes.update_bytes, self.rates.moments),
+            drive_bytes=on_drives,
+            least_s=max(_lane_bounds(self).values()),
+        )
 
 
-def bounds(step: Step) -> dict[str, float]:
+def _lane_bounds(step: Step) -> dict[str, float]:
     """Add up what a step of a choice needs of each lane, without listing its tasks."""
     rates, choice, batch = step.rates, step.choice, step.batch
     count = batch.num_micro_batches

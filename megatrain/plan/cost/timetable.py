@@ -7,7 +7,8 @@ free, what it reads was written, and what it writes was read; lanes that share a
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from megatrain.plan.program.operations import Buffer, Lane
@@ -35,6 +36,10 @@ _NUMBERS = {lane: number for number, lane in enumerate(Lane)}
 
 _Numbered: TypeAlias = tuple[int, float, list[int], list[int]]
 """A task's lane, seconds, and the buffers that it reads and writes, as numbers."""
+
+
+def _link_of(drives_share: bool) -> dict[Lane, Lane]:
+    return _LINKS | dict.fromkeys(_DRIVES, Lane.WRITE) if drives_share else _LINKS
 
 
 class Task(NamedTuple):
@@ -66,7 +71,7 @@ class Timetable:
                 before the visit is done (a CPU, and emulated lanes).
             drives_share: Reads and writes of the drives take turns.
         """
-        link_of = _LINKS | dict.fromkeys(_DRIVES, Lane.WRITE) if drives_share else _LINKS
+        link_of = _link_of(drives_share)
         self._links = [_NUMBERS[link_of[lane]] if lane in link_of else -1 for lane in Lane]
         self._waits_for_compute = waits_for_compute
         self._lane_free = [0.0] * len(_NUMBERS)
@@ -142,6 +147,15 @@ class Timetable:
         if len(taken) > _REMEMBERED:
             del taken[0]
         return begin
+
+
+def busy_seconds(tasks: Iterable[Task], *, drives_share: bool = False) -> Counter[Lane]:
+    """Return how long every lane is busy with these tasks, lanes that share a link together."""
+    link_of = _link_of(drives_share)
+    busy: Counter[Lane] = Counter()
+    for task in tasks:
+        busy[link_of.get(task.lane, task.lane)] += task.seconds  # type: ignore[assignment]
+    return busy
 
 
 def steady(

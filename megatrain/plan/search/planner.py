@@ -54,7 +54,7 @@ def _describe(request: Request, choice: Choice, problem: str, num_evaluated: int
     step = Step(request.rates, anatomy, choice, batch, clips=request.clips)
     bounds = step.bounds_s
     step_s = step.step_s
-    peak = request.rates.matmul_flops_per_s
+    peak = request.spec.peak(anatomy.precision)
     flops = anatomy.model_flops_per_token * batch.tokens
     return Plan(
         choice=choice,

@@ -9,7 +9,7 @@ from megatrain.config.choice import Choice, Pool, StepBatch
 from megatrain.hardware import HardwareSpec
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
-from megatrain.plan.cost.rates import Rates
+from megatrain.plan.cost.rates import Kernels, Rates
 from megatrain.plan.memory.device_pools import device_peak_bytes
 from megatrain.plan.memory.host_pools import drive_pools, host_pools
 
@@ -54,6 +54,8 @@ class Request:
     state: str = "fp32"
     """How moments are kept."""
     compiles: bool = False
+    fuses: bool = False
+    """Layers run with fused kernels though they are not compiled: `model.kernels=liger`."""
     commits: bool = False
     """The run has named its drives: all of its state is committed there, wherever it lives."""
     device_limit: int | None = None
@@ -88,7 +90,8 @@ class Request:
     @property
     def rates(self) -> Rates:
         """Return the machine in the dtype and with the moments of the run."""
-        return Rates(self.spec, self.anatomy.precision, self.moments)
+        kernels = Kernels(fuses_layers=self.compiles or self.fuses)
+        return Rates(self.spec, self.anatomy.precision, self.moments, kernels, self.anatomy.head_dim or 128)
 
 
 def pools_of(request: Request, choice: Choice) -> list[Pool]:

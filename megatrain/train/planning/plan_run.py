@@ -136,6 +136,7 @@ def make_request(config: Config, anatomy: Anatomy, spec: HardwareSpec) -> Reques
         state=config.optim.state,
         commits=config.memory.tiers != "auto" and bool(config.memory.tiers.nvme),
         compiles=config.train.compile == "on" or (config.train.compile == "auto" and not spec.is_cpu),
+        fuses=config.model.kernels == "liger",
         device_limit=config.memory.device_budget,
         host_limit=config.memory.host_budget,
         choice=config.choice.for_layers(len(anatomy.layers)),

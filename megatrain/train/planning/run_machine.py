@@ -64,7 +64,9 @@ def _time(spec: HardwareSpec, anatomy: Anatomy, model_config: PretrainedConfig, 
     rates = Rates(spec, config.train.precision)
     weights = max(sum(part.sizes.working_bytes for part in layer.fragments) for layer in anatomy.layers)
     need = 3 * weights + 2 * max(layer.saved_bytes["keep"] for layer in anatomy.layers)
-    seconds = max(rates.compute_s(layer.forward + layer.backward) for layer in anatomy.layers)
+    seconds = max(
+        rates.forward_s(layer.forward) + rates.backward_s(layer.backward) for layer in anatomy.layers
+    )
     if seconds > _MOST_LAYER_S or need > _MOST_MEMORY * host_memory().available_bytes:
         return Measured()
     timed = time_layers(

@@ -94,6 +94,7 @@ def test_layers_of_every_family_run(family: str, monkeypatch: pytest.MonkeyPatch
 def test_rates_are_scaled_to_what_layers_took() -> None:
     anatomy = count_anatomy(llama(), micro_batch_size=1, seq_len=8, precision="bf16", device_type="cpu")
     rates = Rates(machine(flops=1e12), "bf16")
-    expected = rates.compute_s(anatomy.layers[0].forward + anatomy.layers[0].backward)
+    layer = anatomy.layers[0]
+    expected = rates.forward_s(layer.forward) + rates.backward_s(layer.backward)
     timed = [LayerSeconds(expected, 2 * expected, (0, 1, 2))]
     assert Measured.of_layers(rates, anatomy, timed).compute_scale == pytest.approx(3.0)

@@ -97,7 +97,11 @@ def test_no_bound_is_above_the_time(seed: int) -> None:
         count = chance.randint(1, 4)
         batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
         spec = machine(
-            link=chance.choice([2e8, 2e9, 1e11]), update_rate=chance.choice([2e6, 1e8, 1e10]), flops=1e12
+            link=chance.choice([2e8, 2e9, 1e11]),
+            update_rate=chance.choice([2e6, 1e8, 1e10]),
+            both_share=chance.choice([0.6, 1.0]),
+            host_rate=chance.choice([1e9, 1e11, 1e15]),
+            flops=1e12,
         )
         choice = random_choice(chance, count)
         step = Step(Rates(spec, "bf16"), ANATOMY, choice, batch)

@@ -1,0 +1,219 @@
+"""The published rows, each as what the planner prices: a model, a batch, a choice, kernels and a machine.
+
+Nothing here lists an operation: a rival's schedule is a `Choice` (which layers are resident, which run again,
+how many micro-batches pass a layer together), its kernels are `Kernels`, and an optimizer of its own is a
+machine whose updates run at the rate of what it waits for: host memory, or the link that state is streamed
+over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.hardware import HardwareSpec
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.model.profile.count import count_anatomy
+from megatrain.plan.cost.rates import Kernels, Rates
+from megatrain.plan.cost.step_time import Step
+
+_ROWS = Path(__file__).parent / "rows.json"
+_HOST_SHARE = 0.8
+"""Of the host memory's rate, what updates reach: as in the machine files."""
+_MULTIPROCESSORS = {"a100": 108, "rtx-3090": 82, "rtx-5090": 170}
+"""Of devices whose attention is FlashAttention-2."""
+_FUSED_UPDATE_BYTES = 30
+"""Device memory that one fused kernel of AdamW touches per parameter, at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class System:
+    """What is known of how a system trains."""
+
+    source: str
+    does: str
+    is_fused: bool
+    sum_bytes: int = 4
+    recomputed: float = 0.0
+    forwards: int = 0
+    """3: every layer runs forward, again for the boundaries after it, and again in its backward."""
+    stages_weights: bool = False
+    """The launching thread copies weights into locked memory before each fetch."""
+    update_bytes: float = 0.0
+    """Host memory that everything after the last backward touches per parameter."""
+    state_up: float = 0.0
+    """Bytes per parameter that come to the device for its update, and that go back."""
+    state_down: float = 0.0
+    is_deterministic: bool = False
+    """FlashAttention-2's backward runs in its deterministic mode."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One published figure, with its settings."""
+
+    system: str
+    machine: str
+    model: str
+    seq_len: int
+    micro_batch_size: int
+    num_micro_batches: int
+    lockstep: int
+    tokens_per_s: float
+    layers: int = 0
+    """In place of the model's own; 0: these."""
+    recomputed: float = 0.0
+    """FLOPs of what runs again, over those of the model."""
+    is_resident: bool = False
+    """Weights and state stay on the device."""
+    state_up: float = 0.0
+    state_down: float = 0.0
+    is_fitted: bool = False
+    left_out: str = ""
+    """Why it is not predicted."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch.tokens
+
+    @property
+    def batch(self) -> StepBatch:
+        """Of a step."""
+        return StepBatch(
+            micro_batch_size=self.micro_batch_size,
+            seq_len=self.seq_len,
+            num_micro_batches=self.num_micro_batches,
+        )
+
+
+@cache
+def _read() -> tuple[dict[str, System], dict[str, list[int]], tuple[Row, ...]]:
+    raw = json.loads(_ROWS.read_text())
+    systems = {name: System(**fields) for name, fields in raw["systems"].items()}
+    return systems, raw["models"], tuple(Row(**fields) for fields in raw["rows"])
+
+
+def rows() -> Iterator[Row]:
+    """Yield all rows, those left out too."""
+    yield from _read()[2]
+
+
+def system_of(row: Row) -> System:
+    """Return what is known of a row's system."""
+    return _read()[0][row.system]
+
+
+@cache
+def _config(model: str, layers: int) -> PretrainedConfig:
+    hidden, intermediate, own_layers, heads, groups, vocab = _read()[1][model]
+    kind = Qwen2Config if model.startswith("Qwen2") else LlamaConfig
+    return kind(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers or own_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        vocab_size=vocab,
+        max_position_embeddings=1 << 20,
+        tie_word_embeddings=False,
+    )
+
+
+@cache
+def _count(model: str, layers: int, micro_batch_size: int, seq_len: int) -> Anatomy:
+    config = _config(model, layers)
+    return count_anatomy(config, micro_batch_size=micro_batch_size, seq_len=seq_len, precision="bf16")
+
+
+def anatomy_of(row: Row) -> Anatomy:
+    """Return what a row's model costs for one of its micro-batches."""
+    return _count(row.model, row.layers, row.micro_batch_size, row.seq_len)
+
+
+def choice_of(row: Row) -> Choice:
+    """Return a row's schedule in the planner's terms."""
+    system, anatomy = system_of(row), anatomy_of(row)
+    num_layers = len(anatomy.layers)
+    again = row.recomputed or system.recomputed
+    if system.forwards == 3:  # boundaries are made again by a forward of their own
+        policies = ["recompute"] + ["drop_boundary"] * (num_layers - 1)
+    else:
+        layer = anatomy.layers[0].forward
+        flops = num_layers * (layer.matmul_flops + layer.attention_flops) / anatomy.tokens
+        count = min(num_layers, round(again * anatomy.model_flops_per_token / flops * num_layers))
+        policies = ["recompute"] * count + ["keep"] * (num_layers - count)
+    return Choice(
+        activations=tuple(policies),
+        lockstep=row.lockstep,
+        resident_layers=num_layers if row.is_resident else 0,
+        outer_resident=row.is_resident,
+        updates="deferred" if row.is_resident else "serial",
+        num_slots=1 if row.is_resident else 2,
+        num_gradient_buffers=2,
+    ).with_defaults(num_layers)
+
+
+def machine_of(row: Row, spec: HardwareSpec) -> HardwareSpec:
+    """Return the machine with the updates of a row's system: at the rate of what they wait for."""
+    system = system_of(row)
+    spec = replace(spec, launches_per_s=None)  # none is bound by launches: large batches, or no Python
+    if system.is_deterministic and row.machine in _MULTIPROCESSORS:
+        share = _deterministic_share(row)
+        rates = spec.attention_backward_flops_per_s or spec.attention_flops_per_s
+        slower = {key: rate * share for key, rate in rates.items()}
+        spec = replace(spec, attention_backward_flops_per_s=slower)
+    if system.stages_weights:
+        nbytes = anatomy_of(row).layers[0].fragments
+        staged_s = (
+            sum(part.sizes.working_bytes for part in nbytes) / spec.h2d_bytes_per_s / spec.pageable_share
+        )
+        spec = replace(spec, launch_s=spec.launch_s + staged_s)
+    up, down = row.state_up or system.state_up, row.state_down or system.state_down
+    if up:
+        rate = min(spec.h2d_bytes_per_s / up, spec.d2h_bytes_per_s / down)
+    elif system.update_bytes:
+        rate = _HOST_SHARE * spec.host_bytes_per_s / system.update_bytes
+    else:
+        return spec
+    return replace(spec, update_params_per_s={1: rate}, compressed_params_per_s={})
+
+
+def _deterministic_share(row: Row) -> float:
+    """Return the part of the multiprocessors that the deterministic backward of FlashAttention-2 fills.
+
+    It runs as few blocks per head as fill the device once, one on a multiprocessor, and these take all time.
+    """
+    units = _MULTIPROCESSORS[row.machine]
+    heads = row.micro_batch_size * _read()[1][row.model][3]
+    blocks = heads * -(-units // heads)
+    return blocks / (units * -(-blocks // units))
+
+
+def step_of(row: Row, spec: HardwareSpec) -> Step:
+    """Return the step that the planner prices for a row."""
+    system, anatomy = system_of(row), anatomy_of(row)
+    kernels = Kernels(
+        fuses_layers=system.is_fused,
+        fuses_head=system.is_fused,
+        device_update_bytes=_FUSED_UPDATE_BYTES,
+        sum_bytes=system.sum_bytes,
+    )
+    rates = Rates(machine_of(row, spec), "bf16", kernels=kernels, head_dim=anatomy.head_dim)
+    return Step(rates, anatomy, choice_of(row), row.batch, clips=True)
+
+
+def flops_of(row: Row) -> float:
+    """Return the FLOPs of a row's step, with what runs again: what a prediction by FLOPs alone goes by."""
+    system, anatomy = system_of(row), anatomy_of(row)
+    layer = anatomy.layers[0].forward
+    whole = layer.matmul_flops + layer.attention_flops
+    again = sum(policy != "keep" for policy in choice_of(row).activations)
+    again += len(anatomy.layers) if system.forwards == 3 else 0.0
+    return (anatomy.model_flops_per_token * anatomy.tokens + again * whole) * row.num_micro_batches
