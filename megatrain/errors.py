@@ -41,6 +41,20 @@ class DataError(MegatrainError):
     exit_code = 4
 
 
+class TornStateError(MegatrainError):
+    """State of which some parameters have had an update that others have not: an operation has failed."""
+
+    exit_code = 6
+
+    @classmethod
+    def after(cls, first: BaseException, way_out: str) -> TornStateError:
+        """Say what has failed first, and what to do; an error of the user's keeps its exit code."""
+        is_ours = isinstance(first, MegatrainError)
+        error = cls(f"{first if is_ours else f'{type(first).__name__}: {first}'}; {way_out}")
+        error.exit_code = first.exit_code if isinstance(first, MegatrainError) else cls.exit_code
+        return error
+
+
 class DivergedError(MegatrainError):
     """A run whose gradients stayed non-finite for too many steps in a row."""
 

@@ -121,8 +121,7 @@ class Engine:
         self.require_attached()
         arrangement, rounds = self.arrangement, self.arrangement.rounds
         choice = changed(choice, self.choice, len(arrangement.binding.blocks))
-        if rounds.is_broken:
-            rounds.drop()
+        rounds.recover()
         if self._model_forward.is_open or rounds.is_open or arrangement.gradients.blocks:
             raise ConfigError(
                 "engine.reconfigure is for the time between two steps: finish the backward, then call "
@@ -176,10 +175,8 @@ class Engine:
         self.meter.begin(sum(counts))
         try:
             return self._model_forward.run_step(batches, counts, seeds)
-        except BaseException as error:  # drop the step
-            self.arrangement.rounds.drop()
-            self.zero_grad()
-            self.meter.drop()
+        except BaseException as error:
+            self._drop(error)
             if isinstance(error, CheckpointError):
                 raise ModelError(
                     f"{type(self.model).__name__} has a block that does not compute the same twice (it keeps "
@@ -256,7 +253,9 @@ class Engine:
         self._optimizer = StreamedAdamW(
             self.executor,
             dict(self.model.named_parameters()),
-            StepHooks(check=self.require_attached, stepped=self.meter.stepped, drop=self.zero_grad),
+            StepHooks(
+                check=self._check_step, stepped=self.meter.stepped, drop=self.zero_grad, fail=self._drop
+            ),
             lr=lr,
             betas=betas,
             eps=eps,
@@ -269,15 +268,29 @@ class Engine:
         return self._optimizer
 
     def require_attached(self) -> None:
-        """Raise ModelError after detach."""
+        """Raise ModelError after detach, and TornStateError after an update that failed."""
         if self.model.__dict__.get("_megatrain_engine") is not self:
             raise ModelError("the engine was detached from its model; call megatrain.attach again")
+        self.arrangement.wholeness.check()
+
+    def _check_step(self) -> None:
+        self.require_attached()
+        self.arrangement.rounds.recover()
 
     def zero_grad(self) -> None:
-        """Drop the gradients gathered since the last step; those that wait for their update are not yours."""
+        """Drop the gradients gathered since the last step; those that wait for their update are not yours.
+
+        Raises:
+            ConfigError: With updates=immediate, they are used up already.
+        """
         if self.arrangement.gradients.blocks:
             self.meter.drop()
-        self.arrangement.gradients.clear()
+        self.arrangement.rounds.drop_gradients()
+
+    def _drop(self, error: BaseException) -> None:
+        """Drop a step that an error has ended; a loss of the state if it was changed before."""
+        self.arrangement.rounds.drop(error)
+        self.meter.drop()
 
     def sync(self) -> None:
         """Wait for every update, and make the parameters whole: call it before any read of weights.
@@ -322,6 +335,7 @@ class Engine:
 
     def weights_changed(self) -> None:
         """Take note that the caller has written to the host state: copies on the device are out of date."""
+        self.arrangement.wholeness.check()
         if self._tiered is not None:
             self._tiered.keep_working()
             self._tiered.mark_changed()

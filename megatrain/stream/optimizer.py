@@ -36,6 +36,8 @@ class StepHooks:
     """After it."""
     drop: Callable[[], None]
     """Drops the gradients gathered since the last step."""
+    fail: Callable[[BaseException], None]
+    """Drops them after an error in the middle of a step."""
 
 
 class StreamedAdamW(torch.optim.Optimizer):
@@ -157,17 +159,25 @@ class StreamedAdamW(torch.optim.Optimizer):
             )
         self._refuse_foreign_gradients()
         self._has_stepped = True
+        try:
+            stats = self._issue_step(executor)
+        except BaseException as error:
+            self._hooks.fail(error)
+            raise
+        self._hooks.stepped()
+        return stats
+
+    def _issue_step(self, executor: Executor) -> StepStats:
         executor.complete_gradients(leave=executor.states.blocks)
         is_immediate = self.updates is Updates.IMMEDIATE
         stats = StepStats(executor.wait_for_norm, can_skip=not is_immediate)
         if isinstance(executor.host, TieredState):
             executor.host.drop_working()
         executor.update(partial(self._work, self._snapshot(), stats, None if is_immediate else stats))
-        gradients.clear()
+        executor.gradients.clear()
         executor.invalidate()
         if self.updates is Updates.SERIAL:
             executor.sync()
-        self._hooks.stepped()
         return stats
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -182,7 +192,9 @@ class StreamedAdamW(torch.optim.Optimizer):
 
         Raises:
             ConfigError: A step was made.
+            TornStateError: An update has failed before.
         """
+        self._executor.wholeness.check()
         if not any(self.steps.values()) and not self._has_stepped:
             return super().state_dict()
         raise ConfigError(

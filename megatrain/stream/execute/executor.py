@@ -36,6 +36,7 @@ from megatrain.stream.execute.issuer import ActivationCopies, Counts, Issuer, Wo
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
+from megatrain.stream.execute.wholeness import Wholeness
 from megatrain.stream.lanes import Lanes
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Executor(Issuer):
         states: DeviceStates,
         activations: ActivationCopies,
         counts: Counts,
+        wholeness: Wholeness,
         drives: StateOnDrives | None = None,
     ) -> None:
         """Start with empty slots and outer blocks out of date; programs are made as `spec` says."""
@@ -72,6 +74,7 @@ class Executor(Issuer):
             states=states,
             activations=activations,
             counts=counts,
+            wholeness=wholeness,
             drives=drives,
         )
         self.spec = spec
@@ -93,6 +96,7 @@ class Executor(Issuer):
 
     def begin_pass(self) -> None:
         """Make compute wait for the weights that are in use during a whole pass."""
+        self.wholeness.check()
         self.run(self.states.pulls())
         self._advance()
         if self._stale:  # no program has foreseen this pass
@@ -165,6 +169,7 @@ class Executor(Issuer):
 
     def _open(self, visit: BlockVisit, *, is_backward: bool, is_again: bool = False) -> None:
         assert self.open_visit is None, f"block {visit.block} entered while {self.open_visit} is open"
+        self.wholeness.check()
         self._end_between()
         self._advance()
         operation = self._pending[0] if self._pending else None
@@ -250,15 +255,14 @@ class Executor(Issuer):
     def update(self, work_of: Work) -> None:
         """Run the end of a step: the norm of its gradients, which are complete, and the updates."""
         blocks = self.gradients.blocks
-        self.run(
-            update_program(
-                self.spec,
-                blocks,
-                updated=[block for block in blocks if self.gradients.homes[block] is Home.UPDATED],
-                held=self.gradients.held(blocks, leave=self.states.blocks),
-            ),
-            work_of,
+        program = update_program(
+            self.spec,
+            blocks,
+            updated=[block for block in blocks if self.gradients.homes[block] is Home.UPDATED],
+            held=self.gradients.held(blocks, leave=self.states.blocks),
         )
+        with self.wholeness.step():
+            self.run(program, work_of)
 
     def sync(self) -> None:
         """Wait for every update, and bring home what is newer on the device: the host state is whole."""
@@ -268,6 +272,7 @@ class Executor(Issuer):
         self, step: int, meta: Mapping[str, Any], finish: Callable[[], Mapping[str, Any]] | None
     ) -> None:
         """Enqueue a commit of the state after all updates that were enqueued before; see `Engine.commit`."""
+        self.wholeness.check()
         assert self.drives is not None
         self.run(commit_program(self.spec, self.drives.begin_commit(step, meta, finish)))
 
@@ -290,8 +295,11 @@ class Executor(Issuer):
         self._ring = self._staging = 0
         self._stale = self._outer_at_home()
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """Drop an unfinished round after an exception."""
+        if self.wholeness.has_failed:
+            self.states.doubt()
+        self.wholeness.drop(error)
         self._outer_work()
         self._end_between()
         if self.open_visit is not None:

@@ -18,6 +18,7 @@ from megatrain.stream.execute.gradients import Gradients, Home
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
+from megatrain.stream.execute.wholeness import Wholeness
 from megatrain.stream.lanes import Lanes
 
 Work: TypeAlias = Callable[[Operation], Callable[[], object]]
@@ -53,10 +54,12 @@ class Issuer:
         states: DeviceStates,
         activations: ActivationCopies,
         counts: Counts,
+        wholeness: Wholeness,
         drives: StateOnDrives | None,
     ) -> None:
         """Start with empty slots."""
         self.lanes = lanes
+        self.wholeness = wholeness
         self.states = states
         self._activations = activations
         self.drives = drives
@@ -97,7 +100,12 @@ class Issuer:
             self.issue(operation, work_of)
 
     def issue(self, operation: Operation, work_of: Work | None = None) -> None:
-        """Enqueue one operation, and note what it leaves."""
+        """Enqueue one operation, and note what it leaves.
+
+        Raises:
+            TornStateError: An update has failed before.
+        """
+        self.wholeness.check()
         if operation.kind in _ACTIVATIONS:
             self._activations.copy(operation)
             return
@@ -108,7 +116,7 @@ class Issuer:
             operation = replace(operation, waiting=operation.block, nbytes=0)
         self.lanes.enqueue(
             operation.lane,
-            self._work_of(operation, work_of or self.update_at_once),
+            self._counted(operation, self._work_of(operation, work_of or self.update_at_once)),
             reads=operation.reads,
             writes=operation.writes,
             work=operation.nbytes,
@@ -146,6 +154,18 @@ class Issuer:
             case _:
                 assert self.drives is not None, f"{operation} is a visit: the model makes it"
                 return self.drives.work(operation)
+
+    def _counted(self, operation: Operation, work: Callable[[], object]) -> Callable[[], object]:
+        """Return the work of an operation, counted if the state is torn without it."""
+        match operation.kind:
+            case Kind.UPDATE:
+                return self.wholeness.change(work)
+            case Kind.WRITE if operation.piece < 0:  # a piece is a copy of what RAM has
+                return self.wholeness.change(work)
+            case Kind.PUSH:
+                return self.wholeness.copy_home(work)
+            case _:
+                return work
 
     def _page(self, operation: Operation) -> Tensor:
         assert self.drives is not None
@@ -194,6 +214,7 @@ class Issuer:
     @contextmanager
     def touching(self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> Iterator[None]:
         """Let the launching thread use host memory, once all others are done with it."""
+        self.wholeness.check()
         self.lanes.begin(Lane.CALLER, reads=reads, writes=writes)
         try:
             yield

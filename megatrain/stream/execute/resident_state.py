@@ -69,6 +69,10 @@ class DeviceStates:
         self._stale = set(self.blocks)
         self._newer.clear()
 
+    def doubt(self) -> None:
+        """Take note that a copy to the device may have failed: what is not newer there is copied again."""
+        self._stale = set(self.blocks) - self._newer
+
     def pulls(self) -> list[Operation]:
         """List the copies to the device of what the host has changed; they are to be run."""
         stale, self._stale = sorted(self._stale), set()

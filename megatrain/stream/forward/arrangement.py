@@ -32,6 +32,7 @@ from megatrain.stream.execute.issuer import Counts
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
+from megatrain.stream.execute.wholeness import Wholeness
 from megatrain.stream.forward.attached import Binding, attach_blocks
 from megatrain.stream.forward.rounds import Rounds
 from megatrain.stream.lanes import Lanes
@@ -79,6 +80,9 @@ class Arrangement:
         """For which format of the optimizer's state memory was planned."""
         self.counts = Counts()
         """What has been moved since attach."""
+        self.wholeness = Wholeness()
+        """Of the state; it outlives every change."""
+        lanes.judge = self.wholeness.judging
         self._model = model
         self.binding = binding
         self.layers, self.outer = attach_blocks(binding)
@@ -162,6 +166,7 @@ class Arrangement:
             states=DeviceStates(lanes, host, self.slots, residents),
             activations=self.offloaded,
             counts=self.counts,
+            wholeness=self.wholeness,
             drives=self._drives,
         )
         for layer, policy, boundaries in zip(self.layers, choice.policies, self._boundaries(), strict=True):

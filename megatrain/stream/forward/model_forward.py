@@ -200,8 +200,7 @@ class ModelForward:
             return inner(*args, **kwargs)
         rounds, executor = self._arrangement.rounds, self._arrangement.executor
         args, kwargs = to_device(args, self._device), to_device(kwargs, self._device)
-        if rounds.is_broken:
-            rounds.drop()
+        rounds.recover()
         rows = self._micro_batch_size
         if rows is not None and is_causal_lm and torch.is_grad_enabled() and self._is_whole:
             pieces = split_batch(self._head.named(args, kwargs), rows)

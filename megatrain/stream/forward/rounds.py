@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from megatrain.config.choice import Activations, Choice
-from megatrain.errors import ModelError
+from megatrain.errors import ConfigError, ModelError
 from megatrain.plan.program.visits import Visit, marked, most_open
 from megatrain.store.state import Precision
 from megatrain.stream.execute.executor import Executor
@@ -52,8 +52,39 @@ class Rounds:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a backward of the caller's has ended in an exception."""
-        return self._in_backward and torch._C._current_graph_task_id() == -1
+        """Whether a backward of the caller's has ended in an exception, or a copy has failed."""
+        ended = self._in_backward and torch._C._current_graph_task_id() == -1
+        return ended or self._executor.wholeness.has_failed
+
+    def recover(self) -> None:
+        """Drop a round that is broken.
+
+        Raises:
+            ModelError: Gradients are there, of which it has lost a part.
+        """
+        if not self.is_broken:
+            return
+        if self._gradients.blocks:
+            raise ModelError(
+                "a backward of this step has ended in an error, and a part of its gradients is lost; call "
+                "opt.zero_grad(), then run the step again"
+            )
+        self.drop()
+
+    def drop_gradients(self) -> None:
+        """Drop what the step has gathered so far.
+
+        Raises:
+            ConfigError: It has updated blocks already.
+        """
+        if self.is_broken:
+            self.drop()
+        elif self._executor.wholeness.is_changing:
+            raise ConfigError(
+                "with updates=immediate, the gradients have updated their blocks already and cannot be "
+                "dropped; call opt.step() to finish the step"
+            )
+        self._gradients.clear()
 
     def foresee_step(self, sizes: Sequence[int]) -> None:
         """Foresee the rounds of a whole step, with as many micro-batches as `sizes` says."""
@@ -125,12 +156,16 @@ class Rounds:
             for number, (plan, policy) in enumerate(zip(self.plans, self._choice.policies, strict=True))
         ]
 
-    def drop(self) -> None:
-        """Forget an unfinished round after an exception."""
+    def drop(self, error: BaseException | None = None) -> None:
+        """Drop an unfinished step after an exception; None: the caller has seen it.
+
+        That is a loss of the whole state if the step has changed some of it.
+        """
         self._in_backward = False
         self._passes_foreseen = 0
         self._passes_since_backward = 0
-        self._executor.abandon()
+        self._executor.abandon(error)
+        self._gradients.clear()
 
     def _prepare_gradients(self, *, num_rounds: int, adds_up: bool) -> None:
         self._adds_up = adds_up

@@ -69,6 +69,8 @@ class Lanes(ABC):
         self._writer: dict[Buffer, Event] = {}
         self._readers: dict[Buffer, dict[Lane, Event]] = {}
         self._recorder = Recorder()
+        self.judge: Callable[[BaseException], AbstractContextManager[object]] | None = None
+        """Is given a failure before the launching thread raises it; inside, all lanes come to rest."""
         # Bounded, because what an exception leaves open stays at the bottom.
         self._open_spans: dict[Lane, deque[tuple[str, Any]]] = {
             lane: deque(maxlen=64) for lane in (Lane.COMPUTE, Lane.CALLER)
@@ -103,7 +105,11 @@ class Lanes(ABC):
         reads, writes = tuple(reads), tuple(writes)
         self._wait_for(lane, reads, writes)
         self._access(lane, reads, writes)
-        self._submit(lane, function, work, label)
+        try:
+            self._submit(lane, function, work, label)
+        except BaseException as error:
+            self._tell(error)
+            raise
         self._note(lane, reads, writes)
 
     def begin(
@@ -254,6 +260,15 @@ class Lanes(ABC):
 
     def _raise_failure(self) -> None:  # noqa: B027 (a function that runs at once raises at once)
         """Raise what a function in another thread has raised."""
+
+    def _tell(self, error: BaseException) -> None:
+        """Let `judge` know of a failure that the launching thread is about to raise."""
+        if self.judge is not None:
+            with self.judge(error):
+                self._come_to_rest()
+
+    def _come_to_rest(self) -> None:  # noqa: B027 (nothing is ever left to do where operations run at once)
+        """Wait until what has begun is done; after a failure, nothing else begins."""
 
     def _start_span(self, lane: Lane) -> Any:
         return time.perf_counter()

@@ -250,7 +250,12 @@ class ThreadedLanes(Lanes):
     def _raise_failure(self) -> None:
         error = self._failure.take()
         if error is not None:
+            self._tell(error)
             raise error
+
+    def _come_to_rest(self) -> None:
+        for mark in [worker.mark() for worker in self._workers.values()]:
+            mark.wait()
 
     def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
         if self._is_threaded(lane):
