@@ -89,7 +89,7 @@ class Engine:
             micro_batch_size=micro_batch_size,
         )
         self._optimizer: StreamedAdamW | None = None
-        self._model_forward.override(self.compiler, self.sync)
+        self._model_forward.override(self.compiler, self.sync, StreamedAdamW)
         model.__dict__["_megatrain_engine"] = self
 
     # -- how it is arranged ---------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from megatrain.errors import ModelError
 from megatrain.model.head import Head, Share, count_targets
@@ -78,12 +79,15 @@ class ModelForward:
 
     # -- overrides ------------------------------------------------------------------------------------------
 
-    def override(self, compiler: Compiler | None, sync: Callable[[], None]) -> None:
+    def override(
+        self, compiler: Compiler | None, sync: Callable[[], None], optimizer: type[Optimizer]
+    ) -> None:
         """Let calls of the model, its decoder and its layers come in here.
 
         Args:
             compiler: Runs the layers; None: they run as they are.
             sync: Called before anybody reads the model's state.
+            optimizer: What the engine trains with; others are refused.
         """
         move_buffers(self._model, self._device)
         for number, layer in enumerate(self._arrangement.layers):
@@ -93,6 +97,9 @@ class ModelForward:
             # `save_pretrained` and Trainer read the weights this way, with updates still running
             self._overrides.before_state_dict(module, sync)
         self._overrides.refuse_moves()
+        blocks = self._arrangement.binding.blocks
+        parameters = {name: tensor for block in blocks for name, tensor in block.parameters.items()}
+        self._overrides.refuse_optimizers(parameters, optimizer)
 
     def remove(self) -> None:
         """Give the model its own forwards back, and its buffers."""
@@ -210,6 +217,8 @@ class ModelForward:
         batch = MicroBatchSize.of(named)
         if torch.is_grad_enabled():
             self._arrangement.binding.check()
+            if not is_causal_lm:
+                self._overrides.require_own_forward()
             self._watcher.forward(named, batch)
             rounds.begin_pass()
         else:

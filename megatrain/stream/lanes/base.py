@@ -110,7 +110,8 @@ class Lanes(ABC):
         except BaseException as error:
             self._tell(error)
             raise
-        self._note(lane, reads, writes)
+        finally:  # of a failure too: who uses the buffers next need not wait for what never comes
+            self._note(lane, reads, writes)
 
     def begin(
         self, lane: Lane, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = (), label: str = ""
