@@ -26,6 +26,7 @@ from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.run import Run, changed_settings, prepare
 from megatrain.train.state import write_model
 from megatrain.train.state_commits import find_commit
+from megatrain.train.way_back import way_back
 
 _log = logging.getLogger(__name__)
 
@@ -123,13 +124,14 @@ def train(config: Config, *, resume: str = "auto", measure: Measure | None = Non
         run = prepare(config, checkpoint, meta, committed, measure=measure, show=_log.info)
         directory.begin(config)
         is_done = False
-        try:
-            with _stop_flag() as stop:
-                _train_until_done(run, directory, stop, first_step=run.step)
-            _export(run, directory)
-            is_done = True
-        finally:
-            run.engine.close(removes=is_done)
+        with way_back(run, directory):
+            try:
+                with _stop_flag() as stop:
+                    _train_until_done(run, directory, stop, first_step=run.step)
+                _export(run, directory)
+                is_done = True
+            finally:
+                run.engine.close(removes=is_done)
     _log.info("done: %d steps, %s tokens; the model is in %s", run.step, f"{run.tokens:,}", directory.model)
     return directory.path
 

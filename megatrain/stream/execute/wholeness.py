@@ -18,8 +18,8 @@ from megatrain.errors import ModelError, TornStateError
 
 _WAY_OUT = (
     "so the state is torn: some parameters have had an update that others have not. Nothing more is trained, "
-    "saved or read from it; load the newest checkpoint (after megatrain train: the same command) and go on from "
-    "there"
+    "saved or read from it; load the newest checkpoint (after `megatrain train`: start the same command again) "
+    "and go on from there"
 )
 
 
@@ -37,7 +37,7 @@ class _Changes:
 
     @property
     def are_torn(self) -> bool:
-        """Whether, once all lanes have come to rest, some of them are done or half done and others are not."""
+        """Whether, with all lanes at rest, some of them are done or half done and others are not."""
         return self.num_begun > 0 and not self.are_done
 
 
@@ -51,14 +51,10 @@ class Wholeness:
         """What may not be done yet, in the order of steps."""
         self._open: _Changes | None = None
         """Of the step whose changes are being issued."""
-        self._cause: BaseException | None = None
+        self.cause: BaseException | None = None
+        """What has torn the state; None: it is whole."""
         self.has_failed = False
         """An operation of a lane has failed, and what was going on then is not dropped yet."""
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether the state is lost."""
-        return self._cause is not None
 
     @property
     def is_changing(self) -> bool:
@@ -71,8 +67,8 @@ class Wholeness:
         Raises:
             TornStateError: With what has failed first.
         """
-        if self._cause is not None:
-            raise TornStateError.after(self._cause, _WAY_OUT) from self._cause
+        if self.cause is not None:
+            raise TornStateError.after(self.cause, _WAY_OUT) from self.cause
 
     # -- changes --------------------------------------------------------------------------------------------
 
@@ -129,13 +125,13 @@ class Wholeness:
     def judging(self, error: BaseException) -> Iterator[None]:
         """Find out what a failure of a lane has left; inside, all lanes come to rest."""
         self.has_failed = True
-        if self._cause is not None:
+        if self.cause is not None:
             yield
             return
-        self._cause = error  # until the opposite is known, should this be interrupted
+        self.cause = error  # until the opposite is known, should this be interrupted
         yield
         if not any(changes.are_torn for changes in self._changes):
-            self._cause = None
+            self.cause = None
             self._changes.clear()
             self._open = None
 
@@ -146,8 +142,8 @@ class Wholeness:
             error: Why; None: it was the caller's, who has seen it.
         """
         self.has_failed = False
-        if self.is_changing and self._cause is None:
-            self._cause = error or ModelError(
+        if self.is_changing and self.cause is None:
+            self.cause = error or ModelError(
                 "a backward ended in an error after blocks had been updated (updates=immediate)"
             )
         self._open = None

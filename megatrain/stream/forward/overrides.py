@@ -97,7 +97,7 @@ class Overrides:
         self._foreign = ForeignOptimizers(parameters, own)
 
     def require_own_forward(self) -> None:
-        """Refuse a call of the decoder on its own by something that has taken the place of the model's forward.
+        """Refuse a call of the decoder by something that has taken the place of the model's forward.
 
         Raises:
             ModelError: What calls it would compute the loss from weights that the engine does not update.

@@ -451,7 +451,7 @@ def test_a_failure_in_the_background_is_told_and_nothing_waits_for_ever(
         with pytest.raises(ModelError if place == "offload" else Broken):
             _ = stats.grad_norm
     if place == "update":  # one has begun
-        with pytest.raises(TornStateError, match="Broken.*torn"):
+        with pytest.raises(TornStateError, match=r"Broken.*torn"):
             engine.sync()
     else:
         engine.sync()

@@ -85,7 +85,7 @@ def fail_at(lanes: Lanes, label: str, *, number: int = 0) -> None:
             function = fail if left[0] == -1 else function
         submit(lane, function, work, found)
 
-    lanes._submit = failing  # type: ignore[method-assign]
+    lanes._submit = failing  # type: ignore[method-assign, assignment]
 
 
 def uses(engine: Engine, optimizer: Any, directory: Path) -> dict[str, Callable[[], object]]:
@@ -170,7 +170,7 @@ def test_an_update_that_fails_poisons_the_engine(
     assert kernel.num_calls == kernel.fails_at + 1
 
 
-# -- failures that cost a step, and nothing else ---------------------------------------------------------------
+# -- failures that cost a step, and nothing else -------------------------------------------------------------
 
 
 BEFORE_UPDATES = {"offload": "offload", "norm": "norm", "first read": "read "}
@@ -292,7 +292,7 @@ def test_weights_that_did_not_arrive_are_fetched_again(device: str) -> None:
     engine.close()
 
 
-# -- other changes of the state --------------------------------------------------------------------------------
+# -- other changes of the state ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,223 @@
+"""What would train an attached model past its engine works, or is refused before it has changed anything."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from megatrain.errors import ModelError
+from tests.families import FAMILIES, VOCAB_SIZE
+from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
+from tests.stream.runs import HYPER, assert_same_masters
+
+USE_OURS = r"use the engine's own optimizer: engine\.adamw\(\.\.\.\)"
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_unchanged(model: PreTrainedModel, before: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        assert_same_bits(parameter.detach(), before[name], name)
+
+
+def arguments(directory: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(directory),
+        "per_device_train_batch_size": 2,
+        "max_steps": 3,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        **changes,
+    }
+
+
+def make_rows() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB_SIZE, (12, 16), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+MADE: dict[str, Callable[[PreTrainedModel], torch.optim.Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+    "SGD": lambda model: torch.optim.SGD([model.lm_head.weight], lr=1.0),
+    "of views": lambda model: torch.optim.SGD([model.lm_head.weight.detach()[:4]], lr=1.0),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("is_before", [True, False])
+def test_an_optimizer_of_torch_is_refused(is_before: bool, made: str) -> None:
+    model = make_model(FAMILIES["llama"]())
+    if is_before and made == "of views":
+        pytest.skip("attach gives the parameters other memory, so these are views of nothing that is trained")
+    optimizer = MADE[made](model) if is_before else None
+    engine = attach_plainly(model)
+    optimizer = optimizer or MADE[made](model)
+    before = weights_of(model)
+    model(**make_batches(1)[0]).loss.backward()
+    with pytest.raises(ModelError, match=rf"is to train .*attached to an engine.*{USE_OURS}"):
+        optimizer.step()
+    assert_unchanged(model, before)
+    engine.detach()
+    model(**make_batches(1)[0]).loss.backward()
+    optimizer.step()
+    assert not torch.equal(model.lm_head.weight, before["lm_head.weight"]) or made == "of views"
+
+
+def test_an_optimizer_of_other_weights_steps_beside_the_engine() -> None:
+    model = make_model(FAMILIES["llama"]())
+    engine = attach_plainly(model)
+    ours = engine.adamw(**HYPER)
+    extra = torch.nn.Linear(4, 4)
+    theirs = torch.optim.SGD(extra.parameters(), lr=1.0)
+    extra(torch.ones(4)).sum().backward()
+    before = extra.weight.detach().clone()
+    engine.forward_backward(make_batches(1))
+    ours.step()
+    theirs.step()
+    assert not torch.equal(extra.weight, before)
+
+
+def test_nothing_is_left_after_detach_or_when_the_engine_is_gone() -> None:
+    gc.collect()
+    before = len(_global_optimizer_pre_hooks)
+    engine = attach_plainly(make_model(FAMILIES["llama"]()))
+    assert len(_global_optimizer_pre_hooks) == before + 1
+    engine.detach()
+    assert len(_global_optimizer_pre_hooks) == before
+    engine = attach_plainly(make_model(FAMILIES["llama"]()))
+    assert len(_global_optimizer_pre_hooks) == before + 1
+    del engine
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == before
+
+
+def test_trainer_without_our_optimizer_is_refused_in_its_first_step(tmp_path: Path) -> None:
+    model = make_model(FAMILIES["llama"]())
+    attach_plainly(model)
+    before = weights_of(model)
+    trainer = Trainer(model=model, args=TrainingArguments(**arguments(tmp_path)), train_dataset=make_rows())
+    with pytest.raises(ModelError, match=rf"AdamW is to train .*{USE_OURS}.*transformers\.Trainer\("):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert_unchanged(model, before)
+
+
+def test_trainer_with_our_optimizer_trains_as_a_resident_loop_does(tmp_path: Path) -> None:
+    """As the refusal advises: Trainer makes the schedule, and accelerate wraps the optimizer."""
+    model = make_model(FAMILIES["llama"]())
+    reference = Resident(model, **HYPER)
+    engine = attach_plainly(model)
+    optimizer = engine.adamw(**HYPER, max_grad_norm=None)
+    rows = make_rows()
+    settings = arguments(tmp_path, lr_scheduler_type="constant", data_seed=0)
+    seen: list[Any] = []
+
+    def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        found = {key: torch.stack([row[key] for row in batch]) for key in batch[0]}
+        seen.append(found)
+        return found
+
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(**settings),
+        train_dataset=rows,
+        data_collator=collate,
+        optimizers=(optimizer, None),
+    )
+    trainer.train()
+    assert trainer.state.global_step == 3
+    for batch in seen[:3]:
+        reference.forward_backward([batch])
+        reference.step(reference.norm(), None)
+    assert_same_masters(engine, reference)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_accelerate_takes_our_optimizer_and_no_other(ours: bool) -> None:
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+    model = make_model(FAMILIES["llama"]())
+    engine = attach_plainly(model)
+    before = weights_of(model)
+    optimizer = engine.adamw(**HYPER) if ours else torch.optim.AdamW(model.parameters())
+    prepared, wrapped = Accelerator(cpu=True).prepare(model, optimizer)
+    prepared(**make_batches(1)[0]).loss.backward()
+    if ours:
+        wrapped.step()
+        assert {engine._optimizer.steps[name] for name in engine._optimizer.steps} == {1}  # type: ignore[union-attr]
+        engine.sync()
+        assert not torch.equal(model.lm_head.weight, before["lm_head.weight"])
+    else:
+        with pytest.raises(ModelError, match=USE_OURS):
+            wrapped.step()
+        assert_unchanged(model, before)
+
+
+def replace_forward(model: PreTrainedModel) -> None:
+    """Do what TRL's `add_fused_lm_head` does: the head's weights are used outside of the model's forward."""
+
+    def fused(input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> Any:
+        hidden = model.model(input_ids=input_ids).last_hidden_state
+        return torch.nn.functional.cross_entropy(
+            (hidden @ model.lm_head.weight.T)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        )
+
+    model.forward = fused
+
+
+@pytest.mark.parametrize("updates", ["deferred", "immediate"])
+def test_a_forward_that_goes_past_the_engine_is_refused_before_anything_is_updated(updates: str) -> None:
+    model = make_model(FAMILIES["llama"]())
+    engine = attach_plainly(model)
+    optimizer = engine.adamw(**HYPER, max_grad_norm=None, updates=updates)
+    replace_forward(model)
+    before = weights_of(model)
+    with pytest.raises(ModelError, match=rf"forward was replaced.*TRL.*{USE_OURS}"):
+        model(**make_batches(1)[0]).backward()
+    assert set(optimizer.steps.values()) == {0}
+    assert_unchanged(model, before)
+    with torch.no_grad():
+        assert float(model(**make_batches(1)[0])) > 0
+    engine.detach()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")  # TRL sets it
+@pytest.mark.parametrize("ours", [True, False])
+def test_sft_trainer_is_refused_before_its_first_step(ours: bool, tmp_path: Path) -> None:
+    trl = pytest.importorskip(
+        "trl", reason="TRL is not installed; its way of calling a model is tested above"
+    )
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({str(number): number for number in range(VOCAB_SIZE)}, unk_token="0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="1", pad_token="2")
+    model = make_model(FAMILIES["llama_tied"]())
+    engine = attach_plainly(model)
+    optimizer = engine.adamw(**HYPER, max_grad_norm=None, updates="immediate") if ours else None
+    before = weights_of(model)
+    rows = [{key: value.tolist() for key, value in row.items()} for row in make_rows()]
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(**arguments(tmp_path, bf16=False)),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        optimizers=(optimizer, None),
+    )
+    with pytest.raises(ModelError, match=rf"TRL.*SFTTrainer.*{USE_OURS}"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert_unchanged(model, before)
