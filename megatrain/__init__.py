@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         MegatrainError,
         ModelError,
         OutputError,
+        TornStateError,
     )
     from megatrain.store.placement import Tiers
     from megatrain.stream.attach import attach
@@ -42,6 +43,7 @@ _HOMES = {
     "DivergedError": "megatrain.errors",
     "ModelError": "megatrain.errors",
     "OutputError": "megatrain.errors",
+    "TornStateError": "megatrain.errors",
 }
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "OutputError",
     "StepBatch",
     "Tiers",
+    "TornStateError",
     "__version__",
     "attach",
     "load",

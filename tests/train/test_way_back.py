@@ -87,8 +87,8 @@ def test_a_run_whose_update_fails_goes_on_to_the_same_bits(
     place = "step 3, which is committed on the drives" if on_drives else f"{checkpoints}/step-00000002"
     assert said.splitlines()[-1] == (
         "error: OSError: [Errno 5] the drive is gone; so an update ended in the middle, and its state is "
-        "lost; nothing of it was saved. Start the same command again, with checkpoint.resume=auto: it goes on "
-        f"from {place}"
+        "lost; nothing of it was saved. Start the same command again, with checkpoint.resume=auto: it goes "
+        f"on from {place}"
     )
     assert "Traceback" not in said
     assert [path.name for path in checkpoints.glob("*")] == ([] if on_drives else ["step-00000002"])

@@ -18,8 +18,8 @@ from megatrain.errors import ModelError, TornStateError
 
 _WAY_OUT = (
     "so the state is torn: some parameters have had an update that others have not. Nothing more is trained, "
-    "saved or read from it; load the newest checkpoint (after `megatrain train`: start the same command again) "
-    "and go on from there"
+    "saved or read from it; load the newest checkpoint (after `megatrain train`: start the same command "
+    "again) and go on from there"
 )
 
 

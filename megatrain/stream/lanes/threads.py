@@ -14,6 +14,7 @@ that is cut off inside of torch would abort the process, with a step's updates h
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401  # registers the end of its pools, which must come after ours
 import logging
 import queue
 import sys
@@ -174,15 +175,12 @@ _SWITCH_INTERVAL_S = 5e-4
 _OPEN: weakref.WeakSet[ThreadedLanes] = weakref.WeakSet()
 
 
-def _close_all() -> None:
+def _at_end(end: Callable[[ThreadedLanes], object]) -> None:
     for lanes in list(_OPEN):
         try:
-            lanes.close()
+            end(lanes)
         except BaseException as error:  # the process ends with the code that it had
             _log.error("what ran in the background when the program ended has failed: %r", error)
-
-
-atexit.register(_close_all)
 
 
 class ThreadedLanes(Lanes):
@@ -198,7 +196,7 @@ class ThreadedLanes(Lanes):
         # would wait for a whole interval: with the default of 5 ms, updates take twice as long.
         self._interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(self._interval_s, _SWITCH_INTERVAL_S))
-        weakref.finalize(self, _end, self._workers).atexit = False  # `_close_all` does
+        weakref.finalize(self, _end, self._workers).atexit = False  # `_at_end` does
         _OPEN.add(self)
 
     def drain(self) -> None:
@@ -300,3 +298,10 @@ class ThreadedLanes(Lanes):
 def _end(workers: dict[Lane, Worker]) -> None:
     for worker in workers.values():
         worker.end()
+
+
+atexit.register(_at_end, ThreadedLanes.close)
+# Before atexit's functions, Python ends the pools of `concurrent.futures`, without which state on drives
+# cannot be updated. What is registered last is called first, and theirs is registered by the import.
+_register_before_pools: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
+_register_before_pools(_at_end, ThreadedLanes.drain)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from megatrain.store.drives.record import read_record
 
 SCRIPT = """
 import atexit, sys
@@ -40,15 +43,37 @@ def slow() -> object:
     return EmulatedLanes(EmulatedMachine(host_bytes_per_s=2e6))
 
 
-def run(device: str, ending: str) -> tuple[int, str, str]:
+def run(device: str, ending: str, script: str = SCRIPT) -> tuple[int, str, str]:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, device, ending],
+        [sys.executable, "-c", script, device, ending],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=300,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+ON_DRIVES = """
+import sys, megatrain
+from megatrain.store import on_drives as away, placement
+from tests.families import FAMILIES
+from tests.reference import attach_plainly, make_batches, make_model
+from tests.stream.lanes.test_exit import slow
+drive, ending = sys.argv[1:]
+away.place = lambda layouts, tiers, **given: placement.placed(layouts, tiers, 0, 0, **given)
+tiers = megatrain.Tiers(nvme=(drive,), ram=1 << 30)
+engine = attach_plainly(make_model(FAMILIES["llama"]()), device=slow(), tiers=tiers)
+optimizer = engine.adamw(lr=1e-2, max_grad_norm=None)
+for step in range(2):
+    engine.forward_backward(make_batches(1, seed=step))
+    optimizer.step()
+    engine.commit(step, {})
+if ending == "exit":
+    raise SystemExit(3)
+elif ending == "error":
+    raise ValueError("of the script")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +89,34 @@ def test_a_program_that_ends_finishes_its_updates(ending: str, code: int, weight
     found = run("emulated", ending)
     assert found[:2] == (code, weights), found[2]
     assert ("ValueError: of the script" in found[2]) == (ending == "error")
+
+
+@pytest.mark.parametrize(("ending", "code"), [("end", 0), ("exit", 3), ("error", 1)])
+def test_a_program_that_ends_finishes_what_is_on_its_way_to_the_drives(
+    ending: str, code: int, tmp_path: Path
+) -> None:
+    """Python ends the pools of I/O threads before it calls functions of `atexit`."""
+    found = run(str(tmp_path), ending, ON_DRIVES)
+    assert found[0] == code, found[2]
+    assert "in the background" not in found[2]
+    record = read_record(tmp_path)
+    assert record is not None
+    assert record.step == 1
+
+
+@pytest.mark.parametrize(("ending", "code"), [("end", 0), ("exit", 3), ("error", 1)])
+def test_an_update_that_fails_at_the_end_is_told_and_the_exit_code_kept(ending: str, code: int) -> None:
+    failing = SCRIPT.replace(
+        "if ending ==",
+        """from megatrain.stream.execute import updates
+def fail(*_): raise OSError("the drive is gone")
+updates.update_many = fail
+if ending ==""",
+        1,
+    )
+    found = run("emulated", ending, failing)
+    assert found[0] == code, found[2]
+    assert (
+        "what ran in the background when the program ended has failed: OSError('the drive is gone')"
+        in found[2]
+    )
