@@ -15,7 +15,7 @@ import statistics
 from dataclasses import replace
 
 from benchmarks.plan.emulated_runs import Case, Run, machine_of, spec_of, step_seconds
-from benchmarks.plan.race import MACHINES, models, scale
+from benchmarks.races.engine import MACHINES, models, scale
 from benchmarks.report import emit, hardware
 from megatrain.config.choice import StepBatch
 from megatrain.plan.search.planner import make_plan

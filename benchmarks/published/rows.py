@@ -68,8 +68,8 @@ class Row:
     tokens_per_s: float
     layers: int = 0
     """In place of the model's own; 0: these."""
-    recomputed: float = 0.0
-    """FLOPs of what runs again, over those of the model."""
+    recomputed: float | None = None
+    """FLOPs of what runs again, over those of the model; None: as its system does."""
     is_resident: bool = False
     """Weights and state stay on the device."""
     state_up: float = 0.0
@@ -141,7 +141,7 @@ def choice_of(row: Row) -> Choice:
     """Return a row's schedule in the planner's terms."""
     system, anatomy = system_of(row), anatomy_of(row)
     num_layers = len(anatomy.layers)
-    again = row.recomputed or system.recomputed
+    again = system.recomputed if row.recomputed is None else row.recomputed
     if system.forwards == 3:  # boundaries are made again by a forward of their own
         policies = ["recompute"] + ["drop_boundary"] * (num_layers - 1)
     else:

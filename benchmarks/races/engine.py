@@ -1,11 +1,12 @@
-"""Is the planner's choice the best? It is raced on emulated machines against random and fixed choices.
+"""The engine itself, with real tensors, on emulated lanes: our plan, rivals' schedules, and random choices.
 
-For each of three machines and three models: the planner's choice, 20 random choices that fit, and strategies
-that others use, each measured. The best of so many measurements is partly luck, so the planner's choice and
-the three best others are then measured again, in turn; their medians count. Prints one line per case and a
-JSON object with everything last.
+Every step is measured, Python and all; the lanes take as long as an emulated machine would. For each of three
+machines and three models: the planner's choice, 20 random choices that fit, and strategies that others use,
+each measured. The best of so many measurements is partly luck, so the planner's choice and the three best
+others are then measured again, in turn; their medians count. Prints one line per case, with how far the
+timetable was from what was measured, and a JSON object with everything last.
 
-    python -m benchmarks.plan.race [--quick] [--out FILE]
+    python -m benchmarks.races.engine [--quick] [--out FILE]
 """
 
 from __future__ import annotations
@@ -81,8 +82,12 @@ def fixed_strategies(request: Request) -> dict[str, Choice]:
 
     named = {
         "recompute all, layer by layer": choice("recompute"),
-        "recompute all, one micro-batch at a time": choice(
+        "recompute all, one micro-batch at a time, updates in turn (ZeRO-3's)": choice(
             "recompute", lockstep=1, num_gradient_buffers=1, updates="serial"
+        ),
+        "three forwards, everything else in turn (MegaTrain's)": replace(
+            choice("drop_boundary", lockstep=1, num_gradient_buffers=1, updates="serial"),
+            activations=("recompute", *("drop_boundary",) * (num_layers - 1)),
         ),
         "offload all": choice("offload"),
         "keep all": choice("keep"),
