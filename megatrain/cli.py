@@ -235,15 +235,29 @@ def plan(
     spec = _machine(machine, ram, nvme)
     from megatrain.train.planning.plan_report import report
     from megatrain.train.planning.plan_run import plan_run
+    from megatrain.train.planning.progress import Doing
 
-    planned = plan_run(
-        raw, spec, source=source or "command line", hf_config=hf_config, is_complete=bool(source)
-    )
-    print(
-        report(planned, tokens=tokens, price_per_hour_usd=price_per_hour, as_json=as_json, explains=explain)
-    )
-    if not planned.plan.fits:
-        raise CapacityError(planned.plan.problem)
+    with Doing(lambda line: print(line, file=sys.stderr, flush=True)) as doing:
+        planned = plan_run(
+            raw,
+            spec,
+            source=source or "command line",
+            hf_config=hf_config,
+            is_complete=bool(source),
+            counts=cache_folder() / "counts",
+            progress=doing,
+        )
+        text = report(
+            planned,
+            tokens=tokens,
+            price_per_hour_usd=price_per_hour,
+            as_json=as_json,
+            explains=explain,
+            progress=doing,
+        )
+    print(text)
+    if not planned.plan.fits:  # the report has said what is too small, and what would help
+        raise typer.Exit(CapacityError.exit_code)
 
 
 def _machine(name: str | None, ram: str | None, nvme: str | None) -> HardwareSpec:
@@ -343,8 +357,13 @@ def doctor(
 
 def measured_file() -> Path:
     """Return where `doctor --bench` keeps its rates, for `plan` and the engine."""
+    return cache_folder() / "machine.json"
+
+
+def cache_folder() -> Path:
+    """Return where what was measured and counted is kept."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "megatrain" / "machine.json"
+    return Path(cache).expanduser() / "megatrain"
 
 
 def _config_file(path: Path) -> Path:

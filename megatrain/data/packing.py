@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.errors import ConfigError, DataError
+from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _DOCUMENTS_PER_CALL = 1000
-_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,23 +89,3 @@ def pack(documents: Iterable[Sequence[int]], seq_len: int) -> PackedWindows:
     flat: NDArray[np.int32] = np.frombuffer(tokens, dtype=np.int32)
     windows = flat[: num_windows * seq_len].reshape(num_windows, seq_len)
     return PackedWindows(windows=windows, num_documents=num_documents, num_tokens=len(tokens))
-
-
-def context_length(model_config: Any) -> int | None:
-    """Return the most tokens that a transformers config says its model takes; None if it names no limit."""
-    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
-    lengths = (getattr(text_config, name, None) for name in _CONTEXT_NAMES)
-    return next((length for length in lengths if isinstance(length, int) and length > 0), None)
-
-
-def check_seq_len(seq_len: int, model_config: Any) -> None:
-    """Check that the model takes sequences of `seq_len` tokens.
-
-    Raises:
-        ConfigError: they are beyond the model's context.
-    """
-    context = context_length(model_config)
-    if context is not None and seq_len > context:
-        raise ConfigError(
-            f"data.seq_len {seq_len} is beyond the model's context of {context} tokens; use {context} or less"
-        )

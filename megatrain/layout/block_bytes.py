@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatrain.layout.moments import MomentFormat, moment_planes
+from megatrain.layout.moments import ELEMENT_BYTES, MomentFormat, moment_planes
+
+ALIGNMENT = 64
+"""Elements; 128 bytes of bf16, 256 of fp32: whole cache lines and whole vectors for every dtype."""
+
+
+def aligned(numel: int) -> int:
+    """Round a number of elements up to the alignment."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +55,7 @@ class BlockBytes:
     def moment_bytes(self, moments: MomentFormat) -> int:
         """Return the bytes of AdamW's two moments, with their scales."""
         planes = moment_planes(self.num_state, self.num_scales, moments)
-        return sum(numel * dtype.itemsize for numel, dtype in planes.values())
+        return sum(numel * ELEMENT_BYTES[element] for numel, element in planes.values())
 
     def update_bytes(self, moments: MomentFormat) -> int:
         """Return the bytes of memory that AdamW reads and writes: masters, moments, and the gradient once."""

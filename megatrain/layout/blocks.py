@@ -15,16 +15,8 @@ from functools import cached_property
 
 import torch
 
-from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.block_bytes import ALIGNMENT, BlockBytes, aligned
 from megatrain.layout.moments import num_scales
-
-ALIGNMENT = 64
-"""Elements; 128 bytes of bf16, 256 of fp32: whole cache lines and whole vectors for every dtype."""
-
-
-def aligned(numel: int) -> int:
-    """Round a number of elements up to the alignment."""
-    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,10 +13,14 @@ model is cut into blocks of layers or fragments changes no bit.
 from __future__ import annotations
 
 from enum import Enum
-
-import torch
+from typing import Literal
 
 from megatrain.config.choice import read_member
+
+Element = Literal["float32", "bfloat16", "uint8"]
+"""Of a plane, as torch names its type: who only counts bytes loads no torch."""
+
+ELEMENT_BYTES: dict[Element, int] = {"float32": 4, "bfloat16": 2, "uint8": 1}
 
 SCALE_NUMEL = 256
 """Elements that share a scale: 4 units of the layout's alignment, 1.6 % more bytes than none would take."""
@@ -57,9 +61,7 @@ def num_scales(numel: int) -> int:
     return -(-numel // SCALE_NUMEL)
 
 
-def moment_planes(
-    num_state: int, num_scales: int, moments: MomentFormat
-) -> dict[str, tuple[int, torch.dtype]]:
+def moment_planes(num_state: int, num_scales: int, moments: MomentFormat) -> dict[str, tuple[int, Element]]:
     """Return the elements and the type of each plane of the moments.
 
     Args:
@@ -67,13 +69,13 @@ def moment_planes(
         num_scales: Of one moment of theirs in `int8`.
         moments: The format.
     """
-    dtype = {
-        MomentFormat.FP32: torch.float32,
-        MomentFormat.BF16: torch.bfloat16,
-        MomentFormat.INT8: torch.uint8,
-    }[moments]
-    planes = {"exp_avg": (num_state, dtype), "exp_avg_sq": (num_state, dtype)}
+    elements: dict[MomentFormat, Element] = {
+        MomentFormat.FP32: "float32",
+        MomentFormat.BF16: "bfloat16",
+        MomentFormat.INT8: "uint8",
+    }
+    moment = num_state, elements[moments]
+    planes: dict[str, tuple[int, Element]] = {"exp_avg": moment, "exp_avg_sq": moment}
     if moments is MomentFormat.INT8:
-        scales = num_scales, torch.float32
-        planes |= {"exp_avg_scale": scales, "exp_avg_sq_scale": scales}
+        planes |= {"exp_avg_scale": (num_scales, "float32"), "exp_avg_sq_scale": (num_scales, "float32")}
     return planes

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatrain.layout.block_bytes import BlockBytes
-from megatrain.layout.blocks import aligned
+from megatrain.layout.block_bytes import BlockBytes, aligned
 from megatrain.layout.host_buffers import (
     NUM_GRADIENT_STAGING,
     NUM_PAGES,
@@ -19,7 +18,7 @@ from megatrain.layout.host_buffers import (
     PIECE_BYTES,
     padded,
 )
-from megatrain.layout.moments import MomentFormat, moment_planes
+from megatrain.layout.moments import ELEMENT_BYTES, MomentFormat, moment_planes
 from megatrain.layout.totals import BlockTotals, Residency, Selection
 
 UPDATE_CHUNK_NUMEL = 1 << 22
@@ -95,8 +94,8 @@ def remainder_plane(sizes: BlockBytes) -> int:
 
 def moment_plane(sizes: BlockBytes, plane: str, moments: MomentFormat) -> int:
     """Return the bytes of a block in one of the planes that a format of moments has."""
-    numel, dtype = moment_planes(sizes.num_state, sizes.num_scales, moments)[plane]
-    return numel * dtype.itemsize
+    numel, element = moment_planes(sizes.num_state, sizes.num_scales, moments)[plane]
+    return numel * ELEMENT_BYTES[element]
 
 
 def gradient_plane(sizes: BlockBytes) -> int:

@@ -191,9 +191,14 @@ class HostState:
                     setattr(block, name, None)
         sizes = [layout.sizes for layout in self.layouts]
         planes = [moment_planes(each.num_state, each.num_scales, moments) for each in sizes]
-        for name, (_, dtype) in planes[0].items():
+        for name, (_, element) in planes[0].items():
             numels = [plane[name][0] for plane in planes]
-            self._attach(name, partial(pools.moment_plane, plane=name, moments=moments), numels, dtype)
+            self._attach(
+                name,
+                partial(pools.moment_plane, plane=name, moments=moments),
+                numels,
+                getattr(torch, element),
+            )
 
     def allocate_gradients(self) -> None:
         """Allocate the gradient plane if it is not there."""

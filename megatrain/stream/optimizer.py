@@ -14,7 +14,8 @@ from torch import nn
 
 from megatrain.config.choice import Updates
 from megatrain.errors import ConfigError, ModelError
-from megatrain.layout.blocks import Entry, aligned
+from megatrain.layout.block_bytes import aligned
+from megatrain.layout.blocks import Entry
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.moments import MomentFormat
 from megatrain.optim.adamw import AdamWStep, rounding_key

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config.choice import AUTO, Choice, Plan, StepBatch
-from megatrain.data.packing import context_length
+from megatrain.data.context import context_length
 from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import GIB, HardwareSpec
 from megatrain.layout.moments import MomentFormat
@@ -21,7 +21,7 @@ from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_model
 from megatrain.plan.search.conservative import conservative
 from megatrain.plan.search.planner import make_plan
-from megatrain.plan.search.remedies import list_remedies
+from megatrain.plan.search.remedies import advise, with_ways_out
 from megatrain.plan.search.request import Request, usual_batch
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
@@ -86,9 +86,9 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choice
     if isinstance(model.__dict__.get("_megatrain_host"), TieredState):
         given = replace(given, host_limit=None)  # `tiers.ram`, which the state has filled
     request = _request(choice, given, anatomy, spec.with_ram(spec.host_bytes + own))
-    plan = make_plan(request, remedies=list_remedies(request, count, is_running=True))
+    plan = make_plan(request)
     if not plan.fits:
-        raise CapacityError(plan.problem)
+        raise CapacityError(with_ways_out(plan.problem, advise(request, count, is_running=True)))
     _report(plan)
     return plan.choice
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.config import Config
+from megatrain.data.context import check_seq_len, context_length
 from megatrain.data.loader import PackedLoader
-from megatrain.data.packing import PackedWindows, check_seq_len, pack, tokenize
+from megatrain.data.packing import PackedWindows, pack, tokenize
 from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import (
     check_vocabulary,
@@ -31,7 +32,7 @@ def pack_data(
         DataError: The data cannot be read, or has a token that the model does not know.
         ConfigError: Sequences longer than the model's context.
     """
-    check_seq_len(config.data.seq_len, model_config)
+    check_seq_len(config.data.seq_len, context_length(model_config))
     packed = pack(tokenize(_texts(config), tokenizer, end_id=end_of_document(tokenizer)), config.data.seq_len)
     check_vocabulary(packed.max_id, model_config.get_text_config().vocab_size, tokenizer_size=len(tokenizer))
     return packed

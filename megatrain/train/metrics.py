@@ -252,6 +252,15 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.2f} GiB"
 
 
+def format_count(number: int) -> str:
+    """Return a number of parameters or tokens with three digits: `7.62 B`, `135 M`, `260 K`."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            value = number / size
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return str(number)
+
+
 def format_duration(seconds: float | None) -> str:
     """Return a duration with its two largest units, such as `4d 09h`, `2h 05m` or `0m 07s`."""
     if seconds is None or not math.isfinite(seconds):

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from megatrain.config import Config
 from megatrain.config.choice import Plan
 from megatrain.layout.moments import MomentFormat
-from megatrain.train.metrics import format_bytes, format_duration
+from megatrain.train.metrics import format_bytes, format_count, format_duration
 from megatrain.train.planning.plan_run import Planned
 
 _PRECISIONS = {"fp32": "fp32", "bf16": "bf16 with fp32 masters"}
@@ -27,7 +27,7 @@ def start_lines(
         first_step: Steps that an earlier process has done.
         now: In local time, from which the end is foreseen.
     """
-    size = "" if planned is None else f" ({_count(planned.request.anatomy.num_params)} parameters)"
+    size = "" if planned is None else f" ({format_count(planned.request.anatomy.num_params)} parameters)"
     start = "from random weights, " if config.model.init == "random" else ""
     numbers = [_PRECISIONS[config.train.precision]]
     if config.optim.state != "fp32":
@@ -67,10 +67,3 @@ def _speed(plan: Plan, num_steps: int, first_step: int, now: datetime) -> str:
         f"about {plan.tokens_per_s:,.0f} tokens/s, {plan.step_s:.3g} s a step, bound by {plan.bound}; "
         f"{num_steps - first_step:,} steps take {format_duration(left_s)}, until {when}"
     )
-
-
-def _count(number: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.data.packing import check_seq_len, context_length, pack, tokenize
+from megatrain.data.packing import pack, tokenize
 from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import end_of_document, load_tokenizer, train_tokenizer
-from megatrain.errors import ConfigError, DataError
+from megatrain.errors import DataError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -55,24 +54,6 @@ def test_document_beyond_the_context_is_tokenised_whole_and_in_silence(
     (ids,) = tokenize(["ab" * 100], tokenizer, end_id=0)
     assert len(ids) == 201
     assert caplog.records == []
-
-
-def test_sequences_beyond_the_context_are_refused() -> None:
-    config = SimpleNamespace(max_position_embeddings=512)
-    check_seq_len(512, config)
-    with pytest.raises(ConfigError, match=r"data\.seq_len 513 .* context of 512 tokens; use 512 or less"):
-        check_seq_len(513, config)
-
-
-def test_context_is_found_under_its_names() -> None:
-    from transformers import BloomConfig, Gemma3Config, GPT2Config, LlamaConfig, MptConfig
-
-    assert context_length(LlamaConfig(max_position_embeddings=77)) == 77
-    assert context_length(GPT2Config(n_positions=78)) == 78
-    assert context_length(MptConfig(max_seq_len=79)) == 79
-    assert context_length(Gemma3Config(text_config={"max_position_embeddings": 80})) == 80
-    assert context_length(BloomConfig()) is None  # position biases without a limit
-    check_seq_len(10**6, BloomConfig())
 
 
 def test_real_text_packs_without_loss() -> None:

@@ -17,7 +17,8 @@ from megatrain.hardware import load_machine
 from megatrain.model.weights.skeleton import read_config
 from megatrain.train.loop import train
 from megatrain.train.planning import allocation
-from megatrain.train.planning.plan_run import Planned, plan_training
+from megatrain.train.planning.allocation import plan_training
+from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.run_machine import machine_for
 from megatrain.train.run import prepare
 from megatrain.train.start import start_lines

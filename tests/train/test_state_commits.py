@@ -23,8 +23,7 @@ from megatrain.stream.machine import common_cpu
 from megatrain.train import loop
 from megatrain.train.dry_run import dry_run
 from megatrain.train.loop import train, train_step
-from megatrain.train.planning.allocation import check_allocated
-from megatrain.train.planning.plan_run import plan_training
+from megatrain.train.planning.allocation import check_allocated, plan_training
 from megatrain.train.run import prepare
 from megatrain.train.trace import trace
 from tests.products import every_value

@@ -1,6 +1,6 @@
 """What a model costs, per decoder layer and per fragment, for one micro-batch: the planner's view of a model.
 
-Counted from the modules themselves on fake tensors by `model.count`; nothing here is a rule of thumb.
+Counted from the modules themselves on fake tensors by `model.profile.count`; nothing here is a rule of thumb.
 """
 
 from __future__ import annotations
@@ -166,6 +166,8 @@ class Anatomy:
     """Most bytes at a time when the backward ends in the embedding, beyond `head_gradient_bytes`."""
     head_dim: int = 0
     """Of an attention head's queries, the largest; 0: no layer has softmax attention."""
+    warnings: tuple[str, ...] = ()
+    """What was left out of the count, or taken for granted, that a reader must know."""
 
     @property
     def tokens(self) -> int:

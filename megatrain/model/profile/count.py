@@ -32,12 +32,13 @@ from torch._subclasses.fake_tensor import (
 from transformers.utils import import_utils
 
 from megatrain.errors import ConfigError, MegatrainError, ModelError
-from megatrain.layout.blocks import BlockLayout, aligned
+from megatrain.layout.block_bytes import aligned
+from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, find_blocks, group_layers
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy, Cost, Fragment, Layer
-from megatrain.model.profile.flops import active_parameters, count_flops
+from megatrain.model.profile.flops import ALL_EXPERTS, active_parameters, count_flops, counts_all_experts
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.passing import Traces, WholePass, WholePassTracer
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_layer
@@ -163,22 +164,27 @@ def _count(
         head_gradient_bytes=whole.head_gradient_bytes,
         embedding_peak_bytes=whole.embedding_peak_bytes,
         head_dim=whole.head_dim,
+        warnings=counter.warnings + ((ALL_EXPERTS,) if counts_all_experts(model) else ()),
     )
 
 
-def _leave_out_router_loss(model: PreTrainedModel) -> None:
+def _leave_out_router_loss(model: PreTrainedModel) -> tuple[str, ...]:
+    """Switch off the auxiliary loss of routers; return what to say of it."""
     text = model.config.get_text_config()
-    if getattr(text, "output_router_logits", False):
-        _warn_of_router_loss(model.config.model_type)
-        text.output_router_logits = False
+    if not getattr(text, "output_router_logits", False):
+        return ()
+    text.output_router_logits = False
+    warning = (
+        f"the {model.config.model_type} model is counted without its router loss, whose memory grows with "
+        "layers, tokens and experts"
+    )
+    _warn_once(warning)
+    return (warning,)
 
 
 @cache
-def _warn_of_router_loss(model_type: str) -> None:
-    _log.warning(
-        "the %s model is counted without its router loss, whose memory grows with layers, tokens and experts",
-        model_type,
-    )
+def _warn_once(text: str) -> None:
+    _log.warning(text)
 
 
 @contextmanager
@@ -206,7 +212,7 @@ class Counter:
             )
         self.built = built
         self.model = built.model.train()
-        _leave_out_router_loss(self.model)
+        self.warnings = _leave_out_router_loss(self.model)
         self.shape = micro_batch_size, seq_len
         self.blocks = find_blocks(self.model, fragments=True)
         self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")

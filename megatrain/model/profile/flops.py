@@ -139,7 +139,7 @@ def _part(
         count = float(parameter.numel())
         if "experts" in name.split("."):
             if share is None:
-                _warn_of_experts()
+                _warn_once(ALL_EXPERTS)
             count *= share or 1.0
         active += count
         trained += count if parameter.requires_grad else 0.0
@@ -167,9 +167,20 @@ def _first(config: PretrainedConfig, names: Iterable[str]) -> Any:
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
+ALL_EXPERTS = "the config does not say how many experts are active: the FLOPs count all of them"
+
+
 @cache
-def _warn_of_experts() -> None:
-    _log.warning("the config does not say how many experts are active: the FLOPs count all of them")
+def _warn_once(text: str) -> None:
+    _log.warning(text)
+
+
+def counts_all_experts(model: PreTrainedModel) -> bool:
+    """Whether FLOPs count all experts, since the configuration does not say how many are active."""
+    names = (name for name, _ in model.named_parameters())
+    return _active_share(model.config.get_text_config()) is None and any(
+        "experts" in name.split(".") for name in names
+    )
 
 
 def _attention(layer: nn.Module, config: PretrainedConfig, number: int) -> Attention | None:

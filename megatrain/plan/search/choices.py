@@ -75,7 +75,7 @@ def least(request: Request) -> Choice:
         share = sum(nbytes / max(1, limits[tier] or 1) for tier, nbytes in over.items())
         return len(over), share, len(choice.tiers)  # too little of one tier before too little of two
 
-    frames = [f for tiers in _tiers(request) for f in _frames(request, tiers, Breadth.LEAST)]
+    frames = list(_smallest(request))
     if not frames:
         given = ", ".join(f"{name} {value}" for name, value in request.choice.given.items())
         raise ConfigError(
@@ -95,8 +95,7 @@ def least_bytes(request: Request, tier: str) -> int | None:
     """
     needs = [
         sum(pool.nbytes for pool in pools_of(request, frame) if pool.tier == tier)
-        for tiers in _tiers(request)
-        for frame in _frames(request, tiers, Breadth.LEAST)
+        for frame in _smallest(request)
         if not overflow(request, frame).keys() - {tier}
     ]
     return min(needs, default=None)
@@ -127,8 +126,7 @@ def least_held(request: Request, tier: str) -> int | None:
             and (pool.is_exact or (pool.name == "boundaries" and 1 < count <= frame.lockstep))
         )
         + leaving(frame)
-        for tiers in _tiers(request)
-        for frame in _frames(request, tiers, Breadth.LEAST)
+        for frame in _smallest(request)
         if not overflow(request, frame).keys() - {tier}
     ]
     return min(needs, default=None)
@@ -139,6 +137,13 @@ def _with_activations_on_drives(request: Request) -> Request | None:
     if request.spec.drives is None or request.state != "fp32" or request.choice.boundaries != AUTO:
         return None
     return replace(request, choice=replace(request.choice, boundaries="nvme"))
+
+
+def _smallest(request: Request) -> Iterator[Choice]:
+    """Yield all choices that take least memory, with saved activations on drives too, nothing placed."""
+    for asked in (request, _with_activations_on_drives(request)):
+        for tiers in () if asked is None else _tiers(asked):
+            yield from _frames(asked, tiers, Breadth.LEAST)
 
 
 def uses_drives(choice: Choice) -> bool:

@@ -7,34 +7,28 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from megatrain.config.choice import Choice, Plan, Pool
-from megatrain.hardware import GIB
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.program.operations import Kind
 from megatrain.plan.search.choices import least
-from megatrain.plan.search.remedies import Remedy
 from megatrain.plan.search.request import Request, overflow, pools_of
 from megatrain.plan.search.search import SEARCH_S, search
+from megatrain.plan.search.sizes import binary
 
-_PATIENCE_S = (1.5, 0.5)
-"""Seconds of looking for a first way out, and for a second one."""
-
-_MOST_WAYS = 2
 _NAMES = {"device": "device memory", "ram": "host memory", "nvme": "drives"}
 
 
-def make_plan(request: Request, *, remedies: Iterable[Remedy] = (), budget_s: float = SEARCH_S) -> Plan:
-    """Return the plan of the fastest choice that fits; one that does not fit says what would.
+def make_plan(request: Request, *, budget_s: float = SEARCH_S) -> Plan:
+    """Return the plan of the fastest choice that fits; one that does not fit says what is too small.
 
     Args:
         request: What is asked for.
-        remedies: What could be tried if nothing fits, in the order in which it should be proposed.
         budget_s: Seconds after which the best choice so far is taken.
     """
     began_s = time.perf_counter()
     found = search(request, budget_s=budget_s)
     if found is None:
         choice = least(request)
-        problem = _problem(request, choice, remedies)
+        problem = _problem(request, choice)
         return _describe(request, choice, problem, 0, time.perf_counter() - began_s)
     plan = _describe(request, found.choice, "", found.num_timed, 0.0)
     return replace(plan, plan_s=time.perf_counter() - began_s)
@@ -44,7 +38,7 @@ def plan_of(request: Request, choice: Choice) -> Plan:
     """Return the plan of a given choice, whether or not it is the best."""
     began_s = time.perf_counter()
     excess = overflow(request, choice)
-    problem = _problem(request, choice, ()) if excess else ""
+    problem = _problem(request, choice) if excess else ""
     plan = _describe(request, choice, problem, 1, 0.0)
     return replace(plan, plan_s=time.perf_counter() - began_s)
 
@@ -103,39 +97,30 @@ def _bytes(step: Step) -> dict[str, int]:
     }
 
 
-def _problem(request: Request, choice: Choice, remedies: Iterable[Remedy]) -> str:
-    """Say which pool is too large, by how much, and what would fit."""
-    tier, limit = next((tier, request.limits[tier]) for tier in overflow(request, choice))
-    assert limit is not None
+def _problem(request: Request, choice: Choice) -> str:
+    """Say of each tier that is too small by how much, and what wants it."""
+    return "; ".join(_shortage(request, choice, tier) for tier in overflow(request, choice))
+
+
+def _shortage(request: Request, choice: Choice, tier: str) -> str:
     pools = [pool for pool in pools_of(request, choice) if pool.tier == tier and pool.nbytes]
     need = sum(pool.nbytes for pool in pools)
-    found = _ways_out(remedies)
-    way_out = f"use {', or '.join(found)}" if found else "use a machine with more of it and a smaller model"
-    return (
-        f"{_NAMES[tier]}: at least {_gib(need)} are needed ({_list(pools)}), but the limit is "
-        f"{_gib(limit)}; {way_out}"
-    )
+    return f"{_NAMES[tier]}: at least {binary(need)} are needed ({_list(pools)}), but {_limit(request, tier)}"
 
 
-def _ways_out(remedies: Iterable[Remedy]) -> list[str]:
-    """Return the first way out, and a second one if it is found soon; none if that takes too long."""
-    began_s = time.perf_counter()
-    found: list[str] = []
-    for remedy in remedies:
-        text = remedy.way_out()
-        found += [text] if text else []
-        patience_s = _PATIENCE_S[bool(found)]
-        if len(found) == _MOST_WAYS or time.perf_counter() - began_s > patience_s:
-            break
-    return found
+def _limit(request: Request, tier: str) -> str:
+    """Say what a tier may take, and why it is no more."""
+    limit, spec = request.limits[tier], request.spec
+    assert limit is not None
+    if limit == {"ram": request.host_limit, "device": request.device_limit}.get(tier):
+        return f"the limit is {binary(limit)}"
+    if tier == "nvme":
+        return f"{binary(limit)} are free" if limit else "there are none"
+    has = spec.host_bytes if tier == "ram" else spec.device_bytes
+    return f"the limit is {binary(limit)}" + ("" if has in (None, limit) else f" of {binary(has or 0)}")
 
 
 def _list(pools: Iterable[Pool]) -> str:
     largest = sorted(pools, key=lambda pool: -pool.nbytes)
-    shown = ", ".join(f"{pool.name} {_gib(pool.nbytes)}" for pool in largest[:4])
+    shown = ", ".join(f"{pool.name} {binary(pool.nbytes)}" for pool in largest[:4])
     return shown + (", ..." if len(largest) > 4 else "")
-
-
-def _gib(nbytes: int) -> str:
-    value = nbytes / GIB
-    return f"{value:.1f} GiB" if value >= 10 else f"{value:.3g} GiB"

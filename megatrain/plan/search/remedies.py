@@ -1,77 +1,171 @@
-"""What would make a model fit that does not: options to try, those that cost the user least first."""
+"""What would make a model fit that does not: settings that cost least first, then memory, then a machine.
+
+A remedy is what a user would type, and the request that it makes. It is only proposed when that request, with
+the number as it is written, has a choice that fits. A number is the least of its kind: see `sizes`.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
+from typing import Any
 
 from megatrain.config import config_keys
-from megatrain.config.choice import AUTO, KEYS, Choice, StepBatch
-from megatrain.hardware import GIB
-from megatrain.layout import pools
+from megatrain.config.choice import AUTO, KEYS, Choice
+from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
-from megatrain.plan.memory.block_sums import BlockSums
-from megatrain.plan.search.choices import first_fit, least, least_bytes, least_held
-from megatrain.plan.search.request import Request, pools_of
-
-_TERABYTE = 10**12
+from megatrain.plan.search.choices import first_fit, least_bytes, least_held
+from megatrain.plan.search.enough import enough_drives, enough_ram, fits
+from megatrain.plan.search.request import Request
+from megatrain.plan.search.sizes import DRIVE_SIZES, MEMORY_SIZES, Size, least_size, round_down
 
 _SHORTEST = 256
 """Tokens: shorter sequences are not proposed."""
 
+_MOST_SETTINGS, _MOST_MEMORY = 2, 3
+"""Remedies of a kind that are proposed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Something that a user could change, and the request that it makes."""
+    """Something that a user could change, and the request that it makes, which fits."""
 
-    request: Callable[[], Request | None]
-    """None: it cannot be changed in this way."""
-    text: str | Callable[[Choice], str]
-    """As options: `memory.fragments=true`, `--nvme 2TB`; or made from the choice that then fits."""
-
-    def way_out(self) -> str | None:
-        """Return the options with which a choice fits; None: none does even so."""
-        request = self.request()
-        choice = None if request is None else first_fit(request)
-        if choice is None:
-            return None
-        return self.text if isinstance(self.text, str) else self.text(choice)
+    text: str
+    """As options: `memory.fragments=true`, `--nvme 2TB`."""
+    request: Request
 
 
-def list_remedies(
-    request: Request, recount: Callable[..., Anatomy], *, is_running: bool = False
-) -> Iterator[Remedy]:
-    """Yield what a user could change so that a model fits.
+def advise(
+    request: Request,
+    recount: Callable[..., Anatomy],
+    *,
+    machines: Iterable[HardwareSpec] = (),
+    is_running: bool = False,
+) -> list[Remedy]:
+    """Return what a user could change so that a model fits: one line each, settings before hardware.
 
     Args:
         request: What does not fit.
         recount: Counts the model anew with another `precision`, `micro_batch_size` or `seq_len`.
+        machines: That could be used instead, the smallest device first; looked at if nothing else helps.
         is_running: A run is about to begin, on a machine that is as it is: only settings can be changed.
     """
-    yield from _limits(request)
-    yield from _settings(request)
-    shrinks = _is_short_of_passing_memory(request)
-    if shrinks or request.anatomy.precision == "fp32":
-        yield from _batches(request, recount)
-    if request.clips:
-        yield Remedy(partial(_unclipped, request), "optim.max_grad_norm=null optim.updates=immediate")
-    yield from _drives(request, is_running=is_running)
-    if not is_running:
-        yield from _ram(request)
-    if request.state == "fp32" and "optim.state" in config_keys():
-        for state in ("bf16", "int8"):
-            yield Remedy(partial(replace, request, state=state), f"optim.state={state}")
-    if shrinks:
+    found = list(islice(list_settings(request, recount), _MOST_SETTINGS))
+    memory = list(islice(list_memory(request, is_running=is_running), _MOST_MEMORY))
+    if not memory and not is_running:
+        memory = list(islice(list_machines(request, machines), 1))
+    return found + memory
+
+
+def with_ways_out(problem: str, remedies: list[Remedy]) -> str:
+    """Return one sentence for a run that cannot begin: what is too small, and what would help."""
+    if remedies:
+        return f"{problem}; use {', or '.join(remedy.text for remedy in remedies)}"
+    return f"{problem}; no other setting is enough, nor are drives: megatrain plan finds a machine that is"
+
+
+def list_settings(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Remedy]:
+    """Yield settings with which a model fits: first those that change no bit of a result."""
+    num_found = 0
+    for remedy in _settings(request, recount):
+        if fits(remedy.request):
+            num_found += 1
+            yield remedy
+    if not num_found and _is_short_of_passing_memory(request):
         yield from _lengths(request, recount)
 
 
-def device_bytes_held(request: Request) -> int:
-    """Return the device's bytes of the least choice that no shorter sequence and no smaller batch saves."""
-    tier = "ram" if request.spec.is_cpu else "device"
-    pools = pools_of(request, least(request))
-    return sum(pool.nbytes for pool in pools if pool.tier == tier and pool.is_exact)
+def _settings(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Remedy]:
+    yield from _limits(request)
+    yield from _freed(request)
+    batch, anatomy = request.batch, request.anatomy
+    rows = batch.micro_batch_size
+    if rows > 1 and _is_short_of_passing_memory(request):
+        count = batch.num_micro_batches * rows
+        fewer = replace(batch, micro_batch_size=1, num_micro_batches=count)
+        yield Remedy(
+            f"train.micro_batch_size=1 train.grad_accumulation={count}",
+            replace(request, anatomy=recount(micro_batch_size=1), batch=fewer),
+        )
+    if anatomy.precision == "fp32":
+        yield Remedy("train.precision=bf16", replace(request, anatomy=recount(precision="bf16")))
+    if request.clips:
+        choice = replace(request.choice, updates="immediate")
+        unclipped = replace(request, clips=False, choice=choice)
+        yield Remedy("optim.max_grad_norm=null optim.updates=immediate", unclipped)
+    if request.state == "fp32" and "optim.state" in config_keys():
+        for state in ("bf16", "int8"):
+            yield Remedy(f"optim.state={state}", replace(request, state=state))
+
+
+def _limits(request: Request) -> Iterator[Remedy]:
+    """Yield larger limits, where the user has set them below what the machine has."""
+    given = [field for field in ("host_limit", "device_limit") if getattr(request, field) is not None]
+    for field in given:
+        if not fits(replace(request, **dict.fromkeys([field], None))):
+            continue
+        size = _least(partial(_changed, request, field), MEMORY_SIZES, guess=getattr(request, field))
+        if size is not None:
+            yield Remedy(f"{_limit_key(request, field)}={size.text}", _changed(request, field, size.nbytes))
+    if len(given) > 1:
+        free = replace(request, host_limit=None, device_limit=None)
+        yield Remedy(" ".join(f"{_limit_key(request, field)}=null" for field in given), free)
+
+
+def _limit_key(request: Request, field: str) -> str:
+    """Return the setting of a limit: the host's is another one where the run has named its drives."""
+    if field == "host_limit" and request.commits:
+        return "memory.tiers.ram"
+    return f"memory.{field}"
+
+
+def _changed(request: Request, field: str, value: Any) -> Request:
+    return replace(request, **{field: value})
+
+
+def _least(make: Callable[[int], Request], sizes: list[Size], *, guess: int) -> Size | None:
+    return least_size(sizes, lambda nbytes: fits(make(nbytes)), guess=guess)
+
+
+def _freed(request: Request) -> Iterator[Remedy]:
+    """Yield other values of what the user has set: of one setting, or else of as few as it takes."""
+    given = [name for name in KEYS if name in request.choice.given]
+    alone = [found for name in given if (found := _with_others(request, [name])) is not None]
+    yield from alone
+    if alone or _with_others(request, given) is None:
+        return
+    for name in list(given):
+        fewer = [other for other in given if other != name]
+        given = fewer if _with_others(request, fewer) is not None else given
+    found = _with_others(request, given)
+    assert found is not None
+    yield found
+
+
+def _with_others(request: Request, names: list[str]) -> Remedy | None:
+    """Return the values of some settings with which it fits; None: there are none."""
+    choice = first_fit(replace(request, choice=replace(request.choice, **dict.fromkeys(names, AUTO))))
+    if choice is None:
+        return None
+    values = {name: _as_setting(name, choice) for name in names}
+    text = " ".join(f"{KEYS[name]}={_word(value)}" for name, value in values.items())
+    kept = {name: AUTO if value == AUTO else getattr(choice, name) for name, value in values.items()}
+    return Remedy(text, replace(request, choice=replace(request.choice, **kept)))
+
+
+def _as_setting(name: str, choice: Choice) -> Any:
+    value = getattr(choice, name)
+    if name == "activations":
+        return value[0] if len(set(value)) == 1 else AUTO
+    return value
+
+
+def _word(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _is_short_of_passing_memory(request: Request) -> bool:
@@ -81,144 +175,83 @@ def _is_short_of_passing_memory(request: Request) -> bool:
     return held is not None and (limit is None or held <= limit)
 
 
-def size_option(nbytes: int) -> str:
-    """Return bytes as a size that an option takes, rounded up to three digits or more."""
-    unit, name = (GIB, "GiB") if nbytes >= 100 * GIB else (1 << 20, "MiB")
-    return f"{math.ceil(nbytes / unit)}{name}"
-
-
-def _limits(request: Request) -> Iterator[Remedy]:
-    """Yield larger limits, where the user has set them below what the machine has."""
-    host, device = request.host_limit, request.device_limit
-    of_host = "memory.tiers.ram" if request.commits else "memory.host_limit"
-    if host is not None:
-        need = least_bytes(replace(request, host_limit=None), "ram")
-        if need is not None:
-            raised = replace(request, host_limit=_size(size_option(need)))
-            yield Remedy(partial(_same, raised), f"{of_host}={size_option(need)}")
-    if device is not None:
-        need = least_bytes(replace(request, device_limit=None), "device")
-        if need is not None:
-            raised = replace(request, device_limit=_size(size_option(need)))
-            yield Remedy(partial(_same, raised), f"memory.device_limit={size_option(need)}")
-    if host is not None and device is not None:
-        free = replace(request, host_limit=None, device_limit=None)
-        yield Remedy(partial(_same, free), f"{of_host}=null memory.device_limit=null")
-
-
-def _same(request: Request) -> Request:
-    return request
-
-
-def _size(option: str) -> int:
-    return int(option[:-3]) * (GIB if option.endswith("GiB") else 1 << 20)
-
-
-def _settings(request: Request) -> Iterator[Remedy]:
-    """Yield other values of what the user has set: one setting at a time, then all."""
-    names = [name for name in KEYS if name in request.choice.given]
-    for freed in (*([name] for name in names), names):
-        changed = replace(request, choice=replace(request.choice, **dict.fromkeys(freed, AUTO)))
-        yield Remedy(partial(_same, changed), partial(_as_settings, freed))
-
-
-def _as_settings(names: list[str], choice: Choice) -> str:
-    """Write fields of a choice as overrides of settings."""
-    values = {name: getattr(choice, name) for name in names}
-    if len(set(choice.activations)) == 1 and "activations" in values:
-        values["activations"] = choice.activations[0]
-    elif "activations" in values:
-        values["activations"] = "auto"
-    return " ".join(
-        f"{KEYS[name]}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in values.items()
-    )
-
-
-def _batches(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Remedy]:
-    batch, anatomy = request.batch, request.anatomy
-    if anatomy.precision == "fp32":
-        yield Remedy(
-            lambda: replace(request, anatomy=recount(precision="bf16")),
-            "train.precision=bf16",
-        )
-    rows = batch.micro_batch_size
-    if rows > 1:
-        count = batch.num_micro_batches * rows
-        yield Remedy(
-            lambda: replace(
-                request,
-                anatomy=recount(micro_batch_size=1),
-                batch=replace(batch, micro_batch_size=1, num_micro_batches=count),
-            ),
-            f"train.micro_batch_size=1 train.grad_accumulation={count}",
-        )
-
-
-def _drives(request: Request, *, is_running: bool) -> Iterator[Remedy]:
-    """Yield drives, or larger ones, if they hold two copies of all state and nothing else is too large."""
-    if request.choice.tiers != AUTO:
+def list_memory(request: Request, *, is_running: bool = False) -> Iterator[Remedy]:
+    """Yield the least drives, or host memory, or both together, with which a model fits."""
+    drives = enough_drives(request)
+    if drives is not None:
+        text = f"--nvme {drives.text}"
+        changed = replace(request, spec=request.spec.with_drive_bytes(drives.nbytes), drive_limit=None)
+        if is_running:
+            text = f"memory.tiers='{{nvme: [DIRECTORY]}}' on a drive with {drives.text} free"
+            changed = replace(changed, commits=True)
+        if fits(changed):
+            yield Remedy(text, changed)
+    if is_running:
         return
-    nbytes = enough_drives(request)
-    have = 0 if request.spec.drives is None else request.spec.drives.nbytes
-    if nbytes > have:
-        spec = request.spec.with_drive_bytes(nbytes)
-        size = f"{nbytes // _TERABYTE}TB"
-        text = f"memory.tiers='{{nvme: [DIRECTORY]}}' on a drive with {size} free"
-        changed = replace(request, spec=spec, drive_limit=None, commits=is_running)
-        yield Remedy(partial(_same, changed), text if is_running else f"--nvme {size}")
-
-
-def enough_drives(request: Request) -> int:
-    """Return the bytes of drives that hold two copies of all state, in whole terabytes."""
-    blocks = BlockSums.of(request.anatomy, fragments=False).totals[:]
-    return -(-sum(pools.drive_pools(blocks).values()) // _TERABYTE) * _TERABYTE
-
-
-def _ram(request: Request) -> Iterator[Remedy]:
-    """Yield as much host memory as it takes, the device and the drives being as they are."""
-    endless = replace(request, spec=request.spec.with_ram(1 << 62), host_limit=None)
-    need = least_bytes(endless, "ram")
-    if need is None or need <= request.spec.host_bytes:
+    free = replace(request, host_limit=None)
+    ram = enough_ram(free)
+    if ram is None or ram.nbytes <= request.spec.host_bytes:
         return
-    option = size_option(need)
-    spec = request.spec.with_ram(_size(option))
-    yield Remedy(lambda: replace(request, spec=spec, host_limit=None), f"--ram {option}")
+    lifted = "" if request.host_limit is None else f"{_limit_key(request, 'host_limit')}=null "
+    found = list(_ram_and_drives(free, ram)) if drives is None else []
+    found.append(Remedy(f"--ram {ram.text}", replace(free, spec=request.spec.with_ram(ram.nbytes))))
+    yield from (replace(remedy, text=lifted + remedy.text) for remedy in found)
 
 
-def _unclipped(request: Request) -> Request:
-    return replace(request, clips=False, choice=replace(request.choice, updates="immediate"))
+def _ram_and_drives(request: Request, alone: Size) -> Iterator[Remedy]:
+    """Yield host memory with drives, where that takes less of it than without."""
+    endless = replace(request, spec=request.spec.with_drive_bytes(DRIVE_SIZES[-1].nbytes), drive_limit=None)
+    ram = enough_ram(endless)
+    if ram is None or ram.nbytes >= alone.nbytes:
+        return
+    with_ram = replace(request, spec=request.spec.with_ram(ram.nbytes))
+    drives = enough_drives(with_ram)
+    if drives is not None:
+        spec = with_ram.spec.with_drive_bytes(drives.nbytes)
+        text = f"--ram {ram.text} --nvme {drives.text}"
+        yield Remedy(text, replace(with_ram, spec=spec, drive_limit=None))
+
+
+def list_machines(request: Request, machines: Iterable[HardwareSpec]) -> Iterator[Remedy]:
+    """Yield other machines that a model fits: with this one's memory and drives, as it is, or with more."""
+    own = request.spec
+    ram = round_down(own.host_bytes, MEMORY_SIZES)
+    drives = None if own.drives is None else round_down(own.drives.nbytes, DRIVE_SIZES)
+    for machine in machines:
+        with_own = machine.with_ram(ram.nbytes).with_drive_bytes(0 if drives is None else drives.nbytes)
+        sizes = f"--ram {ram.text} --nvme {'0' if drives is None else drives.text}"
+        named = {f"--machine {machine.name} {sizes}": with_own, f"--machine {machine.name}": machine}
+        asked = [Remedy(text, replace(request, spec=spec)) for text, spec in named.items()]
+        fitting = next((remedy for remedy in asked if fits(remedy.request)), None)
+        if fitting is not None:
+            yield fitting
+            continue
+        for more in list_memory(asked[-1].request):
+            yield replace(more, text=f"{asked[-1].text} {more.text}")
 
 
 def _lengths(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Remedy]:
-    """Yield shorter sequences, with as many tokens per step.
+    """Yield a shorter sequence, with as many tokens per step.
 
     To count a model anew takes a second, so that not every length is tried: the shortest shows whether any
     helps, and a line from there to the length that does not fit, which one may be long enough. Memory grows
-    with the length along that line or below, but for a head that is computed in chunks; it is tried as well.
+    with the length along that line or below, but for a head that is computed in chunks; so a length that
+    does not fit after all is followed by half of it.
     """
     batch, tier = request.batch, "ram" if request.spec.is_cpu else "device"
     lengths = [length for part in (2, 4, 8, 16, 32, 64) if (length := batch.seq_len // part) >= _SHORTEST]
-    if not lengths:
-        return
 
     def remedy(length: int) -> Remedy:
         count = batch.num_micro_batches * (batch.seq_len // length)
         shorter = replace(batch, seq_len=length, num_micro_batches=count)
         text = f"data.seq_len={length} train.grad_accumulation={count}"
-        return Remedy(partial(_shortened, request, recount, shorter), text)
+        return Remedy(text, replace(request, anatomy=recount(seq_len=length), batch=shorter))
 
-    last = remedy(lengths[-1])
-    shortest = last.request()
-    if shortest is None or first_fit(shortest) is None:
+    if not lengths or not fits((shortest := remedy(lengths[-1])).request):
         return
-    low, high, limit = least_bytes(shortest, tier), least_bytes(request, tier), request.limits[tier]
+    low, high, limit = least_bytes(shortest.request, tier), least_bytes(request, tier), request.limits[tier]
+    longest = float(batch.seq_len)
     if low is not None and high is not None and limit is not None and high > low:
-        share = (limit - low) / (high - low)
-        longest = lengths[-1] + share * (batch.seq_len - lengths[-1])
-        yield from (remedy(length) for length in [n for n in lengths if n <= longest][:1])
-    yield last
-
-
-def _shortened(request: Request, recount: Callable[..., Anatomy], batch: StepBatch) -> Request:
-    return replace(request, anatomy=recount(seq_len=batch.seq_len), batch=batch)
+        longest = lengths[-1] + (limit - low) / (high - low) * (batch.seq_len - lengths[-1])
+    tried = (remedy(length) for length in lengths[:-1] if length <= longest)
+    yield next((found for found in tried if fits(found.request)), shortest)

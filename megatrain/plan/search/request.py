@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
@@ -92,6 +93,11 @@ class Request:
         """Return the machine in the dtype and with the moments of the run."""
         kernels = Kernels(fuses_layers=self.compiles or self.fuses)
         return Rates(self.spec, self.anatomy.precision, self.moments, kernels, self.anatomy.head_dim or 128)
+
+
+def machine_bytes(need: int) -> int:
+    """Return the host memory of a machine of which so many bytes may be taken."""
+    return math.ceil((need + PROGRAM_BYTES) / USABLE_HOST)
 
 
 def pools_of(request: Request, choice: Choice) -> list[Pool]:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.config.choice import Plan
 from megatrain.errors import CapacityError, ModelError
-from megatrain.hardware import GIB
+from megatrain.hardware import GIB, HardwareSpec
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.plan.search.planner import make_plan
+from megatrain.plan.search.remedies import advise, with_ways_out
 from megatrain.stream.engine import Engine
 from megatrain.stream.machine import Measure
-from megatrain.train.planning.plan_run import Planned, plan_training
-from megatrain.train.planning.run_machine import machine_for
+from megatrain.train.planning.counting import count_once, shape_of
+from megatrain.train.planning.plan_run import Planned, device_type, make_request
+from megatrain.train.planning.run_machine import machine_for, with_layers_timed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _log = logging.getLogger(__name__)
+
+_SEARCH_S = 0.5
+"""Seconds of search before a run begins."""
 
 
 def plan_memory(config: Config, model_config: PretrainedConfig, measure: Measure | None) -> Planned | None:
@@ -42,6 +50,34 @@ def plan_memory(config: Config, model_config: PretrainedConfig, measure: Measure
         plan.num_evaluated,
     )
     return planned
+
+
+def plan_training(config: Config, model_config: PretrainedConfig, spec: HardwareSpec) -> Planned:
+    """Plan a run that is about to begin.
+
+    Args:
+        config: Complete.
+        model_config: Of the model that will be trained.
+        spec: The machine.
+
+    Raises:
+        CapacityError: Nothing that the settings leave open makes it fit.
+        ModelError: A model that cannot be counted.
+    """
+    began_s = time.perf_counter()
+
+    def recount(**changes: Any) -> Anatomy:
+        return count_once(model_config, shape_of(config, device_type(spec), **changes))
+
+    anatomy = recount()
+    if spec.is_cpu:
+        spec = with_layers_timed(spec, anatomy, model_config, config)
+    count_s = time.perf_counter() - began_s
+    request = make_request(config, anatomy, spec)
+    plan = make_plan(request, budget_s=_SEARCH_S)
+    if not plan.fits:
+        raise CapacityError(with_ways_out(plan.problem, advise(request, recount, is_running=True)))
+    return Planned(plan=plan, request=request, config=config, model=config.model.path, count_s=count_s)
 
 
 def check_allocated(engine: Engine, plan: Plan, on_mismatch: str) -> None:

@@ -16,17 +16,20 @@ from megatrain.config.choice import KEYS, Plan, Pool
 from megatrain.errors import ConfigError
 from megatrain.hardware import GIB
 from megatrain.plan.cost.economics import Economics, economics
-from megatrain.plan.search.choices import least_bytes
+from megatrain.plan.search.enough import enough_drives, enough_ram
 from megatrain.plan.search.planner import make_plan
-from megatrain.plan.search.remedies import enough_drives
 from megatrain.plan.search.request import Request
-from megatrain.train.metrics import format_duration
+from megatrain.plan.search.sizes import binary
+from megatrain.train.metrics import format_count, format_duration
+from megatrain.train.planning.counting import Progress
 from megatrain.train.planning.plan_run import Planned
 
 _WIDTH = 110
 _TOKENS = 10**9
 _NUMBER = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([KMBTkmbt]?)")
 _MANY = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_TINY = 1e-3
+"""Of what a tier needs: pools that are smaller are not listed one by one."""
 _TIERS = {"device": "device", "ram": "host", "nvme": "drives"}
 
 
@@ -37,6 +40,7 @@ def report(
     price_per_hour_usd: float | None = None,
     as_json: bool = False,
     explains: bool = False,
+    progress: Progress = lambda doing: None,
 ) -> str:
     """Return what `megatrain plan` prints.
 
@@ -46,6 +50,7 @@ def report(
         price_per_hour_usd: Of the whole machine; None: see `economics`.
         as_json: One JSON object instead of text.
         explains: Add why the choice was made, and what would be faster.
+        progress: Is told what takes time, before it begins.
 
     Raises:
         ConfigError: `tokens` is no number of tokens.
@@ -59,7 +64,10 @@ def report(
     money = economics(
         planned.plan, request.spec, request.anatomy, tokens=budget, price_per_hour_usd=price_per_hour_usd
     )
-    lines = explain(planned) if explains else []
+    lines = []
+    if explains:
+        progress("planning what would be faster")
+        lines = explain(planned)
     return json.dumps(plan_json(planned, money, lines)) if as_json else plan_text(planned, money, lines)
 
 
@@ -89,6 +97,7 @@ def plan_json(planned: Planned, money: Economics, lines: list[str]) -> dict[str,
     return {
         "fits": plan.fits,
         "problem": plan.problem or None,
+        "remedies": [remedy.text for remedy in planned.remedies],
         "machine": spec.name,
         "device": spec.device,
         "model": {
@@ -114,6 +123,7 @@ def plan_json(planned: Planned, money: Economics, lines: list[str]) -> dict[str,
         "layers": [[name, len(list(same))] for name, same in groupby(plan.choice.activations)],
         "bytes_per_step": dict(plan.bytes_per_step),
         **asdict(money),
+        "spares": list(planned.spares),
         "num_evaluated": plan.num_evaluated,
         "plan_s": plan.plan_s,
         "count_s": planned.count_s,
@@ -145,7 +155,7 @@ def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
     plan = planned.plan
     rows = [*_head(planned), "", *_tiers(planned)]
     if plan.fits:  # the least that does not fit is not what would run
-        rows += [*_step(planned), *_total(money)]
+        rows += [*_step(planned), *_total(money), *_spares(planned)]
     rows += _verdict(planned)
     if plan.fits:
         rows += _row("setting", _settings(plan))
@@ -181,7 +191,7 @@ def _head(planned: Planned) -> Iterator[str]:
     anatomy, spec, batch = request.anatomy, request.spec, plan.batch
     masters = "fp32 masters and moments" if request.state == "fp32" else f"moments in {request.state}"
     part = f" ({anatomy.part})" if anatomy.part else ""
-    size = f"{anatomy.num_params / 1e9:,.3f} B parameters, {len(anatomy.layers)} layers"
+    size = f"{format_count(anatomy.num_params)} parameters, {len(anatomy.layers)} layers"
     yield from _row("model", f"{planned.model}{part}: {size}")
     shape = f"{batch.num_micro_batches} x {batch.micro_batch_size} x {batch.seq_len:,} = {batch.tokens:,}"
     yield from _row(
@@ -195,22 +205,29 @@ def _head(planned: Planned) -> Iterator[str]:
 
 def _tiers(planned: Planned) -> Iterator[str]:
     plan, request = planned.plan, planned.request
-    yield f" {'tier':<8}{'what, in GiB':<64}{'need':>12}{'have':>12}"
+    yield f" {'tier':<8}{'what, in the unit of what it needs':<64}{'need':>12}{'have':>12}"
     for tier, limit in request.limits.items():
         pools = [pool for pool in plan.pools if pool.tier == tier]
         if not pools:
             continue
         need = sum(pool.nbytes for pool in pools)
         verdict = "" if limit is None or need <= limit else "  too much"
-        have = "-" if limit is None else _gib(limit)
-        first, *rest = wrap(_pools(pools), 62)
-        yield f" {_TIERS[tier]:<8}{first:<64}{_gib(need):>12}{have:>12}{verdict}"
+        have = "-" if limit is None else binary(limit)
+        first, *rest = wrap(_pools(pools, need), 62)
+        yield f" {_TIERS[tier]:<8}{first:<64}{binary(need):>12}{have:>12}{verdict}"
         yield from (f" {'':<8}{line}" for line in rest)
 
 
-def _pools(pools: list[Pool]) -> str:
+def _pools(pools: list[Pool], need: int) -> str:
+    """List what a tier holds, the largest first, in the unit of `binary(need)`; what is tiny together."""
+    unit = next((unit for unit in (1 << 30, 1 << 20, 1 << 10) if need >= unit), 1)
     largest = sorted(pools, key=lambda pool: -pool.nbytes)
-    return ", ".join(f"{pool.name} {_number(pool.nbytes / GIB)}" for pool in largest)
+    shown = [pool for pool in largest if pool.nbytes >= _TINY * need]
+    rest = sum(pool.nbytes for pool in largest[len(shown) :])
+    words = [f"{pool.name} {_number(pool.nbytes / unit)}" for pool in shown]
+    if rest:
+        words.append(f"others {_number(rest / unit)}" if rest >= _TINY * need else "others less")
+    return ", ".join(words)
 
 
 def _step(planned: Planned) -> Iterator[str]:
@@ -231,7 +248,7 @@ def _total(money: Economics) -> Iterator[str]:
         parts.append("no price known (--price-per-hour)")
     yield from _row("total", f"{money.tokens:,} tokens: {', '.join(parts)}")
     taken = "" if money.checkpoint_s is None else f", {_seconds(money.checkpoint_s)} to write to the drives"
-    yield from _row("saving", f"a checkpoint is {_gib(money.checkpoint_bytes)}{taken}")
+    yield from _row("saving", f"a checkpoint is {binary(money.checkpoint_bytes)}{taken}")
     if money.drive_written:
         days = money.drive_days
         lasts = "endurance not known" if days is None else f"{days:,.0f} days to rated endurance"
@@ -239,13 +256,22 @@ def _total(money: Economics) -> Iterator[str]:
         yield from _row("wear", f"{per_day} written to the drives per day, {total} in all; {lasts}")
 
 
+def _spares(planned: Planned) -> Iterator[str]:
+    for number, text in enumerate(planned.spares):
+        yield from _row("" if number else "spare", text)
+
+
 def _verdict(planned: Planned) -> Iterator[str]:
     plan = planned.plan
     if not plan.fits:
         yield from _row("verdict", f"DOES NOT FIT. {plan.problem}")
+        for remedy in planned.remedies:
+            yield from _row("use", remedy.text)
+        if not planned.remedies:
+            yield from _row("use", "nothing that can be set, and no bundled machine, makes it fit")
         return
     spare = [
-        f"{_gib(limit - plan.tier_bytes(tier))} of {_TIERS[tier]} memory"
+        f"{binary(limit - plan.tier_bytes(tier))} of {_TIERS[tier]} memory"
         for tier, limit in plan.limits.items()
         if tier != "nvme"
     ]
@@ -282,29 +308,28 @@ def _bounds(plan: Plan) -> str:
 
 
 def _needs(request: Request) -> Iterator[str]:
-    """Say the least host memory with which the model fits, without and with drives."""
-    plain = replace(request, spec=request.spec.with_drive_bytes(0), host_limit=None)
-    need = least_bytes(replace(plain, spec=plain.spec.with_ram(1 << 62)), "ram")
-    if need is not None:
-        yield f"Without drives it needs at least {_gib(need)} of host memory."
-    if request.spec.drives is not None:
-        need = least_bytes(replace(request, host_limit=None, spec=request.spec.with_ram(1 << 62)), "ram")
-        if need is not None:
-            yield f"With state on the drives it needs at least {_gib(need)} of host memory."
+    """Say the least host memory with which the model fits, without and with drives: as the remedies do."""
+    for drives, where in ((None, "Without drives"), (request.spec.drives, "With state on the drives")):
+        if drives is None and where.startswith("With state"):
+            continue
+        ram = enough_ram(replace(request, spec=replace(request.spec, drives=drives)))
+        if ram is not None:
+            yield f"{where} {ram.text} of host memory are enough."
 
 
 def _variants(request: Request) -> Iterator[tuple[str, Request]]:
     spec = request.spec
     ram = 2 * spec.host_bytes
     yield (
-        f"With twice the host memory ({_gib(ram)})",
+        f"With twice the host memory ({binary(ram)})",
         replace(request, spec=spec.with_ram(ram), host_limit=None),
     )
     if request.clips:
         yield "Without clipping", replace(request, clips=False)
     if spec.drives is None:
         size = enough_drives(request)
-        yield f"With {_tera(size)} on drives", replace(request, spec=spec.with_drive_bytes(size))
+        if size is not None:
+            yield f"With a drive of {size.text}", replace(request, spec=spec.with_drive_bytes(size.nbytes))
 
 
 def _compare(plan: Plan, name: str, request: Request) -> str:
@@ -331,11 +356,6 @@ def _seconds(seconds: float) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _gib(nbytes: float) -> str:
-    value = nbytes / GIB
-    return f"{value:,.1f} GiB" if value >= 0.1 else f"{nbytes / (1 << 20):,.1f} MiB"
 
 
 def _tera(nbytes: float) -> str:

@@ -8,30 +8,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatrain.config import Config, build_config, set_keys
 from megatrain.config.choice import Plan
-from megatrain.data.packing import check_seq_len, context_length
-from megatrain.errors import CapacityError, ConfigError
+from megatrain.data.context import check_seq_len
+from megatrain.errors import ConfigError
 from megatrain.hardware import HardwareSpec, load_machine, machine_names
 from megatrain.model.profile.anatomy import Anatomy
-from megatrain.model.profile.count import count_anatomy
-from megatrain.model.weights.skeleton import read_text_config
 from megatrain.plan.search.planner import make_plan
-from megatrain.plan.search.remedies import Remedy, device_bytes_held, enough_drives, list_remedies
+from megatrain.plan.search.remedies import Remedy, advise
 from megatrain.plan.search.request import Request, usual_batch
-from megatrain.train.planning.run_machine import with_layers_timed
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-_TRAINING_SEARCH_S = 0.5
-"""Seconds of search before a run begins."""
+from megatrain.plan.search.wear import spare_drives
+from megatrain.train.metrics import format_count
+from megatrain.train.planning.counting import PlannedModel, Progress
 
 _NO_DATA = "not needed for a plan"
 
@@ -45,9 +39,13 @@ class Planned:
     config: Config
     model: str
     """As it was given."""
-    notes: tuple[str, ...]
     count_s: float
     """Seconds that counting the model took, and timing its layers on a CPU, beside `plan.plan_s`."""
+    remedies: tuple[Remedy, ...] = ()
+    """What would make it fit, if it does not."""
+    spares: tuple[str, ...] = ()
+    """What would spare the drives, if it wears them out soon."""
+    notes: tuple[str, ...] = ()
 
 
 def plan_run(
@@ -57,6 +55,8 @@ def plan_run(
     source: str,
     hf_config: Path | None = None,
     is_complete: bool = True,
+    counts: Path | None = None,
+    progress: Progress = lambda doing: None,
 ) -> Planned:
     """Plan a run.
 
@@ -67,6 +67,8 @@ def plan_run(
         hf_config: A file like a model directory's config.json; None: that of `model.path`.
         is_complete: The settings are of a run. Otherwise batch and precision, where they are not given, are
             those of a large one: bf16, sequences of 4,096 tokens, 131,072 tokens per step.
+        counts: A folder in which counts of models are kept; None: the model is counted anew.
+        progress: Is told what takes time, before it begins.
 
     Raises:
         ConfigError: A setting that is wrong, or settings that exclude each other.
@@ -74,51 +76,38 @@ def plan_run(
     """
     place = str(hf_config) if hf_config is not None else _model_path(raw)
     raw = _with(raw, {"model.path": place, "data.path": _NO_DATA})
-    model_config = read_text_config(place)
+    model = PlannedModel(place, counts, progress)
     notes = []
     if not is_complete:
         given = raw
-        raw = _with(raw, _defaults(raw, model_config))
+        raw = _with(raw, _defaults(raw, model.context))
         notes += _defaults_note(given, raw)
     config = build_config(raw, source=source)
-    check_seq_len(config.data.seq_len, model_config)
+    check_seq_len(config.data.seq_len, model.context)
     began_s = time.perf_counter()
-    recount = partial(_count_once, model_config, config, _device_type(spec))
+    recount = partial(model.count, config, device_type(spec))
     anatomy = recount()
     count_s = time.perf_counter() - began_s
     request = make_request(config, anatomy, spec)
-    plan = make_plan(request, remedies=_remedies(request, recount))
-    notes += _notes(request)
-    return Planned(
-        plan=plan, request=request, config=config, model=place, notes=tuple(notes), count_s=count_s
-    )
-
-
-def plan_training(config: Config, model_config: PretrainedConfig, spec: HardwareSpec) -> Planned:
-    """Plan a run that is about to begin.
-
-    Args:
-        config: Complete.
-        model_config: Of the model that will be trained.
-        spec: The machine.
-
-    Raises:
-        CapacityError: Nothing that the settings leave open makes it fit.
-        ModelError: A model that cannot be counted.
-    """
-    began_s = time.perf_counter()
-    recount = partial(_count_once, model_config, config, _device_type(spec))
-    anatomy = recount()
-    if spec.is_cpu:
-        spec = with_layers_timed(spec, anatomy, model_config, config)
-    count_s = time.perf_counter() - began_s
-    request = make_request(config, anatomy, spec)
-    remedies = list_remedies(request, recount, is_running=True)
-    plan = make_plan(request, remedies=remedies, budget_s=_TRAINING_SEARCH_S)
+    progress("searching choices")
+    plan = make_plan(request)
+    remedies: list[Remedy] = []
+    spares: tuple[str, ...] = ()
     if not plan.fits:
-        raise CapacityError(plan.problem)
+        progress("looking for what would make it fit")
+        remedies = advise(request, recount, machines=_machines())
+    elif plan.bytes_per_step["drive_written"]:
+        progress("looking for what would spare the drives")
+        spares = tuple(spare_drives(request, plan))
     return Planned(
-        plan=plan, request=request, config=config, model=config.model.path, notes=(), count_s=count_s
+        plan=plan,
+        request=request,
+        config=config,
+        model=place,
+        remedies=tuple(remedies),
+        spares=spares,
+        notes=(*notes, *_notes(request)),
+        count_s=count_s,
     )
 
 
@@ -168,7 +157,7 @@ def _with(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return set_keys(raw, missing)
 
 
-def _defaults(raw: Mapping[str, Any], model_config: PretrainedConfig) -> dict[str, Any]:
+def _defaults(raw: Mapping[str, Any], context: int | None) -> dict[str, Any]:
     """Return batch and precision of a large run, for a model with this context."""
 
     def given(section: str, name: str) -> int:
@@ -178,7 +167,7 @@ def _defaults(raw: Mapping[str, Any], model_config: PretrainedConfig) -> dict[st
     optim = raw.get("optim")
     is_clipped = not isinstance(optim, Mapping) or optim.get("max_grad_norm", 1.0) is not None
     batch = usual_batch(
-        context_length(model_config),
+        context,
         seq_len=given("data", "seq_len"),
         micro_batch_size=given("train", "micro_batch_size") or 1,
     )
@@ -201,77 +190,16 @@ def _defaults_note(given: Mapping[str, Any], raw: Mapping[str, Any]) -> list[str
     return [f"not given, so taken as {', '.join(chosen)}"] if chosen else []
 
 
-def _device_type(spec: HardwareSpec) -> str:
+def device_type(spec: HardwareSpec) -> str:
     """Return whose kernels run: an emulated accelerator computes on the CPU."""
     return "cpu" if spec.is_cpu or spec.launches_inline else "cuda"
 
 
-def _count(model_config: PretrainedConfig, config: Config, device_type: str, **changes: Any) -> Anatomy:
-    """Count the model for the batch and the precision of a run, or with one of these changed."""
-    shape = {
-        "micro_batch_size": config.train.micro_batch_size,
-        "seq_len": config.data.seq_len,
-        "precision": config.train.precision,
-    }
-    return count_anatomy(
-        model_config,
-        **{**shape, **changes},
-        attn_implementation=config.model.attn_implementation,
-        head_chunk_tokens=config.memory.head_chunk_tokens or None,
-        device_type=device_type,
-    )
-
-
-def _count_once(model_config: PretrainedConfig, config: Config, device_type: str, **changes: Any) -> Anatomy:
-    """Count as `_count`, but a model of the same configuration once per process."""
-    key = (
-        model_config.to_json_string(use_diff=False),
-        config.train.micro_batch_size,
-        config.data.seq_len,
-        config.train.precision,
-        config.model.attn_implementation,
-        config.memory.head_chunk_tokens,
-        device_type,
-        *sorted(changes.items()),
-    )
-    if key not in _COUNTED:
-        if len(_COUNTED) >= _MOST_COUNTED:
-            _COUNTED.clear()
-        _COUNTED[key] = _count(model_config, config, device_type, **changes)
-    return _COUNTED[key]
-
-
-_COUNTED: dict[tuple[object, ...], Anatomy] = {}
-_MOST_COUNTED = 16
-
-
-def _remedies(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Remedy]:
-    yield from list_remedies(request, recount)
-    yield from _other_machines(request)
-
-
-def _other_machines(request: Request) -> Iterator[Remedy]:
-    """Yield larger devices, the smallest first: in this host, in their machine file's, with more drives."""
+def _machines() -> Iterator[HardwareSpec]:
+    """Yield the bundled machines that have a device, the one with least memory first."""
     machines = [load_machine(name) for name in machine_names()]
-    own = request.spec
-    least = max(own.device_bytes or 0, device_bytes_held(request))
-    larger = [m for m in machines if not m.is_cpu and (m.device_bytes or 0) > least]
-    for spec in sorted(larger, key=lambda machine: machine.device_bytes or 0) if not own.is_cpu else ():
-        larger_drives = enough_drives(request)
-        hosts = [replace(spec.with_ram(own.host_bytes), drives=own.drives), spec]
-        if larger_drives > (0 if spec.drives is None else spec.drives.nbytes):
-            hosts.append(spec.with_drive_bytes(larger_drives))
-        for other in hosts:
-            drives = 0 if other.drives is None else other.drives.nbytes
-            sizes = f"--ram {_exact(other.host_bytes)} --nvme {_exact(drives)}"
-            yield Remedy(partial(replace, request, spec=other), f"--machine {spec.name} {sizes}")
-
-
-def _exact(nbytes: int) -> str:
-    for unit, name in ((10**9, "GB"), (1 << 30, "GiB")):
-        if nbytes and nbytes % unit == 0:
-            return f"{nbytes // unit}{name}"
-    return str(nbytes)
+    devices = [machine for machine in machines if not machine.is_cpu]
+    yield from sorted(devices, key=lambda machine: machine.device_bytes or 0)
 
 
 def _notes(request: Request) -> list[str]:
@@ -281,12 +209,12 @@ def _notes(request: Request) -> list[str]:
         tower = sum(f.num_params for layer in anatomy.layers for f in layer.fragments)
         tower += sum(part.num_params for part in anatomy.outer)
         notes.append(
-            f"planned for the {anatomy.part}: {tower / 1e9:.3f} B of the model's "
-            f"{anatomy.num_params / 1e9:.3f} B parameters"
+            f"planned for the {anatomy.part}: {format_count(tower)} of the model's "
+            f"{format_count(anatomy.num_params)} parameters"
         )
     if anatomy.num_active_params < 0.98 * anatomy.num_params and not anatomy.part:
         notes.append(
-            f"a token passes {anatomy.num_active_params / 1e9:.3g} B of {anatomy.num_params / 1e9:.4g} B "
+            f"a token passes {format_count(anatomy.num_active_params)} of {format_count(anatomy.num_params)} "
             "parameters; the model's experts are counted as evenly used, and all of them stream and update"
         )
     if "assumed" in spec.sources.get("matmul_flops_per_s", ""):

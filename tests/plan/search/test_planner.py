@@ -19,7 +19,6 @@ from megatrain.plan.program.operations import Kind
 from megatrain.plan.search.choices import least_bytes
 from megatrain.plan.search.neighbours import neighbours
 from megatrain.plan.search.planner import make_plan, plan_of
-from megatrain.plan.search.remedies import list_remedies, size_option
 from megatrain.plan.search.request import Request, overflow
 from megatrain.plan.search.search import search
 from tests.plan.anatomies import Shape, llama_like, machine
@@ -196,40 +195,3 @@ def test_blocks_in_ram_are_counted_anew_where_layers_come_apart() -> None:
     assert max(choice.weights_in_ram for choice in whole) <= len(tight.anatomy.layers) + len(
         tight.anatomy.outer
     )
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"host_limit": 30 << 20},
-        {"device_limit": 20 << 20},
-        {"host_limit": 30 << 20, "device_limit": 20 << 20},
-        {"device_limit": 60 << 20, "choice": Choice(resident_layers=6)},
-        {"device_limit": 40 << 20, "choice": Choice(num_slots=6, activations=("keep",) * 6)},
-        {"spec": machine(host_bytes=570 << 20)},
-        {"spec": machine(host_bytes=570 << 20), "choice": Choice(tiers=frozenset())},
-        {"spec": machine(device_bytes=36 << 20)},
-        {"spec": machine(device_bytes=30 << 20)},
-    ],
-)
-def test_the_way_out_that_is_proposed_makes_it_fit(changes: dict[str, Any]) -> None:
-    tight = request(**changes)
-    proposed = {}
-    for remedy in list_remedies(tight, count):
-        text = remedy.way_out()
-        if text is not None:
-            proposed[text] = remedy.request()
-    assert proposed
-    plan = make_plan(tight, remedies=list_remedies(tight, count), budget_s=0.01)
-    assert not plan.fits
-    assert any(text in plan.problem for text in proposed)
-    for changed in proposed.values():
-        assert changed is not None
-        check(make_plan(changed, budget_s=0.01))
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(1, "1MiB"), (100 << 30, "100GiB"), ((100 << 30) + 1, "101GiB")]
-)
-def test_sizes_are_rounded_up(nbytes: int, text: str) -> None:
-    assert size_option(nbytes) == text

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from megatrain.checkpoint.load import verify
 from megatrain.errors import ConfigError, ModelError, TornStateError
-from megatrain.layout.blocks import aligned
+from megatrain.layout.block_bytes import aligned
 from megatrain.plan.program.operations import Lane
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, devices

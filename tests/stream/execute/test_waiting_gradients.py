@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from megatrain.config import apply_overrides, build_config
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.layout import pools
-from megatrain.layout.blocks import aligned
+from megatrain.layout.block_bytes import aligned
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.plan.program.operations import BlockSize, Kind, Lane
 from megatrain.plan.program.schedule import schedule

@@ -1,0 +1,32 @@
+"""How many tokens a row may have: what a model's configuration says of its context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.errors import ConfigError
+
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+
+
+def context_length(model_config: Any) -> int | None:
+    """Return the most tokens that a transformers config says its model takes; None if it names no limit."""
+    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    lengths = (getattr(text_config, name, None) for name in _CONTEXT_NAMES)
+    return next((length for length in lengths if isinstance(length, int) and length > 0), None)
+
+
+def check_seq_len(seq_len: int, context: int | None) -> None:
+    """Check that a model takes sequences of `seq_len` tokens.
+
+    Args:
+        seq_len: Tokens of a row.
+        context: As `context_length` returns it.
+
+    Raises:
+        ConfigError: They are beyond the model's context.
+    """
+    if context is not None and seq_len > context:
+        raise ConfigError(
+            f"data.seq_len {seq_len} is beyond the model's context of {context} tokens; use {context} or less"
+        )

@@ -1,0 +1,178 @@
+"""Counts of models, kept on disk: a model that was counted once is planned without torch or transformers.
+
+An entry is one JSON file. Its name is a hash of everything that a count depends on: the configuration byte
+for byte, the shape of the batch, the versions of what builds and runs the model, and the code that counts.
+It is written whole or not at all, holds the hash of what is in it, and one that is damaged is counted anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megatrain.layout.block_bytes import BlockBytes
+from megatrain.model.profile.anatomy import Anatomy, Cost, Fragment, Layer
+
+_log = logging.getLogger(__name__)
+
+_BUILDERS = (
+    "megatrain",
+    "torch",
+    "transformers",
+    "kernels",
+    "flash-attn",
+    "flash-linear-attention",
+    "causal-conv1d",
+    "mamba-ssm",
+    "liger-kernel",
+)
+"""Packages whose version, or absence, may change what a model's own modules run."""
+
+_MOST_ENTRIES = 256
+
+
+class KeptCounts:
+    """A folder of counts."""
+
+    def __init__(self, folder: Path) -> None:
+        """Keep counts in a folder; it is made when there is something to keep."""
+        self._folder = folder
+
+    def load(self, key: str) -> Any:
+        """Return what was kept under a key of `key_of`; None if there is nothing, or it is damaged."""
+        file = self._file(key)
+        try:
+            entry = json.loads(file.read_bytes())
+            if entry["sha256"] != _hash(_text(entry["body"])):
+                raise ValueError("its hash is of something else")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            _log.warning("%s cannot be read (%s), so the model is counted anew", file, error.strerror)
+            return None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            _log.warning("%s is damaged, so the model is counted anew", file)
+            return None
+        return entry["body"]
+
+    def save(self, key: str, body: Any) -> None:
+        """Keep plain values under a key; those that were kept first go when there are many."""
+        entry = _text({"sha256": _hash(_text(body)), "body": body})
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            number, name = tempfile.mkstemp(dir=self._folder, suffix=".partial")
+            try:
+                with os.fdopen(number, "w", encoding="utf-8") as file:
+                    file.write(entry)
+                Path(name).replace(self._file(key))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    Path(name).unlink()
+                raise
+            kept = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+            for old in kept[:-_MOST_ENTRIES]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning(
+                "the count of the model cannot be kept in %s (%s); it is made again the next time",
+                self._folder,
+                error.strerror,
+            )
+
+    def _file(self, key: str) -> Path:
+        return self._folder / f"{key}.json"
+
+
+def key_of(config: bytes, **shape: object) -> str:
+    """Return the key of a count: a hash of all that it depends on.
+
+    Args:
+        config: The model's config.json.
+        shape: What else was asked for, as plain values.
+    """
+    return _hash(_text({"config": hashlib.sha256(config).hexdigest(), "shape": shape, "code": _code()}))
+
+
+@cache
+def _code() -> dict[str, str]:
+    """Return the versions of what builds and runs a model, and a hash of the code that counts it."""
+    found = {"python": platform.python_version()}
+    for name in _BUILDERS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for file in sorted(file for folder in ("layout", "model") for file in (root / folder).rglob("*.py")):
+        source = file.read_bytes()
+        digest.update(f"{file.relative_to(root)} {len(source)}\n".encode() + source)
+    return {**found, "source": digest.hexdigest()}
+
+
+def anatomy_json(anatomy: Anatomy) -> dict[str, Any]:
+    """Return an anatomy as plain values; layers that differ in nothing but names are written once."""
+    values = {name: getattr(anatomy, name) for name in Anatomy.__dataclass_fields__}
+    kinds: dict[str, int] = {}
+    layers = []
+    for layer in anatomy.layers:
+        names = [fragment.name for fragment in layer.fragments]
+        kind = _text(asdict(replace(layer, fragments=tuple(replace(f, name="") for f in layer.fragments))))
+        layers.append([kinds.setdefault(kind, len(kinds)), names])
+    return {
+        **values,
+        "kinds": [json.loads(kind) for kind in kinds],
+        "layers": layers,
+        "outer": [asdict(fragment) for fragment in anatomy.outer],
+        "head_forward": asdict(anatomy.head_forward),
+        "warnings": list(anatomy.warnings),
+    }
+
+
+def read_anatomy(body: Mapping[str, Any]) -> Anatomy:
+    """Return the anatomy that `anatomy_json` made these plain values of."""
+    values = dict(body)
+    kinds = [_layer(kind) for kind in values.pop("kinds")]
+    layers = []
+    for kind, names in values["layers"]:
+        parts = zip(kinds[kind].fragments, names, strict=True)
+        layers.append(replace(kinds[kind], fragments=tuple(replace(part, name=name) for part, name in parts)))
+    values |= {
+        "layers": tuple(layers),
+        "outer": tuple(_fragment(part) for part in values["outer"]),
+        "head_forward": Cost(**values["head_forward"]),
+        "warnings": tuple(values["warnings"]),
+    }
+    return Anatomy(**values)
+
+
+def _layer(raw: Mapping[str, Any]) -> Layer:
+    changed = {
+        "fragments": tuple(_fragment(part) for part in raw["fragments"]),
+        "forward": Cost(**raw["forward"]),
+        "backward": Cost(**raw["backward"]),
+        "collect_bytes": {policy: tuple(sizes) for policy, sizes in raw["collect_bytes"].items()},
+        "made_bytes": tuple(raw["made_bytes"]),
+    }
+    return Layer(**{**raw, **changed})
+
+
+def _fragment(raw: Mapping[str, Any]) -> Fragment:
+    return Fragment(**{**raw, "sizes": BlockBytes(**raw["sizes"]), "forward": Cost(**raw["forward"])})
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,77 @@
+"""Sizes that a person would type, of two digits and a unit, and the least of them that is enough."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Size:
+    """Bytes, and how an option takes them: `60GiB`, `9.5TB`."""
+
+    nbytes: int
+    text: str
+
+
+def _list_sizes(units: Iterable[tuple[str, int]], last_decades: int) -> list[Size]:
+    """List 1, 1.1, ..., 9.9, 10, 11, ..., 99, 100, 110, ..., 990 of every unit, and more of the last one."""
+    units = list(units)
+    sizes = []
+    for name, unit in units:
+        num_decades = last_decades if name == units[-1][0] else 3
+        for decade in range(num_decades):
+            for digits in range(10, 100):
+                text = f"{digits // 10}.{digits % 10}".removesuffix(".0")
+                number = text if decade == 0 else str(digits * 10 ** (decade - 1))
+                sizes.append(Size(int(float(number) * unit), f"{number}{name}"))
+    return sizes
+
+
+MEMORY_SIZES = _list_sizes([("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)], last_decades=7)
+DRIVE_SIZES = _list_sizes([("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12)], last_decades=5)
+
+
+def binary(nbytes: float) -> str:
+    """Return bytes in the largest unit of which there is one: `1,368.1 GiB`, `9.37 GiB`, `8 bytes`."""
+    for name, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        value = nbytes / unit
+        if value >= 1:
+            return f"{value:,.1f} {name}" if value >= 10 else f"{value:.2f} {name}"
+    return f"{nbytes:.0f} bytes"
+
+
+def round_down(nbytes: int, sizes: Sequence[Size]) -> Size:
+    """Return the largest of the sizes that is not above so many bytes."""
+    return sizes[max(0, bisect_left(sizes, Size(nbytes + 1, "")) - 1)]
+
+
+def least_size(sizes: Sequence[Size], fits: Callable[[int], bool], *, guess: int) -> Size | None:
+    """Return the size that is enough while the one before it is not; None: none is.
+
+    Args:
+        sizes: In order.
+        fits: Whether so many bytes are enough; what is, stays so with more.
+        guess: Bytes near which the search begins, so that few are tried.
+    """
+    known: dict[int, bool] = {}
+
+    def is_enough(index: int) -> bool:
+        if index not in known:
+            known[index] = index >= 0 and fits(sizes[index].nbytes)
+        return known[index]
+
+    last = len(sizes) - 1
+    high, step = min(bisect_left(sizes, Size(guess, "")), last), 1
+    while not is_enough(high):
+        if high == last:
+            return None
+        high, step = min(high + step, last), 2 * step
+    low, step = high - 1, 1
+    while is_enough(low):
+        high, low, step = low, max(-1, low - step), 2 * step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return sizes[high]

@@ -1,0 +1,137 @@
+"""What a plan needs to know of a model: counted once, and kept, so that planning it again loads no torch.
+
+A model is named by its configuration. Where that is a file on this machine whose counts are kept, neither
+torch nor transformers is imported; everything else is read and checked as for a run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config import Config
+from megatrain.data.context import context_length
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.model.profile.kept import KeptCounts, anatomy_json, key_of, read_anatomy
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_log = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+"""Is told what takes time, in a few words, before it begins."""
+
+
+class PlannedModel:
+    """The model of a plan that is not run: its configuration, and its counts."""
+
+    def __init__(self, place: str, folder: Path | None, progress: Progress) -> None:
+        """Name a model.
+
+        Args:
+            place: A model directory, a file like its config.json, or a hub id.
+            folder: Where counts are kept; None: nowhere.
+            progress: Is told what takes time.
+        """
+        self._place = place
+        self._kept = None if folder is None else KeptCounts(folder)
+        self._progress = progress
+        self._source = _read_source(Path(place))
+
+    @cached_property
+    def context(self) -> int | None:
+        """Return the most tokens of a row that the model takes; None: it names no limit.
+
+        Raises:
+            ModelError: There is no readable configuration, or it is of a model that is not trained here.
+        """
+        key, kept = self._load({"what": "context"})
+        if kept is not None:
+            return int(kept["context"]) or None
+        context = context_length(self._config)
+        self._save(key, {"context": context or 0})
+        return context
+
+    def count(self, config: Config, device_type: str, **changes: Any) -> Anatomy:
+        """Count the model for the batch and the precision of a run, or with one of these changed.
+
+        Raises:
+            ModelError: It cannot be read, built or counted.
+        """
+        shape = shape_of(config, device_type, **changes)
+        key, kept = self._load(shape)
+        if kept is not None:
+            anatomy = read_anatomy(kept)
+            for warning in anatomy.warnings:
+                _log.warning(warning)
+            return anatomy
+        model_config = self._config
+        self._progress(
+            f"counting the model for {shape['micro_batch_size']} x {shape['seq_len']:,} tokens in "
+            f"{shape['precision']}"
+        )
+        anatomy = count_once(model_config, shape)
+        self._save(key, anatomy_json(anatomy))
+        return anatomy
+
+    @cached_property
+    def _config(self) -> PretrainedConfig:
+        self._progress("loading torch and transformers, to count the model; its counts are kept")
+        from megatrain.model.weights.skeleton import read_text_config
+
+        return read_text_config(self._place)
+
+    def _load(self, what: dict[str, Any]) -> tuple[str, Any]:
+        if self._kept is None or self._source is None:
+            return "", None
+        key = key_of(self._source, **what)
+        return key, self._kept.load(key)
+
+    def _save(self, key: str, body: Any) -> None:
+        if self._kept is not None and key:
+            self._kept.save(key, body)
+
+
+def shape_of(config: Config, device_type: str, **changes: Any) -> dict[str, Any]:
+    """Return what a count depends on beside the model: the arguments of `count_anatomy`."""
+    return {
+        "micro_batch_size": config.train.micro_batch_size,
+        "seq_len": config.data.seq_len,
+        "precision": config.train.precision,
+        "attn_implementation": config.model.attn_implementation,
+        "head_chunk_tokens": config.memory.head_chunk_tokens or None,
+        "device_type": device_type,
+        **changes,
+    }
+
+
+def count_once(model_config: PretrainedConfig, shape: dict[str, Any]) -> Anatomy:
+    """Count a model of the same configuration once per process.
+
+    Raises:
+        ModelError: It cannot be built or counted.
+    """
+    from megatrain.model.profile.count import count_anatomy
+
+    key = (model_config.to_json_string(use_diff=False), *sorted(shape.items()))
+    if key not in _COUNTED:
+        if len(_COUNTED) >= _MOST_COUNTED:
+            _COUNTED.clear()
+        _COUNTED[key] = count_anatomy(model_config, **shape)
+    return _COUNTED[key]
+
+
+_COUNTED: dict[tuple[object, ...], Anatomy] = {}
+_MOST_COUNTED = 16
+
+
+def _read_source(place: Path) -> bytes | None:
+    """Return the configuration byte for byte; None: it is not on this machine, or cannot be read."""
+    try:
+        return (place / "config.json" if place.is_dir() else place).read_bytes()
+    except OSError:
+        return None

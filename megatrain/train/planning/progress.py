@@ -1,0 +1,54 @@
+"""Says on standard error what a plan takes its time for, once it has taken some."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+AFTER_S = 2.0
+"""Seconds in which nothing is said: most plans are done by then."""
+
+
+class Doing:
+    """Takes what is being done now, and says it if that still goes on after a while; later steps at once."""
+
+    def __init__(self, say: Callable[[str], None], *, after_s: float | None = None) -> None:
+        """Begin to count the seconds, `AFTER_S` if not told; `say` prints a line, on another thread too."""
+        self._say = say
+        self._began_s = time.perf_counter()
+        self._lock = threading.Lock()
+        self._now = ""
+        self._is_late = False
+        self._timer = threading.Timer(AFTER_S if after_s is None else after_s, self._speak_up)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Doing:
+        """Wait for the time to speak."""
+        self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Say no more."""
+        self._timer.cancel()
+        with self._lock:
+            self._now = ""
+
+    def __call__(self, doing: str) -> None:
+        """Take what is done now."""
+        with self._lock:
+            self._now = doing
+            if self._is_late:
+                self._print()
+
+    def _speak_up(self) -> None:
+        with self._lock:
+            self._is_late = True
+            if self._now:
+                self._print()
+
+    def _print(self) -> None:
+        self._say(f"plan: {self._now} ({time.perf_counter() - self._began_s:.0f} s so far)")

@@ -1,0 +1,210 @@
+"""Counts are kept: a model that was counted once is planned without torch, by the same numbers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import MixtralConfig
+
+from megatrain.config import build_config
+from megatrain.model.profile import count as counting_code
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.model.profile.kept import anatomy_json, key_of, read_anatomy
+from megatrain.train.planning import counting
+from megatrain.train.planning.counting import PlannedModel, count_once, shape_of
+from tests.families import FAMILIES
+from tests.plan.anatomies import llama_like
+
+CONFIG = build_config(
+    {"model": {"path": "none"}, "data": {"path": "none", "seq_len": 64}, "train": {"precision": "bf16"}}
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    FAMILIES["llama"]().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What was counted, in closed form."""
+    seen: list[dict[str, Any]] = []
+
+    def count(config: object, **shape: Any) -> Anatomy:
+        seen.append(shape)
+        return llama_like(**{key: shape[key] for key in ("micro_batch_size", "seq_len", "precision")})
+
+    monkeypatch.setattr(counting_code, "count_anatomy", count)
+    monkeypatch.setattr(counting, "_COUNTED", {})
+    return seen
+
+
+def planned(place: Path, tmp_path: Path) -> PlannedModel:
+    return PlannedModel(str(place), tmp_path / "cache" / "counts", lambda doing: None)
+
+
+def anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "_COUNTED", {})
+
+
+def values(anatomy: Anatomy) -> dict[str, Any]:
+    """Anatomies are equal if they are one; what is in them can be compared."""
+    return {name: getattr(anatomy, name) for name in Anatomy.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_kept_count_is_the_count(family: str) -> None:
+    model_config = FAMILIES[family]()
+    anatomy = count_once(model_config, shape_of(CONFIG, "cuda"))
+    body = json.loads(json.dumps(anatomy_json(anatomy)))
+    assert values(read_anatomy(body)) == values(anatomy)
+    assert len(body["kinds"]) < len(anatomy.layers), "layers that are alike are written once"
+
+
+def test_a_model_is_counted_once(
+    model: Path, tmp_path: Path, counted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = planned(model, tmp_path).count(CONFIG, "cuda")
+    anew(monkeypatch)
+    second = planned(model, tmp_path).count(CONFIG, "cuda")
+    assert values(first) == values(second)
+    assert len(counted) == 1
+
+
+@pytest.mark.parametrize("changed", ["seq_len", "precision", "device_type", "config", "torch", "source"])
+def test_what_a_count_depends_on_makes_another(
+    model: Path,
+    tmp_path: Path,
+    counted: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    changed: str,
+) -> None:
+    planned(model, tmp_path).count(CONFIG, "cuda")
+    anew(monkeypatch)
+    options: dict[str, Any] = {"seq_len": {"seq_len": 32}, "precision": {"precision": "fp32"}}.get(
+        changed, {}
+    )
+    if changed == "config":
+        file = model / "config.json"
+        file.write_text(file.read_text().replace('"vocab_size": 128', '"vocab_size": 256'))
+    if changed in ("torch", "source"):
+        code = {**counting_kept()._code(), changed: "another"}
+        monkeypatch.setattr(counting_kept(), "_code", lambda: code)
+    planned(model, tmp_path).count(CONFIG, "cpu" if changed == "device_type" else "cuda", **options)
+    assert len(counted) == 2
+
+
+def counting_kept() -> Any:
+    from megatrain.model.profile import kept
+
+    return kept
+
+
+def spoil_text(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def spoil_number(text: str) -> str:
+    return text.replace('"num_params":', '"num_params":1', 1)
+
+
+def spoil_shape(text: str) -> str:
+    return "[1, 2]"
+
+
+def spoil_encoding(text: str) -> str:
+    return "\udcff" + text
+
+
+@pytest.mark.parametrize("spoil", [spoil_text, spoil_number, spoil_shape, spoil_encoding])
+def test_a_damaged_entry_is_counted_anew_and_named(
+    model: Path,
+    tmp_path: Path,
+    counted: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    spoil: Any,
+) -> None:
+    first = planned(model, tmp_path).count(CONFIG, "cuda")
+    anew(monkeypatch)
+    (file,) = (tmp_path / "cache" / "counts").glob("*.json")
+    file.write_text(spoil(file.read_text()), errors="surrogateescape")
+    with caplog.at_level(logging.WARNING, logger="megatrain"):
+        second = planned(model, tmp_path).count(CONFIG, "cuda")
+    assert values(first) == values(second)
+    assert len(counted) == 2
+    assert str(file) in caplog.text
+    anew(monkeypatch)
+    planned(model, tmp_path).count(CONFIG, "cuda")
+    assert len(counted) == 2, "the entry is whole again"
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(
+    model: Path, tmp_path: Path, counted: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with caplog.at_level(logging.WARNING, logger="megatrain"):
+        planned(model, tmp_path).count(CONFIG, "cuda")
+    assert len(counted) == 1
+    assert "cannot be kept" in caplog.text
+
+
+def test_what_a_count_warns_of_is_said_of_a_kept_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    config: MixtralConfig = FAMILIES["mixtral"]()
+    config.output_router_logits = True
+    config.save_pretrained(folder)
+    monkeypatch.setattr(counting, "_COUNTED", {})
+    planned(folder, tmp_path).count(CONFIG, "cuda")
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="megatrain"):
+        planned(folder, tmp_path).count(CONFIG, "cuda")
+    assert "router loss" in caplog.text
+
+
+def test_old_entries_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting_kept(), "_MOST_ENTRIES", 3)
+    store = counting_kept().KeptCounts(tmp_path)
+    keys = [key_of(b"{}", number=number) for number in range(5)]
+    for key in keys:
+        store.save(key, {"value": key})
+    assert store.load(keys[-1]) == {"value": keys[-1]}
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_plan_of_a_kept_count_loads_neither_torch_nor_transformers(model: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from megatrain.cli import main\n"
+        "try:\n"
+        f"    main(['plan', '--model', {str(model)!r}, '--machine', 'rtx-4090', '--json'])\n"
+        "except SystemExit as ended:\n"
+        "    assert not ended.code, ended.code\n"
+        "heavy = {'torch', 'transformers', 'numba', 'datasets', 'numpy', 'rich'} & set(sys.modules)\n"
+        "print(sorted(heavy), file=sys.stderr)\n"
+    )
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "", "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[3])}
+    outputs, loaded = [], []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+        )
+        outputs.append(json.loads(done.stdout))
+        loaded.append(done.stderr.splitlines()[-1])
+    assert "torch" in loaded[0]
+    assert loaded[1] == "[]"
+    for output in outputs:
+        del output["plan_s"], output["count_s"], output["num_evaluated"]
+    assert outputs[0]["pools"] == outputs[1]["pools"]
+    assert outputs[0] == outputs[1]

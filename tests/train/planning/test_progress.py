@@ -1,0 +1,53 @@
+"""What a plan takes its time for is said once it has taken some, in whole lines, and not before."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatrain.cli import main
+from megatrain.train.planning import progress
+from megatrain.train.planning.progress import Doing
+from tests.families import FAMILIES
+
+
+def test_nothing_is_said_of_what_is_soon_done() -> None:
+    said: list[str] = []
+    with Doing(said.append, after_s=1e6) as doing:
+        doing("counting")
+        doing("searching")
+    assert said == []
+
+
+def test_what_goes_on_is_said_and_then_what_follows() -> None:
+    said: list[str] = []
+    spoken = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        spoken.set()
+
+    with Doing(say, after_s=0.01) as doing:
+        doing("counting")
+        assert spoken.wait(60)
+        doing("searching")
+    assert [line.partition(" (")[0] for line in said] == ["plan: counting", "plan: searching"]
+
+
+def test_progress_is_on_standard_error_and_never_in_the_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FAMILIES["llama"]().save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(progress, "AFTER_S", 0.0)
+    arguments = ["plan", "--model", str(tmp_path / "model"), "--machine", "rtx-4090", "--seq-len", "64"]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--json"])
+    output = capsys.readouterr()
+    assert json.loads(output.out)["fits"]
+    lines = output.err.splitlines()
+    assert all(line.startswith("plan: ") for line in lines)
+    assert any("searching choices" in line for line in lines)
