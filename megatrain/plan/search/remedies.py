@@ -217,17 +217,17 @@ def list_machines(request: Request, machines: Iterable[HardwareSpec]) -> Iterato
     own = request.spec
     ram = round_down(own.host_bytes, MEMORY_SIZES)
     drives = None if own.drives is None else round_down(own.drives.nbytes, DRIVE_SIZES)
+    sizes = f"--ram {ram.text} --nvme {'0' if drives is None else drives.text}"
+    bundled = []
     for machine in machines:
         with_own = machine.with_ram(ram.nbytes).with_drive_bytes(0 if drives is None else drives.nbytes)
-        sizes = f"--ram {ram.text} --nvme {'0' if drives is None else drives.text}"
         named = {f"--machine {machine.name} {sizes}": with_own, f"--machine {machine.name}": machine}
         asked = [Remedy(text, replace(request, spec=spec)) for text, spec in named.items()]
-        fitting = next((remedy for remedy in asked if fits(remedy.request)), None)
-        if fitting is not None:
-            yield fitting
-            continue
-        for more in list_memory(asked[-1].request):
-            yield replace(more, text=f"{asked[-1].text} {more.text}")
+        yield from [remedy for remedy in asked if fits(remedy.request)][:1]
+        bundled += asked[1:]
+    for remedy in bundled:
+        for more in list_memory(remedy.request):
+            yield replace(more, text=f"{remedy.text} {more.text}")
 
 
 def _lengths(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Remedy]:

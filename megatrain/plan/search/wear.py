@@ -15,10 +15,10 @@ from megatrain.plan.search.request import Request
 LEAST_DAYS = 365.0
 """Drives that a plan uses up sooner deserve a word on how to avoid it."""
 
-_MOST_TIMES = 64
-"""Steps more than this many times larger train another model."""
+_MOST_DOUBLINGS = 6
+"""Of a step: larger ones train another model."""
 
-_SEARCH_S = 0.3
+_SEARCH_S = 0.2
 
 
 def drive_days(request: Request, plan: Plan) -> float | None:
@@ -31,31 +31,41 @@ def spare_drives(request: Request, plan: Plan) -> Iterator[str]:
     days = drive_days(request, plan)
     if days is None or days >= LEAST_DAYS:
         return
-    larger = _larger_steps(request, days)
-    if larger is not None:
-        yield larger
     if not request.commits:
-        ram = enough_ram(replace(request, spec=request.spec.with_drive_bytes(0)))
+        ram = enough_ram(replace(request, spec=request.spec.with_drive_bytes(0), host_limit=None))
         if ram is not None:
-            yield f"--ram {ram.text} (then nothing is written to drives)"
+            yield f"--ram {ram.text}: nothing is written to drives"
+    larger = _least_steps(request, days)
+    if larger is not None:
+        lasts = drive_days(request, larger)
+        until = "no wear" if lasts is None else f"{lasts:,.0f} days to rated endurance"
+        yield (
+            f"train.grad_accumulation={larger.batch.num_micro_batches}: {until}, by steps of "
+            f"{larger.batch.tokens:,} tokens at {larger.tokens_per_s:,.0f} tokens/s"
+        )
 
 
-def _larger_steps(request: Request, days: float) -> str | None:
-    """Return the least doubling of a step with which the drives last: each step writes the state once."""
-    batch = request.batch
-    times = 1 << math.ceil(math.log2(LEAST_DAYS / days))
-    while times <= _MOST_TIMES:
-        count = times * batch.num_micro_batches
-        larger = replace(request, batch=replace(batch, num_micro_batches=count))
-        plan = make_plan(larger, budget_s=_SEARCH_S)
-        if not plan.fits:
+def _least_steps(request: Request, days: float) -> Plan | None:
+    """Return the plan of the least doubling of a step with which the drives last; None: none is found.
+
+    Each step writes the state once, so larger ones write less often.
+    """
+    known: dict[int, Plan | None] = {}
+
+    def lasting(doublings: int) -> Plan | None:
+        if doublings not in known:
+            count = request.batch.num_micro_batches << doublings
+            larger = replace(request, batch=replace(request.batch, num_micro_batches=count))
+            plan = make_plan(larger, budget_s=_SEARCH_S)
+            lasts = drive_days(larger, plan)
+            known[doublings] = plan if plan.fits and (lasts is None or lasts >= LEAST_DAYS) else None
+        return known[doublings]
+
+    doublings = min(math.ceil(math.log2(LEAST_DAYS / days)), _MOST_DOUBLINGS)
+    while lasting(doublings) is None:
+        if doublings == _MOST_DOUBLINGS:
             return None
-        lasts = drive_days(larger, plan)
-        if lasts is None or lasts >= LEAST_DAYS:
-            until = "no wear" if lasts is None else f"{lasts:,.0f} days"
-            return (
-                f"train.grad_accumulation={count} ({until}; steps of {plan.batch.tokens:,} tokens, "
-                f"{plan.tokens_per_s:,.0f} tokens/s)"
-            )
-        times *= 2
-    return None
+        doublings += 1
+    while doublings > 1 and lasting(doublings - 1) is not None:
+        doublings -= 1
+    return lasting(doublings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from textwrap import wrap
@@ -31,6 +31,7 @@ _MANY = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _TINY = 1e-3
 """Of what a tier needs: pools that are smaller are not listed one by one."""
 _TIERS = {"device": "device", "ram": "host", "nvme": "drives"}
+_MEMORIES = {"device": "device memory", "ram": "host memory", "nvme": "room on drives"}
 
 
 def report(
@@ -155,7 +156,7 @@ def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
     plan = planned.plan
     rows = [*_head(planned), "", *_tiers(planned)]
     if plan.fits:  # the least that does not fit is not what would run
-        rows += [*_step(planned), *_total(money), *_spares(planned)]
+        rows += [*_step(planned), *_total(money), *_ways("spare", planned.spares)]
     rows += _verdict(planned)
     if plan.fits:
         rows += _row("setting", _settings(plan))
@@ -169,8 +170,10 @@ def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
 def explain(planned: Planned) -> list[str]:
     """Say why this choice: bounds, what was fixed, how many were timed, what the next memory would give."""
     plan, request = planned.plan, planned.request
-    lines = [_bounds(plan)]
-    fixed = [key for name, key in KEYS.items() if name in request.choice.given]
+    lines = [_bounds(plan)] if plan.fits else []
+    # clipping leaves no choice of when updates run, whether a user has set that or not
+    given = request.choice.given.keys() - ({"updates"} if request.clips else set())
+    fixed = [key for name, key in KEYS.items() if name in given]
     lines.append(
         f"Fixed by the settings: {', '.join(fixed)}."
         if fixed
@@ -225,8 +228,8 @@ def _pools(pools: list[Pool], need: int) -> str:
     shown = [pool for pool in largest if pool.nbytes >= _TINY * need]
     rest = sum(pool.nbytes for pool in largest[len(shown) :])
     words = [f"{pool.name} {_number(pool.nbytes / unit)}" for pool in shown]
-    if rest:
-        words.append(f"others {_number(rest / unit)}" if rest >= _TINY * need else "others less")
+    if rest >= _TINY * need:
+        words.append(f"others {_number(rest / unit)}")
     return ", ".join(words)
 
 
@@ -256,22 +259,24 @@ def _total(money: Economics) -> Iterator[str]:
         yield from _row("wear", f"{per_day} written to the drives per day, {total} in all; {lasts}")
 
 
-def _spares(planned: Planned) -> Iterator[str]:
-    for number, text in enumerate(planned.spares):
-        yield from _row("" if number else "spare", text)
+def _ways(name: str, texts: Sequence[str]) -> Iterator[str]:
+    """List what would help, one a row: each is enough."""
+    for number, text in enumerate(texts):
+        yield from _row("or" if number else name, text)
 
 
 def _verdict(planned: Planned) -> Iterator[str]:
     plan = planned.plan
     if not plan.fits:
-        yield from _row("verdict", f"DOES NOT FIT. {plan.problem}")
-        for remedy in planned.remedies:
-            yield from _row("use", remedy.text)
+        over = {tier: plan.tier_bytes(tier) - limit for tier, limit in plan.limits.items()}
+        short = [f"{binary(over[tier])} too little {_MEMORIES[tier]}" for tier in over if over[tier] > 0]
+        yield from _row("verdict", f"DOES NOT FIT: {' and '.join(short)}")
+        yield from _ways("use", [remedy.text for remedy in planned.remedies])
         if not planned.remedies:
             yield from _row("use", "nothing that can be set, and no bundled machine, makes it fit")
         return
     spare = [
-        f"{binary(limit - plan.tier_bytes(tier))} of {_TIERS[tier]} memory"
+        f"{binary(limit - plan.tier_bytes(tier))} of {_MEMORIES[tier]}"
         for tier, limit in plan.limits.items()
         if tier != "nvme"
     ]
@@ -301,10 +306,8 @@ def _bounds(plan: Plan) -> str:
     rest = ", ".join(f"{other} {_seconds(seconds)}" for other, seconds in others)
     over = plan.step_s / longest - 1
     beside = f" At the same time: {rest}." if rest else ""
-    return (
-        f"A step cannot be shorter than {_seconds(longest)}, which is what {name} takes.{beside} Operations "
-        f"that wait for each other make it {over:.1%} longer."
-    )
+    waiting = f" Operations that wait for each other make it {over:.1%} longer." if over >= 5e-4 else ""
+    return f"A step cannot be shorter than {_seconds(longest)}, which is what {name} takes.{beside}{waiting}"
 
 
 def _needs(request: Request) -> Iterator[str]:
