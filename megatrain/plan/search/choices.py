@@ -141,8 +141,9 @@ def _with_activations_on_drives(request: Request) -> Request | None:
 
 def _smallest(request: Request) -> Iterator[Choice]:
     """Yield all choices that take least memory, with saved activations on drives too, nothing placed."""
-    for asked in (request, _with_activations_on_drives(request)):
-        for tiers in () if asked is None else _tiers(asked):
+    on_drives = _with_activations_on_drives(request)
+    for asked in [request] if on_drives is None else [request, on_drives]:
+        for tiers in _tiers(asked):
             yield from _frames(asked, tiers, Breadth.LEAST)
 
 

@@ -104,7 +104,7 @@ def _limits(request: Request) -> Iterator[Remedy]:
     """Yield larger limits, where the user has set them below what the machine has."""
     given = [field for field in ("host_limit", "device_limit") if getattr(request, field) is not None]
     for field in given:
-        if not fits(replace(request, **dict.fromkeys([field], None))):
+        if not fits(_changed(request, field, None)):
             continue
         size = _least(partial(_changed, request, field), MEMORY_SIZES, guess=getattr(request, field))
         if size is not None:

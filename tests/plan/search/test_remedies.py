@@ -103,7 +103,8 @@ def test_a_limit_that_is_proposed_is_the_least_of_its_rounding(case: str, field:
     key, _, value = remedy.text.partition("=")
     assert key == f"memory.{field}"
     assert getattr(remedy.request, field) == parse_bytes(value, key)
-    assert not fits(replace(tight, **{field: before(value, MEMORY_SIZES)}))
+    lower: dict[str, Any] = {field: before(value, MEMORY_SIZES)}
+    assert not fits(replace(tight, **lower))
 
 
 def test_what_was_set_is_freed_one_setting_at_a_time() -> None:

@@ -89,9 +89,8 @@ def test_what_a_count_depends_on_makes_another(
 ) -> None:
     planned(model, tmp_path).count(CONFIG, "cuda")
     anew(monkeypatch)
-    options: dict[str, Any] = {"seq_len": {"seq_len": 32}, "precision": {"precision": "fp32"}}.get(
-        changed, {}
-    )
+    options: dict[str, Any] = {"seq_len": 32, "precision": "fp32"}
+    options = {key: value for key, value in options.items() if key == changed}
     if changed == "config":
         file = model / "config.json"
         file.write_text(file.read_text().replace('"vocab_size": 128', '"vocab_size": 256'))
