@@ -164,3 +164,11 @@ def test_the_least_size_is_found_from_any_guess(guess: int, need: int, text: str
     assert found is not None
     assert found.text == text
     assert least_size(MEMORY_SIZES, lambda nbytes: False, guess=guess) is None
+
+
+def test_more_memory_than_a_limit_allows_comes_without_the_limit() -> None:
+    """`--ram` alone would leave the limit in force, and not fit."""
+    tight = request(spec=machine(host_bytes=560 << 20), host_limit=30 << 20)
+    texts = [remedy.text for remedy in list_memory(tight) if "--ram" in remedy.text]
+    assert texts
+    assert all(text.startswith("memory.host_limit=null ") for text in texts)

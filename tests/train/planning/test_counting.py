@@ -205,3 +205,19 @@ def test_a_plan_of_a_kept_count_loads_neither_torch_nor_transformers(model: Path
     assert loaded[1] == "[]"
     for same in ("model", "checkpoint_bytes", "batch", "limits"):
         assert outputs[0][same] == outputs[1][same]
+
+
+def test_a_change_of_the_counting_code_makes_another_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = counting_kept()
+    file = tmp_path / "model" / "profile" / "kept.py"
+    file.parent.mkdir(parents=True)
+    monkeypatch.setattr(kept, "__file__", str(file))
+    keys = []
+    for source in ("a = 1\n", "a = 2\n"):
+        file.write_text(source)
+        kept._code.cache_clear()
+        keys.append(key_of(b"{}", seq_len=1))
+    kept._code.cache_clear()
+    assert keys[0] != keys[1]
