@@ -27,6 +27,10 @@ class Breadth(Enum):
     ALL = "all"
 
 
+_ROUND_TOKENS = 16_384
+"""Tokens of a round behind whose compute the copies of weights hide on common links: a first guess."""
+
+
 def list_choices(request: Request, extent: Breadth = Breadth.ALL) -> Iterator[Choice]:
     """Yield the choices that fit: in RAM if one does; otherwise with drives, as few bytes there as can be."""
     for tiers in _tiers(request):
@@ -174,8 +178,11 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
     is_least = extent is Breadth.LEAST
     is_coarse = extent is Breadth.COARSE
     locksteps = lockstep_sizes(batch.num_micro_batches)
-    if is_least or is_coarse:
-        locksteps = [batch.num_micro_batches, *([1] if is_least else [])]
+    if is_least:
+        locksteps = [batch.num_micro_batches, 1]
+    elif is_coarse:
+        enough = min(locksteps, key=lambda m: abs(m * request.anatomy.tokens - _ROUND_TOKENS))
+        locksteps = [batch.num_micro_batches, enough]
     comes_apart = most > 1 and extent in (Breadth.LEAST, Breadth.ALL)
     for fragments, lockstep, boundaries, updates, gradients, outer, activations in product(
         values_of(given.fragments, [False, True] if comes_apart else [False]),
