@@ -215,5 +215,5 @@ def flops_of(row: Row) -> float:
     layer = anatomy.layers[0].forward
     whole = layer.matmul_flops + layer.attention_flops
     again = sum(policy != "keep" for policy in choice_of(row).activations)
-    again += len(anatomy.layers) if system.forwards == 3 else 0.0
+    again += len(anatomy.layers) if system.forwards == 3 else 0
     return (anatomy.model_flops_per_token * anatomy.tokens + again * whole) * row.num_micro_batches

@@ -131,7 +131,7 @@ class Step:
             step_s += more * (ends[marked[1]] - ends[marked[0]])
             middle = busy_seconds(tasks[marked[0] + 1 : marked[1] + 1], drives_share=shares)
             for lane, seconds in middle.items():
-                busy[lane] += more * seconds  # type: ignore[assignment]
+                busy[lane] += more * seconds
         return max(step_s, *busy.values())  # two steps do not show a backlog that grows with each
 
     def tasks(self, *, is_short: bool = False) -> tuple[list[Task], list[int]]:
@@ -183,9 +183,7 @@ class Step:
         fetched, offloaded = sums.moved_bytes(choice, rounds)
         saved = self.sums[3]
         on_host = sums.residency(choice).on_host
-        on_drives = sum(sums.drive_bytes(choice, rounds))
-        if choice.boundaries == "nvme":
-            on_drives += 2 * saved
+        on_drives = sum(sums.drive_bytes(choice, rounds)) + 2 * saved * (choice.boundaries == "nvme")
         return Demand(
             up_bytes=fetched + saved,
             down_bytes=offloaded + saved,
