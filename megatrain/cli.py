@@ -22,7 +22,7 @@ import typer
 from megatrain import __version__
 from megatrain.config import Config, build_config, config_keys, parse_override, read_config, set_keys
 from megatrain.config.types import parse_bytes
-from megatrain.errors import CapacityError, ConfigError, MegatrainError
+from megatrain.errors import CapacityError, ConfigError, MegatrainError, os_error_of, os_sentence
 
 if TYPE_CHECKING:
     from megatrain.hardware import HardwareSpec
@@ -44,15 +44,33 @@ _debug = False
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code that its outcome has.
 
-    typer ends usage errors with 2 and Ctrl-C with 130; an error that nobody foresaw keeps its traceback.
+    typer ends usage errors with 2 and Ctrl-C with 130; an error that nobody foresaw keeps its traceback. One
+    of the operating system, from a place without `os_errors`, is said in a sentence here.
     """
     try:
         app(args=None if arguments is None else list(arguments), prog_name="megatrain")
-    except MegatrainError as error:
+    except Exception as error:
+        refused = os_error_of(error)
+        if isinstance(error, MegatrainError):
+            ours = error
+        elif refused is not None:
+            ours = _error_before(error) or MegatrainError(
+                os_sentence("use", refused.filename or "a file", refused)
+            )
+        else:
+            raise
         if _debug or os.environ.get("MEGATRAIN_DEBUG"):
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        print(f"error: {ours}", file=sys.stderr)
+        sys.exit(ours.exit_code)
+
+
+def _error_before(error: BaseException) -> MegatrainError | None:
+    """Return the error behind which files could not be closed either: it is the one to tell."""
+    before = error.__context__
+    while before is not None and not isinstance(before, MegatrainError):
+        before = before.__context__
+    return before
 
 
 def _print_version(wanted: bool) -> None:

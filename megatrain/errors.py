@@ -1,10 +1,20 @@
 """Every error that a user can cause, each with the exit code that the command line gives it.
 
 A message is one sentence or two: what was wrong, where (file, row, key), what to do. Our own mistakes are
-`AssertionError`s and end with exit code 1 and a traceback.
+`AssertionError`s and end with exit code 1 and a traceback. What the operating system refuses becomes an error
+of ours in `os_errors`, at the operation, which knows the path.
 """
 
 from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterator
+
+_NUMBER = re.compile(r"\(os error ([0-9]+)\)|: [^:]+ \(([0-9]+)\)$")
+"""Of an error of the system, in the words of Rust and of torch."""
 
 
 class MegatrainError(Exception):
@@ -59,3 +69,71 @@ class DivergedError(MegatrainError):
     """A run whose gradients stayed non-finite for too many steps in a row."""
 
     exit_code = 5
+
+
+def os_error_of(error: BaseException) -> OSError | None:
+    """Return the error of the operating system that is behind another one; None: there is none.
+
+    safetensors and tokenizers raise classes of their own, with `(os error 28)` in the text, and torch a
+    RuntimeError that ends with the system's words; transformers puts an error without a number before the one
+    that it met.
+    """
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, OSError) and behind.errno is not None:
+            return behind
+        found = _NUMBER.search(str(behind))
+        if found is not None:
+            number = int(found[1] or found[2])
+            if os.strerror(number) in found.string:
+                return OSError(number, os.strerror(number))
+        behind = behind.__cause__ or (behind.__context__ if isinstance(behind, OSError) else None)
+    return error if isinstance(error, OSError) else None
+
+
+def os_error_behind(error: Exception, path: str | os.PathLike[str]) -> OSError | None:
+    """Return the system's error behind one of a library that reads a directory; None: there is none.
+
+    To some libraries, what they may not look at is not there; so the directory is looked at here.
+    """
+    found = os_error_of(error)
+    if found is not None and found.errno not in (None, errno.ENOENT):
+        return found
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        pass
+    except OSError as refused:
+        return refused
+    return None
+
+
+def os_sentence(action: str, path: object, error: OSError) -> str:
+    """Say what could not be done to a path, why, and what to do."""
+    cause = error.strerror or " ".join(str(error).split()) or type(error).__name__
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        advice = "free some space there, or write to another directory"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        advice = "give this user the right to it, or name another path"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        advice = "allow more open files (ulimit -n)"
+    elif error.errno == errno.ELOOP:
+        cause = "it is a symbolic link, and links are not followed here"
+        advice = "put the file itself there"
+    else:
+        advice = "check this path and its disk, or name another path"
+    return f"cannot {action} {path}: {cause}; {advice}"
+
+
+@contextlib.contextmanager
+def os_errors(action: str, path: object, kind: type[MegatrainError] = OutputError) -> Iterator[None]:
+    """Turn an error of the operating system into one of ours: cannot `action` `path`, why, and what to do."""
+    try:
+        yield
+    except MegatrainError:
+        raise
+    except Exception as error:
+        found = os_error_of(error)
+        if found is None:
+            raise
+        raise kind(os_sentence(action, path, found)) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import types
@@ -187,6 +189,53 @@ def test_error_is_one_line_with_its_exit_code(
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback")
     assert shown.endswith("error: what\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            OSError(errno.EIO, os.strerror(errno.EIO), "/x/y"),
+            "cannot use /x/y: Input/output error; check this path and its disk, or name another path",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), "cannot use /x: Permission denied; give"),
+        (
+            Exception("No space left on device (os error 28)"),
+            "cannot use a file: No space left on device; free",
+        ),
+        (
+            RuntimeError("unable to mmap 9 bytes from file </x>: Too many open files (24)"),
+            "cannot use a file: Too many open files; allow more open files (ulimit -n)",
+        ),
+    ],
+)
+def test_error_of_the_system_is_one_line_from_wherever_it_comes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, message: str
+) -> None:
+    fail_with(monkeypatch, error)
+    assert run("train", "--model", "m", "--data", "d") == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {message}")
+    assert shown.count("\n") == 1
+
+
+def test_error_that_files_are_closed_behind_is_the_one_to_tell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    close = OSError(errno.EIO, "Input/output error")
+    close.__context__ = OutputError("cannot write /x: Input/output error")
+    fail_with(monkeypatch, close)
+    assert run("train", "--model", "m", "--data", "d") == 2
+    assert capsys.readouterr().err == "error: cannot write /x: Input/output error\n"
+
+
+def test_bug_met_while_a_file_was_missing_is_still_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("ours", "ours: (28)", "ours: No space left on device (27)"):
+        bug = ValueError(text)
+        bug.__context__ = FileNotFoundError(errno.ENOENT, "No such file or directory", "/x")
+        fail_with(monkeypatch, bug)
+        with pytest.raises(ValueError, match="ours"):
+            main(["train", "--model", "m", "--data", "d"])
 
 
 def test_interrupt_exits_130_and_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("data", "checkpoint", "model"),
         ("layout",),
         ("hardware", "config"),
+        ("files",),
         ("errors",),
     ),
     "megatrain.model": (("profile",), (OWN,), ("weights",)),

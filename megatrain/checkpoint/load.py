@@ -6,18 +6,25 @@ compared, and nothing damaged is passed over without a word. Reading changes no 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatrain.checkpoint import files, format
-from megatrain.errors import CheckpointError
+from megatrain import files
+from megatrain.checkpoint import format
+from megatrain.errors import CheckpointError, os_errors, os_sentence
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_DAMAGE = (None, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""What reading a file that is damaged or gone ends with; anything else says nothing about the file."""
 
 
 class DamagedError(CheckpointError):
@@ -36,16 +43,15 @@ def find(root: Path) -> list[Path]:
     Raises:
         CheckpointError: `root` is there and cannot be read.
     """
-    try:
-        names = os.listdir(root)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot read the checkpoints in {root}: {error.strerror}; check this path"
-        ) from error
-    found = [(key, root / name) for name in names if (key := format.parse_directory_name(name)) is not None]
-    return [path for _, path in sorted(found, reverse=True) if path.is_dir()]
+    with os_errors("read the checkpoints in", root, CheckpointError):
+        try:
+            names = os.listdir(root)
+        except FileNotFoundError:
+            return []
+        found = [
+            (key, root / name) for name in names if (key := format.parse_directory_name(name)) is not None
+        ]
+        return [path for _, path in sorted(found, reverse=True) if _is_directory(path)]
 
 
 def verify(path: Path, *, digests: bool = True) -> format.Manifest:
@@ -58,13 +64,14 @@ def verify(path: Path, *, digests: bool = True) -> format.Manifest:
     Raises:
         DamagedError: A file is missing, too many, of another size or of other bytes; the message names it,
             and the chunk of it.
-        CheckpointError: There is no such directory, or a later version of megatrain wrote it.
+        CheckpointError: There is no such directory, a later version of megatrain wrote it, or the system does
+            not let it be read.
     """
-    if not path.is_dir():
-        raise CheckpointError(
-            f"there is no checkpoint directory {path}; check the path, or resume from another"
-        )
     try:
+        if not _is_directory(path):
+            raise CheckpointError(
+                f"there is no checkpoint directory {path}; check the path, or resume from another"
+            )
         return _verify(path, digests)
     except format.NewerFormatError as error:
         raise CheckpointError(
@@ -74,6 +81,8 @@ def verify(path: Path, *, digests: bool = True) -> format.Manifest:
         raise DamagedError(path, str(error)) from error
     except OSError as error:
         name = Path(error.filename).name if error.filename else "a file"
+        if error.errno not in _DAMAGE:  # such as too many open files: the checkpoint may well be whole
+            raise CheckpointError(os_sentence(f"read {name} of", path, error)) from error
         reason = f"{name} cannot be read: {error.strerror}" if error.strerror else str(error)
         raise DamagedError(path, reason) from error
 
@@ -114,28 +123,20 @@ class TensorFile(Mapping[str, "Tensor"]):
     """
 
     def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
         self._path = path
-        try:
-            self._file = safe_open(str(path), framework="pt", device="cpu")
+        with _reading(path):
+            self._file = files.open_safetensors(path)
             self._names = tuple(self._file.keys())
             self.metadata: dict[str, str] = self._file.metadata() or {}
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(path, error) from error
 
     def __getitem__(self, name: str) -> Tensor:
         """Return one tensor, on the CPU."""
-        from safetensors import SafetensorError
-
         if name not in self._names:
             raise CheckpointError(
                 f"{self._path} has no tensor {name}; resume from a checkpoint of this model"
             )
-        try:
+        with _reading(self._path):
             tensor: Tensor = self._file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(self._path, error) from error
         return tensor
 
     def __contains__(self, name: object) -> bool:
@@ -201,6 +202,14 @@ def _compare(path: Path, entry: format.FileEntry, chunk_bytes: int) -> None:
             raise format.FormatError(f"{entry.name} has wrong contents between bytes {begin} and {end}")
 
 
+def _is_directory(path: Path) -> bool:
+    """Say whether there is a directory; unlike `Path.is_dir`, any trouble but its absence is an error."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def _read_manifest(path: Path) -> bytes:
     name = path / format.MANIFEST_NAME
     try:
@@ -212,7 +221,14 @@ def _read_manifest(path: Path) -> bytes:
     return files.read_bytes(name)
 
 
-def _unreadable(path: Path, error: Any) -> CheckpointError:
-    return CheckpointError(
-        f"cannot read the tensors in {path}: {error}; restore it, or resume from another checkpoint"
-    )
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        with os_errors("read the tensors in", path, CheckpointError):
+            yield
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"cannot read the tensors in {path}: {error}; restore it, or resume from another checkpoint"
+        ) from error

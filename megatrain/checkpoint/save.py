@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint import files, format, load
-from megatrain.errors import CheckpointError, OutputError
+from megatrain import files
+from megatrain.checkpoint import format, load
+from megatrain.errors import CheckpointError, OutputError, os_errors
 
 
 def save(
@@ -47,7 +48,7 @@ def save(
     assert keep_last >= 1, keep_last
     temporary = begin(root, step)
     try:
-        with files.output_errors("write the checkpoint", temporary):
+        with os_errors("write the checkpoint", temporary):
             write(temporary)
         path = commit(temporary, step=step, meta=meta)
     except BaseException:
@@ -68,31 +69,36 @@ def save(
 def begin(root: Path, step: int) -> Path:
     """Remove what earlier crashes left, and make the directory that the files of a checkpoint go into."""
     files.make_directories(root)
-    with files.output_errors("read the directory", root):
-        leftovers = [root / name for name in sorted(os.listdir(root)) if format.is_leftover(name)]
-    for path in leftovers:
-        if path.is_dir() and not path.is_symlink():
-            files.remove_tree(path, first=format.MANIFEST_NAME)
+    remove_leftovers(root)
     temporary = root / format.temporary_name("tmp", format.directory_name(step), secrets.token_hex(4))
     files.make_private_directory(temporary)
     return temporary
 
 
+def remove_leftovers(root: Path) -> None:
+    """Remove the directories of saves and removals that were interrupted.
+
+    Raises:
+        OutputError: One cannot be removed.
+    """
+    with os_errors("read the directory", root):
+        if not root.exists():
+            return
+        for path in (root / name for name in sorted(os.listdir(root)) if format.is_leftover(name)):
+            if path.is_dir() and not path.is_symlink():
+                files.remove_tree(path, first=format.MANIFEST_NAME)
+
+
 def commit(temporary: Path, *, step: int, meta: Mapping[str, Any]) -> Path:
     """Make a written directory durable, describe it in a manifest, and give it its name."""
-    with files.output_errors("write the checkpoint", temporary):
-        names, directories = files.list_tree(temporary)
-        assert all(map(format.is_relative_name, names)), names
-        for name in names:
-            files.fsync_file(temporary / name)
-        for name in reversed(directories):  # inner ones sort after the ones that they are in
-            files.fsync_directory(temporary / name)
-        files.fsync_directory(temporary)
+    names = files.seal_tree(temporary)
+    assert all(map(format.is_relative_name, names)), names
+    with os_errors("read back the checkpoint", temporary):
         entries = tuple(_describe(temporary, name) for name in names)
     manifest = format.Manifest(step=step, meta=meta, files=entries, chunk_bytes=format.CHUNK_BYTES)
     encoded = format.encode_manifest(manifest)
     root = temporary.parent
-    with files.output_errors("read the directory", root):
+    with os_errors("read the directory", root):
         there = sorted(filter(None, map(format.parse_directory_name, os.listdir(root))))
     attempts = [0, *(attempt for other, attempt in there if other == step)]
     path = root / format.directory_name(step, max(1, attempts[-1]))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.errors import DataError
+from megatrain.errors import DataError, os_errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +41,8 @@ def read_texts(paths: Iterable[str], *, text_column: str = "text") -> Iterator[D
             JSON or has no text, or a file without a single usable document. Names the file and the row.
     """
     for path in paths:
-        reader = _reader(path)
         num_usable = 0
-        for row, text in reader(path, text_column):
+        for row, text in _rows(path, text_column):
             if text.strip():
                 num_usable += 1
                 yield Document(text=text, file=path, row=row)
@@ -52,6 +51,11 @@ def read_texts(paths: Iterable[str], *, text_column: str = "text") -> Iterator[D
 
 
 _Rows = Iterator[tuple[int, str]]
+
+
+def _rows(path: str, text_column: str) -> _Rows:
+    with os_errors("read", path, DataError):
+        yield from _reader(path)(path, text_column)
 
 
 def _reader(path: str) -> Callable[[str, str], _Rows]:
@@ -63,12 +67,7 @@ def _reader(path: str) -> Callable[[str, str], _Rows]:
         raise DataError(f"{path} does not exist; check data.path")
     if file.suffix.lower() not in readers:
         raise DataError(f"{path}: files of this kind are not read; data.path takes {', '.join(readers)}")
-    try:
-        size = file.stat().st_size
-        file.open("rb").close()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror})") from error
-    if size == 0:
+    if file.stat().st_size == 0:
         raise DataError(f"{path} is empty; remove it from data.path or fill it")
     return readers[file.suffix.lower()]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.errors import ConfigError, DataError, ModelError, os_error_behind, os_sentence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -26,6 +26,10 @@ _VOCABULARY_FILES = (
     "spiece.model",
     "tekken.json",
 )
+
+
+_OF_THIS_LOAD = ("is_local", "local_files_only")
+"""What transformers notes of how a tokenizer was loaded, and would save as its configuration."""
 
 
 def has_tokenizer(path: str) -> bool:
@@ -54,10 +58,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     except (
         Exception
     ) as error:  # transformers, tokenizers and sentencepiece raise bare Exceptions for damaged files
+        refused = os_error_behind(error, path)
+        if refused is not None:
+            raise ModelError(os_sentence("read the tokenizer in", path, refused)) from error
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelError(
             f"{path}: the tokenizer cannot be loaded ({reason}); repair it or set data.tokenizer"
         ) from error
+    for name in _OF_THIS_LOAD:
+        tokenizer.init_kwargs.pop(name, None)
     return tokenizer
 
 

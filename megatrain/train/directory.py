@@ -1,24 +1,33 @@
-"""The run directory: `config.yaml env.json metrics.jsonl checkpoints/ hf/`, and one run in it at a time."""
+"""The run directory: `config.yaml env.json metrics.jsonl checkpoints/ hf/`, and one run in it at a time.
+
+What is made in it is for this user only, and nothing in it is reached through a link; the directory itself
+may be.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import logging
 import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint.files import make_directories, write_bytes_durably
+from megatrain.checkpoint.save import remove_leftovers
 from megatrain.config import Config, dump_config
-from megatrain.errors import OutputError
+from megatrain.errors import OutputError, os_errors
+from megatrain.files import make_directories, system, temporary_of, write_bytes_durably
 from megatrain.hardware import host_memory
 
-_OURS = {"config.yaml", "env.json", "metrics.jsonl", "checkpoints", "hf"}
+_log = logging.getLogger(__name__)
+
+_OURS = {"config.yaml", "env.json", "metrics.jsonl", "metrics.damaged.jsonl", "checkpoints", "hf"}
 
 
 class RunDirectory:
@@ -42,49 +51,82 @@ class RunDirectory:
         """Refuse a directory that is not ours to write.
 
         Raises:
-            OutputError: It is a file, cannot be written, or holds something that no run of ours made.
+            OutputError: It is a file, cannot be written, holds something that no run of ours made, or a link
+                in the place of something that one made.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise OutputError(f"{self.path} is a file; give a directory for the run with out=DIR (--out DIR)")
-        existing = next(level for level in (self.path, *self.path.absolute().parents) if level.exists())
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise OutputError(
-                f"{existing} cannot be written; give another directory with out=DIR (--out DIR)"
-            )
-        if not self.path.is_dir() or self.is_run:
-            return
-        names = sorted(entry.name for entry in self.path.iterdir())
-        foreign = [name for name in names if name not in _OURS]
-        if foreign or names:
-            raise OutputError(
-                f"{self.path} is not empty and is not a run of megatrain (it holds {', '.join(names[:3])}"
-                f"{', ...' if len(names) > 3 else ''}); give a new directory with out=DIR (--out DIR)"
-            )
+        with os_errors("use the run directory", self.path):
+            if self.path.exists() and not self.path.is_dir():
+                raise OutputError(
+                    f"{self.path} is a file; give a directory for the run with out=DIR (--out DIR)"
+                )
+            existing = next(level for level in (self.path, *self.path.absolute().parents) if level.exists())
+            if not os.access(existing, os.W_OK | os.X_OK):
+                raise OutputError(
+                    f"{existing} cannot be written; give another directory with out=DIR (--out DIR)"
+                )
+            if not self.path.is_dir():
+                return
+            names = sorted(name for name in os.listdir(self.path) if temporary_of(name) not in _OURS)
+            if not self.is_run and names:
+                raise OutputError(
+                    f"{self.path} is not empty and is not a run of megatrain (it holds {', '.join(names[:3])}"
+                    f"{', ...' if len(names) > 3 else ''}); give a new directory with out=DIR (--out DIR)"
+                )
+            for path in (self.path / name for name in names if name in _OURS):
+                if path.is_symlink():
+                    raise OutputError(
+                        f"{path} is a symbolic link, and links are not followed there; put the file itself "
+                        "there, or make the whole run directory a link"
+                    )
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the directory for one run; the lock ends with the process, however it ends.
 
         Raises:
-            OutputError: Another process trains here.
+            OutputError: Another process trains here, or the directory cannot be used.
         """
-        was_there = self.path.exists()
-        make_directories(self.path)
-        descriptor = os.open(self.path, os.O_RDONLY)
+        with os_errors("use the run directory", self.path):
+            was_there = self.path.exists()
         try:
+            make_directories(self.path)
+            with os_errors("use the run directory", self.path):
+                descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise OutputError(
-                    f"{self.path} is in use by another run; wait for it, or give another directory with --out"
-                ) from error
-            except OSError:  # file systems without locks
-                pass
-            yield
+                with os_errors("lock the run directory", self.path):
+                    self._lock(descriptor)
+                yield
+            finally:
+                with suppress(OSError):  # nothing was written through it
+                    os.close(descriptor)
         finally:
-            os.close(descriptor)
-            if not was_there and not any(self.path.iterdir()):
-                self.path.rmdir()  # nothing came of the run
+            if not was_there:
+                with suppress(OSError):  # not empty is one of the errors: something came of the run
+                    self.path.rmdir()
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OutputError(
+                f"{self.path} is in use by another run; wait for it, or give another directory with --out"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            _log.warning("the filesystem of %s has no locks: begin no other run in it", self.path)
+
+    def remove_leftovers(self) -> None:
+        """Remove what a crash left of files and checkpoints that were being written.
+
+        Raises:
+            OutputError: Something cannot be removed.
+        """
+        with os_errors("remove what a crash has left in", self.path):
+            for name in os.listdir(self.path):
+                if temporary_of(name) in _OURS:
+                    system.unlink(self.path / name)
+        remove_leftovers(self.checkpoints)
 
     def begin(self, config: Config) -> None:
         """Write what was asked for and where it runs."""

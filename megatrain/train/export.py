@@ -1,4 +1,8 @@
-"""Writes the model of a run's newest checkpoint somewhere else, without building it."""
+"""Copies the model of a checkpoint somewhere else, without building it.
+
+What must stay true: a directory that has been exported holds the bytes that the checkpoint's manifest names,
+and it is whole or absent.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,22 @@ import os
 import shutil
 from pathlib import Path
 
-from megatrain.checkpoint.files import fsync_directory, fsync_file, make_directories, output_errors
-from megatrain.checkpoint.load import newest_whole
-from megatrain.errors import CheckpointError, OutputError
+from megatrain.checkpoint.format import FileEntry, Manifest
+from megatrain.checkpoint.load import newest_whole, verify
+from megatrain.errors import CheckpointError, OutputError, os_errors
+from megatrain.files import (
+    copy_file_durably,
+    fsync_directory,
+    make_directories,
+    make_private_directory,
+    read_digests,
+    remove_tree,
+    rename,
+)
 
 _log = logging.getLogger(__name__)
 
-_NOT_MODEL = {"MANIFEST.json", "state"}
+_STATE = "state/"
 
 
 def newest_model(run: Path) -> Path:
@@ -22,10 +35,11 @@ def newest_model(run: Path) -> Path:
     Raises:
         CheckpointError: There is no run, or it has no whole checkpoint.
     """
-    if not (run / "checkpoints").is_dir():
-        raise CheckpointError(
-            f"{run} is not a run directory with checkpoints; give the directory that train wrote"
-        )
+    with os_errors("read", run, CheckpointError):
+        if not (run / "checkpoints").is_dir():
+            raise CheckpointError(
+                f"{run} is not a run directory with checkpoints; give the directory that train wrote"
+            )
     found = newest_whole(run / "checkpoints", warn=_log.warning)
     if found is None:
         raise CheckpointError(
@@ -42,24 +56,61 @@ def export_run(run: Path, out: Path) -> None:
         OutputError: `out` is not empty or cannot be written; nothing is left half-written.
     """
     source = newest_model(run)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutputError(f"{out} is not an empty directory; give a new one")
-    if out.absolute().is_relative_to(run.absolute()):
-        raise OutputError(f"{out} is inside the run directory {run}; give a place outside of it")
-    make_directories(out.absolute().parent)
+    with os_errors("use", out):
+        if out.is_symlink():
+            raise OutputError(f"{out} is a symbolic link; give a new directory")
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise OutputError(f"{out} is not an empty directory; give a new one")
+        if out.absolute().is_relative_to(run.absolute()):
+            raise OutputError(f"{out} is inside the run directory {run}; give a place outside of it")
+        if not out.absolute().parent.is_dir():
+            make_directories(out.absolute().parent)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    with output_errors("write", out):
-        try:
-            partial.mkdir()
-            for file in sorted(source.iterdir()):
-                if file.name not in _NOT_MODEL and file.is_file():
-                    shutil.copyfile(file, partial / file.name)
-                    fsync_file(partial / file.name)
-            fsync_directory(partial)
-            if out.is_dir():
-                out.rmdir()
-            partial.rename(out)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+    export_model(source, out, partial)
+
+
+def export_model(source: Path, out: Path, partial: Path) -> None:
+    """Copy the model files of a whole checkpoint beside `out`, to `partial`, and then into its place.
+
+    What is in either place goes; `out` is the old model, or none, until the new one is whole.
+
+    Raises:
+        OutputError: It cannot be written.
+        CheckpointError: The checkpoint is no longer whole.
+    """
+    manifest = verify(source, digests=False)
+    with os_errors("use", out):
+        is_there, is_left = out.exists(), partial.exists()
+    if is_left:
+        remove_tree(partial, first="config.json")
+    try:
+        make_private_directory(partial)
+        for entry in _model_files(manifest):
+            target = partial / entry.name
+            if not target.parent.exists():
+                make_directories(target.parent)
+            copy_file_durably(source / entry.name, target)
+        fsync_directory(partial)
+        if is_there:
+            remove_tree(out, first="config.json")
+        rename(partial, out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     fsync_directory(out.absolute().parent)
+
+
+def is_exported(manifest: Manifest, out: Path) -> bool:
+    """Say whether a directory has every model file of a checkpoint, byte for byte."""
+    try:
+        return all(
+            [digest for _, digest in read_digests(out / entry.name, manifest.chunk_bytes)]
+            == list(entry.digests)
+            for entry in _model_files(manifest)
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _model_files(manifest: Manifest) -> list[FileEntry]:
+    return [entry for entry in manifest.files if not entry.name.startswith(_STATE)]

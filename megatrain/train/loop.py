@@ -11,20 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from megatrain.checkpoint.files import fsync_directory, remove_tree, rename
+from megatrain.checkpoint.format import Manifest
 from megatrain.checkpoint.load import find, newest_whole, verify
 from megatrain.checkpoint.save import save
 from megatrain.config import Config
-from megatrain.errors import CheckpointError, DivergedError, OutputError
+from megatrain.errors import CheckpointError, DivergedError, OutputError, os_errors
 from megatrain.model.head import count_targets
 from megatrain.stream.machine import Measure
 from megatrain.train.directory import RunDirectory
+from megatrain.train.export import export_model, is_exported
 from megatrain.train.metrics import MetricsLog, Progress, StepMetrics
 from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.run import Run, changed_settings, prepare
-from megatrain.train.state import write_model
 from megatrain.train.state_commits import find_commit
 from megatrain.train.way_back import way_back
 
@@ -107,10 +106,12 @@ def train(config: Config, *, resume: str = "auto", measure: Measure | None = Non
     directory = RunDirectory(Path(config.out))
     directory.check()
     with directory.lock():
+        directory.remove_leftovers()
         found = _find_checkpoint(directory, resume)
+        step = 0 if found is None else found[1].step
         if found is not None and _is_finished(directory, config, found[1]):
-            _log.info("%s is finished (%d steps); nothing to do", directory.path, found[1]["step"])
-            changed = changed_settings(found[1]["config"], config)
+            _log.info("%s is finished (%d steps); nothing to do", directory.path, step)
+            changed = changed_settings(found[1].meta["config"], config)
             if changed:
                 _log.warning(
                     "its settings differ (%s); give a new directory with --out to train with these",
@@ -118,17 +119,19 @@ def train(config: Config, *, resume: str = "auto", measure: Measure | None = Non
                 )
             return directory.path
         committed = find_commit(config, is_run=directory.is_run) if resume == "auto" else None
-        if committed is not None and found is not None and committed.step <= int(found[1]["step"]):
+        if committed is not None and found is not None and committed.step <= step:
             committed = None
-        checkpoint, meta = found or (None, None)
+        checkpoint, meta = (None, None) if found is None else (found[0], found[1].meta)
+        is_own = checkpoint is not None and checkpoint.resolve().parent == directory.checkpoints.resolve()
+        own = checkpoint if is_own else None
         run = prepare(config, checkpoint, meta, committed, measure=measure, show=_log.info)
         directory.begin(config)
         is_done = False
         with way_back(run, directory):
             try:
                 with _stop_flag() as stop:
-                    _train_until_done(run, directory, stop, first_step=run.step)
-                _export(run, directory)
+                    final = _train_until_done(run, directory, stop, own if step == run.step else None)
+                export_model(final, directory.model, directory.path / ".hf-partial")
                 is_done = True
             finally:
                 run.engine.close(removes=is_done)
@@ -136,15 +139,21 @@ def train(config: Config, *, resume: str = "auto", measure: Measure | None = Non
     return directory.path
 
 
-def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, *, first_step: int) -> None:
+def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, saved: Path | None) -> Path:
+    """Take the steps that are left and save; `saved` is this run's checkpoint of the step that it is at.
+
+    Returns:
+        The checkpoint of the last step.
+    """
     settings = run.config
     every = settings.checkpoint.every
-    saved_step = first_step if first_step else -1
+    first_step = run.step
     progress = Progress(num_steps=run.num_steps, first_step=first_step, mode=settings.log.progress)
     run.care.begin()
     with MetricsLog(directory.metrics, resume_step=first_step) as metrics, progress:
         while run.step < run.num_steps and not stop.is_set():
             row = train_step(run)
+            saved = None
             if row.step % settings.log.every == 0 or row.step == run.num_steps or row.skipped:
                 metrics.write(row)
                 progress.update(row)
@@ -157,19 +166,19 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             if settings.memory.commit_every is not None and row.step % settings.memory.commit_every == 0:
                 run.commit()
             if every is not None and row.step % every == 0:
-                _save(run, directory)
-                saved_step = row.step
-    if run.step != saved_step:
-        _save(run, directory)
+                saved = _save(run, directory)
+    if saved is None:
+        saved = _save(run, directory)
     if stop.is_set() and run.step < run.num_steps:
         _log.warning(
             "stopped by a signal after step %d, which is saved; the same command goes on from there", run.step
         )
         sys.exit(EXIT_STOPPED)
+    return saved
 
 
-def _save(run: Run, directory: RunDirectory) -> None:
-    save(
+def _save(run: Run, directory: RunDirectory) -> Path:
+    return save(
         directory.checkpoints,
         step=run.step,
         write=run.write,
@@ -178,21 +187,8 @@ def _save(run: Run, directory: RunDirectory) -> None:
     )
 
 
-def _export(run: Run, directory: RunDirectory) -> None:
-    """Write the final model beside its place and rename it there, so that `hf/` is whole or absent."""
-    partial = directory.path / ".hf-partial"
-    if partial.exists():
-        remove_tree(partial, first="config.json")
-    partial.mkdir()
-    write_model(run.engine, run.tokenizer, partial)
-    if directory.model.exists():
-        remove_tree(directory.model, first="config.json")
-    rename(partial, directory.model)
-    fsync_directory(directory.path)
-
-
-def _find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, dict[str, Any]] | None:
-    """Find where to go on from: the path and the manifest's meta, or None to begin.
+def _find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, Manifest] | None:
+    """Find where to go on from: the path and the manifest, or None to begin.
 
     Raises:
         CheckpointError: The named checkpoint is damaged, or none of the run's is whole.
@@ -205,8 +201,7 @@ def _find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, dict[s
             )
         return None
     if resume == "auto":
-        found = newest_whole(directory.checkpoints, warn=_log.warning)
-        return None if found is None else (found[0], dict(found[1].meta))
+        return newest_whole(directory.checkpoints, warn=_log.warning)
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint directory; give one of checkpoints/step-*")
@@ -216,16 +211,20 @@ def _find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, dict[s
             f"{directory.path} has gone on to {later[0].name}, so it cannot go back to {path.name}; "
             "give another directory with --out, or remove the later checkpoints"
         )
-    return path, dict(verify(path).meta)
+    return path, verify(path)
 
 
-def _is_finished(directory: RunDirectory, config: Config, meta: dict[str, Any]) -> bool:
-    if not (directory.model / "config.json").is_file():
-        return False
+def _is_finished(directory: RunDirectory, config: Config, newest: Manifest) -> bool:
+    """Say whether the run has taken its steps, and `hf/` holds the model of the last one, byte for byte."""
     num_steps = config.train.steps
-    if num_steps is None:
-        return bool(meta.get("is_last"))
-    return int(meta["step"]) >= num_steps
+    is_last = bool(newest.meta.get("is_last")) if num_steps is None else newest.step >= num_steps
+    with os_errors("read", directory.model):
+        if not is_last or not directory.model.exists():
+            return False
+        if is_exported(newest, directory.model):
+            return True
+    _log.warning("%s is not the model of step %d; it is written anew", directory.model, newest.step)
+    return False
 
 
 @contextmanager

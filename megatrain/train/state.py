@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatrain.checkpoint.files import TensorSource, write_safetensors
 from megatrain.checkpoint.load import read_safetensors
-from megatrain.errors import CheckpointError
+from megatrain.checkpoint.tensor_files import TensorSource, write_safetensors
+from megatrain.errors import CheckpointError, os_errors
+from megatrain.files import make_private_directory
 from megatrain.model.weights.export import export_weights
 from megatrain.store.state import BlockState, HostState, view_entry
 
@@ -51,14 +52,15 @@ def write_model(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path) -
         return view_entry(last[1], state.entries[entry.name])
 
     export_weights(model, out, groups=groups, read=read)
-    tokenizer.save_pretrained(out)
+    with os_errors("write the tokenizer to", out):
+        tokenizer.save_pretrained(out)
 
 
 def write_state(engine: Engine, out: Path) -> None:
     """Write remainders and moments, one file per block with trained parameters."""
     engine.settle()
     directory = out / _STATE_DIR
-    directory.mkdir(mode=0o700)
+    make_private_directory(directory)
     for number, layout in enumerate(engine.host.layouts):
         if not layout.num_state:
             continue

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain.checkpoint import files, load, save
+from megatrain import files
+from megatrain.checkpoint import load, save
 
 
 class Watched(files.FileCalls):

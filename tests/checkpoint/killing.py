@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from megatrain.checkpoint import files
+from megatrain import files
 from tests.checkpoint.faults import SCENARIOS, Killed, Scenario, Watched
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.checkpoint import files, load
+from megatrain import files
+from megatrain.checkpoint import load
 from megatrain.errors import OutputError
 from tests.checkpoint.faults import SCENARIOS, Failing, Watched, newest, put
 from tests.checkpoint.powercut import ForgetfulSystem

@@ -12,19 +12,22 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatrain.checkpoint import files, load
+from megatrain import files
+from megatrain.checkpoint import load, tensor_files
 from megatrain.errors import OutputError
 from tests.checkpoint.faults import Failing
 
-DTYPES = [getattr(torch, name) for name in files._DTYPES]
+DTYPES = [getattr(torch, name) for name in tensor_files._DTYPES]
 
 
-def source(name: str, tensor: Tensor) -> files.TensorSource:
-    return files.TensorSource(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), get=lambda: tensor)
+def source(name: str, tensor: Tensor) -> tensor_files.TensorSource:
+    return tensor_files.TensorSource(
+        name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), get=lambda: tensor
+    )
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> None:
-    files.write_safetensors(path, [source(*item) for item in tensors.items()], {"format": "pt"})
+    tensor_files.write_safetensors(path, [source(*item) for item in tensors.items()], {"format": "pt"})
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -59,7 +62,7 @@ def test_data_are_aligned(tmp_path: Path) -> None:
     write(path, {"a": torch.arange(3, dtype=torch.int8), "b": torch.randn(2), "c": torch.randn(1).bfloat16()})
     data = path.read_bytes()
     header_bytes = int.from_bytes(data[:8], "little")
-    assert (8 + header_bytes) % files.HEADER_ALIGNMENT == 0
+    assert (8 + header_bytes) % tensor_files.HEADER_ALIGNMENT == 0
     offsets = {
         name: entry["data_offsets"][0]
         for name, entry in json.loads(data[8 : 8 + header_bytes]).items()
@@ -78,18 +81,19 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
         return tensor
 
     sources = [
-        files.TensorSource(name=str(index), dtype=torch.float32, shape=(1000,), get=get) for index in range(5)
+        tensor_files.TensorSource(name=str(index), dtype=torch.float32, shape=(1000,), get=get)
+        for index in range(5)
     ]
-    files.write_safetensors(tmp_path / "model.safetensors", sources, {})
+    tensor_files.write_safetensors(tmp_path / "model.safetensors", sources, {})
     assert len(alive) == 5
 
 
 def test_tensor_other_than_announced_is_our_mistake(tmp_path: Path) -> None:
-    wrong = files.TensorSource(name="a", dtype=torch.float32, shape=(3,), get=lambda: torch.ones(4))
+    wrong = tensor_files.TensorSource(name="a", dtype=torch.float32, shape=(3,), get=lambda: torch.ones(4))
     with pytest.raises(AssertionError, match="announced"):
-        files.write_safetensors(tmp_path / "model.safetensors", [wrong], {})
+        tensor_files.write_safetensors(tmp_path / "model.safetensors", [wrong], {})
     with pytest.raises(AssertionError, match="twice"):
-        files.write_safetensors(tmp_path / "model.safetensors", [source("a", torch.ones(1))] * 2, {})
+        tensor_files.write_safetensors(tmp_path / "model.safetensors", [source("a", torch.ones(1))] * 2, {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -97,9 +101,9 @@ def test_error_while_reading_the_source_is_not_blamed_on_the_output(tmp_path: Pa
     def get() -> Tensor:
         raise FileNotFoundError(errno.ENOENT, "no such shard")
 
-    missing = files.TensorSource(name="a", dtype=torch.float32, shape=(3,), get=get)
+    missing = tensor_files.TensorSource(name="a", dtype=torch.float32, shape=(3,), get=get)
     with pytest.raises(FileNotFoundError, match="no such shard"):
-        files.write_safetensors(tmp_path / "model.safetensors", [missing], {})
+        tensor_files.write_safetensors(tmp_path / "model.safetensors", [missing], {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -163,3 +167,42 @@ def test_directory_in_the_way_of_a_file_or_under_one_is_refused(tmp_path: Path) 
         files.write_bytes_durably(tmp_path / "directory", b"")
     with pytest.raises(OutputError, match="File name too long"):
         files.write_bytes_durably(tmp_path / ("x" * 300), b"")
+
+
+def test_files_are_private_and_no_link_is_followed(tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    target.write_bytes(b"mine")
+    (tmp_path / "link").symlink_to(target)
+    before = os.umask(0o000)
+    try:
+        files.write_bytes_durably(tmp_path / "new", b"new")
+        files.write_bytes_durably(tmp_path / "link", b"new")  # replaces the link, not what it leads to
+        files.make_directories(tmp_path / "outer" / "inner")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "outer/inner").stat().st_mode) == 0o700
+    assert target.read_bytes() == b"mine"
+    assert not (tmp_path / "link").is_symlink()
+    (tmp_path / "other").symlink_to(target)
+    for act in (files.open_to_append, files.read_bytes):
+        with pytest.raises((OSError, OutputError), match=r"symbolic link"):
+            act(tmp_path / "other")
+    with pytest.raises(OutputError, match="it is a symbolic link"):
+        files.copy_file_durably(tmp_path / "other", tmp_path / "copy")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole/config.json").touch()
+    (tmp_path / "linked").symlink_to(tmp_path / "whole")
+    with pytest.raises(OutputError, match="it is a symbolic link"):
+        files.remove_tree(tmp_path / "linked", first="config.json")
+    assert (tmp_path / "whole/config.json").exists()
+
+
+def test_sealed_tree_is_private_whoever_wrote_it(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir(mode=0o755)
+    for name in ("a", "inner/b"):
+        (tmp_path / name).write_text(name)
+        (tmp_path / name).chmod(0o644)
+    assert files.seal_tree(tmp_path) == ["a", "inner/b"]
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    assert modes == {"a": 0o600, "b": 0o600, "inner": 0o700}

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import re
 import shutil
@@ -11,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain.checkpoint import files, format, load, save
+from megatrain import files
+from megatrain.checkpoint import format, load, save, tensor_files
 from megatrain.errors import CheckpointError
 from tests.checkpoint.faults import Watched, put
 from tests.checkpoint.test_format import seal
@@ -153,7 +156,7 @@ def test_path_without_a_checkpoint_is_refused(root: Path) -> None:
 def test_tensors_are_read_one_by_one(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3), "b": torch.randn(2, 2).bfloat16()}
     sources = [
-        files.TensorSource(
+        tensor_files.TensorSource(
             name=name, dtype=value.dtype, shape=tuple(value.shape), get=partial(tensors.__getitem__, name)
         )
         for name, value in tensors.items()
@@ -161,7 +164,7 @@ def test_tensors_are_read_one_by_one(tmp_path: Path) -> None:
     path = save.save(
         tmp_path,
         step=1,
-        write=lambda directory: files.write_safetensors(
+        write=lambda directory: tensor_files.write_safetensors(
             directory / "state.safetensors", sources, {"kind": "x"}
         ),
         meta={},
@@ -189,3 +192,33 @@ def test_file_that_is_not_safetensors_is_refused(tmp_path: Path, data: bytes | N
         load.read_safetensors(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "is_damage"), [(errno.EIO, True), (errno.EMFILE, False), (errno.EACCES, False)]
+)
+def test_only_what_is_damaged_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_damage: bool
+) -> None:
+    """Too many open files say nothing about a checkpoint: going back to an older one would lose its steps."""
+    put(tmp_path, 10, "a")
+    put(tmp_path, 20, "b")
+
+    class Refusing(files.FileCalls):
+        def open(self, path: Path, flags: int) -> int:
+            if path == tmp_path / "step-00000020/plain":
+                raise OSError(number, os.strerror(number), str(path))
+            return super().open(path, flags)
+
+    monkeypatch.setattr(files, "system", Refusing())
+    warnings: list[str] = []
+    if is_damage:
+        found = load.newest_whole(tmp_path, warn=warnings.append)
+        assert found is not None
+        assert found[1].step == 10
+        assert "plain cannot be read: Input/output error" in warnings[0]
+    else:
+        words = rf"cannot read plain of \S+step-00000020: {os.strerror(number)}"
+        with pytest.raises(CheckpointError, match=words):
+            load.newest_whole(tmp_path, warn=warnings.append)
+        assert warnings == []

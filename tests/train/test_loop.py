@@ -109,6 +109,50 @@ def test_finished_run_is_left_alone(whole: Path, caplog: pytest.LogCaptureFixtur
     assert {path: path.stat().st_mtime_ns for path in (whole / "run").rglob("*")} == before
 
 
+@pytest.mark.parametrize("damage", ["stale", "missing weights", "flipped bit", "no tokenizer"])
+def test_export_that_is_not_the_last_model_is_written_anew(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    """Such as the model of a shorter run, while the longer one was killed before its export."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    model = tmp_path / "run/hf"
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    if damage == "stale":
+        shutil.copy(tmp_path / "run/checkpoints/step-00000008/model.safetensors", model)
+    elif damage == "missing weights":
+        (model / "model.safetensors").unlink()
+    elif damage == "flipped bit":
+        raw = bytearray(before["model.safetensors"])
+        raw[-9] ^= 1
+        (model / "model.safetensors").write_bytes(raw)
+    else:
+        (model / "tokenizer.json").unlink()
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        train(make_config(tmp_path))
+    assert f"{model} is not the model of step 12; it is written anew" in caplog.messages
+    assert "nothing to do" not in caplog.text
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    (model / "README.md").write_text("mine")  # the user's own file beside it changes nothing
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        train(make_config(tmp_path))
+    assert "nothing to do" in caplog.text
+    assert (model / "README.md").read_text() == "mine"
+
+
+def test_run_that_ends_where_a_foreign_checkpoint_begins_has_one_of_its_own(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without, the run would not be known as finished, and begin again from the first step."""
+    newest = max((whole / "run/checkpoints").iterdir())
+    train(make_config(tmp_path), resume=str(newest))
+    left, right = state_of(tmp_path / "run"), state_of(whole / "run")
+    assert left.keys() == right.keys()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        train(make_config(tmp_path))
+    assert "is finished (12 steps)" in caplog.text
+
+
 @pytest.mark.parametrize(("precision", "stops"), [("fp32", (3, 11)), ("bf16", (1, 7))])
 def test_resume_equals_uninterrupted_run(tmp_path: Path, precision: str, stops: tuple[int, ...]) -> None:
     settings = {"precision": precision}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +20,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
-from megatrain.errors import ModelError, OutputError
+from megatrain import files
+from megatrain.errors import ModelError, OutputError, os_errors
 from megatrain.model.weights.files import INDEX_NAME, WEIGHTS_NAME
-from megatrain.model.weights.shards import TEMPORARY_SUFFIX, Shard, ShardWriter, Specs, num_bytes
+from megatrain.model.weights.shards import Shard, ShardWriter, Specs, num_bytes
 from megatrain.model.weights.skeleton import persistent_buffers, tied_names
 
 _MODEL_PATTERNS = ("config.json", "generation_config.json", "*.safetensors", INDEX_NAME)
@@ -41,7 +41,7 @@ def export_weights(
     """Write a model directory that `from_pretrained` opens, with the keys that `save_pretrained` writes.
 
     config.json is written last, so an export that was interrupted does not open as a model. If writing
-    fails, the files written so far are removed.
+    fails, the files written so far are removed. All is for this user only.
 
     Args:
         model: Gives names, shapes, dtypes, persistent buffers, ties and configuration; not its values.
@@ -60,14 +60,13 @@ def export_weights(
     specs = _state_specs(model, dtype)
     units = _units(model, _assign_buffers(groups, specs, persistent_buffers(model)))
     shards = _plan_shards(model, units, specs, max_shard_bytes)
-    with _directory(out) as written:
+    with os_errors("write", out), _directory(out) as written:
         _write_shards(model, out, shards, units, specs, read, written)
         if len(shards) > 1:
             _write_text(out / INDEX_NAME, _index_text(model, shards), written)
         if model.can_generate():
             _write_text(out / "generation_config.json", model.generation_config.to_json_string(), written)
         _write_text(out / "config.json", _config_text(model, specs), written)
-        _sync_directory(out)
 
 
 def _state_specs(model: PreTrainedModel, dtype: Callable[[str], torch.dtype] | None) -> Specs:
@@ -200,15 +199,15 @@ def _write_shards(
     saved = _saved_names(model)
     with contextlib.ExitStack() as stack:
         pending = iter(shards)
-        files: dict[str, ShardWriter] = {}
+        writers: dict[str, ShardWriter] = {}
         for unit in units:
             reverted = _reverted(model, _read_unit(unit, specs, buffers, saved, read), saved)
             for key in list(reverted):
-                while key not in files:
+                while key not in writers:
                     shard = next(pending)
                     writer = stack.enter_context(ShardWriter(out / shard.name, shard, written))
-                    files.update(dict.fromkeys(shard.tensors, writer))
-                files.pop(key).write(key, reverted.pop(key))
+                    writers.update(dict.fromkeys(shard.tensors, writer))
+                writers.pop(key).write(key, reverted.pop(key))
 
 
 def _read_unit(
@@ -255,44 +254,24 @@ def _config_text(model: PreTrainedModel, specs: Specs) -> str:
 @contextlib.contextmanager
 def _directory(out: Path) -> Iterator[list[Path]]:
     """Make the directory and yield a list for the files written, which are removed if the block fails."""
-    is_new = not out.exists()
-    written: list[Path] = []
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    with os_errors("use the output directory", out):
+        is_new = not out.exists()
+        files.make_directories(out)
         held = sorted(file.name for pattern in _MODEL_PATTERNS for file in out.glob(pattern))
-    except OSError as error:
-        raise OutputError(f"{out} cannot be used as an output directory: {error}") from error
     if held:
         raise OutputError(f"{out} already holds a model ({held[0]}); give a new directory")
+    written: list[Path] = []
     try:
         yield written
-    except BaseException as error:
-        for file in written:
-            file.unlink(missing_ok=True)
-        if is_new:
-            with contextlib.suppress(OSError):
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for file in written:
+                file.unlink(missing_ok=True)
+            if is_new:
                 out.rmdir()
-        if isinstance(error, OSError):
-            raise OutputError(f"{out} cannot be written: {error}") from error
         raise
 
 
 def _write_text(file: Path, text: str, written: list[Path]) -> None:
-    temporary = file.with_name(file.name + TEMPORARY_SUFFIX)
-    written += [temporary, file]
-    temporary.write_text(text, encoding="utf-8")
-    _sync_file(temporary)
-    temporary.rename(file)
-
-
-def _sync_file(file: Path) -> None:
-    with open(file, "rb") as handle:
-        os.fsync(handle.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    written.append(file)
+    files.write_bytes_durably(file, text.encode())

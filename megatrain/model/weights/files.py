@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedModel
 
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, os_errors
+from megatrain.files import open_safetensors
 from megatrain.model.weights.convert import Conversion, Region, Source, plan_conversions
 from megatrain.model.weights.skeleton import first_line, looks_like_a_path, persistent_buffers, tied_names
 
@@ -207,8 +208,9 @@ def _is_allowed_link(directory: Path, file: Path) -> bool:
 @contextlib.contextmanager
 def _open(file: Path) -> Iterator[Any]:
     try:
-        handle = safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError, ValueError) as error:
+        with os_errors("read", file, ModelError):
+            handle = open_safetensors(file)
+    except (SafetensorError, ValueError) as error:
         raise ModelError(
             f"{file} is truncated or no safetensors file; fetch it again: {first_line(error)}"
         ) from error
@@ -336,7 +338,8 @@ def _values(
 
 def _read(handles: Mapping[Path, Any], source: Source) -> torch.Tensor:
     try:
-        return handles[source.file].get_tensor(source.key)
+        with os_errors("read", source.file, ModelError):
+            return handles[source.file].get_tensor(source.key)
     except (SafetensorError, RuntimeError) as error:
         raise ModelError(f"{source.file}: {source.key} cannot be read: {first_line(error)}") from error
 

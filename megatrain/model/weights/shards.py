@@ -5,14 +5,19 @@ Source: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-TEMPORARY_SUFFIX = ".partial"
+from megatrain import files
+from megatrain.errors import os_errors
+
+_TEMPORARY_SUFFIX = ".partial"
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -66,30 +71,49 @@ class ShardWriter:
 
     def __init__(self, file: Path, shard: Shard, written: list[Path]) -> None:
         self._file = file
-        self._temporary = file.with_name(file.name + TEMPORARY_SUFFIX)
+        self._temporary = file.with_name(file.name + _TEMPORARY_SUFFIX)
         self._num_left = len(shard.tensors)
         header, self._positions = shard.layout()
         written += [self._temporary, self._file]
-        self._handle = open(self._temporary, "wb")  # noqa: SIM115 - closed by the last write or on exit
-        self._handle.write(header)
+        with os_errors("write", self._file):
+            if self._temporary.exists():  # left by an export that was killed
+                files.system.unlink(self._temporary)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            self._descriptor: int | None = files.system.open(self._temporary, flags)
+        self._put(0, header)
 
     def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._handle.close()
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):  # the export has failed already
+                files.system.close(self._descriptor)
+            self._descriptor = None
 
     def write(self, key: str, value: torch.Tensor) -> None:
-        """Write a tensor in its place; the last one completes the file on the disk."""
-        self._handle.seek(self._positions[key])
-        data = value.detach().cpu().contiguous().reshape(-1)
-        self._handle.write(data.view(torch.uint8).numpy().data)
+        """Write a tensor in its place; the last one completes the file on the disk.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        data: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._put(self._positions[key], data)
         self._num_left -= 1
         if self._num_left == 0:
-            self._handle.flush()
-            os.fsync(self._handle.fileno())
-            self._handle.close()
-            self._temporary.rename(self._file)
+            assert self._descriptor is not None
+            with os_errors("write", self._file):
+                files.system.fsync(self._descriptor)
+                descriptor, self._descriptor = self._descriptor, None
+                files.system.close(descriptor)
+            files.rename(self._temporary, self._file)
+            files.fsync_directory(self._file.parent)
+
+    def _put(self, position: int, data: bytes) -> None:
+        assert self._descriptor is not None
+        with os_errors("write", self._file):
+            os.lseek(self._descriptor, position, os.SEEK_SET)
+        files.write_all(self._descriptor, memoryview(data), self._file)
 
 
 def num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, os_error_behind, os_sentence
 
 _OTHER_TASK = re.compile(r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w*$")
 _SMALL_ELEMENTS = 1 << 16
@@ -76,6 +76,9 @@ def _read_config(path_or_id: str | Path, *, allows_images: bool) -> PretrainedCo
     try:
         return AutoConfig.from_pretrained(str(path_or_id), trust_remote_code=False)
     except Exception as error:  # each configuration class validates in its own way
+        refused = os_error_behind(error, path_or_id)
+        if refused is not None:
+            raise ModelError(os_sentence("read the configuration in", path_or_id, refused)) from error
         raise ModelError(f"{path_or_id}: config.json is not valid: {first_line(error)}") from error
 
 

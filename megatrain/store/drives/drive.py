@@ -85,7 +85,8 @@ class Drive:
         """
         self.num_bytes = num_bytes
         self._take_room()
-        self.is_direct = self._try_direct()
+        with drive_errors("open", self.path):
+            self.is_direct = self._try_direct()
         if not self.is_direct and num_bytes and says_cost:
             self._say_cost()
 

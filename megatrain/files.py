@@ -1,68 +1,47 @@
-"""Change files so that what was written is there after a crash, or nothing is.
+"""Change files so that what was written is there after a crash, or nothing is; for this user only.
 
 Every call into the operating system that changes a file or reads a checkpoint back goes through `system`, one
 object with one method per call. Tests put an object there that records, fails or dies at the n-th call; code
 that went around it would not be tested by them. What must stay true: an `OSError` never leaves this file from
-a function that writes; it becomes an `OutputError` that names the path and the cause.
-
-Source of the tensor file layout: the safetensors format description (an 8-byte little-endian header length, a
-JSON header that may be padded with spaces, the raw data without holes).
+a function that writes; it becomes an `OutputError` that names the path and cause. No file is opened through a
+link, and one that is opened for writing has mode 0600, a private directory 0700, whatever the umask.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
-from megatrain.errors import OutputError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from megatrain.errors import os_error_of, os_errors
 
 logger = logging.getLogger(__name__)
 
-HEADER_ALIGNMENT = 4096
-"""Tensor data begin at a multiple of this, so that they can be written and read with direct I/O."""
+PRIVATE_FILE = 0o600
+PRIVATE_DIRECTORY = 0o700
+_TEMPORARY = ".tmp-"
 _PIECE_BYTES = 8 * 2**20  # of one read or write call: a signal is answered soon, and no buffer is large
-
-# Names of the safetensors format for the names of torch, which is not imported here.
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
 
 class FileCalls:
     """The calls into the operating system, one method each."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file; a new one gets the permissions of the umask."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o666)
+        """Open a file that is no link, or a directory."""
+        link = 0 if flags & os.O_DIRECTORY else os.O_NOFOLLOW
+        return os.open(path, flags | link | os.O_CLOEXEC, PRIVATE_FILE)
+
+    def restrict(self, descriptor: int, mode: int) -> None:
+        """Set the permissions of a file or directory."""
+        os.fchmod(descriptor, mode)
 
     def write(self, descriptor: int, data: memoryview) -> int:
         """Write some of `data`; return how many bytes."""
@@ -71,6 +50,10 @@ class FileCalls:
     def read(self, descriptor: int, num_bytes: int) -> bytes:
         """Read at most `num_bytes`; nothing at the end of the file."""
         return os.read(descriptor, num_bytes)
+
+    def truncate(self, descriptor: int, num_bytes: int) -> None:
+        """Cut a file to a size."""
+        os.ftruncate(descriptor, num_bytes)
 
     def fsync(self, descriptor: int) -> None:
         """Wait until a file, or the entries of a directory, are on the disk."""
@@ -101,46 +84,19 @@ system = FileCalls()
 """What every function here calls; tests put another object in its place."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSource:
-    """One tensor of a file to be: its header entry now, its values when it is their turn."""
-
-    name: str
-    """Name in the file."""
-    dtype: torch.dtype
-    """Type of the elements."""
-    shape: tuple[int, ...]
-    """Size of each dimension."""
-    get: Callable[[], Tensor]
-    """Return the tensor, of this dtype and shape, on any device; called once, and the result is let go of."""
-
-
-@contextlib.contextmanager
-def output_errors(action: str, path: Path) -> Iterator[None]:
-    """Turn an OSError of the body into an OutputError: cannot `action` `path`, why, and what to do."""
-    try:
-        yield
-    except OSError as error:
-        cause = error.strerror or str(error) or type(error).__name__
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            advice = "free some space there, or write to another directory"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            advice = "write to a directory that this user may change"
-        else:
-            advice = "check this path and its disk, or write to another directory"
-        raise OutputError(f"cannot {action} {path}: {cause}; {advice}") from error
-
-
 def make_directories(path: Path) -> None:
-    """Make a directory and the parents that it lacks, each one durable before the next.
+    """Make a directory, for this user only, and the parents that it lacks, each durable before the next.
 
     Raises:
         OutputError: One cannot be made, or is a file.
     """
-    with output_errors("make the directory", path):
+    with os_errors("make the directory", path):
         missing = [level for level in (path, *path.parents) if not level.exists()]
         for level in reversed(missing):
-            system.mkdir(level, 0o777)
+            if level == path:
+                make_private_directory(path)
+            else:
+                system.mkdir(level, 0o777)
             fsync_directory(level.parent)
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -152,8 +108,10 @@ def make_private_directory(path: Path) -> None:
     Raises:
         OutputError: It cannot be made, or something has that name.
     """
-    with output_errors("make the directory", path):
-        system.mkdir(path, 0o700)
+    with os_errors("make the directory", path):
+        system.mkdir(path, PRIVATE_DIRECTORY)
+        if stat.S_IMODE(path.lstat().st_mode) != PRIVATE_DIRECTORY:  # the umask took of it
+            path.chmod(PRIVATE_DIRECTORY)
 
 
 def write_bytes_durably(path: Path, data: bytes) -> None:
@@ -162,40 +120,38 @@ def write_bytes_durably(path: Path, data: bytes) -> None:
     Raises:
         OutputError: The file cannot be written; what was there is still there.
     """
-    with _replacing(path) as descriptor:
-        _write_all(descriptor, memoryview(data), path)
+    with replacing(path) as descriptor:
+        write_all(descriptor, memoryview(data), path)
 
 
-def write_safetensors(path: Path, tensors: Sequence[TensorSource], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, one tensor in memory at a time; durable and all or nothing, as bytes are.
-
-    Tensors are asked for by decreasing size of their elements, otherwise in the order given: the format has
-    no holes, and an odd number of small elements first would leave the rest misaligned.
-
-    Args:
-        path: The file, new or old.
-        tensors: The tensors; names differ.
-        metadata: Strings for the header.
+def copy_file_durably(source: Path, target: Path) -> None:
+    """Copy a file to another directory; durable and all or nothing.
 
     Raises:
-        OutputError: The file cannot be written; what was there is still there.
+        OutputError: It cannot be read or written; what was there is still there.
     """
-    ordered = sorted(tensors, key=lambda source: -source.dtype.itemsize)
-    header = _safetensors_header(ordered, metadata)
-    with _replacing(path) as descriptor:
-        _write_all(descriptor, memoryview(header), path)
-        for source in ordered:
-            _write_all(descriptor, _raw_bytes(source), path)
+    with replacing(target) as descriptor, os_errors("read", source), opened(source, os.O_RDONLY) as original:
+        while piece := system.read(original, _PIECE_BYTES):
+            write_all(descriptor, memoryview(piece), target)
 
 
-def fsync_file(path: Path) -> None:
-    """Wait until what was written to a file, by whomever, is on the disk.
+def seal_tree(path: Path) -> list[str]:
+    """Make what is in a directory durable and private, by whomever it was written; return its files' names.
 
     Raises:
-        OutputError: It cannot be; the file must not be trusted, and trying again would not tell the truth.
+        OutputError: Something cannot be, or is neither a file nor a directory; nothing there must be trusted,
+            and trying again would not tell the truth.
     """
-    with output_errors("write", path), _opened(path, os.O_RDONLY) as descriptor:
-        system.fsync(descriptor)
+    with os_errors("write", path):
+        names, directories = list_tree(path)
+    for name in names:
+        with os_errors("write", path / name), opened(path / name, os.O_RDONLY) as descriptor:
+            _restrict(descriptor, PRIVATE_FILE, path / name)
+            system.fsync(descriptor)
+    for name in [*reversed(directories), "."]:  # inner ones sort after the ones that they are in
+        _restrict_directory(path / name)
+        fsync_directory(path / name)
+    return names
 
 
 def fsync_directory(path: Path) -> None:
@@ -205,8 +161,8 @@ def fsync_directory(path: Path) -> None:
         OutputError: They cannot be.
     """
     with (
-        output_errors("write the directory", path),
-        _opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor,
+        os_errors("write the directory", path),
+        opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor,
     ):
         try:
             system.fsync(descriptor)
@@ -222,7 +178,7 @@ def rename(source: Path, target: Path) -> None:
     Raises:
         OutputError: It cannot be renamed, and has its old name.
     """
-    with output_errors(f"rename {source.name} to", target):
+    with os_errors(f"rename {source.name} to", target):
         system.rename(source, target)
 
 
@@ -232,7 +188,9 @@ def remove_tree(path: Path, *, first: str) -> None:
     Raises:
         OutputError: Something cannot be removed.
     """
-    with output_errors("remove", path):
+    with os_errors("remove", path):
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if os.path.lexists(path / first):
             system.unlink(path / first)
             fsync_directory(path)  # from here on, whatever else is left cannot be taken for whole
@@ -276,10 +234,31 @@ def read_bytes(path: Path) -> bytes:
         OSError: The file cannot be read.
     """
     pieces = []
-    with _opened(path, os.O_RDONLY) as descriptor:
+    with opened(path, os.O_RDONLY) as descriptor:
         while piece := system.read(descriptor, _PIECE_BYTES):
             pieces.append(piece)
     return b"".join(pieces)
+
+
+def open_safetensors(path: Path) -> Any:
+    """Open a safetensors file for reading; its tensors are views of a mapping of it.
+
+    Raises:
+        OSError: It cannot be opened, whatever class and words the package has for that.
+        SafetensorError: It is not a whole safetensors file.
+    """
+    from safetensors import safe_open
+
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except Exception as error:
+        found = os_error_of(error)
+        if found is None:
+            raise
+        if found.errno is None:  # the package says that there is no such file, whatever the system has said
+            with opened(path, os.O_RDONLY):
+                found = OSError("it could not be opened, and now it can; try again")
+        raise found from error
 
 
 def read_digests(path: Path, chunk_bytes: int) -> Iterator[tuple[int, str]]:
@@ -288,7 +267,7 @@ def read_digests(path: Path, chunk_bytes: int) -> Iterator[tuple[int, str]]:
     Raises:
         OSError: The file cannot be read.
     """
-    with _opened(path, os.O_RDONLY) as descriptor:
+    with opened(path, os.O_RDONLY) as descriptor:
         while True:
             digest, size = xxhash.xxh3_128(), 0
             while size < chunk_bytes:
@@ -302,8 +281,16 @@ def read_digests(path: Path, chunk_bytes: int) -> Iterator[tuple[int, str]]:
             yield size, digest.hexdigest()
 
 
+def temporary_of(name: str) -> str | None:
+    """Return the name that a temporary file was to get; None: `replacing` has made no such file."""
+    final, found, token = name.rpartition(_TEMPORARY)
+    is_ours = found and final[:1] == "." and len(token) == 8 and set(token) <= set("0123456789abcdef")
+    return final[1:] if is_ours else None
+
+
 @contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Open a file for the body, and close it."""
     descriptor = system.open(path, flags)
     try:
         yield descriptor
@@ -312,18 +299,24 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[int]:
-    """Open a new file for the body to write; then make it durable and give it the name `path`."""
-    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
-    with output_errors("write", path):
+def replacing(path: Path) -> Iterator[int]:
+    """Open a new file for the body to write; then make it durable and give it the name `path`.
+
+    Raises:
+        OutputError: It cannot be written; what was there is still there.
+    """
+    temporary = path.with_name(f".{path.name}{_TEMPORARY}{secrets.token_hex(4)}")
+    with os_errors("write", path):
         descriptor = system.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         try:
+            with os_errors("write", path):
+                _restrict(descriptor, PRIVATE_FILE, path)
             yield descriptor
-            with output_errors("write", path):
+            with os_errors("write", path):
                 system.fsync(descriptor)
         finally:
-            with output_errors("write", path):
+            with os_errors("write", path):
                 system.close(descriptor)
         rename(temporary, path)
     except BaseException:
@@ -333,38 +326,51 @@ def _replacing(path: Path) -> Iterator[int]:
     fsync_directory(path.parent)
 
 
-def _write_all(descriptor: int, data: memoryview, path: Path) -> None:
-    with output_errors("write", path):
+def write_all(descriptor: int, data: memoryview, path: Path) -> None:
+    """Write all of `data` to an open file.
+
+    Raises:
+        OutputError: It cannot be written; a part of it may be.
+    """
+    with os_errors("write", path):
         while len(data):  # a disk may take a part of a write, and say why only at the next one
             data = data[system.write(descriptor, data[:_PIECE_BYTES]) :]
 
 
-def _safetensors_header(tensors: Sequence[TensorSource], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    begin = 0
-    for source in tensors:
-        assert source.name not in {*entries, "__metadata__"}, f"{source.name} twice in one file"
-        count = 1
-        for size in source.shape:
-            count *= size
-        end = begin + count * source.dtype.itemsize
-        dtype = _DTYPES[str(source.dtype).removeprefix("torch.")]
-        entries[source.name] = {"dtype": dtype, "shape": list(source.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+def open_to_append(path: Path) -> int:
+    """Open a file, new or old and no link, to read it and to append to it.
+
+    Raises:
+        OutputError: It cannot be opened.
+    """
+    with os_errors("write", path):
+        descriptor = system.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file")
+            _restrict(descriptor, PRIVATE_FILE, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                system.close(descriptor)
+            raise
+    return descriptor
 
 
-def _raw_bytes(source: TensorSource) -> memoryview:
-    """Return the bytes of a tensor; no copy of one that is contiguous and on the host."""
-    import torch
+def _restrict(descriptor: int, mode: int, path: Path) -> None:
+    """Give a file its permissions, where they are others: the umask, or a user, may have changed them."""
+    if stat.S_IMODE(os.fstat(descriptor).st_mode) == mode:
+        return
+    try:
+        system.restrict(descriptor, mode)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP):
+            raise
+        logger.warning("the filesystem of %s has permissions of its own; others may read it", path)
 
-    tensor = source.get().detach()
-    found, announced = (tensor.dtype, tuple(tensor.shape)), (source.dtype, source.shape)
-    assert found == announced, f"{source.name} is {found}, announced as {announced}"
-    array: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+
+def _restrict_directory(path: Path) -> None:
+    with os_errors("write the directory", path), opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        _restrict(descriptor, PRIVATE_DIRECTORY, path)
 
 
 def _raise(error: OSError) -> None:
