@@ -1,24 +1,28 @@
 """What a run records and shows: one row per step, in `metrics.jsonl` and on the screen.
 
 The file holds each step once, whatever the number of interruptions: a resumed run cuts the rows beyond its
-checkpoint, and a last line that a crash tore.
+checkpoint, and a last line that a crash tore. A damaged row is kept aside and named; the others stay.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from megatrain.errors import OutputError
+from megatrain import files
+from megatrain.errors import OutputError, os_errors
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -87,6 +91,14 @@ _ONLY_WHERE_KNOWN = {
 }
 """Fields that are left out of a row on a machine that does not tell them."""
 
+_IN_EVERY_ROW = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "seconds"}
+"""Fields without which a line is no row, in any version."""
+
+_ROW_STARTS = re.compile(rb'(?<=.)(?=\{"step": )', re.DOTALL)
+"""Where a row begins within a line: the newline before it is damaged."""
+
+_NUMBERS_SHOWN = 10
+
 
 class MetricsLog:
     """Appends rows to a JSONL file; each is handed to the system at once, so a killed run keeps them."""
@@ -94,60 +106,146 @@ class MetricsLog:
     def __init__(self, path: str | os.PathLike[str], *, resume_step: int = 0) -> None:
         """Open the file, and cut what lies beyond the step that the run continues from.
 
+        Rows before it that are damaged go to `metrics.damaged.jsonl`, with their numbers.
+
         Args:
-            path: of the file; made if missing.
+            path: of the file; made if missing, refused if it is a link.
             resume_step: the last step to keep; 0 begins a new file.
 
         Raises:
             OutputError: the file cannot be written.
         """
+        self._path = Path(path)
+        descriptor = files.open_to_append(self._path)
         try:
-            _cut_after(Path(path), resume_step)
-            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (open as long as the run)
-        except OSError as error:
-            raise OutputError(f"{path} cannot be written ({error.strerror})") from error
+            if not _cut_after(descriptor, self._path, resume_step):  # another file has its name now
+                files.system.close(descriptor)
+                descriptor = files.open_to_append(self._path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                files.system.close(descriptor)
+            raise
+        self._descriptor = descriptor
 
     def write(self, row: StepMetrics) -> None:
-        """Append one row. Numbers that JSON has no form for (nan, inf) become null."""
+        """Append one row. Numbers that JSON has no form for (nan, inf) become null.
+
+        Raises:
+            OutputError: the row cannot be written; no part of it is left, if the system allows that.
+        """
         values = {
             name: _finite(value)
             for name, value in asdict(row).items()
             if value is not None or name not in _ONLY_WHERE_KNOWN
         }
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+        line = (json.dumps(values, allow_nan=False) + "\n").encode()
+        with os_errors("write", self._path):
+            size = os.fstat(self._descriptor).st_size
+        try:
+            files.write_all(self._descriptor, memoryview(line), self._path)
+        except OutputError:
+            with contextlib.suppress(OSError):
+                files.system.truncate(self._descriptor, size)
+            raise
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file.
+
+        Raises:
+            OutputError: the system could not keep what was written.
+        """
+        with os_errors("write", self._path):
+            files.system.close(self._descriptor)
 
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OutputError) if error is not None else contextlib.nullcontext():
+            self.close()  # the first error is the one to tell
 
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _cut_after(path: Path, last_step: int) -> None:
-    if not path.exists():
-        return
-    keep = 0
-    with open(path, "r+b") as file:
-        for line in file:
-            if not line.endswith(b"\n") or not _is_row_until(line, last_step):
-                break
-            keep += len(line)
-        file.truncate(keep)
+def _cut_after(descriptor: int, path: Path, last_step: int) -> bool:
+    """Leave the sound rows until a step; those that are damaged are kept aside and named.
 
-
-def _is_row_until(line: bytes, last_step: int) -> bool:
-    try:
-        return bool(json.loads(line)["step"] <= last_step)
-    except (ValueError, KeyError, TypeError):
+    A last line without its end is what a crash tore, and no damage. Returns False where rows had to be taken
+    out of the middle, and `path` is a new file.
+    """
+    with os_errors("read", path), os.fdopen(os.dup(descriptor), "rb") as file:
+        lines = [row for line in file if line.endswith(b"\n") for row in _ROW_STARTS.split(line)]
+    steps = [_step_of(line) for line in lines]
+    sound = _rising(steps)
+    kept = sorted(number for number in sound if steps[number] <= last_step)
+    end = kept[-1] + 1 if kept else 0
+    if kept and steps[kept[-1]] == last_step:
+        last = end
+    else:  # a damaged row after the last sound one may be of a step that is not taken again
+        last = min((number for number in sound if steps[number] > last_step), default=len(lines))
+    damaged = [number for number in range(last if last_step else 0) if number not in sound]
+    if damaged:
+        aside = path.with_name(f"{path.stem}.damaged{path.suffix}")
+        _keep_aside(aside, {number + 1: lines[number] for number in damaged})
+        rows = ", ".join(str(number + 1) for number in damaged[:_NUMBERS_SHOWN])
+        more = f" and {len(damaged) - _NUMBERS_SHOWN} more" if len(damaged) > _NUMBERS_SHOWN else ""
+        logger.warning("%s: damaged in row %s%s, now kept in %s", path, rows, more, aside)
+    content = b"".join(lines[number] for number in kept)
+    if len(kept) < end:
+        files.write_bytes_durably(path, content)
         return False
+    with os_errors("write", path):
+        files.system.truncate(descriptor, len(content))
+    return True
+
+
+def _step_of(line: bytes) -> int:
+    """Return the step of a row; -1: it is none, or its end is damaged."""
+    if not line.endswith(b"\n"):
+        return -1
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return -1
+    if not isinstance(row, dict) or not row.keys() >= _IN_EVERY_ROW:
+        return -1
+    step = row["step"]
+    return step if type(step) is int and step > 0 else -1
+
+
+def _rising(steps: Sequence[int]) -> set[int]:
+    """Return the places of the longest rising sequence of steps: a row whose step is out of it is damaged."""
+    ends: list[int] = []  # by length, the least step that such a sequence ends with, and where
+    places: list[int] = []
+    before: dict[int, int] = {}
+    for place, step in enumerate(steps):
+        if step < 0:
+            continue
+        length = bisect_left(ends, step)
+        if length:
+            before[place] = places[length - 1]
+        ends[length : length + 1] = [step]
+        places[length : length + 1] = [place]
+    found = set()
+    place = places[-1] if places else -1
+    while place >= 0:
+        found.add(place)
+        place = before.get(place, -1)
+    return found
+
+
+def _keep_aside(aside: Path, rows: Mapping[int, bytes]) -> None:
+    """Append damaged rows, each with its number, once."""
+    with os_errors("read", aside):
+        there = files.read_bytes(aside) if aside.exists() else b""
+    entries = [json.dumps({"row": number, "text": line.decode("latin-1")}) for number, line in rows.items()]
+    known = set(there.decode("latin-1").splitlines())
+    added = "".join(f"{entry}\n" for entry in entries if entry not in known)
+    files.write_bytes_durably(aside, there + added.encode())
 
 
 class Progress:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatrain import files
 from megatrain.errors import OutputError
 from megatrain.model.head import count_targets
 from megatrain.train.metrics import (
@@ -150,7 +153,7 @@ def test_torn_last_line_is_cut_wherever_it_tore(tmp_path: Path) -> None:
 
 
 def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"nothing/metrics\.jsonl cannot be written \(No such file"):
+    with pytest.raises(OutputError, match=r"cannot write \S+nothing/metrics\.jsonl: No such file"):
         MetricsLog(tmp_path / "nothing" / "metrics.jsonl")
 
 
@@ -229,3 +232,109 @@ def test_none_shows_nothing(caplog: pytest.LogCaptureFixture) -> None:
 )
 def test_durations_have_two_units(seconds: float | None, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def damage(path: Path, row: int, offset: int, mask: int = 0x80) -> None:
+    """Flip bits of one byte of a row, counted from 1."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    line = bytearray(lines[row - 1])
+    line[offset] ^= mask
+    path.write_bytes(b"".join([*lines[: row - 1], bytes(line), *lines[row:]]))
+
+
+def test_damaged_row_is_kept_aside_and_all_others_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 1003))
+    whole = path.read_bytes().splitlines(keepends=True)
+    damage(path, 10, 40)
+    found = path.read_bytes().splitlines(keepends=True)[9]
+    write_steps(path, range(1001, 1003), resume_step=1000)
+    assert path.read_bytes().splitlines(keepends=True) == whole[:9] + whole[10:]
+    (aside,) = rows_of(tmp_path / "metrics.damaged.jsonl")
+    assert aside == {"row": 10, "text": found.decode("latin-1")}
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: damaged in row 10, now kept in {tmp_path / 'metrics.damaged.jsonl'}"
+    ]
+    caplog.clear()
+    write_steps(path, range(1003, 1004), resume_step=1002)
+    assert caplog.records == []
+    assert len(rows_of(path)) == 1002
+
+
+@pytest.mark.parametrize("mask", [0x80, 0x01, 0x2A])
+def test_no_flipped_byte_costs_another_row(tmp_path: Path, mask: int) -> None:
+    """Wherever in a row: in a key, a number, the step or the end of the line."""
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 31))
+    content = path.read_bytes()
+    whole = content.splitlines(keepends=True)
+    kept_aside = 0
+    for offset in range(len(whole[9])):
+        path.write_bytes(content)
+        (tmp_path / "metrics.damaged.jsonl").unlink(missing_ok=True)
+        damage(path, 10, offset, mask)
+        write_steps(path, range(0), resume_step=30)
+        rows = path.read_bytes().splitlines(keepends=True)
+        assert [row for row in rows if row in whole] == whole[:9] + whole[10:], offset
+        if len(rows) == 29:
+            kept_aside += 1
+            assert rows_of(tmp_path / "metrics.damaged.jsonl")[0]["row"] == 10
+        else:  # a digit has become another one
+            assert not (tmp_path / "metrics.damaged.jsonl").exists()
+    assert kept_aside > len(whole[9]) / 4
+
+
+def test_last_row_that_is_damaged_is_kept_aside_and_one_that_is_torn_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 5))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    write_steps(path, range(0), resume_step=4)
+    assert [row["step"] for row in rows_of(path)] == [1, 2, 3]
+    assert not (tmp_path / "metrics.damaged.jsonl").exists()
+    assert caplog.records == []
+    path.write_bytes(whole)
+    damage(path, 4, 3)
+    write_steps(path, range(0), resume_step=4)
+    assert [row["step"] for row in rows_of(path)] == [1, 2, 3]
+    assert [row["row"] for row in rows_of(tmp_path / "metrics.damaged.jsonl")] == [4]
+    path.write_bytes(whole)
+    damage(path, 4, 3)
+    write_steps(path, range(0), resume_step=3)  # step 4 is taken again
+    assert len(rows_of(tmp_path / "metrics.damaged.jsonl")) == 1
+
+
+def test_link_or_pipe_in_its_place_is_refused(tmp_path: Path) -> None:
+    path, target = tmp_path / "metrics.jsonl", tmp_path / "mine"
+    target.write_bytes(b"x" * 900)
+    path.symlink_to(target)
+    with pytest.raises(
+        OutputError, match=r"metrics\.jsonl: it is a symbolic link, and links are not followed"
+    ):
+        MetricsLog(path)
+    assert target.read_bytes() == b"x" * 900
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OutputError, match="not a regular file"):
+        MetricsLog(path)
+
+
+def test_full_disk_leaves_whole_rows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+
+    class Full(files.FileCalls):
+        def write(self, descriptor: int, data: memoryview) -> int:
+            if len(data) < 200:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+            return os.write(descriptor, data[:200])
+
+    with MetricsLog(path) as log:
+        log.write(ROW)
+        monkeypatch.setattr(files, "system", Full())
+        with pytest.raises(OutputError, match=r"cannot write \S+metrics\.jsonl: File too large; free"):
+            log.write(replace(ROW, step=2))
+    assert [row["step"] for row in rows_of(path)] == [1]
