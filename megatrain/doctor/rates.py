@@ -137,7 +137,9 @@ def update_rates(
     """Return parameters/s of AdamW on a split master with bf16 gradients, by number of threads."""
     hyper = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
     shapes = moment_planes(numel, num_scales(numel), moments)
-    planes = {name: torch.zeros(count, dtype=getattr(torch, dtype)) for name, (count, dtype) in shapes.items()} | {
+    planes = {
+        name: torch.zeros(count, dtype=getattr(torch, dtype)) for name, (count, dtype) in shapes.items()
+    } | {
         "working": torch.ones(numel, dtype=torch.bfloat16),
         "remainder": torch.zeros(numel, dtype=torch.int16),
         "gradient": torch.ones(numel, dtype=torch.bfloat16),
