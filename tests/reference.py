@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import megatrain
-from megatrain.config.choice import Choice, StepBatch, read_choice
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.read_choice import read_choice
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.head import count_targets
 from megatrain.stream.engine import Engine

@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.gpu.measure import Normal, put_parameters
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MomentFormat
+from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import find_blocks
 from megatrain.model.weights.skeleton import build_skeleton
 from megatrain.store.state import HostState, Precision
@@ -41,13 +42,11 @@ class AliasedState(HostState):
     @property
     def host_bytes(self) -> int:
         """Bytes that the planes would take if every layer had its own: attach reckons with that."""
+        totals = BlockTotals(layout.sizes for layout in self.layouts)
+        everything, nobody = totals[:], totals[:0]
+        places = GradientPlaces(everything, on_device=nobody, on_drives=nobody, staged=nobody)
         planes = host_planes(
-            self.layouts,
-            self.precision,
-            accumulates=False,
-            keeps_gradients=True,
-            residents=(),
-            moments=MomentFormat.FP32,
+            self.layouts, self.precision, places, accumulates=False, moments=MomentFormat.FP32
         )
         return sum(planes.values())
 

@@ -208,9 +208,8 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     plan = make_plan(request)
     assert plan.fits, plan.problem
     if "drive" in case:
-        waits_on_device = plan.choice.gradients == "device"
         place = Path(tempfile.mkdtemp(dir="."))
-        tiers = Tiers(nvme=(place,), ram=request.host_limit, keeps_gradients=not waits_on_device)
+        tiers = Tiers(nvme=(place,), ram=request.host_limit)
     warm_up(planned, machine, plan.choice, tiers)
     base = settled_bytes()
     run = Run(planned, machine, plan.choice, tiers=tiers)

@@ -6,7 +6,6 @@ which nothing is open. Loads neither pydantic nor torch.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -21,8 +20,8 @@ AUTO: Any = "auto"
 BOUNDARIES = ("device", "host", "nvme")
 """Where the inputs of recomputed layers can wait for their backward."""
 
-GRADIENTS = ("host", "device")
-"""Where complete gradients can wait for the norm."""
+GRADIENTS = ("host", "device", "nvme")
+"""Where the complete gradients of a layer can wait for the norm."""
 
 _DEVICE_POOLS = ("slots", "gradient buffers", "waiting gradients", "resident")
 """How the names of pools begin that the device allocates; on a CPU they are in RAM, as state is."""
@@ -81,12 +80,16 @@ class Choice:
     """First layers that stay on the device with all their state, and are updated there."""
     outer_resident: bool = AUTO
     """Whether embedding, head and the like keep their optimizer state on the device too."""
+    outer_streams: bool = AUTO
+    """Whether embedding and head stream through the slots, each fetched for its use. Otherwise their weights
+    and the fp32 sums of their gradients stay on the device."""
     lockstep: int = AUTO
     """Micro-batches that pass each layer together, which is fetched twice for all of them: a round."""
     updates: str = AUTO
     """When the optimizer runs: a name of `Updates`."""
-    gradients: str = AUTO
-    """Where complete gradients of streamed layers wait for the norm."""
+    gradients: tuple[str, ...] = AUTO
+    """Where the complete gradients of each streamed layer wait for the norm, by decoder layer; while open
+    also one place for all layers, as a plain string."""
     tiers: frozenset[tuple[str, str]] = AUTO
     """Pairs of a plane and `ram` or `nvme`; a plane that is not named is in RAM."""
     blocks_in_ram: int = AUTO
@@ -106,18 +109,22 @@ class Choice:
         has_state = self.tier("moments") == "nvme" and self.blocks_in_ram < num_blocks
         return has_state or (self.tier("working") == "nvme" and self.weights_in_ram < num_blocks)
 
+    @property
+    def has_scratch_on_drives(self) -> bool:
+        """Whether saved activations or gradients wait on drives."""
+        return self.boundaries == "nvme" or "nvme" in self.gradients
+
     def num_rounds(self, num_micro_batches: int) -> int:
         """Return in how many rounds the micro-batches of a step pass."""
         return -(-num_micro_batches // self.lockstep)
 
-    def keeps_gradients(self, num_micro_batches: int) -> bool:
-        """Whether complete gradients wait in a plane in RAM; otherwise they pass through a few buffers.
+    def uses_gradients_up(self, num_micro_batches: int) -> bool:
+        """Whether every gradient is used by its update as soon as it is complete, and waits nowhere.
 
         Args:
             num_micro_batches: Of a step.
         """
-        is_used_up = self.updates == "immediate" and self.num_rounds(num_micro_batches) == 1
-        return self.gradients == "host" and not is_used_up
+        return self.updates == "immediate" and self.num_rounds(num_micro_batches) == 1
 
     @property
     def policies(self) -> tuple[Activations, ...]:
@@ -133,7 +140,8 @@ class Choice:
     @property
     def is_resolved(self) -> bool:
         """Whether nothing is open."""
-        return len(self.given) == len(fields(self)) and not isinstance(self.activations, str)
+        per_layer = (self.activations, self.gradients)
+        return len(self.given) == len(fields(self)) and not any(isinstance(v, str) for v in per_layer)
 
     def require_resolved(self, what: str) -> None:
         """Refuse a choice that is not resolved; `what` begins the sentence.
@@ -143,7 +151,8 @@ class Choice:
         """
         if not self.is_resolved:
             given = self.given
-            names = [field.name for field in fields(self) if field.name not in given] or ["activations"]
+            names = [field.name for field in fields(self) if field.name not in given]
+            names = names or [name for name in _PER_LAYER if isinstance(given[name], str)]
             raise ConfigError(
                 f"{what} needs a choice in which nothing is open, but {', '.join(names)} "
                 f"{'is' if len(names) == 1 else 'are'} not decided; change one that is, such as engine.choice"
@@ -151,38 +160,37 @@ class Choice:
 
     def describe(self) -> str:
         """Return one line for the log; nothing is open."""
-        counts = Counter(self.activations)
-        activations = ", ".join(
-            name if len(counts) == 1 else f"{name} in {number}" for name, number in counts.items()
-        )
         outer = " and the outer blocks" if self.outer_resident else ""
+        outer += "; embedding and head stream" * self.outer_streams
         return (
             f"layers: {len(self.activations)}{' in fragments' * self.fragments} through {self.num_slots} "
-            f"slots; resident: {self.resident_layers} layers{outer}; activations: {activations}; boundaries "
-            f"on the {self.boundaries}; micro-batches in lockstep: {self.lockstep}; gradients wait on the "
-            f"{self.gradients}; updates: {self.updates}"
+            f"slots; resident: {self.resident_layers} layers{outer}; activations: "
+            f"{_counted(self.activations)}; boundaries on the {self.boundaries}; micro-batches in lockstep: "
+            f"{self.lockstep}; gradients wait on: {_counted(self.gradients)}; updates: {self.updates}"
         )
 
     def for_layers(self, num_layers: int) -> Choice:
-        """Return the same for a model of so many layers: one policy for all becomes one per layer.
+        """Return the same for a model of so many layers: one policy or place for all becomes one per layer.
 
         Raises:
-            ConfigError: Not one policy per layer, or more resident layers than there are.
+            ConfigError: Not one per layer, or more resident layers than there are.
         """
-        activations = self.activations
-        if isinstance(activations, str) and activations != AUTO:
-            activations = (activations,) * num_layers
-        if activations != AUTO and len(activations) != num_layers:
-            raise ConfigError(
-                f"activations names {len(activations)} policies for {num_layers} layers; give one, or "
-                "one per layer"
-            )
+        per_layer: dict[str, Any] = {}
+        for name, what in _PER_LAYER.items():
+            value = getattr(self, name)
+            if isinstance(value, str) and value != AUTO:
+                value = (value,) * num_layers
+            if value != AUTO and len(value) != num_layers:
+                raise ConfigError(
+                    f"{name} names {len(value)} {what} for {num_layers} layers; give one, or one per layer"
+                )
+            per_layer[name] = value
         if self.resident_layers != AUTO and self.resident_layers > num_layers:
             raise ConfigError(
                 f"resident_layers (memory.resident_blocks) is {self.resident_layers}, but the model has "
                 f"{num_layers} layers; use at most that"
             )
-        return replace(self, activations=activations)
+        return replace(self, **per_layer)
 
     def with_defaults(self, num_layers: int, num_parts: int = 1) -> Choice:
         """Return a resolved choice: what is open becomes the plainest that there is.
@@ -204,9 +212,10 @@ class Choice:
             "fragments": False,
             "resident_layers": 0,
             "outer_resident": False,
+            "outer_streams": False,
             "lockstep": 1,
             "updates": Updates.DEFERRED.value,
-            "gradients": "host",
+            "gradients": ("host",) * num_layers,
             "tiers": frozenset(),
             "blocks_in_ram": 0,
             "weights_in_ram": 0,
@@ -214,60 +223,6 @@ class Choice:
         }
         return Choice(**plain | given)
 
-
-def read_choice(choice: Choice | None, values: Mapping[str, Any]) -> Choice:
-    """Join a choice with further fields by name, and check every value.
-
-    Raises:
-        ConfigError: An unknown field, one that is given twice, or a value out of range.
-    """
-    choice = Choice() if choice is None else choice
-    names = [field.name for field in fields(Choice)]
-    for name in values:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"a choice has {', '.join(names)}"
-            raise ConfigError(f"unknown setting {name}; {hint}")
-        if name in choice.given:
-            raise ConfigError(f"{name} is given twice, in the choice and by itself; keep one")
-    return checked(replace(choice, **{name: _value(value) for name, value in values.items()}))
-
-
-def checked(choice: Choice) -> Choice:
-    """Return a choice whose decided fields have possible values.
-
-    Raises:
-        ConfigError: One has not.
-    """
-    given = choice.given
-    activations = given.get("activations", ())
-    for name in (activations,) if isinstance(activations, str) else activations:
-        read_member(Activations, name, "activations")
-    for name, least in _LEAST.items():
-        value = given.get(name, least)
-        is_free = value is None and name == "head_chunk_tokens"
-        if not is_free and (type(value) is not int or value < least):
-            raise ConfigError(f"{name} is {value!r}; use {least} or more, or auto")
-    for pair in _pairs(given.get("tiers", ())):
-        if pair not in _TIER_PAIRS:
-            raise ConfigError(
-                f"tiers has {pair!r}; use pairs of a plane ({', '.join(_PLANES)}) and a tier (ram or nvme), "
-                "such as tiers=frozenset({('moments', 'nvme')})"
-            )
-    for name, allowed in _ALLOWED.items():
-        if name in given and given[name] not in allowed:
-            values = [repr(value) if isinstance(value, bool) else value for value in allowed]
-            raise ConfigError(f"{name} is {given[name]!r}; use {', '.join(values)} or auto")
-    return choice
-
-
-def _pairs(tiers: object) -> list[object]:
-    """List the pairs of a choice's tiers; what is no set of them is refused as one that does not exist."""
-    return list(tiers) if isinstance(tiers, (frozenset, tuple)) else [tiers]
-
-
-_PLANES = ("working", "remainder", "moments")
-_TIER_PAIRS = [(plane, tier) for plane in _PLANES for tier in ("ram", "nvme")]
 
 KEYS: Mapping[str, str] = {
     "num_slots": "memory.num_slots",
@@ -282,26 +237,14 @@ KEYS: Mapping[str, str] = {
 }
 """Fields of a choice that are settings of a run, by the setting's name."""
 
-_LEAST = {
-    "num_slots": 1,
-    "num_gradient_buffers": 1,
-    "resident_layers": 0,
-    "lockstep": 1,
-    "blocks_in_ram": 0,
-    "weights_in_ram": 0,
-    "head_chunk_tokens": 1,
-}
-_ALLOWED: Mapping[str, Sequence[Any]] = {
-    "boundaries": BOUNDARIES,
-    "fragments": (False, True),
-    "outer_resident": (False, True),
-    "updates": [schedule.value for schedule in Updates],
-    "gradients": GRADIENTS,
-}
+_PER_LAYER = {"activations": "policies", "gradients": "places"}
+"""Fields with a value for each decoder layer, and what these are."""
 
 
-def _value(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _counted(values: Sequence[str]) -> str:
+    """Name the values of a field that has one per layer, with their numbers where they differ."""
+    counts = Counter(values)
+    return ", ".join(name if len(counts) == 1 else f"{name} in {number}" for name, number in counts.items())
 
 
 def read_member(kind: type[_Member], name: str, what: str) -> _Member:

@@ -167,8 +167,9 @@ class MemoryConfig(_Section):
     lockstep: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Micro-batches that pass each layer together, so that it is copied once for all. `auto` = as planned."""
     gradients: Annotated[str, one_of(*GRADIENTS, "auto")] = "auto"
-    """Where complete gradients wait for the norm. `device` = in spare device memory, which saves the host 2
-    bytes per parameter; `auto` = as planned."""
+    """Where complete gradients wait for the norm, in a run that clips. `device` = in spare device memory, and
+    `nvme` = on the drives of `memory.tiers`, which saves the host 2 bytes per parameter; `auto` = for each
+    layer as planned: in RAM, then in spare device memory, and on drives what fits into neither."""
     num_gradient_buffers: Count | None = None
     """Device buffers in which a streamed layer's gradient adds up. null = as planned."""
     head_chunk_tokens: Annotated[int, Field(ge=0)] = 0
@@ -317,10 +318,10 @@ def conflicts(config: Config) -> list[str]:
             "updated before the norm of all gradients is known; use optim.updates=deferred, or "
             "optim.max_grad_norm=null"
         )
-    if optim.updates == "immediate" and memory.gradients == "device":
+    if optim.updates == "immediate" and memory.gradients in ("device", "nvme"):
         problems.append(
-            "memory.gradients is device and optim.updates is immediate: gradients are used up at once, and "
-            "wait for nothing; use memory.gradients=host, or optim.updates=deferred"
+            f"memory.gradients is {memory.gradients} and optim.updates is immediate: gradients are used up "
+            "at once, and wait for nothing; use memory.gradients=host, or optim.updates=deferred"
         )
     if memory.fragments is True and memory.num_slots == 1:
         problems.append(
@@ -332,11 +333,12 @@ def conflicts(config: Config) -> list[str]:
             f"memory.lockstep is {memory.lockstep}, but a step has {config.train.grad_accumulation} "
             "micro-batches (train.grad_accumulation); use at most as many, or auto"
         )
-    if memory.boundaries == "nvme" and (memory.tiers == "auto" or not memory.tiers.nvme):
-        problems.append(
-            "memory.boundaries is nvme, but memory.tiers names no drives; add memory.tiers={nvme: "
-            "[DIRECTORY]}, with one directory per drive, or use memory.boundaries=host"
-        )
+    for name in ("boundaries", "gradients") if memory.tiers == "auto" or not memory.tiers.nvme else ():
+        if getattr(memory, name) == "nvme":
+            problems.append(
+                f"memory.{name} is nvme, but memory.tiers names no drives; add memory.tiers={{nvme: "
+                f"[DIRECTORY]}}, with one directory per drive, or use memory.{name}=host"
+            )
     if memory.tiers != "auto":
         given = {
             "device": (memory.tiers.device, memory.device_limit),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatrain.layout.block_bytes import BlockBytes, aligned
+from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import (
     NUM_GRADIENT_STAGING,
     NUM_PAGES,
@@ -19,7 +19,7 @@ from megatrain.layout.host_buffers import (
     padded,
 )
 from megatrain.layout.moments import ELEMENT_BYTES, MomentFormat, moment_planes
-from megatrain.layout.totals import BlockTotals, Residency, Selection
+from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, Selection
 
 UPDATE_CHUNK_NUMEL = 1 << 22
 """Elements of a pass of AdamW on the device, at most. Where scratch memory is short, a tenth would do: a pass
@@ -109,8 +109,8 @@ def accumulator_plane(sizes: BlockBytes) -> int:
 
 
 def gradient_staging(sizes: BlockBytes) -> int:
-    """Return the bytes of a buffer through which a block's gradient passes on its way to its update."""
-    return aligned(sizes.gradient_bytes)
+    """Return the bytes of a buffer through which a block's gradient passes, from and to drives too."""
+    return parked_gradient(sizes)
 
 
 # -- state on drives, and the buffers before them ------------------------------------------------------------
@@ -182,7 +182,7 @@ def device_pools(
     num_slots: int,
     num_gradient_buffers: int,
     is_wide: bool,
-    gradients_wait: bool,
+    waiting: Selection,
     moments: MomentFormat,
 ) -> dict[str, int]:
     """Return the bytes of each pool that is allocated on the device.
@@ -192,7 +192,7 @@ def device_pools(
         num_slots: For streamed blocks.
         num_gradient_buffers: For their gradients.
         is_wide: Gradients add up in fp32.
-        gradients_wait: Complete ones wait on the device for the norm.
+        waiting: Blocks whose complete gradients wait on the device for the norm.
         moments: How the optimizer's state is kept.
     """
     streamed, staying = blocks.streamed, blocks.staying
@@ -202,7 +202,7 @@ def device_pools(
         "resident gradients": staying.total(resident_gradient),
         "resident optimizer state": blocks.resident.total(resident_state, moments),
         "gradient buffers": num_gradient_buffers * streamed.largest(gradient_buffer, is_wide),
-        "waiting gradients": streamed.total(waiting_gradient) if gradients_wait else 0,
+        "waiting gradients": waiting.total(waiting_gradient),
     }
 
 
@@ -221,20 +221,17 @@ def state_planes(weights: Selection, state: Selection, moments: MomentFormat) ->
     }
 
 
-def gradient_planes(
-    blocks: Selection, on_host: Selection, *, is_staged: bool, accumulates: bool
-) -> dict[str, int]:
-    """Return the bytes of each plane of gradients in RAM.
+def gradient_planes(blocks: Selection, places: GradientPlaces, *, accumulates: bool) -> dict[str, int]:
+    """Return the bytes of each plane of gradients in RAM, and of the buffers that those elsewhere pass.
 
     Args:
         blocks: All.
-        on_host: Blocks that the host updates.
-        is_staged: Gradients pass through a few buffers, and none waits in RAM.
+        places: Where complete gradients wait.
         accumulates: Sums of several rounds are kept in fp32, beside gradients in bf16.
     """
     return {
-        "gradient": 0 if is_staged else blocks.total(gradient_plane),
-        "staging": NUM_GRADIENT_STAGING * on_host.largest(gradient_staging) if is_staged else 0,
+        "gradient": places.on_host.total(gradient_plane),
+        "staging": NUM_GRADIENT_STAGING * places.staged.largest(gradient_staging),
         "accumulator": blocks.total(accumulator_plane) if accumulates else 0,
     }
 
@@ -245,6 +242,11 @@ def drive_buffers(blocks: BlockTotals, num_weights: int, num_state: int) -> dict
         "staging of state": NUM_STATE_STAGING * state_buffer(blocks, num_weights, num_state),
         "staging of weights": NUM_PAGES * weights_buffer(blocks, num_weights),
     }
+
+
+def parked_gradient(sizes: BlockBytes) -> int:
+    """Return the bytes on drives of a block's complete gradient that waits there for the norm."""
+    return padded(sizes.gradient_bytes)
 
 
 def drive_pools(blocks: Selection) -> dict[str, int]:

@@ -33,7 +33,13 @@ class BlockTotals:
 
     def pick(self, blocks: Iterable[int]) -> Selection:
         """Return some blocks by their numbers."""
-        return Selection(self, tuple((block, block + 1) for block in blocks))
+        ranges: list[tuple[int, int]] = []
+        for block in blocks:
+            if ranges and ranges[-1][1] == block:
+                ranges[-1] = (ranges[-1][0], block + 1)
+            else:
+                ranges.append((block, block + 1))
+        return Selection(self, tuple(ranges))
 
     def total(self, of: Callable[..., int], args: tuple[Hashable, ...], start: int, stop: int) -> int:
         """Return the sum of `of(sizes, *args)` over `[start, stop)`."""
@@ -131,3 +137,60 @@ class Residency:
     def all(self) -> Selection:
         """Every block."""
         return self.streamed | self.staying
+
+
+def gradient_tiers(
+    places: Sequence[str], layers: Sequence[Sequence[int]], residency: Residency
+) -> tuple[str, ...]:
+    """Return where each block's complete gradient waits for the norm: `host`, `device` or `nvme`.
+
+    Where all wait on the host, those of blocks that stay on the device do too. Otherwise these wait where
+    they add up, which takes no room.
+
+    Args:
+        places: By decoder layer, of the blocks that stream.
+        layers: The blocks of each.
+        residency: Which blocks stream.
+    """
+    if all(place == "host" for place in places):
+        return ("host",) * sum(1 for _ in residency.all)
+    tiers = dict.fromkeys(residency.all, "device")
+    streamed = set(residency.streamed)
+    tiers |= dict.fromkeys(streamed, "host" if "host" in places else places[-1])  # outer ones
+    for place, blocks in zip(places, layers, strict=True):
+        tiers |= {block: place for block in blocks if block in streamed}
+    return tuple(tiers[block] for block in sorted(tiers))
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPlaces:
+    """Which blocks' complete gradients wait where for the norm."""
+
+    on_host: Selection
+    """In the gradient plane in RAM."""
+    on_device: Selection
+    """Blocks that stream, in places of their own on the device."""
+    on_drives: Selection
+    staged: Selection
+    """Those that pass through a few host buffers on their way to their update."""
+
+    @classmethod
+    def of(cls, sizes: BlockTotals, residency: Residency, tiers: Sequence[str]) -> GradientPlaces:
+        """Sort blocks by their tiers."""
+        streamed, updated = set(residency.streamed), set(residency.on_host)
+
+        def at(tier: str, among: Collection[int]) -> Selection:
+            return sizes.pick(block for block, found in enumerate(tiers) if found == tier and block in among)
+
+        return cls(
+            on_host=at("host", range(len(sizes))),
+            on_device=at("device", streamed),
+            on_drives=at("nvme", streamed),
+            staged=sizes.pick(block for block in sorted(updated) if tiers[block] != "host"),
+        )
+
+    @classmethod
+    def none(cls, sizes: BlockTotals, residency: Residency) -> GradientPlaces:
+        """Sort blocks whose gradients wait nowhere: updates use them up as they come."""
+        nobody = sizes[:0]
+        return cls(nobody, nobody, nobody, staged=residency.on_host)

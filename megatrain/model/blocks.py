@@ -54,6 +54,11 @@ class Block:
     """The decoder layer that the block is, or is a fragment of; None for a part that is always resident."""
     entries: tuple[nn.Module, ...] = ()
     """Of a fragment: the parts of the layer that it holds; a call of one of them enters it."""
+    caller: nn.Module | None = None
+    """Outside all layers: the embedding or the head, if its own forward alone looks the parameters up. Such a
+    block may stream too."""
+    is_head: bool = False
+    """Of these: the head."""
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     """Where this block's own parameters are looked up."""
@@ -110,9 +115,31 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Bloc
             owner.sites.append(site)
     outer = [block for block in [*resident.values(), shared] if block.parameters]
     inner = list(blocks.values())
+    borrowed = {site.name for block in inner for site in block.borrowed}
+    for block in outer:
+        if not borrowed & block.parameters.keys():
+            _mark_caller(model, block)
     if fragments:
         inner = [fragment for block in inner for fragment in _split(block)]
     return [*inner, *outer]
+
+
+def _mark_caller(model: PreTrainedModel, block: Block) -> None:
+    """Note which module's forward looks all parameters of an outer block up, if it is one of the ends."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    modules = {id(site.module): site.module for site in block.sites}
+    for is_head, module in enumerate(ends):
+        if module is not None and ends[0] is not ends[1] and list(modules) == [id(module)]:
+            block.caller, block.is_head = module, bool(is_head)
+
+
+def ends_of(blocks: Sequence[Block]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """List the outer blocks that may stream: embeddings, and heads."""
+    embeddings, heads = (
+        tuple(n for n, block in enumerate(blocks) if block.caller is not None and block.is_head is is_head)
+        for is_head in (False, True)
+    )
+    return embeddings, heads
 
 
 def group_layers(blocks: Sequence[Block]) -> list[list[int]]:

@@ -92,15 +92,16 @@ class Head:
         self,
         model: PreTrainedModel,
         chunk_tokens: int | None,
-        stream_again: Callable[[], AbstractContextManager[object]],
+        stream_again: Callable[[], Callable[[], AbstractContextManager[object]]],
     ) -> None:
         """Put a wrapper around the model's loss function.
 
         Args:
             model: The CausalLM.
             chunk_tokens: Tokens per chunk; None: as many as make half a GiB of fp32 logits.
-            stream_again: Context in which the model finds resident weights of its own for one chunk, so that
-                the head's gradients add up in fp32 instead of the working dtype.
+            stream_again: Called once for the running micro-batch; makes contexts in which the model finds
+                weights of its own for one chunk, so that the head's gradients add up in fp32 instead of the
+                working dtype.
         """
         self._model = model
         self._stream_again = stream_again
@@ -224,12 +225,13 @@ class Head:
         total = named.get("num_items_in_batch")  # of a caller who divides by more than this batch's tokens
         if total is None:
             total = self.share.total if self.share is not None else int((flat != IGNORED).sum())
+        streaming = self._stream_again()
         losses = []
         for start in range(0, flat.numel(), self.chunk_tokens):
             stop = start + self.chunk_tokens
 
             def run(part: Tensor, targets: Tensor, is_first: bool = start == 0) -> Tensor:
-                with self._stream_again():
+                with streaming():
                     return self._part(inner, named, output, part, targets, total, is_first=is_first)
 
             losses.append(

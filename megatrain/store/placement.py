@@ -18,7 +18,7 @@ from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.host_buffers import largest_first
 from megatrain.layout.moments import MomentFormat
-from megatrain.layout.totals import BlockTotals
+from megatrain.layout.totals import BlockTotals, GradientPlaces
 
 _ALL = 1 << 62
 """More blocks than any model has."""
@@ -36,6 +36,8 @@ class Tiers:
     """Whose state it is; state of another owner is neither read nor overwritten."""
     keeps_gradients: bool = True
     """Gradients wait for the norm in RAM. False: every one is used up at once (`updates=immediate`)."""
+    gradients_in_ram: frozenset[int] | None = None
+    """Blocks whose gradients do; None: all, if any are kept. `attach` and `load` set it from the choice."""
     resumes: bool = False
     """Go on from what is committed on the drives; nothing is drawn or read from files."""
     blocks_in_ram: int | None = None
@@ -79,8 +81,8 @@ class Tiers:
 
     @property
     def asked(self) -> Tiers:
-        """Return what the caller has asked for, without the numbers of blocks that a choice has set."""
-        return replace(self, blocks_in_ram=None, weights_in_ram=None)
+        """Return what the caller has asked for, without what a choice has set."""
+        return replace(self, blocks_in_ram=None, weights_in_ram=None, gradients_in_ram=None)
 
     @property
     def ram_bytes(self) -> int:
@@ -152,9 +154,18 @@ class _Takes:
     def __init__(self, layouts: Sequence[BlockLayout], tiers: Tiers, *, accumulates: bool) -> None:
         self._blocks = BlockTotals(layouts[block].sizes for block in by_size(layouts))
         everything = self._blocks[:]
-        self._gradients = pools.gradient_planes(
-            everything, everything, is_staged=not tiers.keeps_gradients, accumulates=accumulates
+        by_number = BlockTotals(layout.sizes for layout in layouts)
+        kept = tiers.gradients_in_ram
+        if kept is None:
+            kept = frozenset(range(len(layouts)) if tiers.keeps_gradients else ())
+        nobody = by_number[:0]
+        places = GradientPlaces(
+            on_host=by_number.pick(sorted(kept)),
+            on_device=nobody,
+            on_drives=nobody,
+            staged=by_number.pick(block for block in range(len(layouts)) if block not in kept),
         )
+        self._gradients = pools.gradient_planes(everything, places, accumulates=accumulates)
 
     def pools(self, num_working: int, num_state: int) -> dict[str, int]:
         """Return the bytes by plane and buffer."""

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -200,10 +200,11 @@ class HostState:
                 getattr(torch, element),
             )
 
-    def allocate_gradients(self) -> None:
-        """Allocate the gradient plane if it is not there."""
+    def allocate_gradients(self, blocks: Collection[int]) -> None:
+        """Allocate the gradient plane of some blocks if it is not there."""
         if "gradient" not in self._arenas:
-            numels = [layout.gradient_bytes for layout in self.layouts]
+            here = set(blocks)
+            numels = [lay.gradient_bytes if n in here else 0 for n, lay in enumerate(self.layouts)]
             self._attach("gradient", pools.gradient_plane, numels, torch.uint8)
 
     def allocate_accumulators(self, limit: int | None = None) -> None:
@@ -330,7 +331,7 @@ class HostState:
         self, plane: str, of: Callable[[BlockBytes], int], numels: Sequence[int], dtype: torch.dtype
     ) -> None:
         """Allocate a plane: of each block as many bytes as a pool's function says, for so many elements."""
-        is_here = [self._is_here(plane, block) for block in range(len(self.blocks))]
+        is_here = [numel > 0 and self._is_here(plane, block) for block, numel in enumerate(numels)]
         sizes = [of(layout.sizes) if here else 0 for layout, here in zip(self.layouts, is_here, strict=True)]
         parts = zip(self.blocks, self._allocate(plane, sizes), numels, is_here, strict=True)
         for block, part, numel, here in parts:

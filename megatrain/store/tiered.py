@@ -7,7 +7,7 @@ if it were here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -127,7 +127,7 @@ class TieredState(HostState):
             for plane in MOMENT_PLANES:
                 block.__dict__.pop(plane, None)
 
-    def allocate_gradients(self) -> None:
+    def allocate_gradients(self, blocks: Collection[int]) -> None:
         """Allocate the gradient plane if it is not there, and if the placement has counted on it.
 
         Raises:
@@ -138,7 +138,7 @@ class TieredState(HostState):
                 "host memory: the split between RAM and drives counts on optim.updates=immediate and one "
                 "round per step, but gradients are to be kept; use keeps_gradients=True"
             )
-        super().allocate_gradients()
+        super().allocate_gradients(blocks)
 
     @property
     def plane_bytes(self) -> dict[str, int]:

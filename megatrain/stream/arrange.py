@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatrain.config.choice import Activations, Choice, checked
+from megatrain.config.choice import Activations, Choice
+from megatrain.config.read_choice import checked
 from megatrain.errors import ConfigError
-from megatrain.model.blocks import Block, group_layers
+from megatrain.model.blocks import Block, ends_of, group_layers
 from megatrain.store.placement import Placement
 from megatrain.store.tiered import TieredState
 from megatrain.stream.bind import require_device_memory
 from megatrain.stream.forward.arrangement import Arrangement, residents_of
 
-NO_DRIVES = (
-    "boundaries is nvme, but there are no drives; name a directory on each of them (memory.tiers={nvme: "
-    "[DIRECTORY]}, or tiers=Tiers(nvme=...)), or use boundaries=host"
-)
+
+def require_drives(choice: Choice) -> None:
+    """Refuse a choice of which something waits on drives, for a run that has none.
+
+    Raises:
+        ConfigError: It does.
+    """
+    for name in ("boundaries", "gradients"):
+        value = choice.given.get(name, "")
+        if value == "nvme" or (name == "gradients" and "nvme" in value):
+            raise ConfigError(
+                f"{name} is nvme, but there are no drives; name a directory on each of them (memory.tiers="
+                f"{{nvme: [DIRECTORY]}}, or tiers=Tiers(nvme=...)), or use {name}=host"
+            )
 
 
 def check_choice(choice: Choice, blocks: Sequence[Block], *, compiles: bool = False) -> None:
@@ -44,10 +55,17 @@ def check_choice(choice: Choice, blocks: Sequence[Block], *, compiles: bool = Fa
             f"num_gradient_buffers is {choice.num_gradient_buffers}, but the gradients of a layer's {most} "
             f"fragments add up at the same time; use {most} or more, or fragments=False"
         )
-    if choice.gradients == "device" and choice.updates == "immediate":
+    elsewhere = [place for place in choice.gradients if place != "host"]
+    if elsewhere and choice.updates == "immediate":
         raise ConfigError(
-            "gradients=device lets gradients wait for the norm, and updates=immediate uses them up at once; "
-            "use gradients=host, or updates=deferred"
+            f"gradients={elsewhere[0]} lets gradients wait for the norm, and updates=immediate uses them up "
+            "at once; use gradients=host, or updates=deferred"
+        )
+    if choice.outer_streams and (choice.outer_resident or not all(ends_of(blocks))):
+        why = "outer_resident keeps them" if choice.outer_resident else "they are tied, or used elsewhere"
+        raise ConfigError(
+            f"outer_streams lets embedding and head stream through the slots, but {why}; use "
+            "outer_streams=False"
         )
     if compiles and Activations.RECOMPUTE_CHEAP in choice.policies:
         raise ConfigError(
@@ -120,8 +138,8 @@ def check_change(choice: Choice, arrangement: Arrangement, *, compiles: bool) ->
             "blocks cannot become resident: the state is on drives, from where none goes to the device "
             "for good; use resident_layers=0 and outer_resident=False"
         )
-    if choice.boundaries == "nvme" and arrangement.scratch is None:
-        raise ConfigError(NO_DRIVES)
+    if arrangement.scratch is None:
+        require_drives(choice)
     require_device_memory(
         blocks,
         arrangement.host.layouts,

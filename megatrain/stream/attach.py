@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.config.choice import Choice, StepBatch, read_choice
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.read_choice import read_choice
 from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import find_blocks
 from megatrain.store.placement import Tiers
 from megatrain.store.state import read_precision
-from megatrain.stream.arrange import NO_DRIVES, check_choice
+from megatrain.stream.arrange import check_choice, require_drives
 from megatrain.stream.bind import bind, plan_layouts, require_device_memory
 from megatrain.stream.engine import Engine
 from megatrain.stream.forward.arrangement import residents_of
@@ -79,8 +80,8 @@ def attach(
     if compile not in ("auto", "on", "off"):
         raise ConfigError(f"compile is {compile!r}; use auto, on or off")
     Tiers.check(tiers)
-    if tiers is None and choice.boundaries == "nvme":
-        raise ConfigError(NO_DRIVES)
+    if tiers is None:
+        require_drives(choice)
     if tiers is None and "nvme" in dict(choice.given.get("tiers", ())).values():
         raise ConfigError(
             "the choice puts planes on drives (tiers), but there are no drives; give attach "

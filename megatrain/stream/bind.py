@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,13 +17,13 @@ from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MomentFormat
-from megatrain.layout.totals import BlockTotals
+from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import Block, find_blocks
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
-from megatrain.stream.forward.arrangement import residency_of
+from megatrain.stream.forward.arrangement import places_of, residency_of
 from megatrain.stream.forward.attached import Binding
 
 if TYPE_CHECKING:
@@ -68,13 +69,14 @@ def bind(
     accumulates = choice.num_rounds(num_micro_batches) > 1
     blocks = find_blocks(model, fragments=choice.fragments)
     layouts = plan_layouts(model, blocks, precision)
+    places = places_of(choice, blocks, layouts, num_micro_batches)
+    tiers = None if tiers is None else with_gradients(tiers, places)
     fits = partial(
         require_host_memory,
         layouts,
         precision,
         accumulates=accumulates,
-        keeps_gradients=choice.keeps_gradients(num_micro_batches),
-        residents=residents,
+        places=places,
         limit=host_limit,
         moments=moments,
         tiers=tiers,
@@ -109,6 +111,12 @@ def bind(
                 parameter.data = state.weight(entry)
     model.__dict__["_megatrain_host"] = host
     return Binding(blocks, host, host_limit, moments, num_micro_batches)
+
+
+def with_gradients(tiers: Tiers, places: GradientPlaces) -> Tiers:
+    """Let a placement count on the gradients that will wait in RAM; the caller may count on none at all."""
+    in_ram = frozenset(places.on_host) if tiers.keeps_gradients else frozenset()
+    return replace(tiers, gradients_in_ram=in_ram)
 
 
 def make_host(
@@ -153,9 +161,8 @@ def require_host_memory(
     precision: Precision,
     *,
     held: int,
+    places: GradientPlaces,
     accumulates: bool = False,
-    keeps_gradients: bool = True,
-    residents: Collection[int] = (),
     limit: int | None = None,
     moments: MomentFormat = MomentFormat.FP32,
     tiers: Tiers | None = None,
@@ -166,9 +173,8 @@ def require_host_memory(
         layouts: All blocks.
         precision: How weights are kept.
         held: Bytes that are taken already and will be part of the state, or given back.
+        places: Where complete gradients wait.
         accumulates: Steps have several rounds, whose sum bf16 keeps in fp32.
-        keeps_gradients: They wait in a plane of their own. False: they pass through a few buffers.
-        residents: Blocks whose gradients do not, since they are updated on the device.
         limit: Bytes that the whole state may take.
         moments: How the optimizer's state will be kept.
         tiers: State goes to drives too, and `TieredState` checks what is left.
@@ -178,14 +184,7 @@ def require_host_memory(
     """
     if tiers is not None:
         return
-    planes = host_planes(
-        layouts,
-        precision,
-        accumulates=accumulates,
-        keeps_gradients=keeps_gradients,
-        residents=residents,
-        moments=moments,
-    )
+    planes = host_planes(layouts, precision, places, accumulates=accumulates, moments=moments)
     total = sum(planes.values())
     parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items() if size)
     advice = (
@@ -194,7 +193,7 @@ def require_host_memory(
     if moments is not MomentFormat.INT8:
         smaller = "bf16 or int8 (4 or 6" if moments is MomentFormat.FP32 else "int8 (2"
         advice += f"optim.state={smaller} bytes per parameter less, not exact), "
-    if keeps_gradients:
+    if places.on_host:
         advice += "memory.gradients=device, "
     remedy = f"use {advice}a smaller model, or freeze parameters"
     if limit is not None and total > limit:
@@ -213,19 +212,16 @@ def require_host_memory(
 def host_planes(
     layouts: Sequence[BlockLayout],
     precision: Precision,
+    places: GradientPlaces,
     *,
     accumulates: bool,
-    keeps_gradients: bool,
-    residents: Collection[int],
     moments: MomentFormat,
 ) -> dict[str, int]:
     """Return the bytes of each plane of a state that is in RAM; arguments as in `require_host_memory`."""
     totals = BlockTotals(layout.sizes for layout in layouts)
-    on_host = totals.pick(n for n in range(len(totals)) if n not in residents)
     return pools.state_planes(totals[:], totals[:], moments) | pools.gradient_planes(
         totals[:],
-        on_host,
-        is_staged=not keeps_gradients,
+        places,
         accumulates=accumulates and precision is Precision.BF16,
     )
 
@@ -263,11 +259,11 @@ def require_device_memory(
         return
     limit += held
     sizes = pools.device_pools(
-        residency_of(blocks, layouts, residents),
+        residency_of(blocks, layouts, residents, streams_outer=choice.outer_streams),
         num_slots=choice.num_slots,
         num_gradient_buffers=choice.num_gradient_buffers,
-        is_wide=max(choice.lockstep, num_micro_batches) > 1,
-        gradients_wait=choice.gradients == "device",
+        is_wide=max(choice.lockstep, num_micro_batches) > 1 or choice.outer_streams,
+        waiting=places_of(choice, blocks, layouts).on_device,
         moments=moments,
     )
     need = sum(sizes.values())
@@ -282,7 +278,7 @@ def require_device_memory(
 def _smaller(choice: Choice, residents: Collection[int], blocks: Sequence[Block]) -> str:
     """Name what would take less device memory."""
     options = []
-    if choice.gradients == "device":
+    if "device" in choice.gradients:
         options.append("memory.gradients=host")
     if residents:
         options.append("memory.resident_blocks=0")

@@ -26,7 +26,7 @@ from megatrain.stream.arrange import as_placed, changed, check_change, check_cho
 from megatrain.stream.bind import host_planes, room_for_activations
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Home
-from megatrain.stream.forward.arrangement import Arrangement, residents_of
+from megatrain.stream.forward.arrangement import Arrangement, places_of
 from megatrain.stream.forward.attached import Binding
 from megatrain.stream.forward.attention import attention_of, attention_order
 from megatrain.stream.forward.compiled import Compiler
@@ -63,9 +63,8 @@ class Engine:
         planes = host_planes(
             self.host.layouts,
             self.host.precision,
+            places_of(choice, binding.blocks, self.host.layouts),
             accumulates=True,
-            keeps_gradients=choice.gradients == "host",
-            residents=residents_of(choice, binding.blocks),
             moments=binding.moments,
         )
         if self._tiered is not None:
@@ -250,12 +249,12 @@ class Engine:
         check_moments(self.executor, moments, self.arrangement.moments)
         self.arrangement.choice = choice
         self.executor.spec = replace(self.executor.spec, updates=updates)
+        check, stepped = self._check_step, self.meter.stepped
+        hooks = StepHooks(check=check, stepped=stepped, drop=self.zero_grad, fail=self._drop)
         self._optimizer = StreamedAdamW(
             self.executor,
             dict(self.model.named_parameters()),
-            StepHooks(
-                check=self._check_step, stepped=self.meter.stepped, drop=self.zero_grad, fail=self._drop
-            ),
+            hooks,
             lr=lr,
             betas=betas,
             eps=eps,
@@ -395,6 +394,7 @@ class Engine:
         try:
             self.lanes.close()
         finally:
-            if self._tiered is not None and self.arrangement.scratch is not None:
-                self.arrangement.scratch.close()
+            if self._tiered is not None:
+                for scratch in filter(None, (self.arrangement.scratch, self.arrangement.parking)):
+                    scratch.close()
                 (self._tiered.on_drives.store.remove if removes else self._tiered.on_drives.store.close)()

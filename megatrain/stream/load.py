@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from megatrain.config.choice import Choice, StepBatch, read_choice
+from megatrain.config.choice import AUTO, Choice, StepBatch
+from megatrain.config.read_choice import read_choice
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.layout.moments import MomentFormat
-from megatrain.model.blocks import find_blocks
+from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.weights.files import (
     checkpoint_files,
     load_weights,
@@ -28,7 +28,8 @@ from megatrain.store.drives.scratch import FileArena
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision, read_precision
 from megatrain.store.tiered import TieredState
-from megatrain.stream.bind import make_host, plan_layouts, require_host_memory
+from megatrain.stream.bind import make_host, plan_layouts, require_host_memory, with_gradients
+from megatrain.stream.forward.arrangement import places_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -91,10 +92,16 @@ def load(
     assert config is not None
     dtype = torch.float32 if kept is Precision.FP32 else torch.bfloat16
     model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
-    layouts = plan_layouts(model, find_blocks(model, fragments=choice.fragments is True), kept)
+    blocks = find_blocks(model, fragments=choice.fragments is True)
+    layouts = plan_layouts(model, blocks, kept)
     number = 1 if batch is None else batch.num_micro_batches
     # what is open may yet be decided so that it takes least
-    least = replace(Choice(gradients="device", lockstep=number, updates="deferred"), **choice.given)
+    num_layers = len(group_layers(blocks))
+    spare: dict[str, Any] = {"gradients": "device", "lockstep": number, "updates": "deferred"}
+    least = Choice(**spare | choice.given).with_defaults(num_layers)
+    places = places_of(least, blocks, layouts, number)
+    if tiers is not None and choice.gradients != AUTO:
+        tiers = with_gradients(tiers, places)
     require_host_memory(
         layouts,
         kept,
@@ -102,7 +109,7 @@ def load(
         accumulates=least.num_rounds(number) > 1,
         limit=host_limit,
         moments=MomentFormat.read(optimizer_state),
-        keeps_gradients=least.keeps_gradients(number),
+        places=places,
         tiers=tiers,
     )
     may_accumulate = number > choice.given.get("lockstep", 1)

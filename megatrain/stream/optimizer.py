@@ -20,7 +20,8 @@ from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.moments import MomentFormat
 from megatrain.optim.adamw import AdamWStep, rounding_key
 from megatrain.optim.clip import global_norm
-from megatrain.plan.program.operations import BlockSize, Kind, Operation
+from megatrain.plan.program.block_size import BlockSize
+from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.tiered import TieredState
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
@@ -136,8 +137,8 @@ class StreamedAdamW(torch.optim.Optimizer):
                 )
             executor.gradients.buffers.num_staging = NUM_GRADIENT_STAGING
             executor.update_at_once = self._update_at_once
-        elif self._max_grad_norm is not None and not executor.gradients.buffers.waits:
-            executor.host.allocate_gradients()
+        elif self._max_grad_norm is not None and executor.gradients.buffers.in_ram:
+            executor.host.allocate_gradients(executor.gradients.buffers.in_ram)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> StepStats:  # type: ignore[override]

@@ -38,12 +38,12 @@ def tiers_of(config: Config, choice: Choice | None = None, *, resumes: bool = Fa
     if given == "auto" or not given.nvme:
         return None
     count = config.train.grad_accumulation
-    known = replace(Choice(gradients="host", lockstep=count), **(choice or config.choice).given)
+    known = replace(Choice(lockstep=count), **(choice or config.choice).given)
     return Tiers(
         nvme=tuple(map(Path, given.nvme)),
         ram=config.memory.host_budget,
         owner=str(Path(config.out).absolute()),
-        keeps_gradients=known.keeps_gradients(count),
+        keeps_gradients=not known.uses_gradients_up(count),
         resumes=resumes,
     )
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megatrain.config import apply_overrides, build_config, config_keys
-from megatrain.config.choice import AUTO, BOUNDARIES, GRADIENTS, KEYS, POLICIES, Choice, Updates, read_choice
+from megatrain.config.choice import AUTO, BOUNDARIES, GRADIENTS, KEYS, POLICIES, Choice, Updates
+from megatrain.config.read_choice import read_choice
 from megatrain.errors import ConfigError
 
 NAMES = [field.name for field in fields(Choice)]
@@ -64,7 +65,7 @@ def test_defaults_are_the_plainest() -> None:
         outer_resident=False,
         lockstep=1,
         updates="deferred",
-        gradients="host",
+        gradients=("host",) * 3,
         tiers=frozenset(),
         blocks_in_ram=0,
         weights_in_ram=0,
@@ -153,7 +154,7 @@ def test_fields_are_joined() -> None:
         ),
         ({"activations": ["keep", "some"]}, "activations is 'some'; use keep"),
         ({"boundaries": "disk"}, "boundaries is 'disk'; use device, host, nvme or auto"),
-        ({"gradients": "nvme"}, "gradients is 'nvme'; use host, device or auto"),
+        ({"gradients": "disk"}, "gradients is 'disk'; use host, device, nvme or auto"),
         ({"updates": "late"}, "updates is 'late'; use deferred, immediate, serial or auto"),
         ({"fragments": "yes"}, "fragments is 'yes'; use False, True or auto"),
     ],

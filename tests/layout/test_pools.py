@@ -63,7 +63,7 @@ def test_device_pools_are_those_of_a_table() -> None:
             num_slots=3,
             num_gradient_buffers=2,
             is_wide=is_wide,
-            gradients_wait=True,
+            waiting=blocks.streamed,
             moments=MomentFormat.INT8,
         )
 

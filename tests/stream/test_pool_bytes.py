@@ -50,7 +50,13 @@ CASES = {
     "rounds": Case({"lockstep": 1, "activations": "recompute"}),
     "saved": Case({"boundaries": "host", "lockstep": 2, "activations": ["offload", *["recompute"] * 3]}),
     "drives": Case(
-        {"boundaries": "nvme", "lockstep": 2, "activations": ["offload", *["recompute"] * 3]}, on_drives=True
+        {
+            "boundaries": "nvme",
+            "lockstep": 2,
+            "activations": ["offload", *["recompute"] * 3],
+            "gradients": ["host", "device", "nvme", "nvme"],
+        },
+        on_drives=True,
     ),
 }
 """All of two micro-batches of a model of four layers."""
@@ -75,6 +81,7 @@ POOLS = {
     "state_buffer": ("drives", "ram"),
     "weights_buffer": ("drives", "ram"),
     "scratch_room": ("drives", "scratch"),
+    "parked_gradient": ("drives", "scratch"),
 }
 """By function of `layout.pools`: a run that has the pool, and where the pool is."""
 
@@ -181,8 +188,8 @@ def measure(case: Case, root: Path, limits: Mapping[str, int]) -> Bytes:
     }
     if isinstance(engine.host, tiered.TieredState):
         allocated["nvme"] = sum(engine.host.on_drives.store.drive_bytes)
-        assert engine.arrangement.scratch is not None
-        allocated["scratch"] = engine.arrangement.scratch.nbytes
+        rooms = engine.arrangement.scratch, engine.arrangement.parking
+        allocated["scratch"] = sum(room.nbytes for room in rooms if room is not None)
     engine.detach()
     return Bytes(planned, allocated, loss)
 

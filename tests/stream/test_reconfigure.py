@@ -42,7 +42,9 @@ def random_choice(chance: random.Random, *, fragments: bool = False, clips: bool
         outer_resident=chance.random() < 0.5,
         lockstep=lockstep,
         updates=updates,
-        gradients="host" if updates == "immediate" else chance.choice(("host", "device")),
+        gradients=tuple(
+            "host" if updates == "immediate" else chance.choice(("host", "device")) for _ in range(4)
+        ),
     ).with_defaults(4)
 
 
@@ -318,8 +320,8 @@ def test_an_engine_with_state_on_drives_changes_too(device: str, tmp_path: Path)
     assert engine.choice.tier("moments") == "nvme"
     for step in range(NUM_STEPS):
         if step:
-            places = ("host", "device")
-            changed = replace(engine.choice, num_slots=2 + step % 2, gradients=places[step % 2])
+            places = (("host",) * 4, ("device",) * 4, ("device", "host", "nvme", "nvme"), ("nvme",) * 4)
+            changed = replace(engine.choice, num_slots=2 + step % 2, gradients=places[step % 4])
             engine.reconfigure(replace(changed, updates=("deferred", "serial")[step % 3 == 0]))
         loss, norm = one_step(engine, optimizer, step)
         assert_same_bits(loss, expected[step][0], f"loss of step {step}")

@@ -93,7 +93,7 @@ def test_gradients_wait_on_the_device_where_the_host_is_short() -> None:
     engine = megatrain.attach(
         model, device="emulated", precision="bf16", batch=BATCH, host_limit=int(13.5 * numel)
     )
-    assert engine.choice.gradients == "device"
+    assert "device" in engine.choice.gradients
     assert engine.choice.lockstep == 3, "they wait for the norm of one round"
     engine.detach()
 

@@ -15,6 +15,7 @@ from megatrain.errors import CapacityError, CheckpointError, ConfigError
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.moments import MOMENT_PLANES, MomentFormat, num_scales
+from megatrain.layout.totals import BlockTotals
 from megatrain.model.profile.count import count_anatomy
 from megatrain.optim import pool
 from megatrain.plan.memory.block_sums import BlockSums, list_blocks
@@ -193,7 +194,7 @@ def test_device_bytes_of_residents_are_as_planned(state: str) -> None:
         num_slots=choice.num_slots,
         num_gradient_buffers=choice.num_gradient_buffers,
         is_wide=False,
-        gradients_wait=False,
+        waiting=BlockTotals(())[:],
         moments=engine.arrangement.moments,
     )
     assert engine.device_bytes_peak == sum(sizes.values())

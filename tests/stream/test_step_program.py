@@ -45,7 +45,10 @@ AXES: dict[str, tuple[Any, ...]] = {
     "updates": ("deferred", "immediate", "serial"),
     "fragments": (False, True),
     "rounds": ((1, 1), (1, 3), (2, 1), (3, 1), (2, 2)),
-    "place": ("ram", "resident layers", "all resident", "waiting gradients", "drives", "weights on drives"),
+    "place": (
+        *("ram", "resident layers", "all resident", "drives", "weights on drives"),
+        *("waiting gradients", "mixed gradients", "parked gradients", "outer streams", "outer and drives"),
+    ),
     "boundaries": ("device", "host", "nvme"),
     "precision": ("bf16", "fp32"),
     "clips": (True, False),
@@ -60,6 +63,8 @@ def is_allowed(row: dict[str, Any]) -> bool:
         return False
     if row["place"] == "waiting gradients":
         return row["updates"] == "deferred" and row["rounds"][0] == 1
+    if "gradients" in row["place"]:
+        return row["updates"] != "immediate"
     return True
 
 
@@ -126,7 +131,14 @@ def settings_of(row: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
         settings |= {"resident_layers": 3}  # and the outer blocks with them
     elif row["place"] == "waiting gradients":
         settings |= {"gradients": "device"}
-    if "drives" in row["place"] or row["boundaries"] == "nvme":
+    elif "outer" in row["place"]:
+        settings |= {"outer_streams": True}
+    elif row["place"] == "mixed gradients":
+        settings |= {"gradients": ["device", "host", "nvme"]}
+    elif row["place"] == "parked gradients":
+        settings |= {"gradients": ["nvme"] * 3}
+    is_parked = "nvme" in settings.get("gradients", "")
+    if "drives" in row["place"] or row["boundaries"] == "nvme" or is_parked:
         settings["tiers"] = Tiers(nvme=(tmp_path / "drive",), ram=1 << 30)
     return settings
 
@@ -213,6 +225,13 @@ def expected_of(operation: Operation, spec: StepSpec) -> list[Expected]:
     reads, writes = material(operation.reads), material(operation.writes)
     plain = Expected(operation.lane, reads, writes, operation.nbytes)
     match kind:
+        case Kind.FORWARD | Kind.BACKWARD if operation.is_head:  # the final norm too, and parts come inside
+            around = frozenset(("resident", number) for number in outer)
+            passes = plain._replace(writes=frozenset(), nbytes=None, may_read=around)
+            takes = Expected(operation.lane, writes=writes, nbytes=None)
+            return [takes, passes] if kind is Kind.BACKWARD and operation.collects else [passes]
+        case Kind.BACKWARD if block in spec.ends.embeddings:  # which needs no weights
+            return [Expected(operation.lane, writes=writes, nbytes=None)] * operation.collects
         case Kind.FORWARD:
             return [] if block in outer else [plain._replace(writes=frozenset())]
         case Kind.BACKWARD:
@@ -236,6 +255,8 @@ def expected_of(operation: Operation, spec: StepSpec) -> list[Expected]:
             return []  # an fp32 sum is what it is
         case Kind.HOLD if not spec.splits and operation.gradient_buffer < 0:
             return []
+        case Kind.LOAD if operation.waiting >= 0:
+            return [plain._replace(nbytes=None)]  # it does not cross the link
         case Kind.HOLD | Kind.ROUND:
             return [plain._replace(nbytes=None)]
         case Kind.COMMIT:
@@ -312,10 +333,11 @@ def test_the_engine_does_what_the_planner_prices(row: dict[str, Any], tmp_path: 
 
 
 def restored_from_where_it_was_saved(events: list[Event], operations: list[Operation]) -> int:
-    """Check that each RESTORE, and each RECALL, copies from where the same activations were put."""
+    """Check that each RESTORE, RECALL and UNPARK copies from where the same bytes were put."""
     by_lane = {lane: iter([e for e in events if e.lane is lane and e.nbytes]) for lane in Lane}
     places: dict[int, list[int]] = {}
     chunks: dict[int, set[Buffer]] = {}
+    parked: dict[int, set[Buffer]] = {}
     count = 0
     for operation in operations:
         match operation.kind:
@@ -327,6 +349,10 @@ def restored_from_where_it_was_saved(events: list[Event], operations: list[Opera
                 del places[operation.saved]
             case Kind.RECALL:
                 assert next(by_lane[Lane.RECALL]).reads == chunks.pop(operation.saved)
+            case Kind.PARK:
+                parked[operation.block] = next(by_lane[Lane.STOW]).writes
+            case Kind.UNPARK:
+                assert next(by_lane[Lane.RECALL]).reads == parked[operation.block]
             case Kind.RESTORE if operation.activation_staging < 0:
                 sources = [source for source, _ in next(by_lane[Lane.RESTORE]).copies]
                 assert sources == places.pop(operation.saved)
@@ -336,11 +362,14 @@ def restored_from_where_it_was_saved(events: list[Event], operations: list[Opera
 def changes(operations: list[Operation], spec: StepSpec, chance: random.Random) -> list[list[Operation]]:
     """Make lists in which one operation has another block, another buffer, or another length."""
     made = []
+    embeddings = spec.ends.embeddings  # whose backward needs no weights
     for name in ("block", "slot", "gradient_buffer", "staging", "drive_staging", "page", STAGING, "nbytes"):
         numbers = [
             number
             for number, operation in enumerate(operations)
-            if expected_of(operation, spec) and is_told_by(operation, name)
+            if expected_of(operation, spec)
+            and is_told_by(operation, name)
+            and not (name == "slot" and operation.kind is Kind.BACKWARD and operation.block in embeddings)
         ]
         for number in chance.sample(numbers, min(3, len(numbers))):
             old = operations[number]
@@ -362,7 +391,9 @@ def is_told_by(operation: Operation, name: str) -> bool:
             Kind.PUSH,
             Kind.READ,
         )
-        counted += (Kind.PAGE, Kind.WRITE, Kind.SPILL, Kind.STOW, Kind.RECALL)
+        counted += (Kind.PAGE, Kind.WRITE, Kind.SPILL, Kind.STOW, Kind.RECALL, Kind.PARK, Kind.UNPARK)
+        if kind is Kind.LOAD and operation.waiting >= 0:
+            return False
         return kind in counted or (kind is Kind.UPDATE and not operation.on_device)
     if name == "block":
         if kind in (Kind.FORWARD, Kind.BACKWARD):

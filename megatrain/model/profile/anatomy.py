@@ -73,6 +73,8 @@ class Fragment:
     largest_run: int = 0
     """State elements that AdamW updates in one go, at most: neighbours that all decay, or all do not."""
     forward: Cost = Cost()
+    may_stream: bool = False
+    """Outside all layers: its module's own forward alone looks the parameters up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -323,6 +323,7 @@ def _fragment(block: Block, layout: BlockLayout, kind: str, forward: Cost) -> Fr
         sizes=layout.sizes,
         largest_run=_largest_run(layout),
         forward=forward,
+        may_stream=block.caller is not None,
     )
 
 

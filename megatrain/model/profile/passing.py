@@ -102,7 +102,7 @@ class WholePassTracer:
     def run(self, micro_batch_size: int, seq_len: int) -> WholePass:
         """Pass a micro-batch of full rows."""
         meter, result = self._meter, self.result
-        head = Head(self._model, self._chunk_tokens, self._stream_again)
+        head = Head(self._model, self._chunk_tokens, lambda: self._stream_again)
         head._adds_up = True
         num_tokens = micro_batch_size * seq_len
         num_labels = min(num_tokens, _CHUNKS * head.chunk_tokens)

@@ -61,9 +61,9 @@ class Pricing:
                 return rates.offload_s(nbytes) / rates.spec.pageable_share
             case Kind.HOLD:
                 return rates.device_pass_s(2 * self._blocks[operation.block].size.offload_bytes)
-            case Kind.READ | Kind.PAGE | Kind.RECALL:
+            case Kind.READ | Kind.PAGE | Kind.RECALL | Kind.UNPARK:
                 return rates.read_s(nbytes)
-            case Kind.WRITE | Kind.STOW:
+            case Kind.WRITE | Kind.STOW | Kind.PARK:
                 return rates.write_s(nbytes)
             case Kind.SPILL:
                 return rates.host_pass_s(2 * nbytes)
@@ -95,7 +95,11 @@ class Pricing:
     def _visit_s(self, operation: Operation) -> float:
         block = self._blocks[operation.block]
         if block.layer < 0:
-            return 0.0  # what outer blocks compute is the head's
+            if not operation.is_head:
+                return 0.0  # what outer blocks compute is the head's
+            if operation.kind is Kind.FORWARD:
+                return self._costs.head_forward_s + self._costs.outer_s
+            return self._costs.head_backward_s
         if operation.kind is Kind.FORWARD:
             return self._costs.forward_s(block.layer) * block.share
         seconds = self._costs.backward_s(block.layer) * block.share

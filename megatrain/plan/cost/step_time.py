@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import islice
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.contention import Demand, Shares, memory_s
@@ -67,6 +68,8 @@ class Step:
             [block.size for block in self.blocks],
             [range(starts[number], starts[number + 1]) for number in layers],
             splits=self.anatomy.precision == "bf16",
+            tiers=self.block_sums.gradient_tiers(self.choice),
+            ends=self.block_sums.ends,
             clips=self.clips,
             drives=self.block_sums.drive_spec(self.choice),
             saved_bytes=[run.leaving_bytes for run in self.costs.runs],
@@ -218,6 +221,8 @@ def _lane_bounds(step: Step) -> dict[str, float]:
         by_then = compute - costs.step_s - forward * first_round
         limits["backward + optimizer"] = by_then + update_s
     drive: tuple[float, float] = block_sums.drive_bytes(choice, rounds)
+    parked = block_sums.gradient_places(choice, count).on_drives.total(pools.parked_gradient)
+    drive = drive[0] + parked, drive[1] + parked
     if drive != (0, 0) or choice.boundaries == "nvme":
         if choice.boundaries == "nvme":
             drive = drive[0] + restored, drive[1] + saved

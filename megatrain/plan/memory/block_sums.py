@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from weakref import WeakKeyDictionary
 
 from megatrain.config.choice import Choice
@@ -13,9 +13,9 @@ from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import largest_first
 from megatrain.layout.moments import MomentFormat
-from megatrain.layout.totals import BlockTotals, Residency
+from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
 from megatrain.model.profile.anatomy import Anatomy, Fragment, Layer
-from megatrain.plan.program.operations import BlockSize
+from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.spec import DriveSpec
 
 
@@ -65,8 +65,9 @@ def list_blocks(anatomy: Anatomy, choice: Choice, moments: MomentFormat) -> list
             found = block(parts, number, share, run, streams=not is_resident, on_device=is_resident)
             blocks.append(replace(found, is_last=place == len(groups) - 1))
     for part in anatomy.outer:
+        streams = choice.outer_streams and part.may_stream
         blocks.append(
-            block([part], -1, 0.0, part.largest_run, streams=False, on_device=choice.outer_resident)
+            block([part], -1, 0.0, part.largest_run, streams=streams, on_device=choice.outer_resident)
         )
     return blocks
 
@@ -85,17 +86,32 @@ class BlockSums:
     def __init__(self, anatomy: Anatomy, fragments: bool) -> None:
         """Count the blocks of every layer."""
         counts = [len(layer.fragments) if fragments else 1 for layer in anatomy.layers]
+        self._outer = anatomy.outer
         self.starts = [0, *accumulate(counts)]
         """First block of each layer, and the first outer block."""
         self.blocks = list_blocks(anatomy, Choice(fragments=fragments).with_defaults(0), MomentFormat.FP32)
         self.totals = BlockTotals(block.sizes for block in self.blocks)
         self.num_blocks = len(self.blocks)
         self._drive_bytes: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._samples: dict[int, list[tuple[int, bool]]] = {}
+        self._samples: dict[tuple[int, bool], list[tuple[int, bool]]] = {}
+        self._gradients_of: dict[tuple[object, ...], tuple[tuple[str, ...], GradientPlaces]] = {}
         self.placed: dict[tuple[object, ...], dict[str, int]] = {}
         """What `pools` has counted of a placement of blocks in RAM and on drives."""
         self.kinds = _kinds(anatomy.layers)
         """For each layer, the first one that is like it but for its name."""
+
+    @cached_property
+    def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the outer blocks that may stream: embeddings, and heads."""
+        embeddings, heads = (
+            tuple(
+                self.first_outer + n
+                for n, part in enumerate(self._outer)
+                if part.may_stream and part.kind == kind
+            )
+            for kind in ("embedding", "head")
+        )
+        return embeddings, heads
 
     @property
     def first_outer(self) -> int:
@@ -110,11 +126,37 @@ class BlockSums:
         """Return which blocks stream, and which stay on the device."""
         first, outer = self.first_streamed(choice), self.first_outer
         resident = self.totals[:first]
+        if choice.outer_streams:
+            ends = {*self.ends[0], *self.ends[1]}
+            return Residency(
+                streamed=self.totals[first:outer] | self.totals.pick(sorted(ends)),
+                resident=resident,
+                weights_only=self.totals.pick(n for n in range(outer, self.num_blocks) if n not in ends),
+            )
         return Residency(
             streamed=self.totals[first:outer],
             resident=resident | self.totals[outer:] if choice.outer_resident else resident,
             weights_only=self.totals[:0] if choice.outer_resident else self.totals[outer:],
         )
+
+    def gradient_tiers(self, choice: Choice) -> tuple[str, ...]:
+        """Return where each block's complete gradient waits for the norm."""
+        return self._gradients(choice)[0]
+
+    def gradient_places(self, choice: Choice, num_micro_batches: int) -> GradientPlaces:
+        """Return which blocks' complete gradients wait where, in a step of so many micro-batches."""
+        if choice.uses_gradients_up(num_micro_batches):
+            return GradientPlaces.none(self.totals, self.residency(choice))
+        return self._gradients(choice)[1]
+
+    def _gradients(self, choice: Choice) -> tuple[tuple[str, ...], GradientPlaces]:
+        key = (choice.gradients, choice.resident_layers, choice.outer_resident, choice.outer_streams)
+        if key not in self._gradients_of:
+            residency = self.residency(choice)
+            layers = [range(*span) for span in pairwise(self.starts)]
+            tiers = gradient_tiers(choice.gradients, layers, residency)
+            self._gradients_of[key] = tiers, GradientPlaces.of(self.totals, residency, tiers)
+        return self._gradients_of[key]
 
     def sample(self, choice: Choice) -> list[tuple[int, bool]]:
         """Return one block of every size there is among resident, streamed and outer ones.
@@ -123,14 +165,19 @@ class BlockSums:
             Its number, and whether it is outside all layers.
         """
         first = self.first_streamed(choice)
-        if first in self._samples:
-            return self._samples[first]
+        known = (first, choice.outer_streams)
+        if known in self._samples:
+            return self._samples[known]
         sizes: dict[tuple[int, ...], int] = {}
         for number, size in enumerate(self._sizes):
-            part = 2 if number >= self.first_outer else int(number >= first)
+            is_outer = number >= self.first_outer and not self._streams_there(choice, number)
+            part = 2 if is_outer else int(number >= first)
             sizes.setdefault((part, *size), number)
-        self._samples[first] = [(number, key[0] == 2) for key, number in sizes.items()]
-        return self._samples[first]
+        self._samples[known] = [(number, key[0] == 2) for key, number in sizes.items()]
+        return self._samples[known]
+
+    def _streams_there(self, choice: Choice, number: int) -> bool:
+        return choice.outer_streams and (number in self.ends[0] or number in self.ends[1])
 
     @cached_property
     def _sizes(self) -> list[tuple[int, int]]:

@@ -66,6 +66,8 @@ class DevicePeaks:
         self._layers = anatomy.layers
         self._runs = layer_runs(anatomy, choice)
         self._m = min(choice.lockstep, batch.num_micro_batches)
+        self._streams = choice.outer_streams
+        """The micro-batches pass the head when all have passed the last layer, and it takes its gradient."""
         self._is_wide = batch.num_micro_batches > 1 and anatomy.precision == "bf16"
         self._block_sums = BlockSums.of(anatomy, choice.fragments)
         self._rounded = max(self._rounded_bytes(is_resident=False), default=0) if overlaps else 0
@@ -82,9 +84,18 @@ class DevicePeaks:
         """Layers to look at: what earlier ones leave only adds up, so of those alike the last one."""
         stays = {place: self._stays(number, self._layers[number]) for place, number in last.items()}
         pairs = [stays[place] for place in places]
+        self._head_gradient = self._left_by_head()
+        """Gradients of outer weights that a micro-batch leaves from the head's backward until the end."""
         self._held = [0, *accumulate(self._m * boundary for boundary, _ in pairs)]
         self._kept = [0, *accumulate(self._m * saved for _, saved in pairs)]
         """Bytes of all micro-batches that the layers before layer n leave: boundaries, and the rest."""
+
+    def _left_by_head(self) -> int:
+        left = self._anatomy.head_gradient_bytes
+        if not self._streams:
+            return left
+        heads = self._block_sums.totals.pick(self._block_sums.ends[1])
+        return max(0, left - heads.total(pools.gradient_plane))
 
     def _places(self) -> list[tuple[object, ...]]:
         """Return for each layer all on which its moments depend, but for what earlier layers leave.
@@ -130,7 +141,8 @@ class DevicePeaks:
         Those of streamed blocks are rounded on their way home; where they wait, there is their place.
         """
         first = self._block_sums.first_streamed(self._choice)
-        if not is_resident and not (self._is_wide and self._choice.gradients == "host"):
+        leaves = any(place != "device" for place in self._choice.gradients)
+        if not is_resident and not (self._is_wide and leaves):
             return
         for number, is_outer in self._block_sums.sample(self._choice):
             if (is_outer or number < first) is is_resident:
@@ -225,7 +237,8 @@ class DevicePeaks:
         policy = self._runs[number].policy
         boundary, rest = self._stays(number, layer)
         is_last = number == len(self._layers) - 1
-        passed = self._anatomy.head_saved_bytes if is_last else layer.boundary_bytes
+        goes_on = is_last and not self._streams
+        passed = self._anatomy.head_saved_bytes if goes_on else layer.boundary_bytes
         leaving = self._leaving(number, place)
         working = layer.forward_peak_bytes[policy] + self._full(number) - layer.boundary_bytes
         working += self._scratch[number]
@@ -241,10 +254,11 @@ class DevicePeaks:
         anatomy, last = self._anatomy, len(self._layers) - 1
         boundary, rest = self._stays(last, self._layers[last])
         waiting = (self._m - 1 - place) * self._layers[last].boundary_bytes
+        passed = self._m if self._streams else place + 1
         return DevicePeak(
             "forward of the head",
-            boundaries=self._held[last] + (place + 1) * boundary + waiting,
-            saved=self._kept[last] + (place + 1) * rest + self._leaving(last, 0),
+            boundaries=self._held[last] + passed * boundary + waiting,
+            saved=self._kept[last] + passed * rest + self._leaving(last, 0),
             working=anatomy.head_forward_peak_bytes
             + place * anatomy.head_saved_bytes
             + self._beside(last, place),
@@ -254,11 +268,12 @@ class DevicePeaks:
         """The backward of a micro-batch is in the head; those of `place` others have left the last layer."""
         anatomy, last = self._anatomy, len(self._layers) - 1
         boundary, rest = self._stays(last, self._layers[last])
-        left = place * (anatomy.head_gradient_bytes + self._layers[last].boundary_bytes)
+        left = place * (self._head_gradient + self._layers[last].boundary_bytes)
+        passed = self._m if self._streams else self._m - place
         return DevicePeak(
             "backward of the head",
-            boundaries=self._held[last] + (self._m - place) * boundary,
-            saved=self._kept[last] + (self._m - place) * rest + self._leaving(last, 0),
+            boundaries=self._held[last] + passed * boundary,
+            saved=self._kept[last] + passed * rest + self._leaving(last, 0),
             working=anatomy.head_backward_peak_bytes
             + (self._m - 1 - place) * anatomy.head_saved_bytes
             + left
@@ -292,11 +307,11 @@ class DevicePeaks:
                 )
             working = max(working, at_end)
         working = max(working, self._rounding(number, layer, place) - layer.boundary_bytes)
-        if is_last:
+        if is_last and not self._streams:
             beside = place * layer.boundary_bytes + (m - 1 - place) * anatomy.head_saved_bytes
-            of_head = (place + 1) * anatomy.head_gradient_bytes
+            of_head = (place + 1) * self._head_gradient
         else:
-            beside, of_head = (m - 1) * layer.boundary_bytes, m * anatomy.head_gradient_bytes
+            beside, of_head = (m - 1) * layer.boundary_bytes, m * self._head_gradient
         is_dropped = self._runs[number].is_dropped
         remade = self._remade(number) - place * layer.boundary_bytes if is_dropped else 0
         return DevicePeak(
@@ -336,7 +351,7 @@ class DevicePeaks:
             boundaries=self._held[number] + self._remade(number),
             saved=self._kept[number],
             working=self._layers[number - 1].rerun_peak_bytes
-            + self._m * (layer.boundary_bytes + self._anatomy.head_gradient_bytes)
+            + self._m * (layer.boundary_bytes + self._head_gradient)
             + self._in_backward(),
         )
 
@@ -345,7 +360,7 @@ class DevicePeaks:
         return DevicePeak(
             "backward of the embedding",
             working=anatomy.embedding_peak_bytes
-            + self._m * anatomy.head_gradient_bytes
+            + self._m * self._head_gradient
             + (self._m - 1) * first.boundary_bytes
             + self._in_backward(),
         )

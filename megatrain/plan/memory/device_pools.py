@@ -52,11 +52,11 @@ def host_planes(
 
     Planes that are on a drive are counted too: `Choice.tier` says where each is.
     """
-    blocks = BlockSums.of(anatomy, choice.fragments).residency(choice)
+    block_sums = BlockSums.of(anatomy, choice.fragments)
+    blocks = block_sums.residency(choice)
     planes = pools.state_planes(blocks.all, blocks.all, state) | pools.gradient_planes(
         blocks.all,
-        blocks.on_host,
-        is_staged=not choice.keeps_gradients(batch.num_micro_batches),
+        block_sums.gradient_places(choice, batch.num_micro_batches),
         accumulates=choice.num_rounds(batch.num_micro_batches) > 1 and anatomy.precision == "bf16",
     )
     together = min(choice.lockstep, batch.num_micro_batches)
@@ -73,12 +73,13 @@ def host_planes(
 
 def _allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: MomentFormat) -> list[Pool]:
     """Return what the engine allocates and keeps."""
+    block_sums = BlockSums.of(anatomy, choice.fragments)
     sizes = pools.device_pools(
-        BlockSums.of(anatomy, choice.fragments).residency(choice),
+        block_sums.residency(choice),
         num_slots=choice.num_slots,
         num_gradient_buffers=choice.num_gradient_buffers,
-        is_wide=batch.num_micro_batches > 1,
-        gradients_wait=choice.gradients == "device",
+        is_wide=batch.num_micro_batches > 1 or choice.outer_streams,
+        waiting=block_sums.gradient_places(choice, batch.num_micro_batches).on_device,
         moments=state,
     )
     return [Pool(tier="device", name=name, nbytes=nbytes) for name, nbytes in sizes.items()]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megatrain.config.choice import Choice, Pool, StepBatch
 from megatrain.layout import pools
+from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import SCRATCH_CHUNK_BYTES
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
@@ -22,7 +23,7 @@ def host_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: Moment
     sizes = host_planes(anatomy, choice, batch, state=state)
     if choice.tiers:
         sizes |= _placed(block_sums, choice)
-    elif choice.boundaries == "nvme":  # a run with drives commits its state there, wherever it lives
+    elif choice.has_scratch_on_drives:  # a run with drives commits its state there, wherever it lives
         sizes |= _buffers(block_sums, replace(choice, blocks_in_ram=block_sums.num_blocks))
     return [
         Pool("ram", name, nbytes, is_exact=name not in _PEAKS) for name, nbytes in sizes.items() if nbytes
@@ -31,13 +32,20 @@ def host_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: Moment
 
 def drive_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> list[Pool]:
     """Return what is on the drives: two copies of everything, so that a commit is whole."""
-    if not choice.tiers and choice.boundaries != "nvme":
+    if not choice.tiers and not choice.has_scratch_on_drives:
         return []
     block_sums = BlockSums.of(anatomy, choice.fragments)
-    state = pools.drive_pools(block_sums.totals[:])
-    return [Pool("nvme", name, nbytes) for name, nbytes in state.items()] + (
-        [_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else []
-    )
+    found = [Pool("nvme", name, n) for name, n in pools.drive_pools(block_sums.totals[:]).items()]
+    found += [_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else []
+    places = block_sums.gradient_places(choice, batch.num_micro_batches)
+    if places.on_drives:
+        room = places.on_drives.total(_parked_room, SCRATCH_CHUNK_BYTES)
+        found.append(Pool("nvme", "waiting gradients", room, is_exact=False))
+    return found
+
+
+def _parked_room(sizes: BlockBytes, chunk_bytes: int) -> int:
+    return pools.scratch_room(pools.parked_gradient(sizes), chunk_bytes)
 
 
 def _scratch(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> Pool:

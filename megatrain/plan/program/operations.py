@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from megatrain.layout.block_bytes import BlockBytes
-from megatrain.layout.moments import MomentFormat
-
 Buffer: TypeAlias = tuple[str, int]
 """A kind and an index: ("slot", 0), ("gradient_buffer", 1), ("working", block), ("gradient", block), ..."""
 
@@ -38,10 +35,10 @@ class Lane(str, Enum):
     WRITE = "nvme_write"
     """State on its way back to the drives, and its commits."""
     STOW = "nvme_stow"
-    """Saved activations on their way to the drives. Not `WRITE`: a forward would wait there for the updates
-    of the step before."""
+    """Saved activations and gradients on their way to the drives. Not `WRITE`: a forward would wait there for
+    the updates of the step before."""
     RECALL = "nvme_recall"
-    """Saved activations on their way back."""
+    """These on their way back."""
 
 
 class Kind(str, Enum):
@@ -72,6 +69,11 @@ class Kind(str, Enum):
     """Write what a SAVE has copied to the host on to the drives."""
     RECALL = "recall"
     """Read it back, ahead of its RESTORE."""
+    PARK = "park"
+    """Write a complete gradient that an OFFLOAD has copied to the host on to the drives, to wait there for
+    the norm."""
+    UNPARK = "unpark"
+    """Read it back, ahead of its update."""
     ROUND = "round"
     """Round a complete sum to the working dtype where it is, and sum its squares."""
     NORM = "norm"
@@ -116,6 +118,8 @@ _LANES = {
     Kind.RESTORE: Lane.RESTORE,
     Kind.STOW: Lane.STOW,
     Kind.RECALL: Lane.RECALL,
+    Kind.PARK: Lane.STOW,
+    Kind.UNPARK: Lane.RECALL,
     Kind.ROUND: Lane.HOST,
     Kind.NORM: Lane.HOST,
     Kind.UPDATE: Lane.HOST,
@@ -173,6 +177,9 @@ class Operation:
     """BACKWARD only: gradients add up, in a buffer of the ring or in the resident block's own."""
     adds: bool = False
     """The gradient adds to that of the round's micro-batches before."""
+    is_head: bool = False
+    """Of a head that streams: FORWARD and BACKWARD are also what HEAD and HEAD_BACKWARD are of others, and
+    the gradient comes in parts, one for each chunk of tokens, that add up in fp32."""
     loads: bool = False
     """The gradient adds to what earlier rounds of the step left."""
     is_last: bool = True
@@ -190,7 +197,7 @@ class Operation:
     @property
     def is_single(self) -> bool:
         """Whether one backward makes the whole gradient, which is then in the working dtype already."""
-        return self.completes and self.is_last and not self.loads and not self.adds
+        return self.completes and self.is_last and not self.loads and not self.adds and not self.is_head
 
     @property
     def lane(self) -> Lane:
@@ -213,8 +220,12 @@ class Operation:
                 return (("resident", self.block), ("device_moments", self.block))
             case Kind.COMMIT:
                 return (("meta", 0), *(("drive", block) for block in self.blocks))
-            case Kind.LOAD:
-                return (("waiting", self.waiting) if self.waiting >= 0 else ("gradient", self.block),)
+            case Kind.LOAD if self.waiting >= 0:
+                return (("waiting", self.waiting),)
+            case Kind.LOAD | Kind.PARK:
+                return (home_buffer(self.block, self.staging),)
+            case Kind.UNPARK:
+                return (("parked", self.block),)
             case Kind.FORWARD | Kind.BACKWARD:
                 arrived: tuple[Buffer, ...] = (("arriving", self.arrival),) if self.arrival >= 0 else ()
                 return (weights_buffer(self.block, self.slot), *arrived)
@@ -275,6 +286,10 @@ class Operation:
                 return (home_buffer(self.block, self.staging), *squares)
             case Kind.HOLD:
                 return (waiting_buffer(self.block, self.waiting), ("squares", self.block))
+            case Kind.PARK:
+                return (("parked", self.block),)
+            case Kind.UNPARK:
+                return (home_buffer(self.block, self.staging),)
             case Kind.UPDATE:
                 through: tuple[Buffer, ...] = (("drive_staging", self.drive_staging),)
                 through = through if self.drive_staging >= 0 else ()
@@ -333,47 +348,6 @@ def waiting_buffer(block: int, waiting: int) -> Buffer:
 def home_buffer(block: int, staging: int) -> Buffer:
     """Name the host buffer with a block's gradient: its part of the gradient plane, or a staging buffer."""
     return ("staging", staging) if staging >= 0 else ("gradient", block)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockSize:
-    """What a schedule needs to know of a block."""
-
-    is_streamed: bool
-    is_trained: bool
-    fetch_bytes: int
-    """Bytes of the working weights."""
-    offload_bytes: int
-    """Bytes of a complete gradient."""
-    accumulator_bytes: int
-    """Bytes of a gradient that is still adding up."""
-    update_bytes: int = 0
-    """Bytes of memory that an update reads and writes."""
-    whole_bytes: int = 0
-    """Bytes of weights, remainder and moments together: what a block updated on the device sends home."""
-    updates_on_device: bool = False
-    """A resident block with all of its state on the device: nothing of it crosses the link."""
-
-    @classmethod
-    def of(cls, sizes: BlockBytes, *, is_streamed: bool, on_device: bool, moments: MomentFormat) -> BlockSize:
-        """Return what a schedule needs to know of a block.
-
-        Args:
-            sizes: Of the block.
-            is_streamed: Its weights are on the device for a visit at a time.
-            on_device: It is updated there.
-            moments: How its moments are kept.
-        """
-        return cls(
-            is_streamed=is_streamed,
-            is_trained=sizes.num_state > 0,
-            fetch_bytes=sizes.working_bytes,
-            offload_bytes=sizes.gradient_bytes,
-            accumulator_bytes=sizes.accumulator_bytes,
-            update_bytes=sizes.update_bytes(moments),
-            whole_bytes=sizes.working_bytes + sizes.remainder_bytes + sizes.moment_bytes(moments),
-            updates_on_device=on_device,
-        )
 
 
 @dataclass(frozen=True, slots=True)

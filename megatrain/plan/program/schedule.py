@@ -11,11 +11,16 @@ eviction by furthest next use: Belady, IBM Systems Journal 5(2), 1966.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
-from megatrain.plan.program.operations import BlockSize, Kind, Operation, Program
+from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
+from megatrain.plan.program.block_size import BlockSize
+from megatrain.plan.program.operations import Kind, Operation, Program
 from megatrain.plan.program.visits import HEAD, Visit
+
+TierOf: TypeAlias = Callable[[int, bool], str]
 
 
 def schedule(
@@ -29,8 +34,7 @@ def schedule(
     num_staging: int = 0,
     first_staging: int = 0,
     updates_at_once: bool = False,
-    holds: bool = False,
-    holds_sums: bool = False,
+    tier_of: TierOf | None = None,
     outer: Sequence[int] = (),
     saved_bytes: Mapping[int, int] | None = None,
 ) -> Program:
@@ -46,8 +50,8 @@ def schedule(
         num_staging: Host buffers through which complete gradients pass, used in turn; 0: the gradient plane.
         first_staging: The first one to use.
         updates_at_once: Every complete gradient is followed by its update (the `immediate` schedule).
-        holds: Complete gradients wait on the device; `step.update_program` takes them home.
-        holds_sums: What goes on adding up in a later round waits there too.
+        tier_of: Says where the gradient of a block, complete or not, waits for the norm: `host`, `device` or
+            `nvme`. From the latter two `step.update_program` takes it home. None: the host.
         outer: Blocks in no layer, which the head reads.
         saved_bytes: By block: what a micro-batch saves to the host; none: not known.
 
@@ -55,7 +59,8 @@ def schedule(
         AssertionError: More gradients add up at the same time than there are buffers.
     """
     placing = _Placing(visits, sizes, contents, pinned)
-    rings = _Rings(visits, sizes, num_gradient_buffers, first_gradient_buffer, holds_sums=holds_sums)
+    tier_of = tier_of or _on_host
+    rings = _Rings(visits, sizes, num_gradient_buffers, first_gradient_buffer, tier_of)
     operations = placing.operations
     saving = _Saving(visits, saved_bytes or {})
     staging = first_staging
@@ -79,6 +84,7 @@ def schedule(
             "loads": visit.loads,
             "is_last": visit.is_last,
             "completes": visit.completes,
+            "is_head": visit.is_head,
         }
         visiting: dict[str, Any] = {"num_micro_batches": visit.num_micro_batches, "arrival": arrival}
         if not size.is_trained or not size.is_streamed:
@@ -92,11 +98,16 @@ def schedule(
         operations.append(Operation(kind=Kind.BACKWARD, slot=slot, **common, **visiting))
         if not visit.is_last:
             continue
-        if holds_sums or (holds and visit.completes):
-            operations.append(Operation(kind=Kind.HOLD, waiting=visit.block, **common | {"micro_batch": 0}))
+        common["micro_batch"] = 0
+        tier = tier_of(visit.block, visit.completes)
+        if tier == "device":
+            operations.append(Operation(kind=Kind.HOLD, waiting=visit.block, **common))
+            continue
+        if tier == "nvme":
+            operations += parked(Operation(kind=Kind.OFFLOAD, **common), size, rings.next_staging())
             continue
         nbytes = size.offload_bytes if visit.completes else size.accumulator_bytes
-        common |= {"micro_batch": 0, "staging": staging if visit.completes and num_staging else -1}
+        common["staging"] = staging if visit.completes and num_staging else -1
         operations.append(Operation(kind=Kind.OFFLOAD, nbytes=nbytes, **common))
         if visit.completes and updates_at_once:
             operations.append(
@@ -110,6 +121,24 @@ def schedule(
             )
         staging = (staging + 1) % num_staging if common["staging"] >= 0 else staging
     return Program(tuple(operations), tuple(placing.slots))
+
+
+def _on_host(block: int, completes: bool) -> str:
+    return "host"
+
+
+def parked(offload: Operation, size: BlockSize, staging: int) -> list[Operation]:
+    """List the two copies of a gradient to the drives: through a staging buffer, and on from there."""
+    through = replace(offload, staging=staging, nbytes=size.offload_bytes)
+    return [
+        through,
+        Operation(kind=Kind.PARK, block=through.block, staging=staging, nbytes=size.parked_bytes),
+    ]
+
+
+def unparked(block: int, size: BlockSize, staging: int) -> Operation:
+    """Return the read of a gradient from the drives into a staging buffer."""
+    return Operation(kind=Kind.UNPARK, block=block, staging=staging, nbytes=size.parked_bytes)
 
 
 def _pass_head(visit: Visit, outer: Sequence[int]) -> Operation:
@@ -138,6 +167,7 @@ class _Saving:
     def forward(self, visit: Visit, slot: int, arrival: int) -> list[Operation]:
         """List a forward, and the copy of what it saves; `arrival` is where its boundary has come back."""
         both: dict[str, Any] = {"block": visit.block, "micro_batch": visit.micro_batch}
+        both["is_head"] = visit.is_head
         both["num_micro_batches"] = visit.num_micro_batches
         if not visit.saves:
             return [Operation(kind=Kind.FORWARD, slot=slot, arrival=arrival, **both)]
@@ -244,10 +274,10 @@ class _Rings:
         sizes: Sequence[BlockSize],
         num_buffers: int,
         first: int,
-        *,
-        holds_sums: bool,
+        tier_of: TierOf,
     ) -> None:
-        self._holds_sums = holds_sums
+        self._tier_of = tier_of
+        self._staging = -1
         self._free = deque((first + number) % num_buffers for number in range(num_buffers))
         self._held: dict[int, int] = {}
         self._visits = visits
@@ -282,20 +312,33 @@ class _Rings:
             if number > position and (not self._free or self._is_passed(ahead.block, position, number)):
                 break
             self._loading.popleft()
-            operations.append(
-                Operation(
-                    kind=Kind.LOAD,
-                    block=ahead.block,
-                    gradient_buffer=self._take(ahead.block),
-                    loads=True,
-                    completes=ahead.completes,
-                    waiting=ahead.block if self._holds_sums else -1,
-                    nbytes=0 if self._holds_sums else self._sizes[ahead.block].accumulator_bytes,
-                )
-            )
+            operations += self._load(ahead)
             if number > position:
                 break
         return operations
+
+    def next_staging(self) -> int:
+        """Return the host buffer through which the next gradient passes between the device and the drives."""
+        self._staging = (self._staging + 1) % NUM_GRADIENT_STAGING
+        return self._staging
+
+    def _load(self, visit: Visit) -> list[Operation]:
+        """List the copy of what earlier rounds added up, from where it waits."""
+        block, size = visit.block, self._sizes[visit.block]
+        tier = self._tier_of(block, False)
+        load = Operation(
+            kind=Kind.LOAD,
+            block=block,
+            gradient_buffer=self._take(block),
+            loads=True,
+            completes=visit.completes,
+            waiting=block if tier == "device" else -1,
+            nbytes=0 if tier == "device" else size.accumulator_bytes,
+        )
+        if tier != "nvme":
+            return [load]
+        staging = self.next_staging()
+        return [unparked(block, size, staging), replace(load, staging=staging)]
 
     def _is_passed(self, block: int, start: int, stop: int) -> bool:
         """Whether a backward passes the block in visits `[start, stop)`: its sum is not there before."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatrain.config.choice import Choice
-from megatrain.plan.program.operations import BlockSize
-from megatrain.plan.program.visits import LayerPlan, Visit, layer_plans, round_visits
+from megatrain.plan.program.block_size import BlockSize
+from megatrain.plan.program.visits import Ends, LayerPlan, Visit, layer_plans, round_visits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +39,9 @@ class StepSpec:
     num_gradient_buffers: int
     updates: str = "deferred"
     """When the optimizer updates: `deferred`, `immediate` or `serial`."""
-    holds: bool = False
-    """Complete gradients wait on the device for the norm."""
-    holds_sums: bool = False
-    """So do sums that go on adding up: in fp32 they take no more room."""
+    tiers: Sequence[str] = ()
+    """By block, where its complete gradient waits for the norm: `host`, `device` or `nvme`; empty: all on the
+    host."""
     clips: bool = True
     splits: bool = True
     """Weights are bf16, the upper halves of fp32 masters: sums are wider than complete gradients."""
@@ -50,8 +49,10 @@ class StepSpec:
     """The first layer that backward reaches."""
     activations_on_drives: bool = False
     drives: DriveSpec | None = None
+    ends: Ends = field(default_factory=Ends)
+    """Blocks in no layer that stream."""
     outer: tuple[int, ...] = field(init=False)
-    """Blocks in no layer."""
+    """Blocks in no layer that stay on the device."""
 
     @classmethod
     def of(
@@ -61,6 +62,8 @@ class StepSpec:
         layers: Sequence[Sequence[int]],
         *,
         splits: bool,
+        tiers: Sequence[str] = (),
+        ends: tuple[Sequence[int], Sequence[int]] = ((), ()),
         clips: bool = True,
         drives: DriveSpec | None = None,
         saved_bytes: Sequence[int] | None = None,
@@ -72,6 +75,8 @@ class StepSpec:
             sizes: Of the blocks under it.
             layers: The blocks of each decoder layer.
             splits: Weights are bf16, the upper halves of fp32 masters.
+            tiers: Where each block's gradient waits; none: on the host.
+            ends: Outer blocks that may stream: embeddings, and heads.
             clips: Gradients are clipped to a norm.
             drives: Where the state is, if a part of it is on drives.
             saved_bytes: What a micro-batch saves of each layer; None: not known.
@@ -88,8 +93,8 @@ class StepSpec:
             num_slots=choice.num_slots,
             num_gradient_buffers=choice.num_gradient_buffers,
             updates=choice.updates,
-            holds=choice.gradients == "device",
-            holds_sums=choice.gradients == "device" and not splits,
+            tiers=tiers,
+            ends=_ends(ends, sizes),
             first_trained=trained.index(True) if any(trained) else 0,
             splits=splits,
             clips=clips,
@@ -100,8 +105,21 @@ class StepSpec:
     def __post_init__(self) -> None:
         """Find the outer blocks."""
         inner = {block for layer in self.layers for block in layer.blocks}
+        inner |= {*self.ends.embeddings, *self.ends.heads}
         outer = tuple(block for block in range(len(self.sizes)) if block not in inner)
         object.__setattr__(self, "outer", outer)
+
+    def tier(self, block: int, *, completes: bool = True) -> str:
+        """Return where a block's gradient goes when it leaves its buffer.
+
+        Args:
+            block: Its number.
+            completes: False: it is a sum that goes on adding up in a later round. One in fp32 waits where it
+                will be complete: it takes no more room there. Others are wider, and the host keeps them.
+        """
+        if not self.tiers or (self.splits and not completes):
+            return "host"
+        return self.tiers[block]
 
     @property
     def is_immediate(self) -> bool:
@@ -112,7 +130,8 @@ class StepSpec:
     def num_backwards(self) -> int:
         """Backward visits of one micro-batch."""
         inside = sum(len(layer.blocks) for layer in self.layers[self.first_trained :])
-        return inside + sum(self.sizes[block].is_trained for block in self.outer)
+        outside = (*self.outer, *self.ends.embeddings)
+        return inside + sum(self.sizes[block].is_trained for block in outside) + len(self.ends.heads)
 
     def visits(
         self, micro_batches: Sequence[int], *, loads: bool = False, completes: bool = True
@@ -128,6 +147,7 @@ class StepSpec:
             self.layers,
             num_micro_batches=len(micro_batches),
             outer=self.outer,
+            ends=self.ends,
             first_trained=self.first_trained,
             loads=loads,
             completes=completes,
@@ -135,3 +155,8 @@ class StepSpec:
         if all(count == 1 for count in micro_batches):
             return visits
         return [replace(v, num_micro_batches=micro_batches[v.micro_batch]) for v in visits]
+
+
+def _ends(blocks: tuple[Sequence[int], Sequence[int]], sizes: Sequence[BlockSize]) -> Ends:
+    embeddings, heads = (tuple(b for b in found if sizes[b].is_streamed) for found in blocks)
+    return Ends(embeddings, heads, tuple(block for block in embeddings if sizes[block].is_trained))

@@ -17,13 +17,14 @@ from megatrain.layout.host_buffers import (
     NUM_STATE_STAGING,
     pieces_of,
 )
+from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.drive_traffic import (
     with_activations_through,
     with_state_through,
     with_weights_through,
 )
-from megatrain.plan.program.operations import BlockSize, Kind, Operation, Program
-from megatrain.plan.program.schedule import schedule
+from megatrain.plan.program.operations import Kind, Operation, Program
+from megatrain.plan.program.schedule import parked, schedule, unparked
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.visits import Visit
 
@@ -63,8 +64,7 @@ def visits_program(
         num_staging=num_staging,
         first_staging=first_staging,
         updates_at_once=updates_at_once,
-        holds=spec.holds,
-        holds_sums=spec.holds_sums,
+        tier_of=lambda block, completes: spec.tier(block, completes=completes),
         outer=spec.outer,
         saved_bytes={layer.blocks[-1]: layer.saved_bytes for layer in spec.layers},
     )
@@ -106,7 +106,7 @@ def complete_program(
     """
     operations = []
     for number, block in enumerate(away):
-        if spec.holds:
+        if spec.tier(block) == "device":
             operations.append(Operation(kind=Kind.HOLD, block=block))
             continue
         staging = (first_staging + number) % num_staging if updates_at_once and num_staging else -1
@@ -131,21 +131,27 @@ def offload_residents(
     ]
 
 
-def offload_of_sum(spec: StepSpec, operation: Operation) -> Operation:
-    """Return the copy home of a sum whose round has not ended as foreseen; later visits load it.
+def offload_of_sum(spec: StepSpec, operation: Operation) -> list[Operation]:
+    """List the copies of a sum whose round has not ended as foreseen to where later visits load it from.
 
     Args:
         spec: Of the step.
         operation: OFFLOAD or HOLD that was foreseen.
     """
-    return replace(
+    size, tier = spec.sizes[operation.block], spec.tier(operation.block, completes=False)
+    if tier == "device":
+        return [operation]
+    if tier == "nvme":
+        return parked(operation, size, operation.staging)
+    home = replace(
         operation,
         kind=Kind.OFFLOAD,
         completes=not spec.splits,  # in fp32 the plane holds a sum like any other
         staging=-1,
         waiting=-1,
-        nbytes=spec.sizes[operation.block].accumulator_bytes,
+        nbytes=size.accumulator_bytes,
     )
+    return [home]
 
 
 def update_program(
@@ -154,6 +160,7 @@ def update_program(
     *,
     updated: Collection[int] = (),
     held: Collection[int] = (),
+    on_drives: Collection[int] = (),
 ) -> list[Operation]:
     """List the end of a step whose gradients are complete: their norm, then the updates.
 
@@ -164,8 +171,9 @@ def update_program(
         updated: Blocks that were updated at once already.
         held: Blocks whose gradients wait on the device: each is taken home before its update, and the copy
             need not wait for the norm.
+        on_drives: Blocks whose gradients wait there: each is read before its update, ahead of the norm too.
     """
-    outer = set(spec.outer)
+    outer = {*spec.outer, *spec.ends.embeddings}
     ordered = sorted(blocks, key=lambda block: (block not in outer, block))
     on_device = [block for block in sorted(blocks) if spec.sizes[block].updates_on_device]
     operations = [Operation(kind=Kind.ROUND, block=block, on_device=True) for block in on_device]
@@ -175,19 +183,22 @@ def update_program(
     operations.append(norm)
     staging = 0
     for block in ordered:
-        if block not in held:
+        size = spec.sizes[block]
+        if block in held:
+            arrives = Operation(
+                kind=Kind.OFFLOAD,
+                block=block,
+                waiting=block if size.is_streamed else -1,
+                staging=staging,
+                is_held=True,
+                nbytes=size.offload_bytes,
+            )
+        elif block in on_drives:
+            arrives = unparked(block, size, staging)
+        else:
             operations.append(_update(spec, block))
             continue
-        size = spec.sizes[block]
-        offload = Operation(
-            kind=Kind.OFFLOAD,
-            block=block,
-            waiting=block if size.is_streamed else -1,
-            staging=staging,
-            is_held=True,
-            nbytes=size.offload_bytes,
-        )
-        operations += [offload, _update(spec, block, staging=staging)]
+        operations += [arrives, _update(spec, block, staging=staging)]
         staging = (staging + 1) % NUM_GRADIENT_STAGING
     if not spec.clips:
         operations.append(Operation(kind=Kind.RELEASE, blocks=tuple(ordered)))
@@ -276,7 +287,8 @@ def step_program(spec: StepSpec, rounds: Sequence[Sequence[int]], *, in_pieces: 
         spec,
         trained,
         updated=[*inside, *away] if at_once else (),
-        held=[*inside, *away] if spec.holds else (),
+        held=[block for block in (*inside, *away) if spec.tier(block) == "device"],
+        on_drives=[block for block in inside if spec.tier(block) == "nvme"],
     )
     if spec.updates == "serial":
         operations += sync_program(spec, [b for b in trained if spec.sizes[b].updates_on_device])

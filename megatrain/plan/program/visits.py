@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 RECOMPUTED = frozenset({"recompute", "recompute_cheap", "drop_boundary"})
@@ -31,6 +31,8 @@ class Visit:
     """Forward only: its activations go to the host."""
     restores: int = -1
     """The block whose activations come back before it; -1: none."""
+    is_head: bool = False
+    """Of a head that streams: final norm, head and loss."""
     num_micro_batches: int = 1
     """More than one where a plan times several together."""
 
@@ -55,11 +57,22 @@ class LayerPlan:
     """Bytes that a micro-batch saves to the host, if they are known ahead."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The outer blocks that stream."""
+
+    embeddings: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+    trained_embeddings: tuple[int, ...] = ()
+    """Of these: backward comes to no others."""
+
+
 def round_visits(
     layers: Sequence[LayerPlan],
     *,
     num_micro_batches: int = 1,
     outer: Sequence[int] = (),
+    ends: Ends | None = None,
     first_trained: int = 0,
     loads: bool = False,
     completes: bool = True,
@@ -72,18 +85,36 @@ def round_visits(
             first, adds up gradients in their own order.
         outer: Blocks in no layer. They are in use during a whole pass: the model finds them when it begins,
             and their gradients are complete when its backward ends.
+        ends: Outer blocks that stream. The micro-batches pass the embedding as they start, and the head when
+            all of them have passed the last layer.
         first_trained: Backward ends with this layer: neither it nor what is before it is trained.
         loads: Earlier rounds of the step left gradients to add to.
         completes: No later round of the step follows.
     """
+    ends = ends or Ends()
     backward = range(num_micro_batches)
-    visits = [Visit(block, micro_batch=number) for number in reversed(backward) for block in outer]
+    visits = [
+        Visit(block, micro_batch=number)
+        for number in reversed(backward)
+        for block in (*outer, *ends.embeddings)
+    ]
+    has_head = bool(outer) and not ends.heads
     for number, layer in enumerate(layers):
         # what is saved last is needed first: it stays where it is
         is_last = number == len(layers) - 1
         saves = layer.saves and not is_last
-        visits += _forward(layer, num_micro_batches, saves=saves, passes_head=is_last and bool(outer))
-    visits += [Visit(HEAD, is_backward=True, micro_batch=number) for number in backward] if outer else []
+        visits += _forward(layer, num_micro_batches, saves=saves, passes_head=is_last and has_head)
+    visits += [
+        Visit(block, micro_batch=number, is_head=True)
+        for number in reversed(backward)
+        for block in ends.heads
+    ]
+    visits += [Visit(HEAD, is_backward=True, micro_batch=number) for number in backward] if has_head else []
+    visits += [
+        replace(_backward(block, number, num_micro_batches, loads, completes), is_head=True)
+        for number in backward
+        for block in ends.heads
+    ]
     made_again: set[int] = set()
     restored: set[int] = set()
     """Layers whose boundaries a chain has brought back: they stay until their own backward."""
@@ -111,7 +142,7 @@ def round_visits(
     visits += [
         _backward(block, number, num_micro_batches, loads, completes)
         for number in backward
-        for block in reversed(outer)
+        for block in (*ends.trained_embeddings, *reversed(outer))
     ]
     return visits
 
@@ -177,14 +208,16 @@ def layer_plans(
     )
 
 
-def marked(seen: Sequence[Visit], *, loads: bool, completes: bool) -> list[Visit]:
+def marked(
+    seen: Sequence[Visit], *, loads: bool, completes: bool, heads: Collection[int] = ()
+) -> list[Visit]:
     """Turn the bare visits of a round that was seen into visits to foresee; no activations are moved."""
     last = {visit.block: number for number, visit in enumerate(seen) if visit.is_backward}
     passed: set[int] = set()
     visits = []
     for number, visit in enumerate(seen):
         if not visit.is_backward:
-            visits.append(visit)
+            visits.append(replace(visit, is_head=visit.block in heads))
             continue
         visits.append(
             replace(
@@ -193,6 +226,7 @@ def marked(seen: Sequence[Visit], *, loads: bool, completes: bool) -> list[Visit
                 loads=loads,
                 is_last=number == last[visit.block],
                 completes=completes,
+                is_head=visit.block in heads,
             )
         )
         passed.add(visit.block)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from itertools import product
@@ -11,11 +11,8 @@ from typing import Any
 from megatrain.config.choice import AUTO, Choice
 from megatrain.errors import ConfigError
 from megatrain.layout import pools
-from megatrain.plan.memory.host_pools import placed_bytes
-from megatrain.plan.search.request import Request, excess, host_bytes, overflow, pools_of
-
-SMALL = 4
-"""Layers up to which every number of resident and kept layers is listed."""
+from megatrain.plan.search.placing import SMALL, may_wait_elsewhere, most_within, placed, placements, spread
+from megatrain.plan.search.request import Request, excess, overflow, pools_of
 
 
 class Breadth(Enum):
@@ -35,7 +32,7 @@ def list_choices(request: Request, extent: Breadth = Breadth.ALL) -> Iterator[Ch
     """Yield the choices that fit: in RAM if one does; otherwise with drives, as few bytes there as can be."""
     for tiers in _tiers(request):
         smallest = list(_frames(request, tiers, Breadth.LEAST))
-        if all(overflow(request, place_in_ram(request, frame)) for frame in smallest):
+        if all(overflow(request, placed(request, frame)) for frame in smallest):
             continue
         found = False
         for frames in (_frames(request, tiers, extent), smallest):
@@ -61,8 +58,8 @@ def first_fit(request: Request) -> Choice | None:
             bare = replace(frame, tiers=frozenset())
             if bare not in is_over:
                 is_over[bare] = "device" in overflow(request, bare)
-            if not is_over[bare] and not overflow(request, placed := place_in_ram(request, frame)):
-                return placed
+            if not is_over[bare] and not overflow(request, found := placed(request, frame)):
+                return found
     on_drives = _with_activations_on_drives(request)
     return None if on_drives is None else first_fit(on_drives)
 
@@ -87,7 +84,7 @@ def least(request: Request) -> Choice:
             "must be at least the parts of a layer, gradients wait on the device in a single round only, and "
             "boundaries on nvme need drives, moments in fp32 and no resident layer"
         )
-    return min((place_in_ram(request, frame) for frame in frames), key=shortage)
+    return min((placed(request, frame) for frame in frames), key=shortage)
 
 
 def least_bytes(request: Request, tier: str) -> int | None:
@@ -99,7 +96,8 @@ def least_bytes(request: Request, tier: str) -> int | None:
     """
     needs = [
         sum(pool.nbytes for pool in pools_of(request, frame) if pool.tier == tier)
-        for frame in _smallest(request)
+        for bare in _smallest(request)
+        for frame in spread(request, bare)
         if not overflow(request, frame).keys() - {tier}
     ]
     return min(needs, default=None)
@@ -130,7 +128,8 @@ def least_held(request: Request, tier: str) -> int | None:
             and (pool.is_exact or (pool.name == "boundaries" and 1 < count <= frame.lockstep))
         )
         + leaving(frame)
-        for frame in _smallest(request)
+        for bare in _smallest(request)
+        for frame in spread(request, bare)
         if not overflow(request, frame).keys() - {tier}
     ]
     return min(needs, default=None)
@@ -153,7 +152,7 @@ def _smallest(request: Request) -> Iterator[Choice]:
 
 def uses_drives(choice: Choice) -> bool:
     """Whether something of a choice waits on drives."""
-    return bool(choice.tiers) or choice.boundaries == "nvme"
+    return bool(choice.tiers) or choice.has_scratch_on_drives
 
 
 def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
@@ -169,8 +168,8 @@ def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
 def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth) -> Iterator[Choice]:
     """Yield choices with nothing resident and nothing kept: what is left of the device fills them."""
     anatomy, batch = request.anatomy, request.batch
-    given = request.choice
     num_layers = len(anatomy.layers)
+    given = request.choice.for_layers(num_layers)
     most = max(len(layer.fragments) for layer in anatomy.layers)
     bases: list[tuple[str, ...]] = [given.activations]
     if given.activations == AUTO:
@@ -184,13 +183,13 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
         enough = min(locksteps, key=lambda m: abs(m * request.anatomy.tokens - _ROUND_TOKENS))
         locksteps = [batch.num_micro_batches, enough]
     comes_apart = most > 1 and extent in (Breadth.LEAST, Breadth.ALL)
-    for fragments, lockstep, boundaries, updates, gradients, outer, activations in product(
+    for fragments, lockstep, boundaries, updates, outer, streams, activations in product(
         values_of(given.fragments, [False, True] if comes_apart else [False]),
         values_of(given.lockstep, sorted(set(locksteps))),
         values_of(given.boundaries, ["device"] if is_coarse else ["device", "host"]),
         values_of(given.updates, ["deferred"] if request.clips else ["deferred", "immediate"]),
-        values_of(given.gradients, ["host"] if is_coarse else ["host", "device"]),
         values_of(given.outer_resident, [False] if is_least else outer_options(request)),
+        values_of(given.outer_streams, stream_options(request) if is_least else [False]),
         bases,
     ):
         base = activations[0] if given.activations == AUTO else ""
@@ -211,9 +210,10 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
                 fragments=fragments,
                 resident_layers=decided(given.resident_layers, 0),
                 outer_resident=outer,
+                outer_streams=streams,
                 lockstep=lockstep,
                 updates=updates,
-                gradients=gradients,
+                gradients=decided(given.gradients, ("host",) * num_layers),
                 tiers=tiers,
                 blocks_in_ram=decided(given.blocks_in_ram, 0),
                 weights_in_ram=decided(given.weights_in_ram, 0),
@@ -228,12 +228,14 @@ def is_allowed(request: Request, choice: Choice) -> bool:
     parts = max(len(layer.fragments) for layer in request.anatomy.layers) if choice.fragments else 1
     if choice.lockstep > 1 and choice.num_gradient_buffers < parts:
         return False  # the gradients of a layer's fragments add up at the same time
+    if choice.outer_streams and (choice.outer_resident or not may_stream_outer(request)):
+        return False
     if uses_drives(choice) and (choice.outer_resident or choice.resident_layers):
         return False  # from drives no block goes to the device for good
-    if choice.boundaries == "nvme" and (request.spec.drives is None or request.state != "fp32"):
+    if choice.has_scratch_on_drives and (request.spec.drives is None or request.state != "fp32"):
         return False
-    if choice.gradients == "device":  # they wait for one norm, so they must be of one round
-        return choice.updates == "deferred" and choice.lockstep >= request.batch.num_micro_batches
+    if any(place != "host" for place in choice.gradients):
+        return may_wait_elsewhere(request, choice)
     return True
 
 
@@ -252,6 +254,16 @@ def outer_options(request: Request) -> list[bool]:
     return [False] if request.spec.is_cpu else [True, False]
 
 
+def may_stream_outer(request: Request) -> bool:
+    """Whether embedding and head can stream: not if they are tied."""
+    return {part.kind for part in request.anatomy.outer if part.may_stream} == {"embedding", "head"}
+
+
+def stream_options(request: Request) -> list[bool]:
+    """List whether outer blocks may stream; to a CPU they would only be copied."""
+    return [False, True] if may_stream_outer(request) and not request.spec.is_cpu else [False]
+
+
 def lockstep_sizes(count: int) -> list[int]:
     """List numbers of micro-batches per round: all, half, a quarter, ..., one."""
     numbers = [count]
@@ -268,9 +280,12 @@ def slot_counts(num_blocks: int, parts: int) -> list[int]:
 
 def fill(request: Request, frame: Choice) -> Iterator[Choice]:
     """Yield what a frame becomes when the rest of the device holds resident layers and kept activations."""
-    frame = place_in_ram(request, frame)
-    if overflow(request, frame):
-        return
+    for placement in placements(request, frame):
+        if not overflow(request, placement):
+            yield from _filled(request, placement)
+
+
+def _filled(request: Request, frame: Choice) -> Iterator[Choice]:
     num_layers = len(request.anatomy.layers)
     given = request.choice
     if given.resident_layers != AUTO:
@@ -278,7 +293,7 @@ def fill(request: Request, frame: Choice) -> Iterator[Choice]:
     elif request.spec.is_cpu or uses_drives(frame):
         residents = [0]
     else:
-        most = _most(num_layers, lambda n: excess(request, replace(frame, resident_layers=n)))
+        most = most_within(num_layers, lambda n: excess(request, replace(frame, resident_layers=n)))
         residents = sorted(set(range(most + 1)) if num_layers <= SMALL else {0, most // 2, most})
     for number in residents:
         choice = replace(frame, resident_layers=number)
@@ -309,7 +324,7 @@ def keep_more(request: Request, choice: Choice) -> Iterator[Choice]:
         def last(count: int, is_cheap: bool = is_cheap) -> Choice:
             return _with_last(choice, count * is_cheap, count * (not is_cheap))
 
-        most = _most(num_layers, lambda n, last=last: excess(request, last(n)))  # type: ignore[misc]
+        most = most_within(num_layers, lambda n, last=last: excess(request, last(n)))  # type: ignore[misc]
         if not most:
             continue
         yield last(most)
@@ -318,7 +333,7 @@ def keep_more(request: Request, choice: Choice) -> Iterator[Choice]:
             def mixed(count: int, most: int = most) -> Choice:
                 return _with_last(choice, most - count, count)
 
-            more = _most(most, lambda n, mixed=mixed: excess(request, mixed(n)))  # type: ignore[misc]
+            more = most_within(most, lambda n, mixed=mixed: excess(request, mixed(n)))  # type: ignore[misc]
             if more:
                 yield mixed(more)
 
@@ -326,51 +341,3 @@ def keep_more(request: Request, choice: Choice) -> Iterator[Choice]:
 def _with_last(choice: Choice, num_cheap: int, num_kept: int) -> Choice:
     activations = choice.activations[: len(choice.activations) - num_cheap - num_kept]
     return replace(choice, activations=(*activations, *["recompute_cheap"] * num_cheap, *["keep"] * num_kept))
-
-
-def place_in_ram(request: Request, choice: Choice) -> Choice:
-    """Keep in RAM what fits of what could be on the drives: first weights, then state; the largest blocks."""
-    if not choice.tiers or request.choice.blocks_in_ram != AUTO:
-        return choice
-
-    limit = request.limits["ram"]
-    assert limit is not None
-    others = host_bytes(request, choice) - placed_bytes(request.anatomy, choice)
-    if request.spec.is_cpu:  # what is on the device does not change
-        others += sum(pool.nbytes for pool in pools_of(request, choice) if pool.tier == "ram")
-        others -= host_bytes(request, choice)
-
-    def over(**counts: int) -> int:
-        placed = replace(choice, **counts)  # type: ignore[arg-type]
-        return placed_bytes(request.anatomy, placed) + others - limit
-
-    num_blocks = sum(len(layer.fragments) if choice.fragments else 1 for layer in request.anatomy.layers)
-    num_blocks += len(request.anatomy.outer)
-    weights = 0
-    if choice.tier("working") == "nvme":
-        weights = _most(num_blocks, lambda n: over(weights_in_ram=n))
-    most = weights if choice.tier("working") == "nvme" else num_blocks
-    state = _most(most, lambda n: over(blocks_in_ram=n, weights_in_ram=weights))
-    return replace(choice, blocks_in_ram=state, weights_in_ram=weights)
-
-
-def _most(limit: int, over: Callable[[int], int]) -> int:
-    """Return the largest number up to `limit` that is not over by a byte; 0 is allowed anyway.
-
-    Bytes grow nearly evenly with the number, so a line through what is known guesses better than the middle.
-    """
-    above = over(limit)
-    if limit == 0 or above <= 0:
-        return limit
-    low, high, below = 0, limit, min(0, over(0))
-    is_even = True
-    while high - low > 1:
-        guess = low + int((high - low) * -below / (above - below)) if is_even else (low + high) // 2
-        guess = min(max(guess, low + 1), high - 1)
-        bytes_over = over(guess)
-        is_even = not is_even or high - low < 2 * min(guess - low, high - guess)
-        if bytes_over <= 0:
-            low, below = guess, bytes_over
-        else:
-            high, above = guess, bytes_over
-    return low

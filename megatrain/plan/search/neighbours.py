@@ -8,18 +8,18 @@ from itertools import product
 
 from megatrain.config.choice import AUTO, POLICIES, Choice
 from megatrain.plan.search.choices import (
-    SMALL,
     decided,
     fill,
     is_allowed,
     keep_more,
     lockstep_sizes,
     outer_options,
-    place_in_ram,
     slot_counts,
+    stream_options,
     uses_drives,
     values_of,
 )
+from megatrain.plan.search.placing import SMALL, place_in_ram
 from megatrain.plan.search.request import Request
 
 
@@ -35,10 +35,10 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
     changes: dict[str, Sequence[object]] = {
         "num_slots": slot_counts(num_layers * parts, parts),
         "num_gradient_buffers": [parts, parts + 1],
-        "gradients": ["host", "device"],
         "updates": ["deferred"] if request.clips else ["deferred", "immediate"],
         "boundaries": ["device", "host"],
         "outer_resident": outer_options(request),
+        "outer_streams": stream_options(request),
         "lockstep": lockstep_sizes(request.batch.num_micro_batches),
     }
     is_open = given.activations == AUTO
@@ -85,7 +85,7 @@ def _changed(request: Request, frame: Choice, name: str, value: object, parts: i
     if name == "lockstep" and request.choice.num_gradient_buffers == AUTO:
         changed = replace(changed, num_gradient_buffers=parts + (changed.lockstep > 1))
     if name == "updates" and value == "immediate":
-        changed = replace(changed, gradients="host")
+        changed = replace(changed, gradients=("host",) * len(changed.activations))
     if is_allowed(request, changed):
         yield from fill(request, changed)
 

@@ -92,8 +92,8 @@ def _bytes(step: Step) -> dict[str, int]:
         "saved": moved(Kind.SAVE),
         "restored": moved(Kind.RESTORE),
         "updated": moved(Kind.UPDATE),
-        "drive_read": moved(Kind.READ, Kind.PAGE, Kind.RECALL),
-        "drive_written": moved(Kind.WRITE, Kind.STOW),
+        "drive_read": moved(Kind.READ, Kind.PAGE, Kind.RECALL, Kind.UNPARK),
+        "drive_written": moved(Kind.WRITE, Kind.STOW, Kind.PARK),
     }
 
 

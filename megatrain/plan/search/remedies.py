@@ -157,7 +157,7 @@ def _with_others(request: Request, names: list[str]) -> Remedy | None:
 
 def _as_setting(name: str, choice: Choice) -> Any:
     value = getattr(choice, name)
-    if name == "activations":
+    if isinstance(value, tuple):  # one for each layer
         return value[0] if len(set(value)) == 1 else AUTO
     return value
 

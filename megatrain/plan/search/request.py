@@ -139,6 +139,11 @@ def overflow(request: Request, choice: Choice) -> dict[str, int]:
     return {tier: nbytes for tier, nbytes in _over(request, choice) if nbytes > 0}
 
 
+def overflowing(request: Request, choice: Choice, tier: str) -> int:
+    """Return by how many bytes a choice is over the limit of a tier that has one; negative: what is left."""
+    return dict(_over(request, choice))[tier]
+
+
 def excess(request: Request, choice: Choice) -> int:
     """Return by how many bytes a choice is over the limit of the tier that it fits into least."""
     return max(nbytes for _, nbytes in _over(request, choice))

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from megatrain.config.choice import Choice
 from megatrain.plan.cost.step_time import Step
-from megatrain.plan.search.choices import SMALL, Breadth, list_choices
+from megatrain.plan.search.choices import Breadth, list_choices
 from megatrain.plan.search.neighbours import neighbours
+from megatrain.plan.search.placing import SMALL
 from megatrain.plan.search.request import Request, overflow
 
 SEARCH_S = 0.8
@@ -145,8 +146,10 @@ def _complexity(choice: Choice) -> tuple[int, ...]:
         len(choice.tiers),
         choice.boundaries != "device",
         sum(policy in ("offload", "drop_boundary") for policy in choice.activations),
-        choice.gradients != "host",
+        choice.has_scratch_on_drives,
+        any(place != "host" for place in choice.gradients),
         choice.fragments,
+        choice.outer_streams,
         len(set(choice.activations)),
         choice.resident_layers,
         choice.num_slots,

@@ -79,6 +79,7 @@ class Executor(Issuer):
         )
         self.spec = spec
         self._outer = [weights_buffer(block, -1) for block in spec.outer]
+        self._ends = {*spec.ends.embeddings, *spec.ends.heads}
         self._pending: deque[Operation] = deque()
         self._ring = 0
         self._stale = self._outer_at_home()
@@ -108,6 +109,10 @@ class Executor(Issuer):
 
     def end_pass(self) -> None:
         """Mark the end of a use of these weights."""
+        visit = self.open_visit
+        is_head = visit is not None and visit.block in self.spec.ends.heads
+        if visit is not None and is_head and visit.operation.kind is Kind.FORWARD:
+            self.close()
         self._is_between = False
         self.lanes.end(Lane.COMPUTE, reads=self._outer, work=self._outer_work())
 
@@ -202,7 +207,7 @@ class Executor(Issuer):
         visit = self.open_visit
         assert visit is not None
         operation = visit.operation
-        work = 0.0 if self.work is None else self.work.of(operation, is_again=visit.is_again)
+        work = self._work_of_visit(operation, is_again=visit.is_again)
         self.lanes.end(Lane.COMPUTE, reads=operation.reads, work=work)
         if operation.kind is Kind.BACKWARD and self.spec.sizes[operation.block].is_trained:
             self._take(operation, grads)
@@ -210,12 +215,10 @@ class Executor(Issuer):
         self._advance()
         self.begin_between()
 
-    def collect_resident(self, block: int, grads: Sequence[Tensor | None]) -> None:
-        """Take one backward's gradients of a resident block."""
-        buffer = [("resident_gradient", block)]
-        self.lanes.begin(Lane.COMPUTE, writes=buffer)
-        self.gradients.collect_resident(block, grads)
-        self.lanes.end(Lane.COMPUTE, writes=buffer)
+    def _work_of_visit(self, operation: Operation, *, is_again: bool) -> float:
+        if self.work is None or operation.block in self._ends:
+            return self._outer_work()
+        return self.work.of(operation, is_again=is_again)
 
     def end_backward(self) -> None:
         """Close what a backward left open: a block none of whose parameters wanted a gradient."""
@@ -260,6 +263,7 @@ class Executor(Issuer):
             blocks,
             updated=[block for block in blocks if self.gradients.homes[block] is Home.UPDATED],
             held=self.gradients.held(blocks, leave=self.states.blocks),
+            on_drives=self.gradients.parked,
         )
         with self.wholeness.step():
             self.run(program, work_of)
@@ -279,11 +283,11 @@ class Executor(Issuer):
     def wait_for_gradients(self) -> None:
         """Let the caller read the gradients, at home or where they wait; what adds up may go on adding up."""
         kinds = ["gradient"]
-        if not self.gradients.buffers.waits:
-            self.complete_gradients()
-        else:
+        if self.gradients.buffers.waits:
             self._flush_ring()
-            kinds += ["waiting", "resident_gradient"]
+            kinds += ["waiting", "resident_gradient", "parked"]
+        else:
+            self.complete_gradients()
         with self.touching(reads=[(kind, block) for kind in kinds for block in self.gradients.blocks]):
             pass
 
@@ -326,7 +330,7 @@ class Executor(Issuer):
         if operation.is_last:
             self._ring = (operation.gradient_buffer + 1) % self.gradients.buffers.num_buffers
             if not self.gradients.is_filled(operation.gradient_buffer):
-                ends = (Kind.OFFLOAD, Kind.HOLD, Kind.UPDATE)
+                ends = (Kind.OFFLOAD, Kind.HOLD, Kind.PARK, Kind.UPDATE)
                 while self._pending and self._pending[0].kind in ends:
                     assert self._pending.popleft().block == operation.block
 
@@ -357,7 +361,10 @@ class Executor(Issuer):
         if wide or (is_backward and self.update_at_once is not None):
             self.prepare_gradients(adds_up=wide, num_rounds=2)
         seen = self.seen
-        unforeseen = Visit(block, is_backward, visit.micro_batch, loads=loads, completes=not wide)
+        is_head = block in self.spec.ends.heads
+        unforeseen = Visit(
+            block, is_backward, visit.micro_batch, loads=loads, completes=not wide, is_head=is_head
+        )
         self.foresee([unforeseen], is_whole=False)
         self.seen = seen
         self._advance()
@@ -375,12 +382,8 @@ class Executor(Issuer):
         if unfinished:
             self.prepare_gradients(adds_up=True, num_rounds=2)
         for operation in unfinished:
-            if not self.gradients.is_filled(operation.gradient_buffer):
-                continue
-            if self.gradients.buffers.holds_sums:
-                self.issue(operation)
-                continue
-            self.issue(offload_of_sum(self.spec, operation))
+            if self.gradients.is_filled(operation.gradient_buffer):
+                self.run(offload_of_sum(self.spec, operation))
 
     def _advance(self) -> None:
         """Issue the copies before the next visit of a layer; work on outer blocks needs none of its own."""

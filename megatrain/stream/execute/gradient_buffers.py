@@ -1,18 +1,24 @@
-"""The memory of gradients: a ring of device buffers, places of blocks on the device, and staging on the host.
+"""The memory of gradients: a ring of device buffers, places of blocks, and staging on the host.
 
-Complete gradients that wait on the device until the norm is known take the place of the host's gradient
-plane, 2 bytes per parameter in bf16: exact clipping then needs 12 bytes per parameter of host memory. After
-the norm each block's gradient passes through one of a few host buffers on its way to its update.
+Complete gradients that wait on the device or on drives until the norm is known take the place of the host's
+gradient plane, 2 bytes per parameter in bf16: exact clipping then needs 12 bytes per parameter of host
+memory. After the norm each passes through one of a few host buffers on its way to its update.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
-from megatrain.layout.totals import Residency
+from megatrain.layout.totals import GradientPlaces, Residency
+from megatrain.plan.program.operations import Operation
+from megatrain.store.arena import Arena
+from megatrain.store.drives.scratch import Place, ScratchFiles
 from megatrain.store.state import HostState, Precision
 from megatrain.stream.lanes import Lanes
 
@@ -26,8 +32,10 @@ class GradientBuffers:
         host: HostState,
         blocks: Residency,
         num_buffers: int,
+        places: GradientPlaces,
         *,
-        waits: bool = False,
+        adds_parts: bool = False,
+        scratch: ScratchFiles | None = None,
         host_limit: int | None = None,
     ) -> None:
         """Allocate the places; the ring and what is on the host come with `prepare`.
@@ -37,7 +45,9 @@ class GradientBuffers:
             host: The model's state.
             blocks: Which stream, and which stay on the device.
             num_buffers: Buffers of the ring.
-            waits: Complete gradients of streamed blocks wait on the device for the norm.
+            places: Where complete gradients wait for the norm.
+            adds_parts: A gradient may come in parts, which add up even where there is one micro-batch.
+            scratch: Room on drives for those that wait there; None: there are no drives.
             host_limit: Bytes that the state may take on the host.
         """
         self._lanes = lanes
@@ -45,9 +55,12 @@ class GradientBuffers:
         self._blocks = blocks
         self._host_limit = host_limit
         self.num_buffers = num_buffers
-        self.waits = waits
-        self.num_staging = NUM_GRADIENT_STAGING if waits else 0
-        """Host buffers through which gradients pass if updates use them up at once, or they wait here."""
+        self.in_ram = frozenset(places.on_host)
+        """Blocks whose complete gradients wait in the gradient plane."""
+        self.waits = len(self.in_ram) < len(host.layouts)
+        """Whether others' wait elsewhere."""
+        self.num_staging = NUM_GRADIENT_STAGING if self.waits else 0
+        """Host buffers that gradients pass if updates use them up at once, or some wait elsewhere."""
         self.is_staged = False
         """Whether this step's gradients pass through them: those of several rounds cannot."""
         self._ring: list[Tensor] = []
@@ -58,25 +71,29 @@ class GradientBuffers:
             for block in blocks.staying
             if layouts[block].num_state
         }
-        self._flat = lanes.allocate(blocks.streamed.total(pools.waiting_gradient)) if waits else None
+        waiting = places.on_device.total(pools.waiting_gradient)
+        self._flat = lanes.allocate(waiting) if waiting else None
         self._starts: dict[int, int] = {}
         """By block, where its gradient waits there."""
         start = 0
-        for block in blocks.streamed:
+        for block in places.on_device:
             self._starts[block] = start
             start += pools.waiting_gradient(layouts[block].sizes)
-
-    @property
-    def holds_sums(self) -> bool:
-        """Whether what goes on adding up waits on the device too: in fp32 it takes no more room."""
-        return self.waits and self._host.precision is Precision.FP32
+        self._staged = places.staged
+        self._adds_parts = adds_parts
+        self._scratch = scratch
+        self._parked: dict[int, Place] = {}
+        """By block, the room on drives where its gradient waits."""
 
     def needs_room(self, *, adds_up: bool, num_rounds: int) -> bool:
         """Whether `prepare` would have to allocate something."""
-        self.is_staged = self._plane(num_rounds) == "staging"
-        return self._ring_bytes(adds_up=adds_up) > (self._ring[0].numel() if self._ring else 0) or (
-            self._host.arena(self._plane(num_rounds)) is None
-            or (self._is_wide(num_rounds > 1) and self._host.arena("accumulator") is None)
+        is_used_up = bool(self.num_staging) and not self.waits and num_rounds == 1
+        self.is_staged = self.waits or is_used_up
+        self._has_plane = bool(self.in_ram) and not is_used_up
+        planes = ["staging"] * self.is_staged + ["gradient"] * self._has_plane
+        planes += ["accumulator"] * self._is_wide(num_rounds > 1)
+        return self._ring_bytes(adds_up=adds_up) > (self._ring[0].numel() if self._ring else 0) or any(
+            self._host.arena(plane) is None for plane in planes
         )
 
     def prepare(self, *, adds_up: bool, num_rounds: int) -> None:
@@ -89,11 +106,12 @@ class GradientBuffers:
         Raises:
             CapacityError: The device has no room for the ring, or the host none for the accumulator plane.
         """
-        if self._plane(num_rounds) == "staging":
-            nbytes = self._blocks.on_host.largest(pools.gradient_staging)
+        if self.is_staged:
+            passing = self._staged if self.waits else self._blocks.on_host
+            nbytes = passing.largest(pools.gradient_staging)
             self._staging = self._host.allocate_staging(self.num_staging, nbytes)
-        else:
-            self._host.allocate_gradients()
+        if self._has_plane:
+            self._host.allocate_gradients(self.in_ram)
         if self._is_wide(num_rounds > 1):
             self._host.allocate_accumulators(self._host_limit)
         for plane in ("gradient", "accumulator", "staging"):
@@ -110,6 +128,9 @@ class GradientBuffers:
         flat = [] if self._flat is None else [self._flat]
         self._lanes.free([*self._ring, *self._resident.values(), *flat])
         self._ring, self._resident, self._staging, self._flat = [], {}, [], None
+        if self._scratch is not None:
+            self._scratch.close()
+        self._parked.clear()
 
     def buffer(self, block: int, gradient_buffer: int) -> Tensor:
         """Return the uint8 buffer with a block's gradient: one of the ring, or its own if that is -1."""
@@ -130,12 +151,40 @@ class GradientBuffers:
         """Return the (gradient_bytes,) uint8 part of a staging buffer that a block uses."""
         return self._staging[number][: self._host.layouts[block].gradient_bytes]
 
-    def _plane(self, num_rounds: int) -> str:
-        is_staged = self.waits or (self.num_staging and num_rounds == 1)
-        return "staging" if is_staged else "gradient"
+    def park(self, operation: Operation) -> Callable[[], object]:
+        """Return the write of what a staging buffer holds to the drives.
+
+        Raises:
+            MegatrainError: A drive has no room for it.
+        """
+        assert self._scratch is not None
+        block = operation.block
+        if block not in self._parked:
+            nbytes = pools.parked_gradient(self._host.layouts[block].sizes)
+            self._parked[block] = self._scratch.take(nbytes)
+        place = self._parked[block]
+        return partial(self._scratch.write, place, self._staging[operation.staging][: place.num_bytes])
+
+    def unpark(self, operation: Operation) -> Callable[[], object]:
+        """Return the read of what waits on the drives into a staging buffer."""
+        place = self._parked[operation.block]
+        return partial(self._read, operation.block, self._staging[operation.staging][: place.num_bytes])
+
+    def read_parked(self, block: int) -> Tensor:
+        """Return the (gradient_bytes,) uint8 gradient that waits on the drives, in new memory."""
+        nbytes = self._parked[block].num_bytes
+        buffer = Arena(nbytes).view(torch.uint8, 0, nbytes)
+        self._read(block, buffer)
+        return buffer[: self._host.layouts[block].gradient_bytes]
+
+    def _read(self, block: int, buffer: Tensor) -> None:
+        assert self._scratch is not None
+        self._scratch.read(self._parked[block], buffer, f"the gradient of block {block}")
 
     def _is_wide(self, adds_up: bool) -> bool:
         return adds_up and self._host.precision is Precision.BF16
 
     def _ring_bytes(self, *, adds_up: bool) -> int:
-        return self._blocks.streamed.largest(pools.gradient_buffer, self._is_wide(adds_up))
+        return self._blocks.streamed.largest(
+            pools.gradient_buffer, self._is_wide(adds_up or self._adds_parts)
+        )

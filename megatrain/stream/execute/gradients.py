@@ -37,6 +37,8 @@ class Home(Enum):
     """Used up: the block was updated as soon as its gradient was complete."""
     WAITING = 5
     """On the device, in the working dtype, until the norm is known."""
+    PARKED = 6
+    """On drives, likewise."""
 
 
 class Gradients:
@@ -119,6 +121,8 @@ class Gradients:
         flat = self.buffers.sums(operation.block, operation.gradient_buffer)
         if operation.waiting >= 0:
             sources = split_gradient(self.buffers.waiting(operation.block), state.layout)
+        elif operation.staging >= 0:
+            sources = split_gradient(self.home(operation), state.layout)
         elif self.homes[operation.block] is Home.ACCUMULATOR:
             assert state.accumulator is not None
             sources = state.accumulator[:edge], state.accumulator[edge:]
@@ -136,11 +140,10 @@ class Gradients:
         """Copy a gradient home, and sum the squares of what is complete on the way (offload lane)."""
         state = self._host.blocks[operation.block]
         layout = state.layout
-        home = self.home(operation)
         buffer = self.buffers.buffer(operation.block, operation.gradient_buffer)
         if operation.is_single:
             sent = buffer[: layout.gradient_bytes]
-            home.copy_(sent, non_blocking=True)
+            self.home(operation).copy_(sent, non_blocking=True)
             self._lanes.sum_of_squares(split_gradient(sent, layout), self._sums[operation.block])
         else:
             flat = self.buffers.sums(operation.block, operation.gradient_buffer)
@@ -149,7 +152,7 @@ class Gradients:
                 state.accumulator.copy_(flat, non_blocking=True)
                 return
             rounded = (flat[: layout.num_split].to(torch.bfloat16), flat[layout.num_split :])
-            for plane, part in zip(split_gradient(home, layout), rounded, strict=True):
+            for plane, part in zip(split_gradient(self.home(operation), layout), rounded, strict=True):
                 plane.copy_(part, non_blocking=True)
             self._lanes.sum_of_squares(rounded, self._sums[operation.block])
         if operation.gradient_buffer >= 0:  # a resident block's sum stays, for a backward that may follow
@@ -222,6 +225,10 @@ class Gradients:
             self.homes[operation.block] = Home.ACCUMULATOR if wide else complete
         self._is_home[operation.block] = not wide
 
+    def settle_parked(self, block: int) -> None:
+        """Note that a gradient goes on from its staging buffer to the drives."""
+        self.homes[block] = Home.PARKED
+
     def complete_on_host(self, block: int) -> None:
         """Round a gradient from the accumulator into the gradient plane, if there is one (host lane)."""
         state = self._host.blocks[block]
@@ -254,6 +261,11 @@ class Gradients:
         places = (Home.WAITING, Home.DEVICE)
         return [block for block in blocks if self.homes[block] in places and block not in leave]
 
+    @property
+    def parked(self) -> list[int]:
+        """Blocks whose gradients wait on drives."""
+        return [block for block, home in enumerate(self.homes) if home is Home.PARKED]
+
     def named(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield those of `names` that have a gradient, as (name, fp32 host tensor); fp32 ones are views."""
         owner = {name: block for block, present in enumerate(self.present) for name in present}
@@ -264,12 +276,15 @@ class Gradients:
     def _gradient(self, block: int, entry: Entry) -> Tensor:
         """Return one complete gradient as an fp32 host tensor, from wherever it is."""
         state = self._host.blocks[block]
-        if not self.buffers.waits:
+        home = self.homes[block] if self.buffers.waits else Home.GRADIENT
+        if home is Home.GRADIENT:
             return state.gradient_of(entry).to(torch.float32)
-        if self.homes[block] is Home.WAITING:
+        if home is Home.WAITING:
             found = state.gradient_of(entry, self.buffers.waiting(block))
+        elif home is Home.PARKED:
+            found = state.gradient_of(entry, self.buffers.read_parked(block))
         else:
-            sums = self.buffers.sums(block) if self.homes[block] is Home.DEVICE else state.accumulator
+            sums = self.buffers.sums(block) if home is Home.DEVICE else state.accumulator
             assert sums is not None
             found = state.plane_of(sums, entry).to(entry.dtype)
         return found.to("cpu", torch.float32)

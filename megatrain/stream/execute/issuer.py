@@ -12,7 +12,9 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.operations import Buffer, Kind, Lane, Operation, weights_buffer
+from megatrain.plan.program.schedule import unparked
 from megatrain.store.state import HostState
 from megatrain.stream.execute.gradients import Gradients, Home
 from megatrain.stream.execute.resident_state import DeviceStates
@@ -112,8 +114,8 @@ class Issuer:
         if operation.kind is Kind.SYNC:
             with self.touching(reads=operation.reads):
                 return
-        if operation.kind is Kind.LOAD and self.gradients.homes[operation.block] is Home.WAITING:
-            operation = replace(operation, waiting=operation.block, nbytes=0)
+        if operation.kind is Kind.LOAD:
+            operation = self._found(operation)
         self.lanes.enqueue(
             operation.lane,
             self._counted(operation, self._work_of(operation, work_of or self.update_at_once)),
@@ -123,6 +125,19 @@ class Issuer:
             label=str(operation),
         )
         self._settle(operation)
+
+    def _found(self, load: Operation) -> Operation:
+        """Return the copy of a sum from where its gradient is: it was taken for complete, and waits."""
+        home, block = self.gradients.homes[load.block], load.block
+        if home is Home.WAITING:
+            return replace(load, waiting=block, nbytes=0)
+        if home is Home.PARKED and load.staging < 0:
+            size = BlockSize.of(
+                self.host.layouts[block].sizes, is_streamed=True, on_device=False, moments=self.host.moments
+            )
+            self.issue(unparked(block, size, 0))
+            return replace(load, staging=0, nbytes=size.offload_bytes)
+        return load
 
     def _work_of(self, operation: Operation, work_of: Work | None) -> Callable[[], object]:
         """Return what an operation does in its lane."""
@@ -140,6 +155,10 @@ class Issuer:
                 return lambda: gradients.take_home(operation)
             case Kind.OFFLOAD:
                 return lambda: gradients.offload(operation)
+            case Kind.PARK:
+                return gradients.buffers.park(operation)
+            case Kind.UNPARK:
+                return gradients.buffers.unpark(operation)
             case Kind.ROUND if operation.on_device:
                 return lambda: gradients.round_on_device(block)
             case Kind.ROUND:
@@ -196,7 +215,10 @@ class Issuer:
                 self.states.settle_update(block)
             case Kind.UPDATE:
                 self._settle_update(operation)
-            case Kind.READ | Kind.PAGE:
+            case Kind.PARK:
+                self.gradients.settle_parked(block)
+                counts.drive_write_bytes += operation.nbytes
+            case Kind.READ | Kind.PAGE | Kind.UNPARK:
                 counts.drive_read_bytes += operation.nbytes
             case Kind.WRITE:
                 counts.drive_write_bytes += operation.nbytes
@@ -208,6 +230,21 @@ class Issuer:
             self._staging = (operation.staging + 1) % max(1, self.gradients.buffers.num_staging)
         if self.drives is not None:
             self.drives.settle_update(operation.block)
+
+    # -- gradients, within a visit -------------------------------------------------------------------------
+
+    def collect_resident(self, block: int, grads: Sequence[Tensor | None]) -> None:
+        """Take one backward's gradients of a resident block."""
+        buffer = [("resident_gradient", block)]
+        self.lanes.begin(Lane.COMPUTE, writes=buffer)
+        self.gradients.collect_resident(block, grads)
+        self.lanes.end(Lane.COMPUTE, writes=buffer)
+
+    def collect_part(self, operation: Operation, grads: Sequence[Tensor | None]) -> None:
+        """Take a part of the gradients of an open visit, by its operation."""
+        self.lanes.begin(Lane.COMPUTE, writes=operation.writes)
+        self.gradients.collect(operation, grads)
+        self.lanes.end(Lane.COMPUTE, writes=operation.writes)
 
     # -- waiting --------------------------------------------------------------------------------------------
 
@@ -240,8 +277,8 @@ class Counts:
         self.update_bytes = 0
         """Host memory that updates have read and written."""
         self.drive_read_bytes = 0
-        """State and weights from the drives; `OffloadedActivations.drive_bytes` counts activations."""
+        """State, weights and gradients from drives; `OffloadedActivations.drive_bytes` counts activations."""
         self.drive_write_bytes = 0
-        """State to the drives, commits included."""
+        """State and gradients to the drives, commits included."""
         self.chunked_tokens = 0
         """Tokens that have passed the head in chunks, and pass it again in the backward."""

@@ -14,10 +14,10 @@ from torch import nn
 
 from megatrain.config.choice import Activations, Choice
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.totals import Residency
-from megatrain.model.blocks import Block, group_layers, outer_of
+from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
+from megatrain.model.blocks import Block, ends_of, group_layers, outer_of
 from megatrain.model.profile.flops import ModelFlops, count_flops
-from megatrain.plan.program.operations import BlockSize
+from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.spec import DriveSpec, StepSpec
 from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.store.state import HostState, Precision
@@ -33,7 +33,7 @@ from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
 from megatrain.stream.execute.wholeness import Wholeness
-from megatrain.stream.forward.attached import Binding, attach_blocks
+from megatrain.stream.forward.attached import AttachedBlock, Binding, attach_blocks
 from megatrain.stream.forward.rounds import Rounds
 from megatrain.stream.lanes import Lanes
 
@@ -48,6 +48,8 @@ class Arrangement:
     """The one in force, in which nothing is open."""
     residents: frozenset[int]
     """Blocks of which everything is on the device."""
+    resident_outer: list[AttachedBlock]
+    """Blocks in no layer whose weights stay on the device."""
     slots: Slots
     gradients: Gradients
     executor: Executor
@@ -91,6 +93,8 @@ class Arrangement:
         self._drives = None if tiered is None else StateOnDrives(lanes, tiered)
         self.scratch = None if tiered is None else ScratchFiles(tiered.on_drives.store.directories)
         """Room for saved activations on the drives, if there are any."""
+        self.parking = None if tiered is None else ScratchFiles(tiered.on_drives.store.directories)
+        """And for gradients that wait for the norm."""
         self._arrange(choice)
 
     def change(self, choice: Choice, then: Callable[[], object]) -> None:
@@ -120,21 +124,35 @@ class Arrangement:
             raise
 
     def _take(self, choice: Choice) -> None:
-        for plane in _planes_to_drop(self.choice, choice):
+        for plane in self._planes_to_drop(choice):
             self.lanes.unlock(self.host.arena(plane))
             self.host.release(plane)
         self._arrange(choice)
+
+    def _planes_to_drop(self, new: Choice) -> list[str]:
+        """List the host planes that what was chosen before may have left, and that are not needed now.
+
+        Fp32 sums go too if rounds are cut in another way: a step may be one round now. The next step makes
+        what it needs.
+        """
+        planes = ["staging"]  # of another size, perhaps
+        in_ram = frozenset(places_of(new, self.binding.blocks, self.host.layouts).on_host)
+        if new.updates == "immediate" or in_ram != self.gradients.buffers.in_ram:
+            planes.append("gradient")
+        return planes + (["accumulator"] if self.choice.lockstep != new.lockstep else [])
 
     def _arrange(self, choice: Choice) -> None:
         self.choice = choice
         self.offloaded.use(self.scratch if choice.boundaries == "nvme" else None)
         blocks, host, lanes = self.binding.blocks, self.host, self.lanes
         self.residents = residents = residents_of(choice, blocks)
-        residency = residency_of(blocks, host.layouts, residents)
+        residency = residency_of(blocks, host.layouts, residents, streams_outer=choice.outer_streams)
+        streamed = set(residency.streamed)
+        self.resident_outer = [block for block in self.outer if block.index not in streamed]
         sizes = [
             BlockSize.of(
                 layout.sizes,
-                is_streamed=blocks[n].is_streamed and n not in residents,
+                is_streamed=n in streamed,
                 on_device=n in residents,
                 moments=self.moments,
             )
@@ -147,7 +165,9 @@ class Arrangement:
             host,
             residency,
             choice.num_gradient_buffers,
-            waits=choice.gradients == "device",
+            places_of(choice, blocks, host.layouts),
+            adds_parts=choice.outer_streams,
+            scratch=self.parking if "nvme" in choice.gradients else None,
             host_limit=self.binding.host_limit,
         )
         self.gradients = Gradients(lanes, host, buffers)
@@ -159,6 +179,8 @@ class Arrangement:
                 sizes,
                 group_layers(blocks),
                 splits=host.precision is Precision.BF16,
+                tiers=tiers_of_gradients(choice, blocks, host.layouts),
+                ends=ends_of(blocks),
                 drives=_drive_spec(host),
             ),
             slots=self.slots,
@@ -218,22 +240,50 @@ def residents_of(choice: Choice, blocks: Sequence[Block]) -> frozenset[int]:
 
 
 def residency_of(
-    blocks: Sequence[Block], layouts: Sequence[BlockLayout], residents: Collection[int]
+    blocks: Sequence[Block],
+    layouts: Sequence[BlockLayout],
+    residents: Collection[int],
+    *,
+    streams_outer: bool = False,
 ) -> Residency:
     """Return which of a model's blocks stream, and which stay on the device."""
     sizes = (layout.sizes for layout in layouts)
-    return Residency.of(sizes, [block.is_streamed for block in blocks], residents)
+    streams = [block.is_streamed or (streams_outer and block.caller is not None) for block in blocks]
+    return Residency.of(sizes, streams, residents)
 
 
-def _planes_to_drop(old: Choice, new: Choice) -> list[str]:
-    """List the host planes that what was chosen before may have left, and that are not needed now.
+def _residency(choice: Choice, blocks: Sequence[Block], layouts: Sequence[BlockLayout]) -> Residency:
+    residents = residents_of(choice, blocks)
+    return residency_of(blocks, layouts, residents, streams_outer=choice.outer_streams)
 
-    Fp32 sums go too if rounds are cut in another way: a step may be one round now. The next step makes what
-    it needs.
+
+def tiers_of_gradients(
+    choice: Choice, blocks: Sequence[Block], layouts: Sequence[BlockLayout]
+) -> tuple[str, ...]:
+    """Return where each block's complete gradient waits for the norm."""
+    residency = _residency(choice, blocks, layouts)
+    return gradient_tiers(choice.gradients, group_layers(blocks), residency)
+
+
+def places_of(
+    choice: Choice,
+    blocks: Sequence[Block],
+    layouts: Sequence[BlockLayout],
+    num_micro_batches: int | None = None,
+) -> GradientPlaces:
+    """Return which blocks' complete gradients wait where for the norm.
+
+    Args:
+        choice: For this model.
+        blocks: Of the model.
+        layouts: Of the blocks.
+        num_micro_batches: Of a step whose updates may use them up; None: if they wait at all.
     """
-    planes = ["staging"]  # of another size, perhaps
-    planes += ["gradient"] if new.updates == "immediate" or new.gradients == "device" else []
-    return planes + (["accumulator"] if old.lockstep != new.lockstep else [])
+    totals = BlockTotals(layout.sizes for layout in layouts)
+    residency = _residency(choice, blocks, layouts)
+    if num_micro_batches is not None and choice.uses_gradients_up(num_micro_batches):
+        return GradientPlaces.none(totals, residency)
+    return GradientPlaces.of(totals, residency, tiers_of_gradients(choice, blocks, layouts))
 
 
 def _drive_spec(host: HostState) -> DriveSpec | None:

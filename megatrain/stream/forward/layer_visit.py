@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,19 +27,7 @@ from megatrain.stream.activations.saved_tensors import Held
 from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.passes import Pass
-from megatrain.stream.forward.stream_weights import Place, exchange, stream_weights
-
-
-@dataclass(frozen=True, slots=True)
-class _SavedWeight:
-    """A saved tensor that is part of a block's weights: where, instead of the bytes."""
-
-    entry: int
-    """Number of the fragment's entry in the visit."""
-    element_offset: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
+from megatrain.stream.forward.stream_weights import Place, SavedWeight, exchange, stream_weights
 
 
 class _Entry(BlockVisit):
@@ -151,32 +138,24 @@ class LayerVisit:
             run.leave()
             layer.entering = held
 
-    def _pack(self, tensor: Tensor) -> Tensor | _SavedWeight | Held:
+    def _pack(self, tensor: Tensor) -> Tensor | SavedWeight | Held:
         for number, entry in enumerate(self.entries):
-            place = entry.place
-            if (
-                place is not None
-                and tensor.untyped_storage().data_ptr() == place.untyped_storage().data_ptr()
-            ):
-                start = place.storage_offset() // tensor.dtype.itemsize
-                offset = int(tensor.storage_offset()) - start
-                return _SavedWeight(number, offset, tensor.dtype, tensor.shape, tensor.stride())
+            found = None if entry.place is None else SavedWeight.of(tensor, entry.place, number)
+            if found is not None:
+                return found
         if self.layer.policy is Activations.OFFLOAD:
             return self.layer.offloaded.save(tensor, self._key)
         return tensor.detach()  # a node that saved its own output, graph and all, would never be freed
 
-    def _unpack(self, saved: Tensor | _SavedWeight | Held) -> Tensor:
+    def _unpack(self, saved: Tensor | SavedWeight | Held) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if isinstance(saved, Held):
             return self.layer.offloaded.load(saved)
         entry = self.entries[saved.entry]
         entry.open_backward()
-        place = entry.place
-        assert place is not None, "a weight is needed after its block's backward has ended"
-        start = place.storage_offset() // saved.dtype.itemsize
-        tensor = torch.empty(0, dtype=saved.dtype, device=place.device)
-        return tensor.set_(place.untyped_storage(), start + saved.element_offset, saved.shape, saved.stride)
+        assert entry.place is not None, "a weight is needed after its block's backward has ended"
+        return saved.found(entry.place)
 
 
 class _Run:

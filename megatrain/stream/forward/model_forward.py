@@ -7,7 +7,8 @@ Several micro-batches pass in lockstep, each as an ordinary call of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -68,7 +69,9 @@ class ModelForward:
         self._watcher = watcher
         self._micro_batch_size = micro_batch_size
         self._pass: Pass | None = None
-        self._head = Head(model, head_chunk_tokens, self._make_pass)
+        self._part_of: Pass | None = None
+        """Whose head runs a chunk."""
+        self._head = Head(model, head_chunk_tokens, self._stream_again)
         self.lockstep = Lockstep(self, self._device)
         self._overrides = Overrides(model)
 
@@ -96,10 +99,25 @@ class ModelForward:
             self._overrides.replace(module, partial(self._enter, module.forward, module is self._model))
             # `save_pretrained` and Trainer read the weights this way, with updates still running
             self._overrides.before_state_dict(module, sync)
+        for block in self._arrangement.outer:
+            if block.block.caller is not None:
+                self._override_outer(block, block.block.caller)
         self._overrides.refuse_moves()
         blocks = self._arrangement.binding.blocks
         parameters = {name: tensor for block in blocks for name, tensor in block.parameters.items()}
         self._overrides.refuse_optimizers(parameters, optimizer)
+
+    def _override_outer(self, block: AttachedBlock, module: nn.Module) -> None:
+        inner = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            current = self._part_of or self._pass
+            if current is None or block in self._arrangement.resident_outer:
+                return inner(*args, **kwargs)
+            visit = current.visit_outer(block)
+            return visit.run(inner, args, kwargs, in_chunk=self._part_of is not None)
+
+        self._overrides.replace(module, forward)
 
     def remove(self) -> None:
         """Give the model its own forwards back, and its buffers."""
@@ -204,7 +222,10 @@ class ModelForward:
     def _enter(self, inner: Callable[..., Any], is_causal_lm: bool, /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward of the model, or of its decoder alone, with its resident weights in place."""
         if self._pass is not None:
-            return inner(*args, **kwargs)
+            output = inner(*args, **kwargs)
+            if self._arrangement.choice.outer_streams and not is_causal_lm:
+                self.lockstep.give_way(len(self._arrangement.layers))  # all have the head's weights together
+            return output
         rounds, executor = self._arrangement.rounds, self._arrangement.executor
         args, kwargs = to_device(args, self._device), to_device(kwargs, self._device)
         rounds.recover()
@@ -229,7 +250,7 @@ class ModelForward:
             work.begin_pass(place, batch.row_tokens, batch.positions)
         executor.begin_pass()
         chunked = self._head.in_chunks(args, kwargs) if is_causal_lm else None
-        self._pass = current = self._make_pass()
+        self._pass = current = Pass(self._arrangement)
         try:
             with current:
                 output = inner(*args, **kwargs) if chunked is None else self._head.call(inner, chunked)
@@ -281,6 +302,15 @@ class ModelForward:
         output = join_outputs(self.lockstep.run([partial(call, n) for n in range(len(pieces))]))
         return output.to_tuple() if as_tuple else output
 
-    def _make_pass(self) -> Pass:
-        """Stream the outer blocks: for a pass, or a part of one whose gradients must add up in fp32."""
-        return Pass(self._arrangement)
+    def _stream_again(self) -> Callable[[], AbstractContextManager[object]]:
+        """Return what streams the outer blocks for chunks of the running pass."""
+        return partial(self._in_part, self._pass)
+
+    @contextmanager
+    def _in_part(self, current: Pass | None) -> Iterator[None]:
+        held, self._part_of = self._part_of, current
+        try:
+            with Pass(self._arrangement):
+                yield
+        finally:
+            self._part_of = held

@@ -1,18 +1,23 @@
-"""One pass of a micro-batch through the whole model."""
+"""One pass of a micro-batch through the whole model, and through the outer blocks that stream."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
+from megatrain.plan.program.operations import Kind
 from megatrain.stream.activations.boundaries import LastCall
+from megatrain.stream.execute.block_visit import BlockVisit
+from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.slots import Slots
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
-from megatrain.stream.forward.stream_weights import Place, exchange, stream_weights
+from megatrain.stream.forward.stream_weights import Place, SavedWeight, exchange, stream_weights, swapped
 
 
 class Pass:
@@ -27,7 +32,7 @@ class Pass:
         """The gradients of other micro-batches will be added to this one's."""
         self._passed: set[AttachedLayer] = set()
         self.last_call = LastCall()
-        outer = arrangement.outer
+        outer = arrangement.resident_outer
         self.tensors = {block.index: self._stream_block(block, arrangement) for block in outer}
         self._places: list[Place] = []
         self._own: list[Tensor] = []
@@ -36,6 +41,19 @@ class Pass:
             self._places += places
             self._own += tensors
         self._parameters: list[Any] | None = None
+        self._arrangement = arrangement
+        self._head_visit: OuterVisit | None = None
+
+    def visit_outer(self, block: AttachedBlock) -> OuterVisit:
+        """Return the micro-batch's visit of an outer block that streams: one for all chunks of a head."""
+        if block.block.is_head and self._head_visit is not None:
+            return self._head_visit
+        arrangement = self._arrangement
+        visit = OuterVisit(
+            block, arrangement.executor, arrangement.slots, self.micro_batch, self.begin_backward
+        )
+        self._head_visit = visit if block.block.is_head else None
+        return visit
 
     def note(self, layer: AttachedLayer) -> None:
         """Take note that a layer runs, with gradients.
@@ -78,6 +96,88 @@ class Pass:
                 executor.collect_resident(block.index, block.line_up(grads, trained))
 
         return stream_weights(arrangement.slots.aliases(block.index, -1), trained, collect)
+
+
+class OuterVisit(BlockVisit):
+    """A micro-batch in an embedding or a head that streams, which is entered when its module is called.
+
+    A head may run in chunks, whose forwards run again in the backward: all chunks of a micro-batch are one
+    visit each way. What autograd saves of the weights is their place in the block, as in a layer that keeps
+    what it saves.
+    """
+
+    def __init__(
+        self,
+        block: AttachedBlock,
+        executor: Executor,
+        slots: Slots,
+        micro_batch: int,
+        begin_backward: Callable[[], None],
+    ) -> None:
+        """Prepare the visit of `block` by a micro-batch, by its number within the round."""
+        super().__init__(block.index, micro_batch, self)
+        self._attached = block
+        self._executor = executor
+        self._slots = slots
+        self._begin_backward = begin_backward
+        self._trained = block.trained_now()
+        self._is_head = block.block.is_head
+
+    def run(
+        self,
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        in_chunk: bool,
+    ) -> Any:
+        """Run the module's own forward on the weights in the slot.
+
+        Args:
+            inner: That forward.
+            args: Of the call.
+            kwargs: Of the call.
+            in_chunk: It runs again in the backward, so that autograd keeps nothing of it until then.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            self._open_backward(is_again=True)
+        elif self._executor.open_visit is not self:
+            self._executor.open(self, is_backward=False, is_again=False)
+        aliases = self._slots.aliases(self.block, self.operation.slot)
+        weights = stream_weights(aliases, self._trained, self._collect)
+        places, found = self._attached.fill(weights, {})
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with swapped(places, found), nullcontext() if in_chunk else hooks:
+            result = inner(*args, **kwargs)
+        if not self._is_head:
+            self._executor.close()
+        return result
+
+    def _open_backward(self, *, is_again: bool = False) -> None:
+        executor = self._executor
+        if executor.open_visit is self and self.operation.kind is Kind.BACKWARD:
+            return
+        self._begin_backward()
+        executor.open(self, is_backward=True, is_again=is_again)
+
+    def _collect(self, grads: Sequence[Tensor | None]) -> None:
+        self._open_backward()
+        by_entry = self._attached.line_up(grads, self._trained)
+        if self._is_head:  # other chunks may follow: whatever is opened next closes the visit
+            self._executor.collect_part(self.operation, by_entry)
+        else:
+            self._executor.close(by_entry)
+
+    def _pack(self, tensor: Tensor) -> Tensor | SavedWeight:
+        assert self.place is not None
+        return SavedWeight.of(tensor, self.place, 0) or tensor.detach()
+
+    def _unpack(self, saved: Tensor | SavedWeight) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self._open_backward()
+        assert self.place is not None
+        return saved.found(self.place)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

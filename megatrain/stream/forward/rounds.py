@@ -12,7 +12,7 @@ import torch
 
 from megatrain.config.choice import Activations, Choice
 from megatrain.errors import ConfigError, ModelError
-from megatrain.plan.program.visits import Visit, marked, most_open
+from megatrain.plan.program.visits import HEAD, Visit, marked, most_open
 from megatrain.store.state import Precision
 from megatrain.stream.execute.executor import Executor
 
@@ -119,7 +119,9 @@ class Rounds:
 
     def foresee_evaluation(self) -> None:
         """Foresee one pass through all layers without a backward."""
-        self._executor.foresee(Visit(block) for plan in self.plans for block in plan.blocks)
+        ends = self._executor.spec.ends
+        inner = [block for plan in self.plans for block in plan.blocks]
+        self._executor.foresee(Visit(block) for block in (*ends.embeddings, *inner, *ends.heads))
         self.micro_batch = 0
 
     def begin_pass(self) -> None:
@@ -140,7 +142,8 @@ class Rounds:
         """List the visits of a round."""
         order = self._orders.get(num_micro_batches)
         if order is not None:
-            return marked(order, loads=loads, completes=completes)
+            heads = self._executor.spec.ends.heads
+            return marked(order, loads=loads, completes=completes, heads=heads)
         return self._executor.spec.visits([1] * num_micro_batches, loads=loads, completes=completes)
 
     @property
@@ -178,8 +181,8 @@ class Rounds:
         passes, self._passes_since_backward = self._passes_since_backward, 0
         if passes not in self._bare:
             visits = self.visits(passes, loads=False, completes=True)
-            inside = {block for plan in self.plans for block in plan.blocks}
-            self._bare[passes] = [visit.bare for visit in visits if visit.block in inside]
+            outer = set(self._executor.spec.outer)
+            self._bare[passes] = [visit.bare for visit in visits if visit.block not in {HEAD, *outer}]
         is_new = passes == self.num_together and seen != self._bare[passes]
         if is_new and most_open(seen) <= self._choice.num_gradient_buffers:
             self._orders[passes] = self._bare[passes] = seen

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,3 +73,30 @@ def swapped(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[None
         yield
     finally:
         exchange(places, parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeight:
+    """A saved tensor that is part of a block's weights: where, instead of the bytes."""
+
+    entry: int
+    """Number of the fragment's entry in the visit."""
+    element_offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor, place: Tensor, entry: int) -> SavedWeight | None:
+        """Describe a tensor that lies in a block's place; None: it lies elsewhere."""
+        if tensor.untyped_storage().data_ptr() != place.untyped_storage().data_ptr():
+            return None
+        start = place.storage_offset() // tensor.dtype.itemsize
+        offset = int(tensor.storage_offset()) - start
+        return cls(entry, offset, tensor.dtype, tensor.shape, tensor.stride())
+
+    def found(self, place: Tensor) -> Tensor:
+        """Return the tensor, where the block is now."""
+        start = place.storage_offset() // self.dtype.itemsize
+        tensor = torch.empty(0, dtype=self.dtype, device=place.device)
+        return tensor.set_(place.untyped_storage(), start + self.element_offset, self.shape, self.stride)

@@ -136,7 +136,7 @@ def plan_json(planned: Planned, money: Economics, lines: list[str]) -> dict[str,
 def policy(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return the choice as settings that a CONFIG takes.
 
-    Layers that do not all have the same policy are `auto` there: it makes the same choice again.
+    What is not the same for all layers is `auto` there: it makes the same choice again.
     """
     choice = plan.choice
     values: dict[str, dict[str, Any]] = {}
@@ -144,8 +144,8 @@ def policy(plan: Plan) -> dict[str, dict[str, Any]]:
         if key not in config_keys():
             continue
         value = getattr(choice, field)
-        if field == "activations":
-            value = value[0] if len(set(value)) == 1 else "auto"
+        if isinstance(value, tuple):  # on drives only where the settings name some
+            value = value[0] if len(set(value)) == 1 and "nvme" not in value else "auto"
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
     return values

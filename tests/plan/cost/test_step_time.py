@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.config.choice import POLICIES, Choice, StepBatch
+from megatrain.config.choice import GRADIENTS, POLICIES, Choice, StepBatch
+from megatrain.hardware import Drives
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.step_time import Step
@@ -18,6 +19,7 @@ from tests.plan.anatomies import Shape, llama_like, machine
 LAYERS = 4
 RATES = Rates(machine(), "bf16")
 ANATOMY = llama_like(Shape(num_layers=LAYERS))
+SLOW_DRIVES = Drives(nbytes=1 << 40, read_bytes_per_s=6e7, write_bytes_per_s=4e7)
 PLAIN = Choice(num_gradient_buffers=2).with_defaults(LAYERS)
 
 CHOICES = {
@@ -85,14 +87,14 @@ def random_choice(chance: random.Random, count: int) -> Choice:
         outer_resident=chance.random() < 0.5,
         lockstep=lockstep,
         updates=updates,
-        gradients="device" if waits else "host",
+        gradients=("device" if waits else "host",) * LAYERS,
     ).with_defaults(LAYERS)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_bound_is_above_the_time(seed: int) -> None:
     """A choice is passed over when its bound is above the best time: a bound that is too high loses it."""
-    chance = random.Random(seed)
+    chance, places = random.Random(seed), random.Random(seed)
     for _ in range(60):
         count = chance.randint(1, 4)
         batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
@@ -102,8 +104,12 @@ def test_no_bound_is_above_the_time(seed: int) -> None:
             both_share=chance.choice([0.6, 1.0]),
             host_rate=chance.choice([1e9, 1e11, 1e15]),
             flops=1e12,
+            drives=places.choice([SLOW_DRIVES, replace(SLOW_DRIVES, is_duplex=True)]),
         )
         choice = random_choice(chance, count)
+        if "device" in choice.gradients:
+            mixed = tuple(places.choice(GRADIENTS) for _ in range(LAYERS))
+            choice = replace(choice, gradients=mixed)
         step = Step(Rates(spec, "bf16"), ANATOMY, choice, batch)
         # activations of one round may leave while another's come back: that bound is for one round only
         bounds = {name: s for name, s in step.bounds_s.items() if not name.startswith("activations")}

@@ -12,12 +12,13 @@ from megatrain.config.choice import Choice, StepBatch
 from megatrain.hardware import Drives
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
 from megatrain.plan.cost.step_time import Step
+from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.drive_traffic import (
     with_activations_through,
     with_state_through,
     with_weights_through,
 )
-from megatrain.plan.program.operations import BlockSize, Kind, Lane, Operation
+from megatrain.plan.program.operations import Kind, Lane, Operation
 from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import DriveSpec, StepSpec
 from megatrain.plan.program.step import update_program

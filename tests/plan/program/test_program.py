@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.plan.program.operations import BlockSize, Kind, Operation, Program
+from megatrain.plan.program.block_size import BlockSize
+from megatrain.plan.program.operations import Kind, Operation, Program
 from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import fetch_residents, offload_residents, update_program

@@ -60,11 +60,11 @@ def everything(
         sorted({1, count}) if coarsely else range(1, count + 1),
         ("device", "host"),
         updates,
-        ("host", "device"),
+        range(num_layers + 1),
         (False, True),
         range(num_layers + 1),
     ):
-        if gradients == "device" and (when != "deferred" or lockstep < count):
+        if gradients and (when != "deferred" or lockstep < count):
             continue  # they wait for a norm, which is of one round
         parts = 2 if fragments else 1
         most = num_layers * parts
@@ -82,7 +82,7 @@ def everything(
                     outer_resident=outer,
                     lockstep=lockstep,
                     updates=when,
-                    gradients=gradients,
+                    gradients=("device",) * gradients + ("host",) * (num_layers - gradients),
                 ).with_defaults(num_layers)
 
 

@@ -14,15 +14,16 @@ from transformers import PreTrainedModel
 from megatrain.config import apply_overrides, build_config
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.layout import pools
-from megatrain.layout.block_bytes import aligned
-from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
-from megatrain.plan.program.operations import BlockSize, Kind, Lane
+from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING, padded
+from megatrain.plan.program.block_size import BlockSize
+from megatrain.plan.program.operations import Kind, Lane
 from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import update_program
 from megatrain.plan.program.visits import LayerPlan, round_visits
 from megatrain.stream.bind import host_planes, residency_of
 from megatrain.stream.engine import Engine
+from megatrain.stream.forward.arrangement import places_of
 from megatrain.stream.lanes import Cause, EmulatedLanes, EmulatedMachine, OrderingError
 from megatrain.train.loop import train
 from tests.families import FAMILIES
@@ -231,7 +232,7 @@ def sized(is_streamed: bool, offload_bytes: int) -> BlockSize:
 def test_the_program_holds_gradients_and_takes_them_home_after_the_norm() -> None:
     sizes = [sized(n < 2, 20) for n in range(3)]  # the last one is resident
     visits = round_visits([LayerPlan((0,)), LayerPlan((1,))])
-    program = schedule(visits, sizes, [None, None], num_gradient_buffers=2, holds=True)
+    program = schedule(visits, sizes, [None, None], num_gradient_buffers=2, tier_of=lambda *_: "device")
     assert str(program).split("\n")[-4:] == [
         "backward  b1 s1 g0",
         "hold      b1 g0",
@@ -243,7 +244,7 @@ def test_the_program_holds_gradients_and_takes_them_home_after_the_norm() -> Non
     assert (hold.lane, hold.reads) == (Lane.OFFLOAD, (("gradient_buffer", 1),))
     assert hold.writes == (("waiting", 0), ("squares", 0))
     layers = [LayerPlan((0,)), LayerPlan((1,))]
-    spec = StepSpec(sizes=sizes, layers=layers, num_slots=2, num_gradient_buffers=2, holds=True)
+    spec = StepSpec(sizes=sizes, layers=layers, num_slots=2, num_gradient_buffers=2, tiers=("device",) * 3)
     norm, *ends = update_program(spec, [0, 1, 2], held=[2, 0])
     assert norm.reads == (("squares", 2), ("squares", 0), ("squares", 1))
     assert [str(operation) for operation in ends] == [
@@ -265,11 +266,12 @@ def test_sums_of_several_rounds_wait_too_in_fp32() -> None:
     sizes = [sized(True, 40)] * 2
     layers = [LayerPlan((0,)), LayerPlan((1,))]
     visits = round_visits(layers, completes=False) + round_visits(layers, loads=True)
-    program = schedule(visits, sizes, [None, None], holds=True, holds_sums=True)
+    program = schedule(visits, sizes, [None, None], tier_of=lambda *_: "device")
     loads = [operation for operation in program.operations if operation.kind is Kind.LOAD]
     assert [(load.reads, load.nbytes) for load in loads] == [((("waiting", n),), 0) for n in (1, 0)]
     assert (program.count(Kind.HOLD), program.count(Kind.OFFLOAD)) == (4, 0)
-    mixed = schedule(visits, sizes, [None, None], holds=True)
+    places = {True: "device", False: "host"}
+    mixed = schedule(visits, sizes, [None, None], tier_of=lambda _, completes: places[completes])
     loads = [operation for operation in mixed.operations if operation.kind is Kind.LOAD]
     assert [(load.reads, load.nbytes) for load in loads] == [((("gradient", n),), 40) for n in (1, 0)]
     assert (mixed.count(Kind.HOLD), mixed.count(Kind.OFFLOAD)) == (2, 2)
@@ -332,15 +334,14 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
     layouts = engine.host.layouts
     choice = engine.choice
     away = [n for n in range(len(layouts)) if n not in engine.arrangement.residents]
-    staging = NUM_GRADIENT_STAGING * max((aligned(layouts[n].gradient_bytes) for n in away), default=0)
+    staging = NUM_GRADIENT_STAGING * max((padded(layouts[n].gradient_bytes) for n in away), default=0)
     gradients = sum(layout.gradient_bytes for layout in layouts)
     assert engine.host_bytes == host.host_bytes - gradients + staging
     planes = host_planes(
         layouts,
         engine.host.precision,
+        places_of(choice, engine.arrangement.binding.blocks, layouts),
         accumulates=False,
-        keeps_gradients=False,
-        residents=engine.arrangement.residents,
         moments=engine.arrangement.moments,
     )
     assert engine.host_bytes == sum(planes.values())
@@ -349,7 +350,7 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
         num_slots=choice.num_slots,
         num_gradient_buffers=choice.num_gradient_buffers,
         is_wide=lockstep > 1,
-        gradients_wait=True,
+        waiting=places_of(choice, engine.arrangement.binding.blocks, layouts).on_device,
         moments=engine.arrangement.moments,
     )
     assert engine.lanes.device_bytes == sum(sizes.values())
@@ -387,8 +388,18 @@ def test_gradients_that_are_used_up_at_once_do_not_wait() -> None:
 
 
 def test_an_unknown_place_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gradients is 'nvme'; use host, device or auto"):
-        attach_plainly(make_model(FAMILIES["llama"]()), gradients="nvme")
+    with pytest.raises(ConfigError, match="gradients is 'disk'; use host, device, nvme or auto"):
+        attach_plainly(make_model(FAMILIES["llama"]()), gradients="disk")
+
+
+def test_drives_that_there_are_not_are_refused() -> None:
+    for place in ("nvme", ("host", "device", "host", "nvme")):
+        with pytest.raises(
+            ConfigError, match=r"gradients is nvme, but there are no drives; .*gradients=host"
+        ):
+            attach_plainly(make_model(FAMILIES["llama"]()), gradients=place)
+    with pytest.raises(ConfigError, match=r"memory\.gradients is nvme, but memory\.tiers names no drives"):
+        build_config(apply_overrides({}, ["model.path=m", "data.path=a.txt", "memory.gradients=nvme"]))
 
 
 def test_no_room_on_the_device_is_said_before_anything_is_allocated() -> None:

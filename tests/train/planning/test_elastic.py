@@ -50,7 +50,7 @@ def planned(link: float = 4e9, device_bytes: int = 140 << 20) -> tuple[Request, 
     given = Choice(
         fragments=False,
         boundaries="device",
-        gradients="host",
+        gradients=("host",) * 8,
         updates="deferred",
         lockstep=2,
         resident_layers=0,

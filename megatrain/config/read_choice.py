@@ -1,0 +1,90 @@
+"""Makes a choice of fields given by name, and checks their values. Loads neither pydantic nor torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from megatrain.config.choice import BOUNDARIES, GRADIENTS, Activations, Choice, Updates, read_member
+from megatrain.errors import ConfigError
+
+_PLANES = ("working", "remainder", "moments")
+_TIER_PAIRS = [(plane, tier) for plane in _PLANES for tier in ("ram", "nvme")]
+
+_LEAST = {
+    "num_slots": 1,
+    "num_gradient_buffers": 1,
+    "resident_layers": 0,
+    "lockstep": 1,
+    "blocks_in_ram": 0,
+    "weights_in_ram": 0,
+    "head_chunk_tokens": 1,
+}
+_ALLOWED: Mapping[str, Sequence[Any]] = {
+    "boundaries": BOUNDARIES,
+    "fragments": (False, True),
+    "outer_resident": (False, True),
+    "outer_streams": (False, True),
+    "updates": [schedule.value for schedule in Updates],
+}
+
+
+def read_choice(choice: Choice | None, values: Mapping[str, Any]) -> Choice:
+    """Join a choice with further fields by name, and check every value.
+
+    Raises:
+        ConfigError: An unknown field, one that is given twice, or a value out of range.
+    """
+    choice = Choice() if choice is None else choice
+    names = [field.name for field in fields(Choice)]
+    for name in values:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"a choice has {', '.join(names)}"
+            raise ConfigError(f"unknown setting {name}; {hint}")
+        if name in choice.given:
+            raise ConfigError(f"{name} is given twice, in the choice and by itself; keep one")
+    return checked(replace(choice, **{name: _value(value) for name, value in values.items()}))
+
+
+def checked(choice: Choice) -> Choice:
+    """Return a choice whose decided fields have possible values.
+
+    Raises:
+        ConfigError: One has not.
+    """
+    given = choice.given
+    activations = given.get("activations", ())
+    for name in (activations,) if isinstance(activations, str) else activations:
+        read_member(Activations, name, "activations")
+    gradients = given.get("gradients", ())
+    for name in (gradients,) if isinstance(gradients, str) else gradients:
+        if name not in GRADIENTS:
+            raise ConfigError(f"gradients is {name!r}; use {', '.join(GRADIENTS)} or auto")
+    for name, least in _LEAST.items():
+        value = given.get(name, least)
+        is_free = value is None and name == "head_chunk_tokens"
+        if not is_free and (type(value) is not int or value < least):
+            raise ConfigError(f"{name} is {value!r}; use {least} or more, or auto")
+    for pair in _pairs(given.get("tiers", ())):
+        if pair not in _TIER_PAIRS:
+            raise ConfigError(
+                f"tiers has {pair!r}; use pairs of a plane ({', '.join(_PLANES)}) and a tier (ram or nvme), "
+                "such as tiers=frozenset({('moments', 'nvme')})"
+            )
+    for name, allowed in _ALLOWED.items():
+        if name in given and given[name] not in allowed:
+            values = [repr(value) if isinstance(value, bool) else value for value in allowed]
+            raise ConfigError(f"{name} is {given[name]!r}; use {', '.join(values)} or auto")
+    return choice
+
+
+def _pairs(tiers: object) -> list[object]:
+    """List the pairs of a choice's tiers; what is no set of them is refused as one that does not exist."""
+    return list(tiers) if isinstance(tiers, (frozenset, tuple)) else [tiers]
+
+
+def _value(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

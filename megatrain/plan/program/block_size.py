@@ -1,0 +1,53 @@
+"""What a program needs to know of a block: how it is passed, and the bytes that move with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain.layout import pools
+from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.moments import MomentFormat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSize:
+    """What a schedule needs to know of a block."""
+
+    is_streamed: bool
+    is_trained: bool
+    fetch_bytes: int
+    """Bytes of the working weights."""
+    offload_bytes: int
+    """Bytes of a complete gradient."""
+    accumulator_bytes: int
+    """Bytes of a gradient that is still adding up."""
+    parked_bytes: int = 0
+    """Bytes on drives of a complete gradient that waits there."""
+    update_bytes: int = 0
+    """Bytes of memory that an update reads and writes."""
+    whole_bytes: int = 0
+    """Bytes of weights, remainder and moments together: what a block updated on the device sends home."""
+    updates_on_device: bool = False
+    """A resident block with all of its state on the device: nothing of it crosses the link."""
+
+    @classmethod
+    def of(cls, sizes: BlockBytes, *, is_streamed: bool, on_device: bool, moments: MomentFormat) -> BlockSize:
+        """Return what a schedule needs to know of a block.
+
+        Args:
+            sizes: Of the block.
+            is_streamed: Its weights are on the device for a visit at a time.
+            on_device: It is updated there.
+            moments: How its moments are kept.
+        """
+        return cls(
+            is_streamed=is_streamed,
+            is_trained=sizes.num_state > 0,
+            fetch_bytes=sizes.working_bytes,
+            offload_bytes=sizes.gradient_bytes,
+            accumulator_bytes=sizes.accumulator_bytes,
+            parked_bytes=pools.parked_gradient(sizes),
+            update_bytes=sizes.update_bytes(moments),
+            whole_bytes=sizes.working_bytes + sizes.remainder_bytes + sizes.moment_bytes(moments),
+            updates_on_device=on_device,
+        )

@@ -1,0 +1,83 @@
+"""Clipped runs that did not fit: gradients wait where there is room, and outer blocks stream.
+
+Rates of the bundled machines may change, so what is asserted of time is a share of the same run unclipped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+
+from megatrain.config.choice import Choice, Plan, StepBatch
+from megatrain.hardware import GIB, HardwareSpec, load_machine
+from megatrain.model.profile.count import count_anatomy
+from megatrain.plan.search.planner import make_plan
+from megatrain.plan.search.request import Request
+
+
+def qwen(layers: int, hidden: int, inner: int, heads: int, groups: int) -> PretrainedConfig:
+    return Qwen2Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        vocab_size=152064,
+        tie_word_embeddings=False,
+    )
+
+
+def plan(config: PretrainedConfig, spec: HardwareSpec, seq_len: int, count: int, **more: Any) -> Plan:
+    anatomy = count_anatomy(config, micro_batch_size=1, seq_len=seq_len, precision="bf16")
+    batch = StepBatch(micro_batch_size=1, seq_len=seq_len, num_micro_batches=count)
+    made = make_plan(Request(spec=spec, anatomy=anatomy, batch=batch, **more))
+    if made.fits:
+        assert made.step_s >= (1 - 1e-9) * max(made.bounds_s.values())
+        assert all(made.tier_bytes(tier) <= limit for tier, limit in made.limits.items())
+    return made
+
+
+def test_dense_120b_clips_within_five_percent_of_no_clipping() -> None:
+    """On one H200 with 4 TB on drives and 1.5e12 bytes of RAM, which hold 12 bytes per parameter."""
+    config = LlamaConfig(
+        hidden_size=10240,
+        num_hidden_layers=88,
+        intermediate_size=35840,
+        num_attention_heads=80,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+    )
+    spec = load_machine("h200").with_ram(1_500_000_000_000).with_drive_bytes(4 * 10**12)
+    clipped = plan(config, spec, 4096, 8)
+    free = plan(config, replace(spec, drives=None), 4096, 8, clips=False, choice=Choice(updates="immediate"))
+    assert clipped.fits
+    assert free.fits
+    assert clipped.step_s <= 1.05 * free.step_s
+    assert not clipped.choice.tiers, "no state is on drives"
+    assert set(clipped.choice.gradients) >= {"device", "nvme"}
+    assert not plan(config, replace(spec, drives=None), 4096, 8).fits
+
+
+def test_7b_clips_on_ten_gigabytes() -> None:
+    """Embedding and head with the sums of their gradients would take 6.1 of 8.85 GiB, and all stays near
+    what the device computes.
+    """
+    spec = replace(load_machine("rtx-3080").with_ram(128 * GIB), drives=None)
+    config = qwen(28, 3584, 18944, 28, 4)
+    made = plan(config, spec, 1024, 32)
+    assert made.fits
+    assert made.choice.outer_streams
+    assert made.step_s < 1.1 * made.bounds_s["compute"]
+    assert not plan(config, spec, 1024, 32, choice=Choice(outer_streams=False)).fits
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_14b_fits_on_a_3090_with_a_drive(clips: bool) -> None:
+    spec = load_machine("rtx-3090").with_ram(128 * GIB)
+    made = plan(qwen(48, 5120, 13824, 40, 8), spec, 1024, 32, clips=clips)
+    assert made.fits
+    assert made.choice.tier("moments") == "nvme"
