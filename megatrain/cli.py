@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from megatrain import __version__
-from megatrain.config import Config, build_config, config_keys, parse_override, read_config, set_keys
+from megatrain.config import Config, build_config, combine_settings, config_keys
 from megatrain.config.types import parse_bytes
-from megatrain.errors import CapacityError, ConfigError, MegatrainError, os_error_of, os_sentence
+from megatrain.errors import CapacityError, ConfigError, as_ours
 
 if TYPE_CHECKING:
     from megatrain.hardware import HardwareSpec
@@ -50,27 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=None if arguments is None else list(arguments), prog_name="megatrain")
     except Exception as error:
-        refused = os_error_of(error)
-        if isinstance(error, MegatrainError):
-            ours = error
-        elif refused is not None:
-            ours = _error_before(error) or MegatrainError(
-                os_sentence("use", refused.filename or "a file", refused)
-            )
-        else:
+        ours = as_ours(error)
+        if ours is None:
             raise
         if _debug or os.environ.get("MEGATRAIN_DEBUG"):
             traceback.print_exc()
         print(f"error: {ours}", file=sys.stderr)
         sys.exit(ours.exit_code)
-
-
-def _error_before(error: BaseException) -> MegatrainError | None:
-    """Return the error behind which files could not be closed either: it is the one to tell."""
-    before = error.__context__
-    while before is not None and not isinstance(before, MegatrainError):
-        before = before.__context__
-    return before
 
 
 def _print_version(wanted: bool) -> None:
@@ -186,18 +172,6 @@ def read_settings(arguments: Sequence[str], flags: dict[str, Any]) -> Config:
     """Combine the arguments of `train`: at most one file, overrides, and flags by the key that each sets."""
     raw, source = combine_settings(arguments, flags)
     return build_config(raw, source=source or "command line")
-
-
-def combine_settings(arguments: Sequence[str], flags: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return nested keys, and the file that they begin with; empty: none."""
-    files = [argument for argument in arguments if "=" not in argument]
-    if len(files) > 1:
-        raise ConfigError(
-            f"one CONFIG at a time, not {' and '.join(files)}; overrides have the form section.key=value"
-        )
-    raw = read_config(files[0]) if files else {}
-    overrides = [parse_override(argument) for argument in arguments if "=" in argument]
-    return set_keys(raw, [*flags.items(), *overrides]), files[0] if files else ""
 
 
 @app.command()

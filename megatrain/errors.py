@@ -91,6 +91,22 @@ def os_error_of(error: BaseException) -> OSError | None:
     return error if isinstance(error, OSError) else None
 
 
+def as_ours(error: BaseException) -> MegatrainError | None:
+    """Return an error as one of ours, to be told in its sentence; None: nobody foresaw it.
+
+    Where files could not be closed after an error of ours either, that one is the one to tell.
+    """
+    if isinstance(error, MegatrainError):
+        return error
+    refused = os_error_of(error)
+    if refused is None:
+        return None
+    before = error.__context__
+    while before is not None and not isinstance(before, MegatrainError):
+        before = before.__context__
+    return before or MegatrainError(os_sentence("use", refused.filename or "a file", refused))
+
+
 def os_error_behind(error: Exception, path: str | os.PathLike[str]) -> OSError | None:
     """Return the system's error behind one of a library that reads a directory; None: there is none.
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatrain.config.reading import (
         apply_overrides,
         build_config,
+        combine_settings,
         dump_config,
         load_config,
         parse_override,
@@ -30,6 +31,7 @@ __all__ = [
     "Key",
     "apply_overrides",
     "build_config",
+    "combine_settings",
     "config_keys",
     "dump_config",
     "load_config",

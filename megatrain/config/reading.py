@@ -42,6 +42,25 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
     return set_keys(raw, [parse_override(override) for override in overrides])
 
 
+def combine_settings(arguments: Sequence[str], flags: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Combine arguments of a command line: at most one file, overrides, and flags by the key that each sets.
+
+    Returns:
+        Nested keys, and the file that they begin with; empty: none.
+
+    Raises:
+        ConfigError: Two files, or what `read_config` and `set_keys` refuse.
+    """
+    files = [argument for argument in arguments if "=" not in argument]
+    if len(files) > 1:
+        raise ConfigError(
+            f"one CONFIG at a time, not {' and '.join(files)}; overrides have the form section.key=value"
+        )
+    raw = read_config(files[0]) if files else {}
+    overrides = [parse_override(argument) for argument in arguments if "=" in argument]
+    return set_keys(raw, [*flags.items(), *overrides]), files[0] if files else ""
+
+
 def set_keys(raw: Mapping[str, Any], settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return `raw` with each dotted key of `settings` (or its alias) set to its value."""
     result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}

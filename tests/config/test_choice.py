@@ -60,6 +60,7 @@ def test_defaults_are_the_plainest() -> None:
         num_gradient_buffers=1,
         activations=("recompute",) * 3,
         boundaries="device",
+        outer_streams=False,
         fragments=False,
         resident_layers=0,
         outer_resident=False,
