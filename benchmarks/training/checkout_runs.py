@@ -90,6 +90,7 @@ def _run(
             "fragments": fragments,
             "resident_layers": resident_layers,
             "outer_resident": outer_resident,
+            "outer_streams": False,
             "lockstep": lockstep,
             "updates": updates,
             "gradients": gradients,

@@ -124,6 +124,10 @@ def make_batches(number: int, rows: int, tokens: int, *, seed: int) -> list[dict
     return batches
 
 
+_ALWAYS_BEFORE = {"outer_streams": False}
+"""What checkouts without a setting do."""
+
+
 def attach(model: PreTrainedModel, asked: dict[str, Any], directory: Path) -> Any:
     """Attach with every setting given, wherever this checkout takes it.
 
@@ -143,6 +147,9 @@ def attach(model: PreTrainedModel, asked: dict[str, Any], directory: Path) -> An
         number = keywords.pop("num_micro_batches")
         shape = {"micro_batch_size": asked["rows"], "seq_len": asked["tokens"], "num_micro_batches": number}
         keywords["batch"] = importlib.import_module(choice_class.__module__).StepBatch(**shape)
+    for name, always in _ALWAYS_BEFORE.items():
+        if name not in in_choice and settings[name] == always:
+            del keywords[name]
     if lacking := keywords.keys() - accepted.keys():
         raise LookupError(f"neither Choice nor attach has {', '.join(sorted(lacking))}")
     choice = choice_class(**{name: settings[name] for name in in_choice})
@@ -185,8 +192,10 @@ def supported(function: Any, keywords: dict[str, Any]) -> dict[str, Any]:
 def not_as_asked(asked: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
     """Yield where the engine's choice is not the one that was asked for."""
     for name, wanted in settings_of(asked).items():
-        if found.get(name, wanted) != wanted:
-            yield f"{name} is {found[name]!r}, not {wanted!r}"
+        have = found.get(name, wanted)
+        every = (wanted,) * len(have) if isinstance(have, tuple) and isinstance(wanted, str) else wanted
+        if have != every:
+            yield f"{name} is {have!r}, not {wanted!r}"
 
 
 def state_digests(engine: Any, directory: Path) -> Iterator[tuple[str, str]]:

@@ -26,8 +26,6 @@ class Pricing:
         self._costs = costs
         self._blocks = blocks
         self._shares = shares
-        spec = rates.spec
-        self._updates_in_compute = not (spec.is_cpu or spec.launches_inline)
 
     def tasks(self, operation: Operation) -> tuple[Task, ...]:
         """Return an operation as one task, or two where its buffers are used one after the other."""
@@ -39,7 +37,9 @@ class Pricing:
             # only what autograd has made needs the gradient buffer, not what makes it
             visit = Task(lane, seconds, reads, (), kind.value)
             return visit, Task(lane, 0.0, (), writes, "collect")
-        if kind is Kind.SYNC or (kind is Kind.UPDATE and operation.on_device and self._updates_in_compute):
+        if kind is Kind.SYNC or (
+            kind is Kind.UPDATE and operation.on_device and self._rates.updates_in_compute
+        ):
             lane = Lane.COMPUTE  # a thread that waits launches nothing; an update there runs among the rest
         return (Task(lane, seconds, reads, writes, kind.value),)
 

@@ -120,6 +120,11 @@ class Rates:
         """Return the seconds in which the host reads or writes so many bytes of its own memory."""
         return nbytes / (UPDATE_BYTES * self.spec.update_rate)
 
+    @property
+    def updates_in_compute(self) -> bool:
+        """Whether resident blocks' updates run among the rest of compute; else the host's kernels do them."""
+        return not (self.spec.is_cpu or self.spec.launches_inline)
+
     def device_update_s(self, num_state: int, nbytes: int) -> float:
         """Return the seconds of AdamW on the device; where a CPU computes, it is the host's.
 
@@ -127,7 +132,7 @@ class Rates:
             num_state: State elements.
             nbytes: That the host's kernels would read and write of them.
         """
-        if self.spec.is_cpu or self.spec.launches_inline:
+        if not self.updates_in_compute:
             return self.update_s(nbytes)
         return self.device_pass_s(self.kernels.device_update_bytes * num_state)
 

@@ -168,7 +168,7 @@ class Step:
         costs = self.costs
         forward, backward, again, _ = self.sums
         head = (costs.head_forward_s + costs.head_backward_s + costs.outer_s) * self.batch.num_micro_batches
-        return forward + backward + again + head + costs.step_s
+        return forward + backward + again + head + (costs.step_s if self.rates.updates_in_compute else 0.0)
 
     @cached_property
     def bounds_s(self) -> dict[str, float]:
@@ -202,6 +202,7 @@ def _lane_bounds(step: Step) -> dict[str, float]:
     count = batch.num_micro_batches
     rounds = -(-count // choice.lockstep)
     costs, block_sums, compute = step.costs, step.block_sums, step.compute_s
+    on_device_s = costs.step_s if rates.updates_in_compute else 0.0
     forward, _, _, saved = step.sums
     fetched, offloaded = block_sums.moved_bytes(choice, rounds)
     restored = saved - rounds * costs.newest_bytes
@@ -209,16 +210,16 @@ def _lane_bounds(step: Step) -> dict[str, float]:
     on_host = block_sums.residency(choice).on_host
     update_s = rates.update_s(on_host.total(BlockBytes.update_bytes, rates.moments))
     if rates.spec.is_cpu:
-        return {"everything in turn": compute + up + down + update_s}
+        return {"everything in turn": compute + up + down + update_s + costs.step_s}
     limits = {"compute": compute, "copies to the device": up, "copies to the host": down}
     if choice.updates == "immediate":
         limits["optimizer"] = update_s
     elif choice.updates == "serial":
-        limits["compute + optimizer"] = compute - costs.step_s + update_s  # device and host update together
+        limits["compute + optimizer"] = compute - on_device_s + update_s  # device and host update together
     else:
         # updates run beside the next step's first round of forwards, which waits for them
         first_round = min(choice.lockstep, count) / count
-        by_then = compute - costs.step_s - forward * first_round
+        by_then = compute - on_device_s - forward * first_round
         limits["backward + optimizer"] = by_then + update_s
     drive: tuple[float, float] = block_sums.drive_bytes(choice, rounds)
     parked = block_sums.gradient_places(choice, count).on_drives.total(pools.parked_gradient)

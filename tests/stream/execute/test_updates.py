@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from megatrain.checkpoint.load import verify
 from megatrain.errors import ConfigError, ModelError, TornStateError
-from megatrain.layout.block_bytes import aligned
+from megatrain.layout.host_buffers import padded
 from megatrain.plan.program.operations import Lane
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, devices
@@ -409,7 +409,7 @@ def test_host_bytes_per_parameter(
         engine.forward_backward(make_batches(lockstep, seed=step))
         optimizer.step()
     num_state = sum(layout.num_state for layout in engine.host.layouts)
-    staging = 3 * aligned(max(layout.gradient_bytes for layout in engine.host.layouts))
+    staging = 3 * padded(max(layout.gradient_bytes for layout in engine.host.layouts))
     expected = per_parameter * num_state + (staging if updates == "immediate" else 0)
     assert engine.host_bytes == expected
     assert (engine.host.arena("gradient") is None) == (updates == "immediate")
