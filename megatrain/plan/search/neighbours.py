@@ -64,7 +64,8 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
             for change, outer in product((-1, 0, 1), outers):
                 number = choice.resident_layers + change
                 changed = replace(frame, resident_layers=number, outer_resident=outer)
-                if not 0 <= number <= num_layers or (change, outer) == (0, choice.outer_resident):
+                is_new = 0 <= number <= num_layers and (change, outer) != (0, choice.outer_resident)
+                if not is_new or not is_allowed(request, changed):
                     continue
                 if is_open:
                     yield from keep_more(request, changed)

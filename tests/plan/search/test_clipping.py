@@ -14,6 +14,8 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 from megatrain.config.choice import Choice, Plan, StepBatch
 from megatrain.hardware import GIB, HardwareSpec, load_machine
 from megatrain.model.profile.count import count_anatomy
+from megatrain.plan.search.choices import is_allowed
+from megatrain.plan.search.neighbours import neighbours
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
 
@@ -81,3 +83,15 @@ def test_14b_fits_on_a_3090_with_a_drive(clips: bool) -> None:
     made = plan(qwen(48, 5120, 13824, 40, 8), spec, 1024, 32, clips=clips)
     assert made.fits
     assert made.choice.tier("moments") == "nvme"
+
+
+def test_what_is_tried_beside_a_choice_is_what_the_engine_can_run() -> None:
+    """With outer blocks that stream, none of its neighbours has them on the device for good."""
+    anatomy = count_anatomy(qwen(6, 64, 128, 4, 2), micro_batch_size=1, seq_len=64, precision="bf16")
+    batch = StepBatch(micro_batch_size=1, seq_len=64, num_micro_batches=4)
+    request = Request(spec=load_machine("rtx-3080"), anatomy=anatomy, batch=batch)
+    streams = replace(Choice(outer_streams=True).with_defaults(6), lockstep=2)
+    for choice in (streams, replace(streams, outer_streams=False, outer_resident=True)):
+        tried = list(neighbours(request, choice))
+        assert any(found.resident_layers for found in tried), "what is resident is among the questions"
+        assert [found for found in tried if not is_allowed(request, found)] == []
