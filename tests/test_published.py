@@ -17,10 +17,8 @@ MISSED = {("a100", "Llama-3.2-1B", length) for length in (8192, 16384, 32768, 65
 
 QUICK = [
     ("h100", "ml_dataflow", "Llama-3.1-8B", 1024),
-    ("h100", "llmq", "Qwen2.5-0.5B", 1024),
     ("h100", "MegaTrain", "Qwen2.5-7B", 1024),
     ("rtx-4090", "ZeRO-3 offload", "Llama-3.1-8B", 1024),
-    ("rtx-5090", "ml_dataflow", "Llama-3.1-8B", 65536),
 ]
 
 

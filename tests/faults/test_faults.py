@@ -17,7 +17,7 @@ import pytest
 from tests.faults.judge import judge
 from tests.faults.scenarios import NUMBERS, Bench, Fault, bench, cases
 
-SAMPLED = {"train": 31, "resume": 97, "finish": 193, "export": 67, "drives": 61}
+SAMPLED = {"train": 61, "resume": 503, "finish": 293, "export": 131, "drives": 89}
 """Of how many cases of a scenario the sample takes one."""
 
 
