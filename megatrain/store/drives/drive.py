@@ -238,8 +238,9 @@ class Drive:
         self._sync()
 
     def _close_files(self) -> None:
-        for descriptor in {self._descriptor, self._buffered}:
-            calls.system.close(descriptor)
+        with drive_errors("close", self.path):
+            for descriptor in {self._descriptor, self._buffered}:
+                calls.system.close(descriptor)
 
 
 def staging(num_bytes: int) -> Tensor:

@@ -86,12 +86,17 @@ def make_place(directory: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on the drive; an OSError says that they are not."""
-    descriptor = calls.system.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        calls.system.fsync(descriptor)
-    finally:
-        calls.system.close(descriptor)
+    """Wait until the names in a directory are on the drive.
+
+    Raises:
+        OutputError: They are not.
+    """
+    with drive_errors("write the directory", directory):
+        descriptor = calls.system.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            calls.system.fsync(descriptor)
+        finally:
+            calls.system.close(descriptor)
 
 
 def _existing(directory: Path) -> Path:
