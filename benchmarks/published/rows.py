@@ -196,10 +196,10 @@ def _deterministic_share(row: Row) -> float:
     return blocks / (units * -(-blocks // units))
 
 
-def step_of(row: Row, spec: HardwareSpec) -> Step:
-    """Return the step that the planner prices for a row."""
+def step_of(row: Row, spec: HardwareSpec, kernels: Kernels | None = None) -> Step:
+    """Return the step that the planner prices for a row, with its system's kernels or others."""
     system, anatomy = system_of(row), anatomy_of(row)
-    kernels = Kernels(
+    kernels = kernels or Kernels(
         fuses_layers=system.is_fused,
         fuses_head=system.is_fused,
         device_update_bytes=_FUSED_UPDATE_BYTES,

@@ -25,11 +25,11 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from benchmarks.published.rows import Row, anatomy_of, choice_of, machine_of
+from benchmarks.published.rows import Row, anatomy_of, choice_of, step_of
 from benchmarks.report import emit, hardware
 from megatrain.config.choice import Choice
 from megatrain.hardware import HardwareSpec, load_machine
-from megatrain.plan.cost.rates import Kernels, Rates
+from megatrain.plan.cost.rates import Kernels
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request, overflow
@@ -94,8 +94,7 @@ def rival(system: str, machine: str, model: str, tokens: int, kernels: str) -> E
         if "device" in overflow(request, choice):
             continue
         used = SAME if kernels == "same" else replace(SAME, fuses_layers=system != "MegaTrain")
-        rates = Rates(machine_of(row, spec), "bf16", kernels=used, head_dim=request.anatomy.head_dim)
-        step = Step(rates, request.anatomy, choice, row.batch)
+        step = step_of(row, spec, used)
         if best is None or step.step_s < best[1].step_s:
             best = row, step
     return None if best is None else entry(system, kernels, best[0], best[1])
@@ -115,7 +114,7 @@ def ours(machine: str, model: str, tokens: int) -> Entry | None:
 def entry(side: str, kernels: str, row: Row, step: Step) -> Entry:
     """Describe a step."""
     kept = Choice(activations=("keep",) * len(step.anatomy.layers)).with_defaults(len(step.anatomy.layers))
-    compute_s = replace_choice(step, kept).compute_s
+    compute_s = Step(step.rates, step.anatomy, kept, step.batch, clips=step.clips).compute_s
     return Entry(
         side=side,
         kernels=kernels,
@@ -127,11 +126,6 @@ def entry(side: str, kernels: str, row: Row, step: Step) -> Entry:
         bound=max(step.bounds_s, key=lambda name: step.bounds_s[name]),
         choice=described(step.choice),
     )
-
-
-def replace_choice(step: Step, choice: Choice) -> Step:
-    """Return the step of another choice."""
-    return Step(step.rates, step.anatomy, choice, step.batch, clips=step.clips)
 
 
 def described(choice: Choice) -> str:

@@ -93,6 +93,11 @@ class HardwareSpec:
         return self.device == "cpu"
 
     @property
+    def has_accelerator(self) -> bool:
+        """Whether a real device computes beside the host: not the host itself, nor an emulated one."""
+        return not (self.is_cpu or self.launches_inline)
+
+    @property
     def launches_inline(self) -> bool:
         """Whether the thread that launches copies computes too, as on emulated accelerators."""
         return self.device == "emulated"

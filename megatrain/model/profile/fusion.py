@@ -67,7 +67,7 @@ class Fusion:
         """
         if is_own or func._overloadpacket in _OWN:
             written = self.write_all(given)
-            touched = 0 if is_own else sum(_nbytes(tensor) for tensor in (*given, *made))
+            touched = 0 if is_own else sum(touched_bytes(tensor) for tensor in (*given, *made))
             self._read.clear()
             self._in_group = False
             self.num_kernels += 1
@@ -84,7 +84,7 @@ class Fusion:
         changed = 0
         for tensor in made:
             if _key(tensor) in in_place:
-                changed += _nbytes(tensor)
+                changed += touched_bytes(tensor)
             else:
                 self._note(tensor, sources)
         return changed + sum(nbytes for _, nbytes in new)
@@ -95,7 +95,7 @@ class Fusion:
         for tensor in tensors:
             if isinstance(self._state(tensor), frozenset):
                 self._put(tensor)
-                written += _nbytes(tensor)
+                written += touched_bytes(tensor)
         return written
 
     def _put(self, tensor: Tensor) -> None:
@@ -114,12 +114,13 @@ class Fusion:
 
     def _sources(self, tensor: Tensor) -> frozenset[_Source]:
         state = self._state(tensor)
-        return frozenset({(state, _nbytes(tensor))}) if isinstance(state, int) else state
+        return frozenset({(state, touched_bytes(tensor))}) if isinstance(state, int) else state
 
 
 def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _nbytes(tensor: Tensor) -> int:
+def touched_bytes(tensor: Tensor) -> int:
+    """Return the bytes that reading a tensor once takes: of an expanded one, those that there are."""
     return min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes())

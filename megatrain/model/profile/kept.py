@@ -11,9 +11,7 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
@@ -21,6 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megatrain.errors import OutputError
+from megatrain.files import write_bytes_durably
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.model.profile.anatomy import Anatomy, Cost, Fragment, Layer
 
@@ -71,23 +71,15 @@ class KeptCounts:
         entry = _text({"sha256": _hash(_text(body)), "body": body})
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            number, name = tempfile.mkstemp(dir=self._folder, suffix=".partial")
-            try:
-                with os.fdopen(number, "w", encoding="utf-8") as file:
-                    file.write(entry)
-                Path(name).replace(self._file(key))
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    Path(name).unlink()
-                raise
+            write_bytes_durably(self._file(key), entry.encode())
             kept = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
             for old in kept[:-_MOST_ENTRIES]:
                 old.unlink(missing_ok=True)
-        except OSError as error:
+        except (OSError, OutputError) as error:
             _log.warning(
                 "the count of the model cannot be kept in %s (%s); it is made again the next time",
                 self._folder,
-                error.strerror,
+                getattr(error, "strerror", error),
             )
 
     def _file(self, key: str) -> Path:

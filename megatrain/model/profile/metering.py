@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from megatrain.model.profile.anatomy import Cost
-from megatrain.model.profile.fusion import Fusion
+from megatrain.model.profile.fusion import Fusion, touched_bytes
 
 _SHADOW = "_megatrain_value"
 _SHADOW_ELEMENTS = 1 << 21
@@ -161,7 +161,7 @@ class Meter(TorchDispatchMode):
         elif func._overloadpacket in flop_registry:
             matmul = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=output))
         else:
-            moved = float(sum(map(_touched, (*given, *made))))
+            moved = float(sum(map(touched_bytes, (*given, *made))))
             is_own = False
         kernels = self._fusion.num_kernels
         fused = self._fusion.add(func, given, made, is_own=is_own)
@@ -202,11 +202,6 @@ def _tensors(*values: Any) -> list[Tensor]:
         elif isinstance(value, dict):
             found += _tensors(*value.values())
     return found
-
-
-def _touched(tensor: Tensor) -> int:
-    """Return the bytes that reading a tensor once takes: of an expanded one, those that there are."""
-    return min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes())
 
 
 @functools.cache

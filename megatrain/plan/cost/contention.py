@@ -39,7 +39,7 @@ class Shares:
     def of(cls, rates: Rates, demand: Demand) -> Shares:
         """Say what is left on a machine; where the host computes, everything runs in turn and has it all."""
         spec = rates.spec
-        if spec.is_cpu or spec.launches_inline or demand.least_s <= 0:
+        if not spec.has_accelerator or demand.least_s <= 0:
             return cls()
 
         def busy(seconds: float) -> float:

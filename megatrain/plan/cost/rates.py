@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatrain.hardware import Drives, HardwareSpec
-from megatrain.layout.moments import MomentFormat
+from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.moments import SCALE_NUMEL, MomentFormat
 from megatrain.model.profile.anatomy import Cost
 
 UPDATE_BYTES = 26
@@ -17,8 +18,9 @@ DEVICE_UPDATE_BYTES = 650
 """Device memory that an update there reads and writes per parameter, in 55 passes (`optim.device`)."""
 
 
-_PLANE_BYTES = {MomentFormat.FP32: UPDATE_BYTES, MomentFormat.BF16: 18, MomentFormat.INT8: 14.0625}
-"""As `UPDATE_BYTES`, by the format of the moments: `BlockBytes.update_bytes` for a parameter in bf16."""
+_SCALED = BlockBytes(num_split=SCALE_NUMEL, num_state=SCALE_NUMEL, num_scales=1)
+_PLANE_BYTES = {moments: _SCALED.update_bytes(moments) / SCALE_NUMEL for moments in MomentFormat}
+"""As `UPDATE_BYTES`, by the format of the moments."""
 
 _USUAL_SHARE = {MomentFormat.FP32: 1.0, MomentFormat.BF16: 0.63, MomentFormat.INT8: 0.34}
 """Parameters per second over those with moments in fp32, as two cores were measured: compressing is work. For
@@ -123,7 +125,7 @@ class Rates:
     @property
     def updates_in_compute(self) -> bool:
         """Whether resident blocks' updates run among the rest of compute; else the host's kernels do them."""
-        return not (self.spec.is_cpu or self.spec.launches_inline)
+        return self.spec.has_accelerator
 
     def device_update_s(self, num_state: int, nbytes: int) -> float:
         """Return the seconds of AdamW on the device; where a CPU computes, it is the host's.

@@ -173,11 +173,14 @@ class Step:
     @cached_property
     def bounds_s(self) -> dict[str, float]:
         """Seconds below which no order of these tasks can be, by cause."""
-        limits = _lane_bounds(self)
-        spec = self.rates.spec
-        if not (spec.is_cpu or spec.launches_inline):
-            limits["host memory"] = memory_s(self.rates, self.demand)
-        return limits
+        if not self.rates.spec.has_accelerator:
+            return self._lane_bounds_s
+        return {**self._lane_bounds_s, "host memory": memory_s(self.rates, self.demand)}
+
+    @cached_property
+    def _lane_bounds_s(self) -> dict[str, float]:
+        """Those of its lanes."""
+        return _lane_bounds(self)
 
     @cached_property
     def demand(self) -> Demand:
@@ -192,7 +195,7 @@ class Step:
             down_bytes=offloaded + saved,
             update_bytes=on_host.total(BlockBytes.update_bytes, self.rates.moments),
             drive_bytes=on_drives,
-            least_s=max(_lane_bounds(self).values()),
+            least_s=max(self._lane_bounds_s.values()),
         )
 
 

@@ -70,9 +70,8 @@ class Request:
     def limits(self) -> dict[str, int | None]:
         """Return the bytes that each tier may take; None: no limit."""
         spec = self.spec
-        is_real = not spec.is_cpu and not spec.launches_inline
         usable = spec.device_bytes
-        if is_real and usable is not None:
+        if spec.has_accelerator and usable is not None:
             usable = int(USABLE_DEVICE * usable)
         device = _least(usable, self.device_limit)
         host = max(0, int(USABLE_HOST * spec.host_bytes) - PROGRAM_BYTES)

@@ -103,9 +103,7 @@ class Overrides:
             ModelError: What calls it would compute the loss from weights that the engine does not update.
         """
         found: Any = self._model.forward
-        while (
-            found is not None
-        ):  # wrappers, such as accelerate's for mixed precision, come to ours in the end
+        while found is not None:  # wrappers, such as accelerate's for mixed precision, lead to ours
             if getattr(found, "__func__", found) is self._forward:
                 return
             found = getattr(found, "__wrapped__", None)

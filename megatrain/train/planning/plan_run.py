@@ -192,7 +192,7 @@ def _defaults_note(given: Mapping[str, Any], raw: Mapping[str, Any]) -> list[str
 
 def device_type(spec: HardwareSpec) -> str:
     """Return whose kernels run: an emulated accelerator computes on the CPU."""
-    return "cpu" if spec.is_cpu or spec.launches_inline else "cuda"
+    return "cuda" if spec.has_accelerator else "cpu"
 
 
 def _machines() -> Iterator[HardwareSpec]:

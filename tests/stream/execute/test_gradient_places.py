@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,12 @@ from tests.families import FAMILIES
 from tests.reference import Resident, attach_plainly, make_batches, make_model
 from tests.stream.execute.test_updates import slow_host
 from tests.stream.lanes.test_lanes import ForgetfulLanes
-from tests.stream.runs import HYPER, assert_same_gradients, assert_same_masters, assert_same_steps, start
+from tests.stream.runs import (
+    HYPER,
+    assert_backwards_add_up,
+    assert_same_steps,
+    start,
+)
 from tests.stream.test_attack import layer_drop
 from tests.train.project import make_config
 from tests.train.test_loop import assert_same_runs
@@ -84,25 +88,10 @@ def test_loss_gradients_and_weights_equal_resident(
 @pytest.mark.parametrize("reads", [False, True])
 def test_backwards_of_the_caller_add_up(precision: str, reads: bool, tmp_path: Path) -> None:
     """Three before a step, each foreseen as the last: what was parked comes back and is added to."""
-    model, reference, engine, optimizer = start(
+    _, reference, engine, optimizer = start(
         "llama_tied", precision=precision, gradients=MIXED, tiers=on_drive(tmp_path)
     )
-    for step in range(2):
-        batches = make_batches(3, seed=step)
-        for batch in batches:
-            (model(**batch, num_items_in_batch=torch.tensor(90)).loss).backward()
-            if reads:
-                assert all(gradient.isfinite().all() for _, gradient in engine.named_gradients())
-        reference.forward_backward(batches)
-        if precision == "fp32":  # in bf16 the first backward's gradient was rounded, as with the host's plane
-            assert_same_gradients(engine, reference.sums)
-        found = {name: gradient.clone() for name, gradient in engine.named_gradients()}
-        norm = optimizer.step().grad_norm
-        sums = sum(float(gradient.double().square().sum()) for gradient in found.values())
-        assert norm == pytest.approx(math.sqrt(sums), rel=1e-6)
-        reference.sums = found
-        reference.step(norm, 0.5)
-        assert_same_masters(engine, reference)
+    assert_backwards_add_up(engine, optimizer, reference, precision=precision, reads=reads)
 
 
 def test_layers_dropped_by_chance_equal_resident(tmp_path: Path) -> None:

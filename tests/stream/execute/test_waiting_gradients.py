@@ -33,7 +33,7 @@ from tests.stream.execute.test_updates import assert_same_planes, planes_of, slo
 from tests.stream.lanes.test_lanes import ForgetfulLanes
 from tests.stream.runs import (
     HYPER,
-    assert_same_gradients,
+    assert_backwards_add_up,
     assert_same_masters,
     assert_same_round,
     assert_same_steps,
@@ -115,22 +115,7 @@ def test_families_equal_resident(family: str, max_grad_norm: float | None, updat
 def test_backwards_of_the_caller_add_up(precision: str, reads: bool) -> None:
     """Three backwards before a step, each foreseen as the last; reading gradients between changes none."""
     model, reference, engine, optimizer = start("llama_tied", precision=precision, gradients="device")
-    for step in range(2):
-        batches = make_batches(3, seed=step)
-        for batch in batches:
-            (engine.model(**batch, num_items_in_batch=torch.tensor(90)).loss).backward()
-            if reads:
-                assert all(gradient.isfinite().all() for _, gradient in engine.named_gradients())
-        reference.forward_backward(batches)
-        if precision == "fp32":  # in bf16 the first backward's gradient was rounded, as with the host's plane
-            assert_same_gradients(engine, reference.sums)
-        found = {name: gradient.clone() for name, gradient in engine.named_gradients()}
-        norm = optimizer.step().grad_norm
-        sums = sum(float(gradient.double().square().sum()) for gradient in found.values())
-        assert norm == pytest.approx(math.sqrt(sums), rel=1e-6)
-        reference.sums = found
-        reference.step(norm, 0.5)
-        assert_same_masters(engine, reference)
+    assert_backwards_add_up(engine, optimizer, reference, precision=precision, reads=reads)
     assert engine.host.arena("gradient") is None
     assert model.training
 

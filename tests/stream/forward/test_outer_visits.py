@@ -18,7 +18,7 @@ from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
 from tests.reference import Resident, attach_plainly, make_batches, make_model
 from tests.stream.execute.test_updates import slow_host
-from tests.stream.runs import HYPER, assert_same_gradients, assert_same_steps, start
+from tests.stream.runs import HYPER, assert_backwards_add_up, assert_same_steps, start
 
 SETTINGS: list[dict[str, Any]] = [
     {"activations": "keep"},
@@ -81,14 +81,8 @@ def test_a_head_in_chunks_gives_what_a_resident_one_gives(precision: str) -> Non
 
 
 def test_backwards_of_the_caller_add_up() -> None:
-    model, reference, engine, optimizer = start("llama", outer_streams=True, gradients="device")
-    for step in range(2):
-        batches = make_batches(3, seed=step)
-        for batch in batches:
-            model(**batch, num_items_in_batch=torch.tensor(90)).loss.backward()
-        reference.forward_backward(batches)
-        assert_same_gradients(engine, reference.sums)
-        reference.step(optimizer.step().grad_norm, 0.5)
+    _, reference, engine, optimizer = start("llama", outer_streams=True, gradients="device")
+    assert_backwards_add_up(engine, optimizer, reference, precision="fp32", reads=False)
     engine.detach()
 
 
