@@ -180,13 +180,24 @@ class MemoryConfig(_Section):
     """Device memory the run may take. null = what the device has."""
     tiers: Annotated[TiersConfig | Literal["auto"], BeforeValidator(_tiers), reads_as(_TIERS)] = "auto"
     """`{device: 20GiB, ram: 64GiB, nvme: [/mnt/a, /mnt/b]}`: state that does not fit into `ram` goes to the
-    drives of `nvme`, and no layer stays on the device; `device` and `ram` are the two limits above. `auto` =
-    no drives."""
+    drives of `nvme`, and no layer stays on the device if any does; `device` and `ram` are the two limits
+    above. `auto` = no drives."""
     commit_every: Count | None = 1
     """Steps between commits of state on drives: a crash goes back to the last one. Each writes the weights,
-    2 bytes per parameter more, and all that lives in RAM. null = never, so back to the newest checkpoint."""
+    2 bytes per parameter more, and all that lives in RAM. null = never, so back to the newest checkpoint;
+    the drives then hold only what RAM does not."""
     on_mismatch: Literal["warn", "stop"] = "warn"
     """What to do if the first step has allocated other bytes than planned: go on with a warning, or stop."""
+
+    @property
+    def drives(self) -> tuple[str, ...]:
+        """Directories on drives that the run may use."""
+        return () if self.tiers == "auto" else tuple(self.tiers.nvme or ())
+
+    @property
+    def commits(self) -> bool:
+        """Whether state is committed there: all of it, wherever it lives."""
+        return bool(self.drives) and self.commit_every is not None
 
     @property
     def host_budget(self) -> int | None:
@@ -333,7 +344,7 @@ def conflicts(config: Config) -> list[str]:
             f"memory.lockstep is {memory.lockstep}, but a step has {config.train.grad_accumulation} "
             "micro-batches (train.grad_accumulation); use at most as many, or auto"
         )
-    for name in ("boundaries", "gradients") if memory.tiers == "auto" or not memory.tiers.nvme else ():
+    for name in () if memory.drives else ("boundaries", "gradients"):
         if getattr(memory, name) == "nvme":
             problems.append(
                 f"memory.{name} is nvme, but memory.tiers names no drives; add memory.tiers={{nvme: "
@@ -347,10 +358,10 @@ def conflicts(config: Config) -> list[str]:
         for key, limit in (("device", "device_limit"), ("ram", "host_limit")):
             if None not in given[key] and given[key][0] != given[key][1]:
                 problems.append(f"memory.tiers.{key} and memory.{limit} are both given and differ; keep one")
-        if memory.tiers.nvme is not None and memory.resident_blocks not in ("auto", 0):
+        if memory.commits and memory.resident_blocks not in ("auto", 0):
             problems.append(
                 f"memory.resident_blocks is {memory.resident_blocks}, but state is on drives "
                 "(memory.tiers.nvme), from where no layer goes to the device for good; use "
-                "memory.resident_blocks=0"
+                "memory.resident_blocks=0, or memory.commit_every=null if RAM holds the state"
             )
     return problems

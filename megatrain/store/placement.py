@@ -79,6 +79,10 @@ class Tiers:
         weights = choice.given.get("weights_in_ram") if pages else _ALL
         return replace(self, blocks_in_ram=choice.blocks_in_ram, weights_in_ram=weights)
 
+    def with_state_in_ram(self) -> Tiers:
+        """Return the same for drives that hold no state: gradients or saved activations wait there."""
+        return replace(self, blocks_in_ram=_ALL, weights_in_ram=_ALL)
+
     @property
     def asked(self) -> Tiers:
         """Return what the caller has asked for, without what a choice has set."""

@@ -116,6 +116,7 @@ def _request(choice: Choice, given: Conditions, anatomy: Anatomy, spec: Hardware
         state=given.moments.value,
         compiles=given.compiles,
         commits=given.num_drives > 0,
+        names_drives=given.num_drives > 0,
         device_limit=given.lanes.device_limit,
         host_limit=given.host_limit,
         choice=choice,

@@ -27,41 +27,44 @@ _log = logging.getLogger(__name__)
 
 
 def tiers_of(config: Config, choice: Choice | None = None, *, resumes: bool = False) -> Tiers | None:
-    """Return the tiers of a run's state; None if it has no drives.
+    """Return the tiers of a run's state; None if it has no drives, or needs none and commits nothing there.
 
     Args:
         config: Of the run.
         choice: In force; None: what the settings say.
         resumes: To go on from what is committed there.
     """
-    given = config.memory.tiers
-    if given == "auto" or not given.nvme:
+    memory, count = config.memory, config.train.grad_accumulation
+    if not memory.drives:
         return None
-    count = config.train.grad_accumulation
     known = replace(Choice(lockstep=count), **(choice or config.choice).given)
-    return Tiers(
-        nvme=tuple(map(Path, given.nvme)),
-        ram=config.memory.host_budget,
+    is_in_ram = choice is not None and choice.is_resolved and not choice.tiers
+    if is_in_ram and not (known.has_scratch_on_drives or memory.commits or resumes):
+        return None
+    tiers = Tiers(
+        nvme=tuple(map(Path, memory.drives)),
+        ram=memory.host_budget,
         owner=str(Path(config.out).absolute()),
         keeps_gradients=not known.uses_gradients_up(count),
         resumes=resumes,
     )
+    return tiers.with_state_in_ram() if is_in_ram else tiers
 
 
 @contextmanager
 def drives_apart(config: Config) -> Iterator[Config]:
     """Give a run that nobody keeps directories of its own on the drives, and remove them in the end."""
-    given = config.memory.tiers
-    if given == "auto" or not given.nvme:
+    if not config.memory.drives:
         yield config
         return
     made: list[Path] = []
     try:
-        for directory in map(Path, given.nvme):
+        for directory in map(Path, config.memory.drives):
             with drive_errors("make a directory in", directory):
                 directory.mkdir(mode=0o700, exist_ok=True)
                 made.append(Path(tempfile.mkdtemp(prefix="trace-", dir=directory)))
-        tiers = given.model_copy(update={"nvme": tuple(map(str, made))})
+        assert config.memory.tiers != "auto"
+        tiers = config.memory.tiers.model_copy(update={"nvme": tuple(map(str, made))})
         yield config.model_copy(update={"memory": config.memory.model_copy(update={"tiers": tiers})})
     finally:
         for path in made:
@@ -93,11 +96,17 @@ def find_commit(config: Config, *, is_run: bool) -> CommitRecord | None:
 
 
 def laid_out_as(committed: CommitRecord | None, config: Config) -> Config:
-    """Return the settings with `fragments`, where that is `auto`, as the committed state is laid out."""
-    if committed is None or config.memory.fragments != "auto":
+    """Return the settings with `fragments`, where that is `auto`, as the committed state is laid out.
+
+    It is planned for as a run that commits: its state is on the drives already.
+    """
+    if committed is None:
         return config
-    memory = config.memory.model_copy(update={"fragments": bool(committed.meta["fragments"])})
-    return config.model_copy(update={"memory": memory})
+    memory = config.memory
+    changes: dict[str, Any] = {"commit_every": memory.commit_every or 1}
+    if memory.fragments == "auto":
+        changes["fragments"] = bool(committed.meta["fragments"])
+    return config.model_copy(update={"memory": memory.model_copy(update=changes)})
 
 
 def encode_buffers(model: nn.Module) -> dict[str, Any]:

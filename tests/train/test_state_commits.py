@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from megatrain.errors import CapacityError, CheckpointError, OutputError
 from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_HOST
 from megatrain.store.drives.record import read_record
+from megatrain.store.tiered import TieredState
 from megatrain.stream.lanes import EmulatedMachine
 from megatrain.stream.lanes.emulated_spec import emulated_spec
 from megatrain.stream.machine import common_cpu
@@ -259,6 +260,46 @@ def test_named_drives_that_ram_does_not_need_take_the_commits(
             assert run.planned.plan.tier_bytes("nvme") > 0
         run.engine.close(removes=True)
     assert losses[0] == losses[1]
+
+
+def test_drives_are_left_alone_by_a_run_that_neither_needs_them_nor_commits(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though they are named. What an earlier run of the same directory has committed is gone on from."""
+    asked = sections(tmp_path, commit_every=None, resident_blocks=1)
+    asked["memory"]["tiers"].pop("ram")
+    config = make_config(tmp_path, **asked)
+    run = prepare(config, None, None)
+    assert run.planned is not None
+    assert run.planned.plan.choice.tiers == frozenset()
+    train_step(run)
+    check_allocated(run.engine, run.planned.plan, "stop")
+    run.engine.close(removes=True)
+    assert not (tmp_path / "drive0").exists()
+
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train(make_config(tmp_path, **sections(tmp_path)))
+    asked["memory"].pop("resident_blocks")
+    train(make_config(tmp_path, **asked))
+    assert_same_runs(tmp_path / "run", whole)
+
+
+def test_gradients_wait_on_drives_beside_state_in_ram(tmp_path: Path) -> None:
+    """No state goes there, whatever share of RAM is free while the run begins."""
+    asked = sections(tmp_path, commit_every=None, gradients="nvme", lockstep=2)
+    asked["memory"]["tiers"].pop("ram")
+    run = prepare(make_config(tmp_path, **asked), None, None)
+    assert run.planned is not None
+    train_step(run)
+    check_allocated(run.engine, run.planned.plan, "stop")
+    assert isinstance(run.engine.host, TieredState)
+    placement = run.engine.host.on_drives.placement
+    assert placement.state_on_drives == placement.working_on_drives == frozenset()
+    drives = [pool.name for pool in run.planned.plan.pools if pool.tier == "nvme"]
+    assert "waiting gradients" in drives
+    run.engine.close(removes=True)
 
 
 def test_a_run_that_does_not_fit_is_told_of_settings_not_of_other_machines(tmp_path: Path) -> None:

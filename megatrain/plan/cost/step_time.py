@@ -7,6 +7,7 @@ goes on, and micro-batches that pass together in one visit.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
@@ -33,6 +34,16 @@ device, how finely their copies alternate counts for more."""
 
 _MANY_LAYERS = 60
 """Of models with more layers, a visit is two operations at most: a layer is a small part of a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopiedBytes:
+    """What a step copies at least, both ways over the link and the drives."""
+
+    up: float
+    down: float
+    read: float
+    written: float
 
 
 class Step:
@@ -183,18 +194,35 @@ class Step:
         return _lane_bounds(self)
 
     @cached_property
-    def demand(self) -> Demand:
-        """What the step asks of what its lanes share."""
+    def copied_bytes(self) -> CopiedBytes:
+        """What no program of the step can do without copying: what its slots hold already is left out."""
         choice, sums, rounds = self.choice, self.block_sums, self.num_rounds
         fetched, offloaded = sums.moved_bytes(choice, rounds)
         saved = self.sums[3]
-        on_host = sums.residency(choice).on_host
-        on_drives = sum(sums.drive_bytes(choice, rounds)) + 2 * saved * (choice.boundaries == "nvme")
+        restored = saved - rounds * self.costs.newest_bytes
+        read, written = sums.drive_bytes(choice, rounds)
+        parked = sums.gradient_places(choice, self.batch.num_micro_batches).on_drives.total(
+            pools.parked_gradient
+        )
+        on_drives = choice.boundaries == "nvme"
+        return CopiedBytes(
+            up=fetched + restored,
+            down=offloaded + saved,
+            read=read + parked + restored * on_drives,
+            written=written + parked + saved * on_drives,
+        )
+
+    @cached_property
+    def demand(self) -> Demand:
+        """What the step asks of what its lanes share."""
+        choice = self.choice
+        copied = self.copied_bytes
+        on_host = self.block_sums.residency(choice).on_host
         return Demand(
-            up_bytes=fetched + saved,
-            down_bytes=offloaded + saved,
+            up_bytes=copied.up,
+            down_bytes=copied.down,
             update_bytes=on_host.total(BlockBytes.update_bytes, self.rates.moments),
-            drive_bytes=on_drives,
+            drive_bytes=copied.read + copied.written,
             least_s=max(self._lane_bounds_s.values()),
         )
 
@@ -203,14 +231,12 @@ def _lane_bounds(step: Step) -> dict[str, float]:
     """Add up what a step of a choice needs of each lane, without listing its tasks."""
     rates, choice, batch = step.rates, step.choice, step.batch
     count = batch.num_micro_batches
-    rounds = -(-count // choice.lockstep)
-    costs, block_sums, compute = step.costs, step.block_sums, step.compute_s
+    costs, compute = step.costs, step.compute_s
     on_device_s = costs.step_s if rates.updates_in_compute else 0.0
-    forward, _, _, saved = step.sums
-    fetched, offloaded = block_sums.moved_bytes(choice, rounds)
-    restored = saved - rounds * costs.newest_bytes
-    up, down = rates.fetch_s(fetched + restored), rates.offload_s(offloaded + saved)
-    on_host = block_sums.residency(choice).on_host
+    forward = step.sums[0]
+    copied = step.copied_bytes
+    up, down = rates.fetch_s(copied.up), rates.offload_s(copied.down)
+    on_host = step.block_sums.residency(choice).on_host
     update_s = rates.update_s(on_host.total(BlockBytes.update_bytes, rates.moments))
     if rates.spec.is_cpu:
         return {"everything in turn": compute + up + down + update_s + costs.step_s}
@@ -224,13 +250,8 @@ def _lane_bounds(step: Step) -> dict[str, float]:
         first_round = min(choice.lockstep, count) / count
         by_then = compute - on_device_s - forward * first_round
         limits["backward + optimizer"] = by_then + update_s
-    drive: tuple[float, float] = block_sums.drive_bytes(choice, rounds)
-    parked = block_sums.gradient_places(choice, count).on_drives.total(pools.parked_gradient)
-    drive = drive[0] + parked, drive[1] + parked
-    if drive != (0, 0) or choice.boundaries == "nvme":
-        if choice.boundaries == "nvme":
-            drive = drive[0] + restored, drive[1] + saved
-        read_s, write_s = rates.read_s(drive[0]), rates.write_s(drive[1])
+    if copied.read or copied.written:
+        read_s, write_s = rates.read_s(copied.read), rates.write_s(copied.written)
         if rates.drives.is_duplex:
             limits |= {"drive reads": read_s, "drive writes": write_s}
         else:

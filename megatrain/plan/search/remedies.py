@@ -116,7 +116,7 @@ def _limits(request: Request) -> Iterator[Remedy]:
 
 def _limit_key(request: Request, field: str) -> str:
     """Return the setting of a limit: the host's is another one where the run has named its drives."""
-    if field == "host_limit" and request.commits:
+    if field == "host_limit" and request.names_drives:
         return "memory.tiers.ram"
     return f"memory.{field}"
 
@@ -183,7 +183,7 @@ def list_memory(request: Request, *, is_running: bool = False) -> Iterator[Remed
         changed = replace(request, spec=request.spec.with_drive_bytes(drives.nbytes), drive_limit=None)
         if is_running:
             text = f"memory.tiers='{{nvme: [DIRECTORY]}}' on a drive with {drives.text} free"
-            changed = replace(changed, commits=True)
+            changed = replace(changed, commits=True, names_drives=True)
         if fits(changed):
             yield Remedy(text, changed)
     if is_running:

@@ -58,7 +58,9 @@ class Request:
     fuses: bool = False
     """Layers run with fused kernels though they are not compiled: `model.kernels=liger`."""
     commits: bool = False
-    """The run has named its drives: all of its state is committed there, wherever it lives."""
+    """The run commits all of its state to drives, wherever it lives."""
+    names_drives: bool = False
+    """Its settings say where the drives are, and with them what it may take of RAM."""
     device_limit: int | None = None
     """Bytes of the device that the run may take; None: what the machine has."""
     host_limit: int | None = None

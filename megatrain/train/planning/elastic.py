@@ -14,6 +14,7 @@ from typing import Any
 from megatrain.config.choice import Choice, Plan
 from megatrain.plan.cost.measured import Measured
 from megatrain.plan.cost.step_time import Step
+from megatrain.plan.search.choices import uses_drives
 from megatrain.plan.search.planner import make_plan, plan_of
 from megatrain.plan.search.request import Request
 from megatrain.stream.engine import Engine
@@ -41,6 +42,8 @@ class Elastic:
         """Watch an engine that runs as `plan` says, which was made for `request`."""
         self._engine = engine
         self._request = replace(request, choice=replace(request.choice, **_lasting(plan.choice)))
+        if not (request.commits or uses_drives(plan.choice)):  # none is open
+            self._request = replace(self._request, spec=request.spec.with_drive_bytes(0))
         self._choice = plan.choice
         self._known = Measured()
         """What the present plan was made with."""
@@ -102,7 +105,11 @@ class Elastic:
 
 def _lasting(choice: Choice) -> dict[str, Any]:
     """Return what cannot change while an engine lives."""
-    placed = {"updates": choice.updates} if choice.tiers else {}  # what is on drives depends on it
+    placed: dict[str, Any] = {}
+    if choice.tiers:  # what is on drives depends on it
+        placed["updates"] = choice.updates
+    if uses_drives(choice):  # from there no block goes to the device for good
+        placed |= {"resident_layers": 0, "outer_resident": False}
     if choice.boundaries == "nvme":  # the last resort, and the buffers before drives are counted for it
         placed["boundaries"] = choice.boundaries
     return {

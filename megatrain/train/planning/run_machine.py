@@ -31,12 +31,11 @@ def machine_for(config: Config, measure: Measure | None = None) -> HardwareSpec:
         config: Of the run.
         measure: As in `machine_of`.
     """
-    tiers = config.memory.tiers
     return machine_of(
         config.train.device,
         config.train.precision,
         device_limit=config.memory.device_budget,
-        num_drives=0 if tiers == "auto" or not tiers.nvme else len(tiers.nvme),
+        num_drives=len(config.memory.drives),
         measure=measure,
     )
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from megatrain.config import build_config
 from megatrain.hardware import load_machine, machine_names
-from megatrain.train.planning.plan_run import Planned, plan_run
+from megatrain.plan.search.planner import make_plan
+from megatrain.train.planning.counting import PlannedModel
+from megatrain.train.planning.plan_run import Planned, device_type, make_request, plan_run
 
 SHARED = Path(__file__).parents[4] / "shared/data"
 CONFIGS = sorted((SHARED / "configs").glob("*/config.json")) if SHARED.is_dir() else []
+NAMES = [file.parent.name for file in CONFIGS]
 NEEDED = pytest.mark.skipif(not CONFIGS, reason="no configurations in ../shared/data")
 PAIRS = [
     ("gpt2", "cpu-laptop"),
@@ -21,17 +26,31 @@ PAIRS = [
     ("Qwen2.5-VL-7B", "gh200"),
 ]
 """Dense, of experts, with images, too large; a CPU, a desktop, servers."""
+SAMPLE = [
+    (*pair, *more)
+    for pair, more in zip(
+        PAIRS, [(True, False), (True, True), (False, True), (False, False), (True, True)], strict=True
+    )
+]
+"""The same, clipped or not, with drives or without."""
 
 
-def planned(file: Path, machine: str) -> Planned:
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where counts are kept between tests."""
+    return tmp_path_factory.mktemp("counts")
+
+
+def planned(file: Path, machine: str, counts: Path) -> Planned:
     raw = {"model": {"path": str(file)}}
-    return plan_run(raw, load_machine(machine), source="test", hf_config=file, is_complete=False)
+    spec = load_machine(machine)
+    return plan_run(raw, spec, source="test", hf_config=file, is_complete=False, counts=counts)
 
 
 def check(found: Planned) -> None:
     plan = found.plan
     assert plan.fits != bool(plan.problem)
-    assert plan.step_s > 0
+    assert plan.step_s >= max(plan.bounds_s.values()) * (1 - 1e-6) > 0
     assert 0 < plan.mfu < 1
     if plan.fits:
         for tier, limit in plan.limits.items():
@@ -47,8 +66,8 @@ def listed_billions(name: str) -> float:
 
 @NEEDED
 @pytest.mark.parametrize(("name", "machine"), PAIRS)
-def test_config_plans_on_a_machine(name: str, machine: str) -> None:
-    found = planned(SHARED / "configs" / name / "config.json", machine)
+def test_config_plans_on_a_machine(name: str, machine: str, counts: Path) -> None:
+    found = planned(SHARED / "configs" / name / "config.json", machine, counts)
     check(found)
     assert found.request.anatomy.num_params / 1e9 == pytest.approx(listed_billions(name), abs=6e-4)
 
@@ -57,9 +76,44 @@ def test_config_plans_on_a_machine(name: str, machine: str) -> None:
 @pytest.mark.parity
 @pytest.mark.parametrize("machine", machine_names())
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.parent.name)
-def test_every_config_plans_on_every_machine(file: Path, machine: str) -> None:
-    found = planned(file, machine)
+def test_every_config_plans_on_every_machine(file: Path, machine: str, counts: Path) -> None:
+    found = planned(file, machine, counts)
     check(found)
     assert found.request.anatomy.num_params / 1e9 == pytest.approx(
         listed_billions(file.parent.name), abs=6e-4
     )
+
+
+@NEEDED
+@pytest.mark.parametrize(
+    ("name", "machine", "clips", "has_drives"),
+    [
+        pytest.param(*row, marks=() if row in SAMPLE else pytest.mark.parity)
+        for row in product(NAMES, machine_names(), [True, False], [True, False])
+    ],
+)
+def test_no_plan_is_faster_than_its_bounds(
+    name: str, machine: str, clips: bool, has_drives: bool, counts: Path
+) -> None:
+    """What a search finds in a moment, too: each choice that it times is held against its bounds."""
+    file = SHARED / "configs" / name / "config.json"
+    raw = _with_a_large_batch(file, clips=clips)
+    config = build_config(raw, source="test")
+    model = PlannedModel(str(file), counts, lambda doing: None)
+    spec = load_machine(machine)
+    if not has_drives:
+        spec = spec.with_drive_bytes(0)
+    elif spec.drives is None:
+        spec = spec.with_drive_bytes(8 * 10**12)
+    plan = make_plan(make_request(config, model.count(config, device_type(spec)), spec), budget_s=0.1)
+    assert plan.step_s >= max(plan.bounds_s.values()) * (1 - 1e-6) > 0
+    assert plan.bytes_per_step["drive_written"] == 0 or has_drives
+
+
+def _with_a_large_batch(file: Path, *, clips: bool) -> dict[str, dict[str, object]]:
+    return {
+        "model": {"path": str(file)},
+        "data": {"path": "none", "seq_len": 1024 if file.parent.name == "gpt2" else 4096},
+        "train": {"precision": "bf16", "grad_accumulation": 32},
+        "optim": {"max_grad_norm": 1.0 if clips else None, "updates": "deferred" if clips else "auto"},
+    }
