@@ -31,7 +31,15 @@ def spare_drives(request: Request, plan: Plan) -> Iterator[str]:
     days = drive_days(request, plan)
     if days is None or days >= LEAST_DAYS:
         return
-    if not request.commits:
+    if request.commits:
+        free = make_plan(replace(request, commits=False), budget_s=_SEARCH_S)
+        lasts = drive_days(request, free)
+        if free.fits and not free.choice.tiers and (lasts is None or lasts >= LEAST_DAYS):
+            yield (
+                "memory.commit_every=null: RAM holds the state, and none of it is written to drives; a crash "
+                "goes back to the newest checkpoint"
+            )
+    else:
         ram = enough_ram(replace(request, spec=request.spec.with_drive_bytes(0), host_limit=None))
         if ram is not None:
             yield f"--ram {ram.text}: nothing is written to drives"

@@ -16,6 +16,7 @@ from megatrain.config.choice import KEYS, Plan, Pool
 from megatrain.errors import ConfigError
 from megatrain.hardware import GIB
 from megatrain.plan.cost.economics import Economics, economics
+from megatrain.plan.search.choices import uses_drives
 from megatrain.plan.search.enough import enough_drives, enough_ram
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
@@ -159,7 +160,7 @@ def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
         rows += [*_step(planned), *_total(money), *_ways("spare", planned.spares)]
     rows += _verdict(planned)
     if plan.fits:
-        rows += _row("setting", _settings(plan))
+        rows += _row("setting", _settings(planned))
     for note in planned.notes:
         rows += _row("note", note)
     for line in lines:
@@ -283,8 +284,9 @@ def _verdict(planned: Planned) -> Iterator[str]:
     yield from _row("verdict", f"FITS, with {' and '.join(spare)} to spare")
 
 
-def _settings(plan: Plan) -> str:
+def _settings(planned: Planned) -> str:
     """Say the choice as overrides of `train`."""
+    plan = planned.plan
     words = [
         f"{section}.{name}={str(value).lower() if isinstance(value, bool) else value}"
         for section, values in policy(plan).items()
@@ -297,6 +299,10 @@ def _settings(plan: Plan) -> str:
     if plan.choice.tiers:
         planes = ", ".join(sorted(plane for plane, tier in plan.choice.tiers if tier == "nvme"))
         words.append(f"(on drives: {planes}, of all but {plan.choice.blocks_in_ram} blocks)")
+    if uses_drives(plan.choice) and not planned.request.names_drives:
+        words.append("memory.tiers='{nvme: [DIRECTORY, ...]}'")
+        if not plan.choice.tiers:  # a commit would write all of the state in each step
+            words.append("memory.commit_every=null")
     return " ".join(words)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from megatrain.cli import main
 from megatrain.config import build_config, config_keys
 from megatrain.hardware import load_machine, save_machine
 from megatrain.model.profile.anatomy import Anatomy
+from megatrain.plan.cost.economics import economics
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_DEVICE, USABLE_HOST
 from megatrain.train.planning import plan_report, progress
 from megatrain.train.planning import plan_run as planning
-from megatrain.train.planning.plan_report import parse_tokens
+from megatrain.train.planning.plan_report import parse_tokens, plan_text
+from megatrain.train.planning.plan_run import plan_run
 from tests.plan.anatomies import Shape, llama_like
 
 
@@ -436,3 +439,18 @@ def test_every_setting_that_a_plan_names_exists() -> None:
 
     missing = {key for key in KEYS.values() if key not in config_keys()}
     assert missing <= {"memory.gradients"}, "reported as settings only where they are"
+
+
+@pytest.mark.usefixtures("quick")
+def test_settings_name_the_drives_on_which_only_gradients_wait(models: Path) -> None:
+    """A commit after every step would write all of the state, which the plan leaves in RAM."""
+    spec = load_machine("rtx-4090").with_drive_bytes(10**12)
+    found = plan_run({"model": {"path": str(models / "small")}}, spec, source="test", is_complete=False)
+    layers = len(found.plan.choice.gradients)
+    named = []
+    for places in ("host", "nvme"):
+        choice = replace(found.plan.choice, gradients=(places,) * layers)
+        changed = replace(found, plan=replace(found.plan, choice=choice))
+        text = plan_text(changed, economics(changed.plan, spec, found.request.anatomy, tokens=1), [])
+        named.append([words in text for words in ("memory.tiers='{nvme: [DIR", "memory.commit_every=null")])
+    assert named == [[False, False], [True, True]]
