@@ -80,6 +80,10 @@ CASES: list[tuple[str, str, int, str | Sequence[str], dict[str, Any]]] = [
     ("qwen3_moe", "bf16", 128, "recompute", {"updates": "immediate", "m": 2}),
     ("phi3", "fp32", 256, "recompute", {"residents": 3}),
     ("falcon", "bf16", 128, "recompute_cheap", {"boundaries": "host", "m": 3, "rows": 2}),
+    ("llama", "fp32", 256, "recompute", {"outer_streams": True, "chunk": 64}),
+    ("mixtral", "bf16", 128, CHAIN, {"outer_streams": True, "m": 2, "n": 4}),
+    ("phi3", "bf16", 256, "keep", {"outer_streams": True, "fragments": True, "m": 2}),
+    ("llama", "bf16", 256, "recompute", {"gradients": ("device", "host", "device"), "m": 2}),
 ]
 
 
@@ -108,6 +112,11 @@ def test_predicted_bytes_are_those_of_every_run(family: str, precision: str) -> 
         check(family, precision, 256, policy, residents=3)
         check(family, precision, 256, policy, m=2, chunk=100, boundaries="host")
         check(family, precision, 256, policy, updates="immediate")
+        check(family, precision, 256, policy, m=2, gradients=("device",) * 3)
+        if family not in ("qwen2", "gemma2", "gpt2", "falcon"):  # embedding and head are tied there
+            for together in (1, 2):
+                check(family, precision, 256, policy, m=together, outer_streams=True)
+                check(family, precision, 256, policy, m=together, outer_streams=True, fragments=True)
 
 
 def check(
@@ -124,6 +133,8 @@ def check(
     boundaries: str = "device",
     chunk: int | None = None,
     updates: str = "deferred",
+    outer_streams: bool = False,
+    gradients: tuple[str, ...] = ("host",) * 3,
 ) -> None:
     """Run two steps and compare."""
     anatomy = anatomy_of(family, precision, rows, tokens, chunk)
@@ -137,6 +148,8 @@ def check(
         fragments=fragments,
         resident_layers=residents,
         outer_resident=residents == num_layers,
+        outer_streams=outer_streams,
+        gradients=gradients,
         lockstep=m,
         updates=updates,
         head_chunk_tokens=chunk,
@@ -156,6 +169,8 @@ def check(
         resident_layers=residents,
         boundaries=boundaries,
         head_chunk_tokens=chunk,
+        outer_streams=outer_streams,
+        gradients=gradients,
     )
     pools = device_peak_bytes(anatomy, choice, batch, overlaps=False)
     predicted = sum(pool.nbytes for pool in pools)
