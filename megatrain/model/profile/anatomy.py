@@ -162,6 +162,9 @@ class Anatomy:
     """Most bytes at a time in a micro-batch's forward of final norm, head and loss, beyond their input."""
     head_backward_peak_bytes: int = 0
     """In their backward, all that is saved for it included."""
+    norm_saved_bytes: int = 0
+    """Bytes that a micro-batch keeps between its last layer and the head's product until their backward,
+    where the head is a visit of its own."""
     head_gradient_bytes: int = 0
     """Gradients of outer weights that autograd holds from the head's backward until the pass ends."""
     embedding_peak_bytes: int = 0

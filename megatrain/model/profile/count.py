@@ -154,6 +154,7 @@ def _count(
         head_forward=whole.head_forward,
         head_peak_bytes=max(whole.head_forward_peak_bytes, whole.head_backward_peak_bytes),
         head_saved_bytes=whole.head_saved_bytes,
+        norm_saved_bytes=whole.norm_saved_bytes,
         constant_bytes=buffers + whole.forward_bytes + ids,
         checkpoint_bytes=_checkpoint_bytes(counter.layouts),
         pass_bytes=whole.forward_bytes + ids,

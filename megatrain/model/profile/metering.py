@@ -77,6 +77,17 @@ class Meter(TorchDispatchMode):
         self._sweep()
         return set(self._live)
 
+    def mark(self, *, but: Tensor) -> object:
+        """Return a mark for `bytes_since`: what is alive now, but for one tensor."""
+        self._sweep()
+        return {id(entry): entry for key, entry in self._live.items() if key != but.untyped_storage()._cdata}
+
+    def bytes_since(self, mark: object) -> int:
+        """Return the bytes that are alive and were not at a mark."""
+        assert isinstance(mark, dict)
+        self._sweep()
+        return sum(entry[1] for entry in self._live.values() if id(entry) not in mark)
+
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Return the bytes of these tensors' storages, as far as they were made under the meter."""
         keys = {tensor.untyped_storage()._cdata for tensor in tensors}

@@ -50,6 +50,7 @@ class WholePass:
     head_forward_peak_bytes: int = 0
     head_backward_peak_bytes: int = 0
     head_saved_bytes: int = 0
+    norm_saved_bytes: int = 0
     head_gradient_bytes: int = 0
     embedding_peak_bytes: int = 0
     head_dim: int = 0
@@ -97,6 +98,7 @@ class WholePassTracer:
         self._chunk_start: Cost | None = None
         self._head_start = Cost()
         self._head_base = 0
+        self._head_mark: object = None
         self.result = WholePass()
 
     def run(self, micro_batch_size: int, seq_len: int) -> WholePass:
@@ -113,7 +115,7 @@ class WholePassTracer:
                 batch["labels"] = batch["shift_labels"] = torch.zeros((1, num_labels), dtype=torch.int64)
         meter.settle()
         self._stream_block()
-        with self._stubs(), head.over(share := Share(num_tokens, num_tokens)):
+        with self._stubs(), self._head_watched(), head.over(share := Share(num_tokens, num_tokens)):
             inner = type(self._model).forward.__get__(self._model)
             chunked = head.in_chunks((), batch)
             output = inner(**batch) if chunked is None else head.call(inner, chunked)
@@ -146,6 +148,26 @@ class WholePassTracer:
             self._chunk_start = self._meter.cost
         self._stream_block()
         yield
+
+    @contextmanager
+    def _head_watched(self) -> Iterator[None]:
+        """Note what is there when the head's weights are first used on the hidden states."""
+        head = self._model.get_output_embeddings()
+        if head is None:
+            yield
+            return
+
+        def note(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            self._note_norm(given[0])
+
+        with head.register_forward_pre_hook(note):
+            yield
+
+    def _note_norm(self, hidden: Tensor) -> None:
+        if self._head_mark is not None:
+            made = self._meter.bytes_since(self._head_mark)
+            self.result.norm_saved_bytes = max(0, made - hidden.untyped_storage().nbytes())
+            self._head_mark = None
 
     @contextmanager
     def _stubs(self) -> Iterator[None]:
@@ -186,6 +208,7 @@ class WholePassTracer:
             del hidden, call
             self._head_start = self._meter.cost
             self._head_base = self._meter.settle() - output.untyped_storage().nbytes()
+            self._head_mark = self._meter.mark(but=output)
         return self.result.traces[self._kinds[key]]["keep"].result(output)
 
     def _note_what_is_held(self, number: int, hidden: Tensor) -> None:

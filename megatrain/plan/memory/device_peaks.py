@@ -312,6 +312,7 @@ class DevicePeaks:
             of_head = (place + 1) * self._head_gradient
         else:
             beside, of_head = (m - 1) * layer.boundary_bytes, m * self._head_gradient
+            beside += (m - 1 - place) * anatomy.norm_saved_bytes * is_last
         is_dropped = self._runs[number].is_dropped
         remade = self._remade(number) - place * layer.boundary_bytes if is_dropped else 0
         return DevicePeak(

@@ -81,9 +81,10 @@ CASES: list[tuple[str, str, int, str | Sequence[str], dict[str, Any]]] = [
     ("phi3", "fp32", 256, "recompute", {"residents": 3}),
     ("falcon", "bf16", 128, "recompute_cheap", {"boundaries": "host", "m": 3, "rows": 2}),
     ("llama", "fp32", 256, "recompute", {"outer_streams": True, "chunk": 64}),
-    ("mixtral", "bf16", 128, CHAIN, {"outer_streams": True, "m": 2, "n": 4}),
+    ("llama", "fp32", 256, "recompute", {"outer_streams": True, "m": 2}),
     ("phi3", "bf16", 256, "keep", {"outer_streams": True, "fragments": True, "m": 2}),
     ("llama", "bf16", 256, "recompute", {"gradients": ("device", "host", "device"), "m": 2}),
+    ("mixtral", "bf16", 128, CHAIN, {"outer_streams": True, "m": 2, "n": 4}),
 ]
 
 
