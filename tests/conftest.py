@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 # One thread per test process: the suite runs in parallel processes, and threads that wait for each other's
 # turn on a busy core slow everything down many times over.
@@ -10,6 +11,28 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 import torch
 
+from megatrain.files import FileCalls
+from tests.counts import counted_once
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _models_are_counted_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of counting itself count every time."""
+    if "/model/profile/" in request.path.as_posix():
+        yield
+        return
+    with counted_once():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_waits_for_the_disk() -> Iterator[None]:
+    """No test in this process can see the difference; those of crashes have calls of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileCalls, "fsync", lambda self, descriptor: os.fstat(descriptor))
+        yield

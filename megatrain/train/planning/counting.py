@@ -6,6 +6,7 @@ torch nor transformers is imported; everything else is read and checked as for a
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from functools import cached_property
@@ -110,14 +111,15 @@ def shape_of(config: Config, device_type: str, **changes: Any) -> dict[str, Any]
 
 
 def count_once(model_config: PretrainedConfig, shape: dict[str, Any]) -> Anatomy:
-    """Count a model of the same configuration once per process.
+    """Count a model of the same configuration once per process, wherever it lies.
 
     Raises:
         ModelError: It cannot be built or counted.
     """
     from megatrain.model.profile.count import count_anatomy
 
-    key = (model_config.to_json_string(use_diff=False), *sorted(shape.items()))
+    described = {**model_config.to_dict(), "_name_or_path": ""}
+    key = (json.dumps(described, sort_keys=True, default=str), *sorted(shape.items()))
     if key not in _COUNTED:
         if len(_COUNTED) >= _MOST_COUNTED:
             _COUNTED.clear()
