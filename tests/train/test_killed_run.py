@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import run_module
 from tests.train.test_loop import assert_same_runs
 
-REPOSITORY = Path(__file__).parents[2]
 
-
-@pytest.mark.parametrize(("num_kills", "steps"), [(3, 24), pytest.param(30, 150, marks=pytest.mark.parity)])
+@pytest.mark.parametrize(("num_kills", "steps"), [(3, 15), pytest.param(30, 150, marks=pytest.mark.parity)])
 def test_killed_run_equals_uninterrupted_run(tmp_path: Path, num_kills: int, steps: int) -> None:
-    command = [sys.executable, "-m", "tests.train.killed_run", str(tmp_path), str(num_kills), "0", str(steps)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run_module("tests.train.killed_run", tmp_path, str(num_kills), "0", str(steps))
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"{num_kills} kills in {steps} steps" in done.stdout
     assert_same_runs(tmp_path / "killed", tmp_path / "whole")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,10 @@ from megatrain.train.loop import train, train_step
 from megatrain.train.planning.allocation import check_allocated, plan_training
 from megatrain.train.run import prepare
 from megatrain.train.trace import trace
+from tests.forks import run_module
 from tests.products import every_value
 from tests.train.project import make_config
 from tests.train.test_loop import assert_same_runs, rows_of
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def sections(root: Path, **changes: Any) -> dict[str, Any]:
@@ -154,17 +151,8 @@ def test_a_plan_of_other_fragments_does_not_keep_a_run_from_going_on(
 @pytest.mark.parity
 @pytest.mark.parametrize("num_kills", [2, 20])
 def test_a_killed_run_goes_on_from_the_last_committed_step(tmp_path: Path, num_kills: int) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.train.killed_run",
-        str(tmp_path),
-        str(num_kills),
-        "0",
-        str(15 * num_kills),
-        "drives",
-    ]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    steps = str(15 * num_kills)
+    done = run_module("tests.train.killed_run", tmp_path, str(num_kills), "0", steps, "drives")
     assert done.returncode == 0, done.stderr[-2000:]
     assert_same_runs(tmp_path / "killed", tmp_path / "whole")
     resumed = [

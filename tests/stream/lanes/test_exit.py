@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatrain.store.drives.record import read_record
+from tests.forks import run_script
 
 SCRIPT = """
 import atexit, sys
@@ -37,20 +35,14 @@ elif ending == "error":
 
 
 def slow() -> object:
-    """Make lanes on which the updates of a step take a second."""
+    """Make lanes on which the updates of a step take a fifth of a second."""
     from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 
-    return EmulatedLanes(EmulatedMachine(host_bytes_per_s=2e6))
+    return EmulatedLanes(EmulatedMachine(host_bytes_per_s=1e7))
 
 
 def run(device: str, ending: str, script: str = SCRIPT) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", script, device, ending],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
+    done = run_script(script, device, ending)
     return done.returncode, done.stdout, done.stderr
 
 

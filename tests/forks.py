@@ -1,0 +1,94 @@
+"""Runs scripts in forks of one interpreter that has imported torch and transformers: `python -m tests.forks`.
+
+A fork is what a fresh interpreter would be once these are imported: nothing of megatrain is, and it ends as any
+program does, with its own exit code, through Python's own finalisation (the script runs at the top level, and
+the server's loop has returned in the fork). What a test measures from the start of a process on, or says of
+what is imported, needs a fresh one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+LIMIT_S = 300
+
+
+def run_script(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a script in a fork, its arguments in `sys.argv`, as `python -c` would."""
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.TemporaryDirectory() as place:
+        shown = [Path(place, name) for name in ("out", "err")]
+        request = {"script": script, "argv": ["-c", *map(str, arguments)], "shown": list(map(str, shown))}
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        code = int(server.stdout.readline())
+        out, err = (path.read_text() for path in shown)
+    return subprocess.CompletedProcess(request["argv"], code, out, err)
+
+
+def run_module(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a module in a fork, as `python -m` would."""
+    script = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    return run_script(script, *arguments)
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.forks"],
+        cwd=REPOSITORY,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(process.communicate)  # at the end of its input it ends
+    return process
+
+
+def _next_script() -> dict[str, Any] | None:
+    """Answer requests until there are no more, then return None; in a fork, return what it shall run."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    for line in sys.stdin:
+        request: dict[str, Any] = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(LIMIT_S)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for number, path in zip((1, 2), request["shown"], strict=True):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+            return request
+        answers.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+    return None
+
+
+def _import_all() -> None:
+    import numba  # noqa: F401
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
+
+    import tests.families  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+if __name__ == "__main__":
+    _import_all()
+    wanted = _next_script()
+    if wanted is not None:
+        sys.argv = wanted["argv"]
+        exec(compile(wanted["script"], "<string>", "exec"), {"__name__": "__main__"})
