@@ -1,9 +1,9 @@
-"""Runs scripts in forks of one interpreter that has imported torch and transformers: `python -m tests.forks`.
+"""Runs scripts in forks of one interpreter that has imported torch and transformers.
 
-A fork is what a fresh interpreter would be once these are imported: nothing of megatrain is, and it ends as any
-program does, with its own exit code, through Python's own finalisation (the script runs at the top level, and
-the server's loop has returned in the fork). What a test measures from the start of a process on, or says of
-what is imported, needs a fresh one.
+A fork is what a fresh interpreter would be once these are imported: nothing of megatrain is, and it ends as
+any program does, with its own exit code, through Python's own finalisation (the script runs at the top
+level, and the server's loop has returned in the fork). What a test says of the imports of a program, or of
+its memory from the start on, needs a fresh one.
 """
 
 from __future__ import annotations

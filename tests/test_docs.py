@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import inspect
 import io
 import re
@@ -225,6 +226,7 @@ def test_loop_in_the_design_is_the_loop_s() -> None:
         assert " ".join(part.split()) in code
 
 
+@functools.cache
 def members() -> dict[str, set[str]]:
     """Collect the classes of the package, each with the names that it defines or sets on itself."""
     found: dict[str, set[str]] = {}

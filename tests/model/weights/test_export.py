@@ -15,6 +15,7 @@ from megatrain.model.weights.export import export_weights
 from megatrain.model.weights.skeleton import read_config
 from tests.families import FAMILIES
 from tests.model.resident import assert_same_state, load_bound, random_model
+from tests.products import every_value
 
 
 def _groups(model: PreTrainedModel) -> list[list[str]]:
@@ -47,8 +48,7 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
     return merged
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@every_value(family=list(FAMILIES), dtype=[torch.float32, torch.bfloat16])
 def test_export_equals_save_pretrained(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Keys, values, dtypes and configuration are those of save_pretrained; the model opens again."""
     random_model(FAMILIES[family]()).save_pretrained(tmp_path / "source")

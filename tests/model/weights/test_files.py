@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import struct
-import subprocess
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from megatrain.errors import ModelError
 from megatrain.model.weights.files import checkpoint_files, load_weights
 from megatrain.model.weights.skeleton import build_skeleton, persistent_buffers, read_config
 from tests.families import FAMILIES
+from tests.forks import run_script
 from tests.model.resident import CopySink, assert_same_state, bind_parameters, load_bound, random_model
 
 FUSED_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next", "jamba")
@@ -390,14 +389,7 @@ def test_loading_peaks_at_the_state_plus_one_tensor(family: str, tmp_path: Path)
     model.save_pretrained(tmp_path, max_shard_size="32MB")
     assert len(checkpoint_files(tmp_path)) > 2
     del model
-    run = subprocess.run(
-        [sys.executable, "-c", PEAK_SCRIPT, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    run = run_script(PEAK_SCRIPT, tmp_path)
     assert run.returncode == 0, run.stderr
     peak, state = map(int, run.stdout.split())
     assert state > 95e6

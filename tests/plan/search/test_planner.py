@@ -123,29 +123,36 @@ def drawn_for(name: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("rates", [name, *others])
 
 
+def some_of(name: str, values: tuple[Any, ...], *some: int) -> pytest.MarkDecorator:
+    """Take some of the values, by place, and all of them in `make parity`."""
+    every = pytest.param(values, marks=pytest.mark.parity, id="all")
+    return pytest.mark.parametrize(name, [pytest.param(tuple(values[at] for at in some), id="some"), every])
+
+
 @drawn_for("slow link")
-def test_more_device_memory_is_never_slower(rates: str) -> None:
-    sizes = [36 << 20, 80 << 20, 200 << 20, 1 << 30]
-    specs = [machine(device_bytes=size, **DRAWN[rates]) for size in sizes]
+@some_of("sizes", (36, 80, 200, 1024), 0, 2)
+def test_more_device_memory_is_never_slower(rates: str, sizes: tuple[int, ...]) -> None:
+    specs = [machine(device_bytes=size << 20, **DRAWN[rates]) for size in sizes]
     check_never_slower(steps(request(spec=spec, anatomy=small(), batch=SHORT) for spec in specs))
 
 
 @drawn_for("slow host")
-def test_a_faster_link_is_never_slower(rates: str) -> None:
+@some_of("factors", (1.0, 1.5, 5.0), 0, 2)
+def test_a_faster_link_is_never_slower(rates: str, factors: tuple[float, ...]) -> None:
     drawn = DRAWN[rates]
     specs = [
-        machine(device_bytes=60 << 20, **{**drawn, "link": drawn["link"] * factor})
-        for factor in (1.0, 1.5, 5.0)
+        machine(device_bytes=60 << 20, **{**drawn, "link": drawn["link"] * factor}) for factor in factors
     ]
     check_never_slower(steps(request(spec=spec, anatomy=small(), batch=SHORT) for spec in specs))
 
 
 @drawn_for("all alike")
-def test_more_host_memory_is_never_slower(rates: str) -> None:
+@some_of("limits", HOST_LIMITS, 0, 3, 5)
+def test_more_host_memory_is_never_slower(rates: str, limits: tuple[int, ...]) -> None:
     """But for what commits copy: all state in RAM passes through host memory once more on its way."""
     spec = machine(drives=DRIVES, **DRAWN[rates])
     steps = []
-    for limit in HOST_LIMITS:
+    for limit in limits:
         found = search(request(spec=spec, anatomy=small(), batch=SHORT, host_limit=limit << 20), budget_s=1e6)
         assert found is not None
         steps.append(found.step)

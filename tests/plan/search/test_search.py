@@ -28,6 +28,7 @@ MACHINES: dict[str, HardwareSpec] = {
         device_bytes=60 << 20, link=2e9, update_rate=3e8, flops=4e12, both_share=0.8, launch_s=1e-5
     ),
 }
+EXTREMES = ("keep", "offload", "recompute")
 BATCHES = {
     "one": StepBatch(micro_batch_size=1, seq_len=256, num_micro_batches=1),
     "three": StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=3),
@@ -108,18 +109,20 @@ def check(request: Request, **grid: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_layers", "batch", "clips"),
+    ("name", "num_layers", "batch", "clips", "policies"),
     [
-        ("slow link", 1, "three", True),
-        ("slow host", 2, "one", True),
-        ("slow compute", 1, "one", False),
-        ("tiny device", 1, "four", True),
-        ("nothing in excess", 1, "three", False),
-        ("nothing in excess", 2, "one", True),
+        ("slow link", 1, "three", True, POLICIES),
+        ("slow host", 2, "one", True, EXTREMES),
+        ("slow compute", 1, "one", False, POLICIES),
+        ("tiny device", 1, "four", True, POLICIES),
+        ("nothing in excess", 1, "three", False, POLICIES),
+        ("nothing in excess", 2, "one", True, EXTREMES),
     ],
 )
-def test_nothing_that_fits_is_faster(name: str, num_layers: int, batch: str, clips: bool) -> None:
-    check(request_for(name, num_layers, batch, clips=clips))
+def test_nothing_that_fits_is_faster(
+    name: str, num_layers: int, batch: str, clips: bool, policies: tuple[str, ...]
+) -> None:
+    check(request_for(name, num_layers, batch, clips=clips), policies=policies)
 
 
 @pytest.mark.parity
@@ -149,14 +152,17 @@ def random_request(seed: int, num_layers: int, num_micro_batches: int) -> Reques
     return Request(spec=spec, anatomy=anatomy, batch=batch, clips=draw.random() < 0.5)
 
 
-EXTREMES = ("keep", "offload", "recompute")
-
-
 @pytest.mark.parametrize(
-    ("seed", "num_micro_batches"), [(0, 1), pytest.param(2, 2, marks=pytest.mark.parity)]
+    ("seed", "num_micro_batches", "policies"),
+    [
+        (0, 1, EXTREMES[::2]),
+        *(pytest.param(*case, EXTREMES, marks=pytest.mark.parity) for case in ((0, 1), (2, 2))),
+    ],
 )
-def test_nothing_coarse_that_fits_is_faster(seed: int, num_micro_batches: int) -> None:
-    check(random_request(seed, 3, num_micro_batches), policies=EXTREMES, coarsely=True)
+def test_nothing_coarse_that_fits_is_faster(
+    seed: int, num_micro_batches: int, policies: tuple[str, ...]
+) -> None:
+    check(random_request(seed, 3, num_micro_batches), policies=policies, coarsely=True)
 
 
 @pytest.mark.parity

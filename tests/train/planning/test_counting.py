@@ -19,6 +19,7 @@ from megatrain.model.profile.kept import anatomy_json, key_of, read_anatomy
 from megatrain.train.planning import counting
 from megatrain.train.planning.counting import PlannedModel, count_once, shape_of
 from tests.families import FAMILIES
+from tests.forks import run_script
 from tests.plan.anatomies import llama_like
 
 CONFIG = build_config(
@@ -194,15 +195,13 @@ def test_a_plan_of_a_kept_count_loads_neither_torch_nor_transformers(model: Path
     )
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "", "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONPATH": str(Path(__file__).parents[3])}
-    outputs, loaded = [], []
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-        )
-        outputs.append(json.loads(done.stdout))
-        loaded.append(done.stderr.splitlines()[-1])
-    assert "torch" in loaded[0]
-    assert loaded[1] == "[]"
+    first = run_script(f"import os; os.environ['XDG_CACHE_HOME'] = {str(tmp_path)!r}\n{code}")
+    again = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    outputs = [json.loads(done.stdout) for done in (first, again)]
+    assert "torch" in first.stderr.splitlines()[-1]
+    assert again.stderr.splitlines()[-1] == "[]"
     for same in ("model", "checkpoint_bytes", "batch", "limits"):
         assert outputs[0][same] == outputs[1][same]
 

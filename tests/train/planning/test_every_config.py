@@ -21,7 +21,7 @@ NEEDED = pytest.mark.skipif(not CONFIGS, reason="no configurations in ../shared/
 PAIRS = [
     ("gpt2", "cpu-laptop"),
     ("Llama-3.1-8B", "rtx-4090"),
-    ("Llama-3.1-405B", "h200"),
+    pytest.param("Llama-3.1-405B", "h200", marks=pytest.mark.parity),
     ("gpt-oss-120b", "b200"),
     ("Qwen2.5-VL-7B", "gh200"),
 ]

@@ -252,9 +252,14 @@ REFUSED: dict[str, tuple[tuple[str, ...], str, str]] = {
         "--machine",
     ),
 }
+SLOW = ("RAM limit", "too little RAM to clip")
+"""As others that are planned sooner, in the way out that they name."""
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.parity] if case in SLOW else []) for case in REFUSED],
+)
 @pytest.mark.usefixtures("quick")
 def test_refusal_names_pool_need_limit_and_an_option_that_fits(
     capsys: pytest.CaptureFixture[str], models: Path, monkeypatch: pytest.MonkeyPatch, case: str
