@@ -109,20 +109,17 @@ def check(request: Request, **grid: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_layers", "batch", "clips", "policies"),
+    ("name", "num_layers", "batch", "clips"),
     [
-        ("slow link", 1, "three", True, POLICIES),
-        ("slow host", 2, "one", True, EXTREMES),
-        ("slow compute", 1, "one", False, POLICIES),
-        ("tiny device", 1, "four", True, POLICIES),
-        ("nothing in excess", 1, "three", False, POLICIES),
-        ("nothing in excess", 2, "one", True, EXTREMES),
+        ("slow link", 1, "three", True),
+        ("slow host", 2, "one", True),
+        ("slow compute", 1, "one", False),
+        ("tiny device", 1, "four", True),
+        ("nothing in excess", 1, "three", False),
     ],
 )
-def test_nothing_that_fits_is_faster(
-    name: str, num_layers: int, batch: str, clips: bool, policies: tuple[str, ...]
-) -> None:
-    check(request_for(name, num_layers, batch, clips=clips), policies=policies)
+def test_nothing_that_fits_is_faster(name: str, num_layers: int, batch: str, clips: bool) -> None:
+    check(request_for(name, num_layers, batch, clips=clips))
 
 
 @pytest.mark.parity
@@ -155,7 +152,7 @@ def random_request(seed: int, num_layers: int, num_micro_batches: int) -> Reques
 @pytest.mark.parametrize(
     ("seed", "num_micro_batches", "policies"),
     [
-        (0, 1, EXTREMES[::2]),
+        (1, 1, EXTREMES),
         *(pytest.param(*case, EXTREMES, marks=pytest.mark.parity) for case in ((0, 1), (2, 2))),
     ],
 )
