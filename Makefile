@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc)
 STAMP := $(VENV)/.installed
 
+# compiled once, not by each process that a test starts
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup demo test check lint parity clean
 
 setup: $(STAMP)
