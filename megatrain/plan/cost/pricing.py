@@ -26,6 +26,8 @@ class Pricing:
         self._costs = costs
         self._blocks = blocks
         self._shares = shares
+        self._visits_s: dict[tuple[Kind, int, bool], float] = {}
+        """Of one micro-batch."""
 
     def tasks(self, operation: Operation) -> tuple[Task, ...]:
         """Return an operation as one task, or two where its buffers are used one after the other."""
@@ -45,8 +47,14 @@ class Pricing:
 
     def seconds(self, operation: Operation) -> float:
         """Return the seconds that an operation takes."""
+        kind = operation.kind
+        if kind is Kind.FORWARD or kind is Kind.BACKWARD:
+            key = (kind, operation.block, operation.is_head)
+            if key not in self._visits_s:
+                self._visits_s[key] = self._visit_s(operation)
+            return self._visits_s[key] * operation.num_micro_batches
         rates, nbytes, shares = self._rates, operation.nbytes, self._shares
-        match operation.kind:
+        match kind:
             case Kind.FETCH | Kind.RESTORE:
                 return rates.fetch_s(nbytes) / shares.up
             case Kind.LOAD:
@@ -74,8 +82,6 @@ class Pricing:
                 if operation.on_device:
                     return rates.device_update_s(block.sizes.num_state, block.size.update_bytes)
                 return rates.update_s(nbytes) / shares.update
-            case Kind.FORWARD | Kind.BACKWARD:
-                return self._visit_s(operation) * operation.num_micro_batches
             case Kind.HEAD:
                 return (self._costs.head_forward_s + self._costs.outer_s) * operation.num_micro_batches
             case Kind.HEAD_BACKWARD:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatrain.config.choice import Choice
@@ -97,6 +98,8 @@ class BlockSums:
         self._gradients_of: dict[tuple[object, ...], tuple[tuple[str, ...], GradientPlaces]] = {}
         self.placed: dict[tuple[object, ...], dict[str, int]] = {}
         """What `pools` has counted of a placement of blocks in RAM and on drives."""
+        self.runs: dict[tuple[object, ...], Any] = {}
+        """How the layers run under choices that were looked at: see `layer_runs`."""
         self.kinds = _kinds(anatomy.layers)
         """For each layer, the first one that is like it but for its name."""
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.layout import pools
@@ -22,8 +22,7 @@ SCALAR_BYTES = 4096
 """Room for what is counted nowhere: losses, token counts, checkpoint's tokens; 30 numbers were measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class DevicePeak:
+class DevicePeak(NamedTuple):
     """A moment of a step, with the bytes that are on the device beside what is allocated for good."""
 
     name: str
@@ -83,11 +82,12 @@ class DevicePeaks:
         self._telling = list(last.values())
         """Layers to look at: what earlier ones leave only adds up, so of those alike the last one."""
         stays = {place: self._stays(number, self._layers[number]) for place, number in last.items()}
-        pairs = [stays[place] for place in places]
+        self._left = [stays[place] for place in places]
+        """What a micro-batch leaves of each layer: its boundary, and the rest."""
         self._head_gradient = self._left_by_head()
         """Gradients of outer weights that a micro-batch leaves from the head's backward until the end."""
-        self._held = [0, *accumulate(self._m * boundary for boundary, _ in pairs)]
-        self._kept = [0, *accumulate(self._m * saved for _, saved in pairs)]
+        self._held = [0, *accumulate(self._m * boundary for boundary, _ in self._left)]
+        self._kept = [0, *accumulate(self._m * saved for _, saved in self._left)]
         """Bytes of all micro-batches that the layers before layer n leave: boundaries, and the rest."""
 
     def _left_by_head(self) -> int:
@@ -228,14 +228,14 @@ class DevicePeaks:
         """Return what the forwards themselves hold while `num_passed` micro-batches have passed a layer."""
         anatomy, boundary = self._anatomy, self._layers[0].boundary_bytes
         nbytes = self.constant + self._m * anatomy.pass_bytes
-        if anatomy.holds_embedding and self._stays(0, self._layers[0])[0] == 0:
+        if anatomy.holds_embedding and self._left[0][0] == 0:
             nbytes += (self._m if number > 0 else num_passed) * boundary
         return nbytes
 
     def _forward(self, number: int, layer: Layer, place: int) -> DevicePeak:
         """A micro-batch is in a layer, and `place` others have passed it."""
         policy = self._runs[number].policy
-        boundary, rest = self._stays(number, layer)
+        boundary, rest = self._left[number]
         is_last = number == len(self._layers) - 1
         goes_on = is_last and not self._streams
         passed = self._anatomy.head_saved_bytes if goes_on else layer.boundary_bytes
@@ -252,7 +252,7 @@ class DevicePeaks:
     def _head_forward(self, place: int) -> DevicePeak:
         """A micro-batch is in the head, and `place` others have passed it."""
         anatomy, last = self._anatomy, len(self._layers) - 1
-        boundary, rest = self._stays(last, self._layers[last])
+        boundary, rest = self._left[last]
         waiting = (self._m - 1 - place) * self._layers[last].boundary_bytes
         passed = self._m if self._streams else place + 1
         return DevicePeak(
@@ -267,7 +267,7 @@ class DevicePeaks:
     def _head_backward(self, place: int) -> DevicePeak:
         """The backward of a micro-batch is in the head; those of `place` others have left the last layer."""
         anatomy, last = self._anatomy, len(self._layers) - 1
-        boundary, rest = self._stays(last, self._layers[last])
+        boundary, rest = self._left[last]
         left = place * (self._head_gradient + self._layers[last].boundary_bytes)
         passed = self._m if self._streams else self._m - place
         return DevicePeak(
@@ -286,7 +286,7 @@ class DevicePeaks:
     def _backward(self, number: int, layer: Layer, place: int) -> DevicePeak:
         """The backward of a micro-batch is in a layer, and those of `place` others have left it."""
         anatomy, policy, m = self._anatomy, self._runs[number].policy, self._m
-        boundary, rest = self._stays(number, layer)
+        boundary, rest = self._left[number]
         is_last = number == len(self._layers) - 1
         peaks = layer.fragment_peak_bytes if self._choice.fragments else layer.backward_peak_bytes
         saved = self._full(number)

@@ -29,7 +29,15 @@ class LayerRun:
 
 
 def layer_runs(anatomy: Anatomy, choice: Choice) -> tuple[LayerRun, ...]:
-    """Say for each layer of a model how it runs."""
+    """Say for each layer of a model how it runs: once for choices that run their layers alike."""
+    alike = BlockSums.of(anatomy, choice.fragments).runs
+    key = (choice.activations, choice.boundaries)
+    if key not in alike:
+        alike[key] = _runs(anatomy, choice)
+    return alike[key]
+
+
+def _runs(anatomy: Anatomy, choice: Choice) -> tuple[LayerRun, ...]:
     last = len(anatomy.layers) - 1
     known: dict[tuple[int, str, bool, bool], LayerRun] = {}
     runs = []

@@ -18,6 +18,8 @@ Buffer: TypeAlias = tuple[str, int]
 class Lane(str, Enum):
     """A queue in which operations run in order. Operations in different lanes run at the same time."""
 
+    __hash__ = str.__hash__  # in C: plans look lanes and kinds up by the million
+
     CALLER = "caller"
     """The launching thread itself, where it reads or writes host memory between operations."""
     COMPUTE = "compute"
@@ -43,6 +45,8 @@ class Lane(str, Enum):
 
 class Kind(str, Enum):
     """What an operation does."""
+
+    __hash__ = str.__hash__
 
     FETCH = "fetch"
     """Copy a block's working weights to the device."""
@@ -207,7 +211,10 @@ class Operation:
     @property
     def reads(self) -> tuple[Buffer, ...]:
         """Buffers that the operation reads."""
-        match self.kind:
+        match self.kind:  # what there is most of first
+            case Kind.FORWARD | Kind.BACKWARD:
+                arrived: tuple[Buffer, ...] = (("arriving", self.arrival),) if self.arrival >= 0 else ()
+                return (weights_buffer(self.block, self.slot), *arrived)
             case Kind.FETCH:
                 return (("page", self.page) if self.page >= 0 else ("working", self.block),)
             case Kind.READ | Kind.PAGE:
@@ -226,9 +233,6 @@ class Operation:
                 return (home_buffer(self.block, self.staging),)
             case Kind.UNPARK:
                 return (("parked", self.block),)
-            case Kind.FORWARD | Kind.BACKWARD:
-                arrived: tuple[Buffer, ...] = (("arriving", self.arrival),) if self.arrival >= 0 else ()
-                return (weights_buffer(self.block, self.slot), *arrived)
             case Kind.HEAD | Kind.HEAD_BACKWARD:
                 return tuple(("resident", block) for block in self.blocks)
             case Kind.OFFLOAD if self.is_held:

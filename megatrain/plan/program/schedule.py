@@ -225,7 +225,7 @@ class _Placing:
         self.operations: list[Operation] = []
         self.slots = list(contents)
         self._sizes = sizes
-        self._pinned = pinned
+        self._free = [slot for slot in range(len(self.slots)) if slot not in pinned]
         self._order = [
             visit.block if visit.block != HEAD and sizes[visit.block].is_streamed else None
             for visit in visits
@@ -245,10 +245,10 @@ class _Placing:
             if block is None or block in self.slots:
                 self._missing += 1
                 continue
-            free = [slot for slot in range(len(self.slots)) if slot not in self._pinned]
-            assert free, "every slot is pinned: a layer has more fragments than there are slots"
-            victim = max(free, key=lambda slot: self._next_use(self.slots[slot]))
-            if self._next_use(self.slots[victim]) < self._missing:
+            assert self._free, "every slot is pinned: a layer has more fragments than there are slots"
+            next_uses = [self._next_use(held) for held in self.slots]
+            victim = max(self._free, key=next_uses.__getitem__)
+            if next_uses[victim] < self._missing:
                 break
             self.slots[victim] = block
             nbytes = self._sizes[block].fetch_bytes
@@ -262,7 +262,8 @@ class _Placing:
         return self.slots.index(block)
 
     def _next_use(self, block: int | None) -> int:
-        return self._uses[block][-1] if block is not None and self._uses.get(block) else len(self._order)
+        uses = self._uses.get(block)  # type: ignore[arg-type]  # nothing has no uses
+        return uses[-1] if uses else len(self._order)
 
 
 class _Rings:

@@ -239,7 +239,7 @@ def commit_program(
     turn = 0
     for block, is_working in changed:
         nbytes = drives.working_bytes[block] if is_working else drives.state_bytes[block]
-        first = 0 if not is_working else len(pieces_of(drives.state_bytes[block]))
+        first = len(pieces_of(drives.state_bytes[block])) if is_working and in_pieces else 0
         for number, size in enumerate(pieces_of(nbytes) if in_pieces else [nbytes] * (nbytes > 0)):
             spill = Operation(
                 kind=Kind.SPILL, block=block, drive_staging=turn, piece=first + number, nbytes=size

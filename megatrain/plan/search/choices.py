@@ -12,7 +12,7 @@ from megatrain.config.choice import AUTO, Choice
 from megatrain.errors import ConfigError
 from megatrain.layout import pools
 from megatrain.plan.search.placing import SMALL, may_wait_elsewhere, most_within, placed, placements, spread
-from megatrain.plan.search.request import Request, excess, overflow, pools_of
+from megatrain.plan.search.request import Request, excess, is_too_large, overflow, pools_of
 
 
 class Breadth(Enum):
@@ -32,7 +32,7 @@ def list_choices(request: Request, extent: Breadth = Breadth.ALL) -> Iterator[Ch
     """Yield the choices that fit: in RAM if one does; otherwise with drives, as few bytes there as can be."""
     for tiers in _tiers(request):
         smallest = list(_frames(request, tiers, Breadth.LEAST))
-        if all(overflow(request, placed(request, frame)) for frame in smallest):
+        if not any(_placed_if_it_fits(request, frame) for frame in smallest):
             continue
         found = False
         for frames in (_frames(request, tiers, extent), smallest):
@@ -51,17 +51,21 @@ def list_choices(request: Request, extent: Breadth = Breadth.ALL) -> Iterator[Ch
 
 def first_fit(request: Request) -> Choice | None:
     """Return a choice that fits, one that takes little memory; None: none does."""
-    is_over: dict[Choice, bool] = {}
-    """Whether the device overflows, whatever is on drives."""
     for tiers in _tiers(request):
         for frame in _frames(request, tiers, Breadth.LEAST):
-            bare = replace(frame, tiers=frozenset())
-            if bare not in is_over:
-                is_over[bare] = "device" in overflow(request, bare)
-            if not is_over[bare] and not overflow(request, found := placed(request, frame)):
+            found = _placed_if_it_fits(request, frame)
+            if found is not None:
                 return found
     on_drives = _with_activations_on_drives(request)
     return None if on_drives is None else first_fit(on_drives)
+
+
+def _placed_if_it_fits(request: Request, frame: Choice) -> Choice | None:
+    """Return a frame with gradients and state where they fit; None: they do not, or its device overflows."""
+    if is_too_large(request, frame):
+        return None
+    found = placed(request, frame)
+    return None if overflow(request, found) else found
 
 
 def least(request: Request) -> Choice:

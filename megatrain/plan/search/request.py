@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from weakref import WeakKeyDictionary
 
 from megatrain.config.choice import Choice, Pool, StepBatch
@@ -126,8 +128,7 @@ def _on_device(request: Request, choice: Choice) -> list[Pool]:
 
 def host_bytes(request: Request, choice: Choice) -> int:
     """Return the bytes of all pools that are in RAM whatever the device is."""
-    alike = replace(choice, num_slots=1, num_gradient_buffers=1)
-    key = (alike, request.batch, request.state)
+    key = (_ON_HOST(choice), request.batch, request.state)
     known = _HOST_BYTES.setdefault(request.anatomy, {})
     if key not in known:
         pools = host_pools(request.anatomy, choice, request.batch, request.moments)
@@ -150,6 +151,12 @@ def excess(request: Request, choice: Choice) -> int:
     return max(nbytes for _, nbytes in _over(request, choice))
 
 
+def is_too_large(request: Request, choice: Choice) -> bool:
+    """Whether a choice is over the device's limit, whatever is on drives: what takes least time to see."""
+    limit = request.limits["device"]
+    return limit is not None and not request.spec.is_cpu and _device_bytes(request, choice) > limit
+
+
 def _over(request: Request, choice: Choice) -> list[tuple[str, int]]:
     limits = request.limits
     needs = _needs(request, choice)
@@ -157,24 +164,34 @@ def _over(request: Request, choice: Choice) -> list[tuple[str, int]]:
 
 
 def _needs(request: Request, choice: Choice) -> dict[str, int]:
-    """Return a choice's bytes by tier; the device's, which take longest to count, once per process.
-
-    Choices that differ only in when updates run, or in what is on drives, take the same of the device.
-    """
-    anatomy, batch, state = request.anatomy, request.batch, request.state
-    is_cpu = request.spec.is_cpu
-    alike = replace(choice, updates="deferred", tiers=frozenset(), blocks_in_ram=0, weights_in_ram=0)
-    key = (alike, batch, state, is_cpu, request.spec.launches_inline)
-    known = _DEVICE_BYTES.setdefault(anatomy, {})
-    if key not in known:
-        pools = _on_device(request, choice)
-        known[key] = sum(pool.nbytes for pool in pools)
-    on_drives = sum(pool.nbytes for pool in drive_pools(anatomy, choice, batch))
+    """Return a choice's bytes by tier."""
+    on_drives = sum(pool.nbytes for pool in drive_pools(request.anatomy, choice, request.batch))
     needs = {"device": 0, "ram": host_bytes(request, choice), "nvme": on_drives}
-    needs["ram" if is_cpu else "device"] += known[key]
+    needs["ram" if request.spec.is_cpu else "device"] += _device_bytes(request, choice)
     return needs
 
 
+def _device_bytes(request: Request, choice: Choice) -> int:
+    """Return the bytes on the device, which take longest to count, once per process.
+
+    Choices that differ only in when updates run, or in what is on drives, take the same of it.
+    """
+    spec = request.spec
+    key = (_ON_DEVICE(choice), request.batch, request.state, spec.is_cpu, spec.launches_inline)
+    known = _DEVICE_BYTES.setdefault(request.anatomy, {})
+    if key not in known:
+        known[key] = sum(pool.nbytes for pool in _on_device(request, choice))
+    return known[key]
+
+
+def _all_but(*names: str) -> Callable[[Choice], tuple[object, ...]]:
+    """Return what reads every field of a choice but these."""
+    return attrgetter(*(field.name for field in fields(Choice) if field.name not in names))
+
+
+_ON_DEVICE = _all_but("updates", "tiers", "blocks_in_ram", "weights_in_ram")
+_ON_HOST = _all_but("num_slots", "num_gradient_buffers")
+"""What decides how many bytes a choice takes on the device, and in RAM whatever the device is."""
 _DEVICE_BYTES: WeakKeyDictionary[Anatomy, dict[tuple[object, ...], int]] = WeakKeyDictionary()
 _HOST_BYTES: WeakKeyDictionary[Anatomy, dict[tuple[object, ...], int]] = WeakKeyDictionary()
 
