@@ -319,6 +319,8 @@ class Plan:
     num_evaluated: int
     """Choices that the search has timed."""
     plan_s: float
+    is_cut_short: bool = False
+    """The search ended with its budget: a choice that was not timed may be faster."""
 
     @property
     def device_pool_bytes(self) -> int:

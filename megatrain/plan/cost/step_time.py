@@ -58,6 +58,8 @@ class Step:
         self.choice = choice
         self.batch = batch
         self.clips = clips
+        self.num_placed = 0
+        """Operations that were placed to time it: what that has cost."""
 
     @cached_property
     def blocks(self) -> list[PlannedBlock]:
@@ -132,6 +134,7 @@ class Step:
     def timed(self, *, is_short: bool) -> float:
         """Return the seconds of one step among many equal ones, by its whole program or the short one."""
         tasks, marked = self.tasks(is_short=is_short)
+        self.num_placed += len(tasks)
         more = self.num_rounds - len(marked)
         spec = self.rates.spec
         if spec.is_cpu:
@@ -260,7 +263,10 @@ def _lane_bounds(step: Step) -> dict[str, float]:
 
 
 def _bytes_by_kind(program: Program) -> dict[Kind, int]:
-    return {kind: program.nbytes(kind) for kind in Kind}
+    moved = dict.fromkeys(Kind, 0)
+    for operation in program.operations:
+        moved[operation.kind] += operation.nbytes
+    return moved
 
 
 def _shared_out(count: int, groups: int) -> list[int]:

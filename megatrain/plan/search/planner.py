@@ -11,27 +11,27 @@ from megatrain.plan.cost.step_time import Step
 from megatrain.plan.program.operations import Kind
 from megatrain.plan.search.choices import least
 from megatrain.plan.search.request import Request, overflow, pools_of
-from megatrain.plan.search.search import SEARCH_S, search
+from megatrain.plan.search.search import SEARCH_OPERATIONS, search
 from megatrain.plan.search.sizes import binary
 
 _NAMES = {"device": "device memory", "ram": "host memory", "nvme": "drives"}
 
 
-def make_plan(request: Request, *, budget_s: float = SEARCH_S) -> Plan:
+def make_plan(request: Request, *, budget: int = SEARCH_OPERATIONS) -> Plan:
     """Return the plan of the fastest choice that fits; one that does not fit says what is too small.
 
     Args:
         request: What is asked for.
-        budget_s: Seconds after which the best choice so far is taken.
+        budget: Operations that are placed before the best choice so far is taken; see `search`.
     """
     began_s = time.perf_counter()
-    found = search(request, budget_s=budget_s)
+    found = search(request, budget=budget)
     if found is None:
         choice = least(request)
         problem = _problem(request, choice)
-        return _describe(request, choice, problem, 0, time.perf_counter() - began_s)
-    plan = _describe(request, found.choice, "", found.num_timed, 0.0)
-    return replace(plan, plan_s=time.perf_counter() - began_s)
+        return _describe(request, _step_of(request, choice), problem, 0, time.perf_counter() - began_s)
+    plan = _describe(request, found.step, "", found.num_timed, 0.0)
+    return replace(plan, plan_s=time.perf_counter() - began_s, is_cut_short=found.is_cut_short)
 
 
 def plan_of(request: Request, choice: Choice) -> Plan:
@@ -39,13 +39,16 @@ def plan_of(request: Request, choice: Choice) -> Plan:
     began_s = time.perf_counter()
     excess = overflow(request, choice)
     problem = _problem(request, choice) if excess else ""
-    plan = _describe(request, choice, problem, 1, 0.0)
+    plan = _describe(request, _step_of(request, choice), problem, 1, 0.0)
     return replace(plan, plan_s=time.perf_counter() - began_s)
 
 
-def _describe(request: Request, choice: Choice, problem: str, num_evaluated: int, plan_s: float) -> Plan:
-    anatomy, batch = request.anatomy, request.batch
-    step = Step(request.rates, anatomy, choice, batch, clips=request.clips)
+def _step_of(request: Request, choice: Choice) -> Step:
+    return Step(request.rates, request.anatomy, choice, request.batch, clips=request.clips)
+
+
+def _describe(request: Request, step: Step, problem: str, num_evaluated: int, plan_s: float) -> Plan:
+    anatomy, batch, choice = request.anatomy, request.batch, step.choice
     bounds = step.bounds_s
     step_s = step.step_s
     peak = request.spec.peak(anatomy.precision)

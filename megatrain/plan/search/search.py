@@ -2,12 +2,12 @@
 
 A choice's bound, below which no order of its work can be, takes microseconds, its timetable milliseconds. A
 choice whose bound is above the best time so far cannot be better and is not timed, so the result is the best
-of all that were listed. Where the time for planning ends first, it is the best of those that were timed.
+of all that were listed. Where the budget ends first, it is the best of those that were timed. The budget is a
+number of operations, not of seconds: the same request has the same plan on a busy machine as on a quiet one.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,8 +18,10 @@ from megatrain.plan.search.neighbours import neighbours
 from megatrain.plan.search.placing import SMALL
 from megatrain.plan.search.request import Request, overflow
 
-SEARCH_S = 0.8
-"""Time after which the best choice so far is taken."""
+SEARCH_OPERATIONS = 30_000
+"""Operations that are placed in timetables before the best choice so far is taken: under a second of a core.
+
+To look at a choice, at its memory and its bounds, counts as one for every layer."""
 
 _NEARLY = 1.15
 """Times the best: choices up to this are changed further too."""
@@ -38,17 +40,18 @@ class Found:
     choice: Choice
     step: Step
     num_timed: int
+    is_cut_short: bool
+    """The budget ended before every promising choice was timed."""
 
 
-def search(request: Request, *, budget_s: float = SEARCH_S) -> Found | None:
+def search(request: Request, *, budget: int = SEARCH_OPERATIONS) -> Found | None:
     """Return the fastest choice that fits; None: none does.
 
     From the best of a few that differ much, everything is tried that can be changed about it, as long as it
     gets better. Then the main questions are asked with all their answers, and what can be changed about the
     best of these is tried, and about those that were nearly as good.
     """
-    deadline_s = time.thread_time() + budget_s
-    race = _Race(request, deadline_s)
+    race = _Race(request, budget)
     race.run(list_choices(request, Breadth.COARSE))
     race.climb(_FIRST_STARTS)
     race.run(list_choices(request, Breadth.MAIN))
@@ -57,22 +60,22 @@ def search(request: Request, *, budget_s: float = SEARCH_S) -> Found | None:
     race.climb(_MOST_STARTS)
     if race.best is None:
         return None
-    return Found(race.best.choice, race.best, race.num_timed)
+    return Found(race.best.choice, race.best, race.num_timed, race.is_over)
 
 
 class _Race:
     """Times choices, the most promising first, and keeps the best."""
 
-    def __init__(self, request: Request, deadline_s: float) -> None:
+    def __init__(self, request: Request, budget: int) -> None:
         self._request = request
-        self._deadline_s = deadline_s
+        self._budget = budget
         self._seen: set[Choice] = set()
         self._timed: dict[Choice, float] = {}
         self._started: set[Choice] = set()
         self.best: Step | None = None
         self.num_timed = 0
         self.is_over = False
-        """The time ended before every promising choice was timed."""
+        """The budget ended before every promising choice was timed."""
 
     def climb(self, most_starts: int) -> None:
         """Change one thing at a time of the best choice, as long as that helps, and then of good ones."""
@@ -105,9 +108,9 @@ class _Race:
             if choice in self._seen:
                 continue
             self._seen.add(choice)
-            if self.best is not None and time.thread_time() > self._deadline_s:
-                self.is_over = True
+            if self._has_ended():
                 return
+            self._budget -= len(request.anatomy.layers)
             step = Step(request.rates, request.anatomy, choice, request.batch, clips=request.clips)
             limits = step.bounds_s.values()
             if self.best is not None and max(limits) > self.best.step_s * (1 + _TOLERANCE):
@@ -117,15 +120,20 @@ class _Race:
         for _, _, bound_s, step in listed:
             if self.best is not None and bound_s > self.best.step_s * (1 + _TOLERANCE):
                 continue
-            if self.best is not None and time.thread_time() > self._deadline_s:
-                self.is_over = True
+            if self._has_ended():
                 return
             if overflow(request, step.choice):
                 continue
             self.num_timed += 1
             self._timed[step.choice] = step.step_s
+            self._budget -= step.num_placed
             if self.best is None or _is_better(step, self.best):
                 self.best = step
+
+    def _has_ended(self) -> bool:
+        """Whether the budget is spent: not before there is a choice to take."""
+        self.is_over = self.best is not None and self._budget <= 0
+        return self.is_over
 
 
 def _estimate(limits: Iterable[float]) -> float:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatrain.config.choice import Plan
 from megatrain.plan.cost.economics import economics
-from megatrain.plan.search.enough import enough_ram
+from megatrain.plan.search.enough import enough_ram, fits
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
 
@@ -18,7 +18,7 @@ LEAST_DAYS = 365.0
 _MOST_DOUBLINGS = 6
 """Of a step: larger ones train another model."""
 
-_SEARCH_S = 0.2
+_SEARCH_OPERATIONS = 7_500
 
 
 def drive_days(request: Request, plan: Plan) -> float | None:
@@ -62,11 +62,7 @@ def _least_steps(request: Request, days: float) -> Plan | None:
 
     def lasting(doublings: int) -> Plan | None:
         if doublings not in known:
-            count = request.batch.num_micro_batches << doublings
-            larger = replace(request, batch=replace(request.batch, num_micro_batches=count))
-            plan = make_plan(larger, budget_s=_SEARCH_S)
-            lasts = drive_days(larger, plan)
-            known[doublings] = plan if plan.fits and (lasts is None or lasts >= LEAST_DAYS) else None
+            known[doublings] = _lasting(request, request.batch.num_micro_batches << doublings)
         return known[doublings]
 
     doublings = min(math.ceil(math.log2(LEAST_DAYS / days)), _MOST_DOUBLINGS)
@@ -77,3 +73,13 @@ def _least_steps(request: Request, days: float) -> Plan | None:
     while doublings > 1 and lasting(doublings - 1) is not None:
         doublings -= 1
     return lasting(doublings)
+
+
+def _lasting(request: Request, num_micro_batches: int) -> Plan | None:
+    """Return the plan of a step of so many micro-batches; None: it does not fit, or drives do not last."""
+    larger = replace(request, batch=replace(request.batch, num_micro_batches=num_micro_batches))
+    if not fits(larger):
+        return None
+    plan = make_plan(larger, budget=_SEARCH_OPERATIONS)
+    lasts = drive_days(larger, plan)
+    return plan if lasts is None or lasts >= LEAST_DAYS else None

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_SEARCH_S = 0.5
-"""Seconds of search before a run begins."""
-
 
 def plan_memory(config: Config, model_config: PretrainedConfig, measure: Measure | None) -> Planned | None:
     """Plan a run; None if the model cannot be counted: what `attach` then does is said there.
@@ -74,7 +71,7 @@ def plan_training(config: Config, model_config: PretrainedConfig, spec: Hardware
         spec = with_layers_timed(spec, anatomy, model_config, config)
     count_s = time.perf_counter() - began_s
     request = make_request(config, anatomy, spec)
-    plan = make_plan(request, budget_s=_SEARCH_S)
+    plan = make_plan(request)
     if not plan.fits:
         raise CapacityError(with_ways_out(plan.problem, advise(request, recount, is_running=True)))
     return Planned(plan=plan, request=request, config=config, model=config.model.path, count_s=count_s)

@@ -17,6 +17,7 @@ from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.choices import uses_drives
 from megatrain.plan.search.planner import make_plan, plan_of
 from megatrain.plan.search.request import Request
+from megatrain.plan.search.search import SEARCH_OPERATIONS
 from megatrain.stream.engine import Engine
 from megatrain.stream.report import StepReport
 
@@ -31,8 +32,8 @@ CHANGE = 0.1
 WARM_UP_STEPS = 2
 """Steps that allocate, compile and touch memory for the first time: their times say little."""
 
-SEARCH_S, MOST_SEARCH_S = 0.5, 4.0
-"""Time that planning may take between two steps; a search that it ends has twice as much after the next."""
+MOST_BUDGET = 8 * SEARCH_OPERATIONS
+"""Of a search between two steps: one that its budget ends has twice as much after the next."""
 
 
 class Elastic:
@@ -48,9 +49,9 @@ class Elastic:
         self._known = Measured()
         """What the present plan was made with."""
         self._steps_to_wait = WARM_UP_STEPS
-        self._search_s = SEARCH_S
+        self._budget = SEARCH_OPERATIONS
         self._is_done = True
-        """The last search ended before its time did."""
+        """The last search ended before its budget did."""
         self._reason = ""
         self.num_changes = 0
 
@@ -62,15 +63,15 @@ class Elastic:
         measured = self._measure(report)
         reason = measured.differs(self._known, CHANGE) or self._is_first()
         if reason:
-            self._search_s, self._reason = SEARCH_S, reason
+            self._budget, self._reason = SEARCH_OPERATIONS, reason
         elif self._is_done:
             return ""
         self._known = measured
         request = replace(self._request, spec=measured.applied(self._request.spec))
         now = plan_of(request, self._choice)
-        best = make_plan(request, budget_s=self._search_s)
-        self._is_done = best.plan_s < self._search_s or self._search_s >= MOST_SEARCH_S
-        self._search_s *= 2
+        best = make_plan(request, budget=self._budget)
+        self._is_done = not best.is_cut_short or self._budget >= MOST_BUDGET
+        self._budget *= 2
         gain = 1 - best.step_s / now.step_s
         if not best.fits or best.choice == self._choice or gain < GAIN:
             return ""

@@ -182,8 +182,12 @@ def explain(planned: Planned) -> list[str]:
     )
     if plan.fits:
         lines.append(
-            f"{plan.num_evaluated:,} choices were timed in {plan.plan_s:.2g} s; the others do not fit, or "
-            "have bounds above the best time."
+            f"{plan.num_evaluated:,} choices were timed in {plan.plan_s:.2g} s, the most promising first; "
+            + (
+                "others were left when the search had done as much as it may."
+                if plan.is_cut_short
+                else "the others do not fit, or have bounds above the best time."
+            )
         )
     lines += _needs(request)
     lines += [text for name, other in _variants(request) if (text := _compare(plan, name, other))]

@@ -176,7 +176,7 @@ def test_boundaries_go_to_drives_only_where_nothing_else_fits(
     """96 boundaries of 8 MiB: more than the device holds, and more than is left of 600 MiB of RAM."""
     spec = machine(device_bytes=500 << 20, drives=drives)
     request = Request(spec=spec, anatomy=LONG, batch=LONG_BATCH, host_limit=ram)
-    plan = make_plan(request, budget_s=0.2)
+    plan = make_plan(request, budget=7_500)
     assert plan.fits == (boundaries is not None)
     if boundaries is None:
         return

@@ -74,8 +74,8 @@ def test_least_bytes_are_enough_and_no_byte_less_is() -> None:
     for tier, name in (("ram", "host_limit"), ("device", "device_limit")):
         need = least_bytes(request(), tier)
         assert need is not None
-        assert make_plan(request(**{name: need}), budget_s=0.01).fits
-        assert not make_plan(request(**{name: need - 1}), budget_s=0.01).fits
+        assert make_plan(request(**{name: need}), budget=1).fits
+        assert not make_plan(request(**{name: need - 1}), budget=1).fits
 
 
 def test_settings_that_exclude_every_choice_are_refused() -> None:
@@ -93,7 +93,7 @@ def test_given_residents_count_in_what_is_too_large() -> None:
 
 def steps(requests: Iterable[Request]) -> list[float]:
     """Return the seconds of each request's step; until one fits, without end."""
-    found = [search(request, budget_s=1e6) for request in requests]
+    found = [search(request, budget=10**9) for request in requests]
     return [math.inf if one is None else one.step.step_s for one in found]
 
 
@@ -153,7 +153,7 @@ def test_more_host_memory_is_never_slower(rates: str, limits: tuple[int, ...]) -
     spec = machine(drives=DRIVES, **DRAWN[rates])
     steps = []
     for limit in limits:
-        found = search(request(spec=spec, anatomy=small(), batch=SHORT, host_limit=limit << 20), budget_s=1e6)
+        found = search(request(spec=spec, anatomy=small(), batch=SHORT, host_limit=limit << 20), budget=10**9)
         assert found is not None
         steps.append(found.step)
     assert steps[0].step_s > steps[-1].step_s
@@ -168,13 +168,13 @@ def test_drives_take_what_ram_cannot() -> None:
     for limit in HOST_LIMITS[::2]:
         choice = Choice(fragments=True)  # whole layers leave RAM in larger steps
         tight = request(spec=spec, anatomy=small(), batch=SHORT, host_limit=limit << 20, choice=choice)
-        plan = make_plan(tight, budget_s=1e6)
+        plan = make_plan(tight, budget=10**9)
         check(plan)
         drives = BlockSums.of(tight.anatomy, plan.choice.fragments).drive_spec(plan.choice)
         away.append(0 if drives is None else sum(map(drives.update_bytes, drives.state)))
         assert (plan.bytes_per_step["drive_read"] > 0) == bool(away[-1])
         assert (plan.tier_bytes("nvme") > 0) == bool(plan.choice.tiers)
-        assert make_plan(replace(tight, spec=machine()), budget_s=0.01).fits == (not plan.choice.tiers)
+        assert make_plan(replace(tight, spec=machine()), budget=1).fits == (not plan.choice.tiers)
     assert away == sorted(away, reverse=True)
     assert away[0] > 0
     assert away[-1] == 0 < len(set(away)) - 2

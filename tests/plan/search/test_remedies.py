@@ -53,12 +53,12 @@ def request(**changes: Any) -> Request:
 @pytest.mark.parametrize("case", TIGHT)
 def test_everything_that_is_proposed_is_planned_and_fits(case: str) -> None:
     tight = request(**TIGHT[case])
-    assert not make_plan(tight, budget_s=0.01).fits
+    assert not make_plan(tight, budget=1).fits
     larger = machine(device_bytes=80 << 20, host_bytes=8 << 30)
     proposed = advise(tight, count, machines=[larger])
     assert proposed
     for remedy in proposed:
-        assert make_plan(remedy.request, budget_s=0.01).fits, remedy.text
+        assert make_plan(remedy.request, budget=1).fits, remedy.text
 
 
 @pytest.mark.parametrize("case", TIGHT)
@@ -137,7 +137,7 @@ def test_drives_are_as_large_as_the_state_on_them() -> None:
     enough = enough_drives(tight)
     assert enough is not None
     spec = tight.spec.with_drive_bytes(enough.nbytes)
-    on_drives = make_plan(replace(tight, spec=spec), budget_s=0.01).tier_bytes("nvme")
+    on_drives = make_plan(replace(tight, spec=spec), budget=1).tier_bytes("nvme")
     assert 0.9 * enough.nbytes < on_drives <= enough.nbytes
 
 

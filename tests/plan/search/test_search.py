@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from collections.abc import Iterable, Iterator
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from megatrain.config.choice import POLICIES, Choice, StepBatch
 from megatrain.hardware import HardwareSpec
 from megatrain.plan.cost.step_time import Step
+from megatrain.plan.cost.timetable import Task
 from megatrain.plan.search import search as search_module
+from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request, overflow
 from megatrain.plan.search.search import search
 from tests.plan.anatomies import Shape, llama_like, machine
@@ -98,7 +101,7 @@ def fastest(request: Request, than_s: float, choices: Iterable[Choice]) -> tuple
 
 
 def check(request: Request, **grid: Any) -> None:
-    found = search(request, budget_s=1e6)
+    found = search(request, budget=10**9)
     if found is None:
         assert all(overflow(request, choice) for choice in everything(request, **grid))
         return
@@ -192,22 +195,69 @@ def test_what_is_given_is_kept() -> None:
     assert {name: getattr(found.choice, name) for name in fixed} == fixed
 
 
-@pytest.mark.parametrize("num_layers", [8, pytest.param(180, marks=pytest.mark.parity)])
-def test_a_search_ends_when_its_time_does(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that moves by 10 ms whenever a choice is looked at or timed: 0.8 s are 80 of these."""
-    looked: list[float] = []
-
-    def thread_time() -> float:
-        looked.append(0.01 * len(looked))
-        return looked[-1]
-
-    monkeypatch.setattr(search_module, "time", SimpleNamespace(thread_time=thread_time))
-    anatomy = llama_like(Shape(num_layers=num_layers, hidden=4096, inner=14336, vocab=128256), seq_len=4096)
+def large_request(num_layers: int) -> Request:
+    shape = Shape(num_layers=num_layers, hidden=4096, inner=14336, vocab=128256)
     spec = machine(
         device_bytes=80 << 30, host_bytes=1 << 41, flops=6e14, link=5e10, update_rate=1e10, both_share=0.9
     )
     batch = StepBatch(micro_batch_size=1, seq_len=4096, num_micro_batches=32)
-    found = search(Request(spec=spec, anatomy=anatomy, batch=batch))
+    return Request(spec=spec, anatomy=llama_like(shape, seq_len=4096), batch=batch)
+
+
+@pytest.fixture
+def spent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What each choice that is looked at or timed costs of the budget."""
+    seen: list[int] = []
+
+    class Watched(Step):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            seen.append(len(self.anatomy.layers))
+
+        def tasks(self, *, is_short: bool = False) -> tuple[list[Task], list[int]]:
+            found = super().tasks(is_short=is_short)
+            seen.append(len(found[0]))
+            return found
+
+    monkeypatch.setattr(search_module, "Step", Watched)
+    return seen
+
+
+@pytest.mark.parametrize("num_layers", [8, pytest.param(180, marks=pytest.mark.parity)])
+def test_a_search_ends_when_its_budget_does(num_layers: int, spent: list[int]) -> None:
+    found = search(large_request(num_layers), budget=9_000)
     assert found is not None
-    assert found.num_timed <= len(looked)
-    assert 80 < len(looked) < 90  # and a last look where each part of the search ends
+    assert found.is_cut_short
+    assert sum(spent[:-1]) < 9_000 <= sum(spent)
+
+
+def test_a_search_that_comes_to_its_end_says_so(spent: list[int]) -> None:
+    request = request_for("slow link", 1, "one", clips=True)
+    found = search(request, budget=10**9)
+    assert found is not None
+    assert not found.is_cut_short
+    needed = sum(spent)
+    again = search(request, budget=needed + 1)
+    assert again is not None
+    assert (again.choice, again.is_cut_short) == (found.choice, False)
+    shorter = search(request, budget=needed // 2)
+    assert shorter is not None
+    assert shorter.is_cut_short
+
+
+def test_a_slow_machine_makes_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By clocks that move by a minute whenever they are read, and with nothing known from before."""
+    quiet = make_plan(large_request(8))
+    assert quiet.is_cut_short, "the budget is what ends it"
+    for clock in ("thread_time", "process_time", "perf_counter", "monotonic", "time"):
+        monkeypatch.setattr(time, clock, itertools.count(step=60.0).__next__)
+    busy = make_plan(large_request(8))
+    assert (busy.choice, busy.step_s, busy.num_evaluated) == (quiet.choice, quiet.step_s, quiet.num_evaluated)
+    assert busy.plan_s > quiet.plan_s
+
+
+def test_what_is_known_of_a_model_changes_no_plan() -> None:
+    """A request that comes second finds what the first has counted."""
+    request = large_request(8)
+    first, second = make_plan(request), make_plan(request)
+    assert (first.choice, first.num_evaluated) == (second.choice, second.num_evaluated)

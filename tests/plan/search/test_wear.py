@@ -32,26 +32,26 @@ def request(rated_bytes: float | None) -> Request:
 def worn() -> Request:
     """A run that uses its drives up in 60 days."""
     asked = request(1e15)
-    days = drive_days(asked, make_plan(asked, budget_s=0.2))
+    days = drive_days(asked, make_plan(asked, budget=7_500))
     assert days is not None
     return request(1e15 * 60 / days)
 
 
 def test_what_is_proposed_makes_the_drives_last(worn: Request) -> None:
-    plan = make_plan(worn, budget_s=0.2)
+    plan = make_plan(worn, budget=7_500)
     assert plan.bytes_per_step["drive_written"] > 0
     ram, steps = spare_drives(worn, plan)
     option = re.match(r"--ram (\S+):", ram)
     assert option is not None
     nbytes = parse_bytes(option[1], "--ram")
-    roomy = make_plan(replace(worn, spec=worn.spec.with_ram(nbytes)), budget_s=0.05)
+    roomy = make_plan(replace(worn, spec=worn.spec.with_ram(nbytes)), budget=1_000)
     assert roomy.bytes_per_step["drive_written"] == 0
     count = re.match(r"train\.grad_accumulation=(\d+): ([\d,]+) days", steps)
     assert count is not None
     lasts = []
     for number in (int(count[1]), int(count[1]) // 2):
         larger = replace(worn, batch=replace(BATCH, num_micro_batches=number))
-        lasts.append(drive_days(larger, make_plan(larger, budget_s=0.2)))
+        lasts.append(drive_days(larger, make_plan(larger, budget=7_500)))
     assert lasts[0] is not None
     assert lasts[1] is not None
     assert lasts[1] < LEAST_DAYS <= lasts[0]
@@ -60,13 +60,13 @@ def test_what_is_proposed_makes_the_drives_last(worn: Request) -> None:
 def test_nothing_is_said_of_drives_that_last(worn: Request) -> None:
     for rated in (1e18, None):
         lasting = request(rated)
-        assert list(spare_drives(lasting, make_plan(lasting, budget_s=0.05))) == []
+        assert list(spare_drives(lasting, make_plan(lasting, budget=1_000))) == []
 
 
 def test_a_run_that_commits_is_not_told_that_memory_helps(worn: Request) -> None:
     """All of its state goes to drives, wherever it lives."""
     commits = replace(worn, commits=True)
-    proposed = list(spare_drives(commits, make_plan(commits, budget_s=0.2)))
+    proposed = list(spare_drives(commits, make_plan(commits, budget=7_500)))
     assert not any("--ram" in text for text in proposed)
 
 

@@ -12,6 +12,7 @@ from megatrain.plan.cost.measured import Measured
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.planner import make_plan, plan_of
 from megatrain.plan.search.request import Request
+from megatrain.plan.search.search import SEARCH_OPERATIONS
 from megatrain.train.planning import elastic as elastic_module
 from megatrain.train.planning.elastic import GAIN, WARM_UP_STEPS, Elastic, describe_change
 from tests.plan.anatomies import Shape, llama_like, machine
@@ -41,8 +42,8 @@ class Report:
     update_bytes: int
 
 
-TO_THE_END_S = 1e6
-"""Time in which every search ends by itself, on any computer."""
+TO_THE_END = 10**9
+"""Operations with which every search ends by itself."""
 
 
 def planned(link: float = 4e9, device_bytes: int = 140 << 20) -> tuple[Request, Plan]:
@@ -57,7 +58,7 @@ def planned(link: float = 4e9, device_bytes: int = 140 << 20) -> tuple[Request, 
         outer_resident=False,
     )
     request = Request(spec=spec, anatomy=llama_like(Shape(num_layers=8)), batch=BATCH, choice=given)
-    plan = make_plan(request, budget_s=TO_THE_END_S)
+    plan = make_plan(request, budget=TO_THE_END)
     assert plan.fits
     return request, plan
 
@@ -84,7 +85,7 @@ def report_of(request: Request, choice: Choice) -> Any:
 
 
 def test_a_machine_as_planned_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_module, "SEARCH_S", TO_THE_END_S)
+    monkeypatch.setattr(elastic_module, "SEARCH_OPERATIONS", TO_THE_END)
     request, plan = planned()
     engine = Engine()
     elastic = Elastic(engine, request, plan)  # type: ignore[arg-type]
@@ -94,7 +95,7 @@ def test_a_machine_as_planned_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_throttled_link_is_planned_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_module, "SEARCH_S", TO_THE_END_S)
+    monkeypatch.setattr(elastic_module, "SEARCH_OPERATIONS", TO_THE_END)
     request, plan = planned()
     assert "offload" in plan.choice.activations, "a fast link is used"
     engine = Engine()
@@ -108,25 +109,25 @@ def test_a_throttled_link_is_planned_around(monkeypatch: pytest.MonkeyPatch) -> 
     (choice,) = engine.given
     before, after = plan_of(slow, plan.choice).step_s, plan_of(slow, choice).step_s
     assert after < (1 - GAIN) * before
-    best = make_plan(slow, budget_s=TO_THE_END_S).step_s
+    best = make_plan(slow, budget=TO_THE_END).step_s
     assert best >= 0.95 * after
     assert "GB/s" in message
     assert "activations" in message
     assert elastic.num_changes == 1
 
 
-def test_a_search_that_ran_out_of_time_goes_on_after_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_its_budget_ended_goes_on_after_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     request, plan = planned()
     slow = replace(
         request, spec=replace(request.spec, h2d_bytes_per_s=2e8, d2h_bytes_per_s=2e8, launch_s=0.0)
     )
-    better, given = make_plan(slow, budget_s=TO_THE_END_S).choice, []
+    better, given = make_plan(slow, budget=TO_THE_END).choice, []
 
-    def search(asked: Request, *, budget_s: float) -> Plan:
-        given.append(budget_s)
+    def search(asked: Request, *, budget: int) -> Plan:
+        given.append(budget)
         if len(given) < 3:  # nothing better so far
-            return replace(plan_of(asked, plan.choice), plan_s=budget_s)
-        return replace(plan_of(asked, better), plan_s=0.1)
+            return replace(plan_of(asked, plan.choice), is_cut_short=True)
+        return plan_of(asked, better)
 
     monkeypatch.setattr(elastic_module, "make_plan", search)
     engine = Engine()
@@ -134,7 +135,7 @@ def test_a_search_that_ran_out_of_time_goes_on_after_the_next_step(monkeypatch: 
     for _ in range(WARM_UP_STEPS + 5):
         elastic.after_step(report_of(slow, plan.choice if not engine.given else better))
     assert engine.given == [better]
-    assert given[:3] == [0.5, 1.0, 2.0]
+    assert given == [SEARCH_OPERATIONS * times for times in (1, 2, 4)]
 
 
 def test_warm_up_is_not_measured() -> None:

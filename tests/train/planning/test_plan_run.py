@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Anatomies in closed form, and the best choice that is found soon: what is tested is around them."""
     monkeypatch.setattr("megatrain.model.profile.count.count_anatomy", _in_closed_form)
     for module in (planning, plan_report):
-        monkeypatch.setattr(module, "make_plan", partial(make_plan, budget_s=0.05))
+        monkeypatch.setattr(module, "make_plan", partial(make_plan, budget=1_000))
 
 
 def _in_closed_form(config: LlamaConfig, **options: Any) -> Anatomy:
