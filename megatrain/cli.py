@@ -154,7 +154,7 @@ def train(
         return
     from megatrain.train.loop import train as run
 
-    run(config, resume=config.checkpoint.resume, measure=_measure())
+    run(config, resume=config.checkpoint.resume, measure=_measure(), counts=counts_folder())
 
 
 def _measure() -> Callable[[], HardwareSpec] | None:
@@ -236,7 +236,7 @@ def plan(
             source=source or "command line",
             hf_config=hf_config,
             is_complete=bool(source),
-            counts=cache_folder() / "counts",
+            counts=counts_folder(),
             progress=doing,
         )
         text = report(
@@ -350,6 +350,11 @@ def doctor(
 def measured_file() -> Path:
     """Return where `doctor --bench` keeps its rates, for `plan` and the engine."""
     return cache_folder() / "machine.json"
+
+
+def counts_folder() -> Path:
+    """Return where counts of models are kept, for `plan` and `train`."""
+    return cache_folder() / "counts"
 
 
 def cache_folder() -> Path:

@@ -88,13 +88,16 @@ def train_step(run: Run) -> StepMetrics:
     )
 
 
-def train(config: Config, *, resume: str = "auto", measure: Measure | None = None) -> Path:
+def train(
+    config: Config, *, resume: str = "auto", measure: Measure | None = None, counts: Path | None = None
+) -> Path:
     """Train, or go on training, and leave the model in `hf/` of the run directory.
 
     Args:
         config: Complete and checked.
         resume: `auto`, `no`, or the path of a checkpoint.
         measure: Returns this machine, for the plan; as in `machine_for`.
+        counts: A folder in which counts of models are kept for the next plan; None: nowhere.
 
     Returns:
         The run directory.
@@ -124,7 +127,7 @@ def train(config: Config, *, resume: str = "auto", measure: Measure | None = Non
         checkpoint, meta = (None, None) if found is None else (found[0], found[1].meta)
         is_own = checkpoint is not None and checkpoint.resolve().parent == directory.checkpoints.resolve()
         own = checkpoint if is_own else None
-        run = prepare(config, checkpoint, meta, committed, measure=measure, show=_log.info)
+        run = prepare(config, checkpoint, meta, committed, measure=measure, counts=counts, show=_log.info)
         directory.begin(config)
         is_done = False
         with way_back(run, directory):

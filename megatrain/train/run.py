@@ -31,6 +31,7 @@ from megatrain.stream.machine import Measure
 from megatrain.stream.optimizer import StreamedAdamW
 from megatrain.train.inputs import choose_tokenizer, make_loader, pack_data
 from megatrain.train.planning.allocation import plan_memory
+from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.start import start_lines
@@ -151,6 +152,7 @@ def prepare(
     committed: CommitRecord | None = None,
     *,
     measure: Measure | None = None,
+    counts: Path | None = None,
     show: Callable[[str], object] = _log.debug,
 ) -> Run:
     """Make everything that a run needs; from a checkpoint, or from what is committed on drives, if any.
@@ -163,6 +165,7 @@ def prepare(
         meta: Of its manifest.
         committed: To go on from, in the place of a checkpoint.
         measure: As in `machine_for`.
+        counts: A folder in which counts of models are kept, as in `plan_run`.
         show: Is given the lines of `start_lines`, before memory is taken.
 
     Raises:
@@ -186,7 +189,9 @@ def prepare(
     if liger:
         apply_liger(model_config.get_text_config().model_type)
     _measure_peak(config)
-    planned = plan_memory(config, model_config, measure)
+    # the counts that are kept are of transformers' own modules
+    counted = PlannedModel(source, None if liger else counts, _log.debug, model_config)
+    planned = plan_memory(config, counted, measure)
     earlier = meta if committed is None else committed.meta
     first_step = 0 if earlier is None else int(earlier["step"])
     for line in start_lines(

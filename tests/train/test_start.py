@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -14,10 +15,12 @@ from megatrain.config import Config
 from megatrain.config.choice import Pool
 from megatrain.errors import ModelError
 from megatrain.hardware import load_machine
-from megatrain.model.weights.skeleton import read_config
+from megatrain.model.profile import count as counting_code
+from megatrain.model.profile.anatomy import Anatomy
 from megatrain.train.loop import train
-from megatrain.train.planning import allocation
+from megatrain.train.planning import allocation, counting
 from megatrain.train.planning.allocation import plan_training
+from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.run_machine import machine_for
 from megatrain.train.run import prepare
@@ -30,7 +33,8 @@ GIB = 1 << 30
 
 def planned_as(config: Config, *, device: bool = False, **changes: Any) -> Planned:
     """Plan a run, and say other numbers in the plan."""
-    planned = plan_training(config, read_config(config.model.path), machine_for(config))
+    model = PlannedModel(config.model.path, None, lambda doing: None)
+    planned = plan_training(config, model, machine_for(config))
     spec = load_machine("rtx-3090") if device else planned.request.spec
     request = replace(planned.request, spec=spec)
     return replace(planned, request=request, plan=replace(planned.plan, **changes))
@@ -117,3 +121,65 @@ def test_the_plan_is_said_before_memory_is_taken(
         prepare(make_config(tmp_path), None, None)
     details = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
     assert any(message.startswith("matrix products: ") for message in details)
+
+
+@pytest.fixture
+def num_counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Types of the models that were counted; a run ends before it takes memory."""
+    seen: list[str] = []
+    count = counting_code.count_anatomy
+
+    def counted(config: Any, **shape: Any) -> Anatomy:
+        seen.append(config.model_type)
+        return count(config, **shape)
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(counting_code, "count_anatomy", counted)
+    monkeypatch.setattr("megatrain.train.run.load", no_memory)
+    return seen
+
+
+def plan_lines(config: Config, monkeypatch: pytest.MonkeyPatch, counts: Path | None) -> list[str]:
+    """Return what a run says of its plan in a process that has counted nothing yet."""
+    monkeypatch.setattr(counting, "_COUNTED", {})
+    said: list[str] = []
+    with pytest.raises(MemoryError):
+        prepare(config, None, None, counts=counts, show=said.append)
+    return said
+
+
+def parse_memory(line: str) -> list[str]:
+    """Return what a plan takes where; how much there is changes from moment to moment."""
+    return re.findall(r"[\d.]+ [KMG]iB", re.sub(r" of [\d.]+ GiB", "", line))
+
+
+def test_a_run_finds_the_count_that_a_plan_has_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_counted: list[str]
+) -> None:
+    config = make_config(tmp_path, train={"device": "emulated"})
+    said = plan_lines(config, monkeypatch, None)
+    assert len(num_counted) == 1
+    monkeypatch.setattr(counting, "_COUNTED", {})
+    PlannedModel(config.model.path, tmp_path / "counts", lambda doing: None).count(config, "cpu")
+    assert len(num_counted) == 2
+    again = plan_lines(config, monkeypatch, tmp_path / "counts")
+    assert parse_memory(again[1]) == parse_memory(said[1])
+    assert len(num_counted) == 2
+
+
+def test_a_run_keeps_its_count_unless_liger_has_changed_the_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_counted: list[str]
+) -> None:
+    config = make_config(tmp_path, train={"device": "emulated"})
+    changed: list[str] = []
+    with monkeypatch.context() as with_liger:
+        with_liger.setattr("megatrain.train.run.uses_liger", lambda *_: True)
+        with_liger.setattr("megatrain.train.run.apply_liger", changed.append)
+        for _ in range(2):
+            plan_lines(config, monkeypatch, tmp_path / "counts")
+    assert len(changed) == len(num_counted) == 2
+    for _ in range(2):
+        plan_lines(config, monkeypatch, tmp_path / "counts")
+    assert len(num_counted) == 3

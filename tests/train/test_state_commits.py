@@ -23,6 +23,7 @@ from megatrain.train import loop
 from megatrain.train.dry_run import dry_run
 from megatrain.train.loop import train, train_step
 from megatrain.train.planning.allocation import check_allocated, plan_training
+from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.run import prepare
 from megatrain.train.trace import trace
 from tests.forks import run_module
@@ -296,6 +297,6 @@ def test_a_run_that_does_not_fit_is_told_of_settings_not_of_other_machines(tmp_p
     ram = int((PROGRAM_BYTES + 560_000) / USABLE_HOST)
     spec = replace(emulated_spec(EmulatedMachine(), common_cpu("bf16")).with_ram(ram), drives=None)
     with pytest.raises(CapacityError, match=r"host memory") as caught:
-        plan_training(config, model_config, spec)
+        plan_training(config, PlannedModel(config.model.path, None, print, model_config), spec)
     assert "memory.tiers='{nvme: [DIRECTORY]}'" in str(caught.value)
     assert "--" not in str(caught.value)

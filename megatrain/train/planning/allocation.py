@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
 from megatrain.config import Config
 from megatrain.config.choice import Plan
 from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import GIB, HardwareSpec
-from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, with_ways_out
 from megatrain.stream.engine import Engine
 from megatrain.stream.machine import Measure
-from megatrain.train.planning.counting import count_once, shape_of
+from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.plan_run import Planned, device_type, make_request
 from megatrain.train.planning.run_machine import machine_for, with_layers_timed
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _log = logging.getLogger(__name__)
 
 
-def plan_memory(config: Config, model_config: PretrainedConfig, measure: Measure | None) -> Planned | None:
+def plan_memory(config: Config, model: PlannedModel, measure: Measure | None) -> Planned | None:
     """Plan a run; None if the model cannot be counted: what `attach` then does is said there.
 
     Raises:
@@ -33,7 +29,7 @@ def plan_memory(config: Config, model_config: PretrainedConfig, measure: Measure
     """
     spec = machine_for(config, measure)
     try:
-        planned = plan_training(config, model_config, spec)
+        planned = plan_training(config, model, spec)
     except ModelError:
         return None
     plan = planned.plan
@@ -49,12 +45,12 @@ def plan_memory(config: Config, model_config: PretrainedConfig, measure: Measure
     return planned
 
 
-def plan_training(config: Config, model_config: PretrainedConfig, spec: HardwareSpec) -> Planned:
+def plan_training(config: Config, model: PlannedModel, spec: HardwareSpec) -> Planned:
     """Plan a run that is about to begin.
 
     Args:
         config: Complete.
-        model_config: Of the model that will be trained.
+        model: That will be trained.
         spec: The machine.
 
     Raises:
@@ -62,13 +58,10 @@ def plan_training(config: Config, model_config: PretrainedConfig, spec: Hardware
         ModelError: A model that cannot be counted.
     """
     began_s = time.perf_counter()
-
-    def recount(**changes: Any) -> Anatomy:
-        return count_once(model_config, shape_of(config, device_type(spec), **changes))
-
+    recount = partial(model.count, config, device_type(spec))
     anatomy = recount()
     if spec.is_cpu:
-        spec = with_layers_timed(spec, anatomy, model_config, config)
+        spec = with_layers_timed(spec, anatomy, model.config, config)
     count_s = time.perf_counter() - began_s
     request = make_request(config, anatomy, spec)
     plan = make_plan(request)

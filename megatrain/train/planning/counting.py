@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,17 +28,26 @@ Progress = Callable[[str], None]
 
 
 class PlannedModel:
-    """The model of a plan that is not run: its configuration, and its counts."""
+    """The model of a plan: its configuration, and its counts."""
 
-    def __init__(self, place: str, folder: Path | None, progress: Progress) -> None:
+    def __init__(
+        self,
+        place: str,
+        folder: Path | None,
+        progress: Progress,
+        model_config: PretrainedConfig | None = None,
+    ) -> None:
         """Name a model.
 
         Args:
             place: A model directory, a file like its config.json, or a hub id.
             folder: Where counts are kept; None: nowhere.
             progress: Is told what takes time.
+            model_config: As it was read there, of a run; None: it is read when it is needed.
         """
         self._place = place
+        if model_config is not None:
+            self.__dict__["config"] = model_config
         self._kept = None if folder is None else KeptCounts(folder)
         self._progress = progress
         self._source = _read_source(Path(place))
@@ -53,7 +62,7 @@ class PlannedModel:
         key, kept = self._load({"what": "context"})
         if kept is not None:
             return int(kept["context"]) or None
-        context = context_length(self._config)
+        context = context_length(self.config)
         self._save(key, {"context": context or 0})
         return context
 
@@ -66,11 +75,8 @@ class PlannedModel:
         shape = shape_of(config, device_type, **changes)
         key, kept = self._load(shape)
         if kept is not None:
-            anatomy = read_anatomy(kept)
-            for warning in anatomy.warnings:
-                _log.warning(warning)
-            return anatomy
-        model_config = self._config
+            return _remembered((key,), partial(_read, kept))
+        model_config = self.config
         self._progress(
             f"counting the model for {shape['micro_batch_size']} x {shape['seq_len']:,} tokens in "
             f"{shape['precision']}"
@@ -80,7 +86,12 @@ class PlannedModel:
         return anatomy
 
     @cached_property
-    def _config(self) -> PretrainedConfig:
+    def config(self) -> PretrainedConfig:
+        """Return the configuration, read with transformers.
+
+        Raises:
+            ModelError: There is no readable one, or it is of a model that is not trained here.
+        """
         self._progress("loading torch and transformers, to count the model; its counts are kept")
         from megatrain.model.weights.skeleton import read_text_config
 
@@ -120,10 +131,23 @@ def count_once(model_config: PretrainedConfig, shape: dict[str, Any]) -> Anatomy
 
     described = {**model_config.to_dict(), "_name_or_path": ""}
     key = (json.dumps(described, sort_keys=True, default=str), *sorted(shape.items()))
+    return _remembered(key, partial(count_anatomy, model_config, **shape))
+
+
+def _read(kept: Any) -> Anatomy:
+    """Return a count that was kept, and say again what was said when it was made."""
+    anatomy = read_anatomy(kept)
+    for warning in anatomy.warnings:
+        _log.warning(warning)
+    return anatomy
+
+
+def _remembered(key: tuple[object, ...], count: Callable[[], Anatomy]) -> Anatomy:
+    """Return what this process knows under a key: what is known of a model hangs on its one anatomy."""
     if key not in _COUNTED:
         if len(_COUNTED) >= _MOST_COUNTED:
             _COUNTED.clear()
-        _COUNTED[key] = count_anatomy(model_config, **shape)
+        _COUNTED[key] = count()
     return _COUNTED[key]
 
 
