@@ -89,12 +89,13 @@ def test_train_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixtu
     assert max(map(len, lines)) <= 110
 
 
-def test_train_from_flags(calls: list[tuple[Any, ...]]) -> None:
+def test_train_from_flags(calls: list[tuple[Any, ...]], tmp_path: Path) -> None:
     files = ["--model", "m", "--data", "a.txt", "--data", "b.txt", "--out", "o"]
     numbers = ["--steps", "3", "--seq-len", "64", "--lr", "1e-3", "--precision", "bf16", "--device", "cpu"]
     assert run("train", *files, *numbers, "--resume", "no", "optim.weight_decay=0", "log.every=2") == 0
     ((name, config, options),) = calls
-    assert (name, options) == ("train", {"resume": "no", "measure": None})
+    counts = tmp_path / "megatrain/counts"
+    assert (name, options) == ("train", {"resume": "no", "measure": None, "counts": counts})
     assert (config.model.path, config.data.path, config.out) == ("m", ("a.txt", "b.txt"), "o")
     assert (config.train.steps, config.data.seq_len, config.optim.lr) == (3, 64, 1e-3)
     assert (config.train.precision, config.train.device, config.checkpoint.resume) == ("bf16", "cpu", "no")
@@ -110,7 +111,7 @@ def test_train_from_a_file_with_overrides_and_flags(tmp_path: Path, calls: list[
         2.0,
         1e-6,
         7,
-        {"resume": "auto", "measure": None},
+        {"resume": "auto", "measure": None, "counts": tmp_path / "megatrain/counts"},
     )
 
 

@@ -53,8 +53,10 @@ def start_command(root: Path, config: Any) -> int:
     """Run `megatrain train` with a configuration, and return its exit code."""
     file = root / "run.yaml"
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    with pytest.raises(SystemExit) as end:
-        cli.main(["train", str(file)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+        with pytest.raises(SystemExit) as end:
+            cli.main(["train", str(file)])
     assert isinstance(end.value.code, int)
     return end.value.code
 
