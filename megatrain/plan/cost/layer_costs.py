@@ -58,17 +58,16 @@ class LayerCosts:
     def sums(self) -> tuple[float, float, float, float]:
         """Return the seconds of all forwards, all backwards and all forwards again, and the bytes saved.
 
-        Backwards are with what is made again inside them; forwards again only make boundaries.
+        Backwards are with what is made again inside them; forwards again make the boundary of the next layer.
         """
         kinds = Counter(zip(self._kinds, self.choice.activations, strict=True))
-        forward = backward = again = 0.0
+        forward = backward = 0.0
         for (kind, policy), count in kinds.items():
             forward_s, backward_s, inside_s = self._known_of(kind, policy)
             forward += count * forward_s
             backward += count * (backward_s + inside_s)
-            again += count * forward_s if policy == "drop_boundary" else 0.0
-        first = self.choice.activations[0]
-        again -= self.forward_s(0) if first == "drop_boundary" else 0.0
+        dropped = self.choice.activations[1:]
+        again = sum(self.forward_s(n) for n, policy in enumerate(dropped) if policy == "drop_boundary")
         return forward, backward, again, float(sum(run.leaving_bytes for run in self.runs))
 
     @property

@@ -32,7 +32,7 @@ def spare_drives(request: Request, plan: Plan) -> Iterator[str]:
     if days is None or days >= LEAST_DAYS:
         return
     if request.commits:
-        free = make_plan(replace(request, commits=False), budget_s=_SEARCH_S)
+        free = make_plan(replace(request, commits=False), budget=_SEARCH_OPERATIONS)
         lasts = drive_days(request, free)
         if free.fits and not free.choice.tiers and (lasts is None or lasts >= LEAST_DAYS):
             yield (

@@ -134,6 +134,22 @@ def test_a_host_that_computes_does_one_thing_after_the_other() -> None:
     assert step.step_s == pytest.approx(bound, rel=0.02)
 
 
+@pytest.mark.parametrize("dropped", [(0, 1, 2, 3), (1, 2), (2, 3), (3,)])
+def test_forwards_again_are_those_of_the_layers_before(dropped: tuple[int, ...]) -> None:
+    """Where layers are unlike, as the first ones of many mixtures of experts are."""
+    layers = tuple(
+        replace(layer, forward=replace(layer.forward, matmul_flops=layer.forward.matmul_flops * (1 + n)))
+        for n, layer in enumerate(ANATOMY.layers)
+    )
+    activations = tuple("drop_boundary" if n in dropped else "recompute" for n in range(LAYERS))
+    batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=1)
+    choice = replace(PLAIN, activations=activations)
+    step = Step(Rates(machine(), "bf16"), replace(ANATOMY, layers=layers), choice, batch)
+    computing = ("forward", "backward", "head", "head backward")
+    listed = sum(task.seconds for task in step.tasks()[0] if task.kind in computing)
+    assert step.compute_s - step.costs.step_s == pytest.approx(listed, rel=1e-9)
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.parity) for seed in (1, 2))])
 def test_the_short_program_takes_the_time_of_the_whole_one(seed: int) -> None:
     """Rounds that go on alike, and micro-batches that pass together, cost what they cost one by one.

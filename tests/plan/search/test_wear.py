@@ -73,11 +73,11 @@ def test_a_run_that_commits_is_not_told_that_memory_helps(worn: Request) -> None
 def test_a_run_that_commits_what_ram_holds_is_told_how_not_to(worn: Request) -> None:
     """Where RAM does not hold it, it would be written to drives all the same."""
     roomy = replace(worn, spec=worn.spec.with_ram(2 << 30), commits=True, names_drives=True)
-    plan = make_plan(roomy, budget_s=0.2)
+    plan = make_plan(roomy, budget=7500)
     assert plan.bytes_per_step["drive_written"] > 0
     first, *_ = spare_drives(roomy, plan)
     assert first.startswith("memory.commit_every=null:")
-    without = make_plan(replace(roomy, commits=False), budget_s=0.2)
+    without = make_plan(replace(roomy, commits=False), budget=7500)
     assert without.bytes_per_step["drive_written"] == 0
     small = replace(worn, commits=True, names_drives=True)
-    assert not any("commit_every" in text for text in spare_drives(small, make_plan(small, budget_s=0.2)))
+    assert not any("commit_every" in text for text in spare_drives(small, make_plan(small, budget=7500)))
