@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
 # One thread per test process: the suite runs in parallel processes, and threads that wait for each other's
 # turn on a busy core slow everything down many times over.
@@ -15,6 +16,9 @@ import pytest
 import torch
 
 from megatrain.files import FileCalls
+from megatrain.plan.search.planner import make_plan
+from megatrain.stream import resolve
+from megatrain.train.planning import allocation
 from tests.counts import counted_once
 
 torch.set_num_threads(1)
@@ -35,4 +39,13 @@ def _nothing_waits_for_the_disk() -> Iterator[None]:
     """No test in this process can see the difference; those of crashes have calls of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileCalls, "fsync", lambda self, descriptor: os.fstat(descriptor))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _runs_search_for_a_moment() -> Iterator[None]:
+    """Their tests ask what a plan does, not how good it is; those of the search and `plan` have all of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (resolve, allocation):
+            patch.setattr(module, "make_plan", partial(make_plan, budget=3000))
         yield

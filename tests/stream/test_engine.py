@@ -39,7 +39,7 @@ def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.parity)])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("num_micro_batches", [1, pytest.param(3, marks=pytest.mark.parity)])
 @pytest.mark.parametrize("family", ["llama_tied", "mixtral", "gpt2", "deepseek_v3"])
 def test_bf16_masters_equal_the_reference_loop_s(family: str, num_micro_batches: int, steps: int) -> None:
     """Bf16 weights in compute, fp32 AdamW on fp32 masters, bit for bit."""

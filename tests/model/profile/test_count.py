@@ -196,7 +196,15 @@ def count_live(model: PreTrainedModel, precision: Literal["fp32", "bf16"] = "fp3
     return count_model(model, micro_batch_size=2, seq_len=16, precision=precision, device_type="cpu")
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "gpt2", "gemma2", "mixtral", "mamba2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama_tied",
+        "mixtral",
+        "mamba2",
+        *(pytest.param(f, marks=pytest.mark.parity) for f in ("gpt2", "gemma2")),
+    ],
+)
 def test_a_model_that_exists_costs_what_its_configuration_says(family: str) -> None:
     config = FAMILIES[family]()
     counted = count_anatomy(config, micro_batch_size=2, seq_len=16, precision="fp32", device_type="cpu")
