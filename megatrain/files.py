@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +376,9 @@ def _restrict_directory(path: Path) -> None:
 
 def _raise(error: OSError) -> None:
     raise error
+
+
+def matching_names(directory: Path, patterns: Iterable[str]) -> list[str]:
+    """Return the names in a directory that match shell patterns, sorted; `Path.glob` hides an OSError."""
+    names = os.listdir(directory)
+    return sorted({name for pattern in patterns for name in fnmatch.filter(names, pattern)})

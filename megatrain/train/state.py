@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain.checkpoint.load import read_safetensors
 from megatrain.checkpoint.tensor_files import TensorSource, write_safetensors
 from megatrain.errors import CheckpointError, os_errors
-from megatrain.files import make_private_directory
+from megatrain.files import make_private_directory, matching_names
 from megatrain.model.weights.export import export_weights
 from megatrain.store.state import BlockState, HostState, view_entry
 
@@ -85,7 +85,10 @@ def read_state(host: HostState, source: Path) -> None:
         CheckpointError: A tensor is missing, or is not of this model and precision.
     """
     where: dict[str, Path] = {}
-    for file in sorted((source / _STATE_DIR).glob("block-*.safetensors")):
+    directory = source / _STATE_DIR
+    with os_errors("read", directory):
+        names = matching_names(directory, ["block-*.safetensors"])
+    for file in map(directory.joinpath, names):
         with read_safetensors(file) as tensors:
             where |= dict.fromkeys(tensors, file)  # a run with other fragments has cut its files elsewhere
     for number in range(len(host.layouts)):

@@ -62,6 +62,14 @@ def test_sampled_fault_ends_in_a_sentence_and_the_run_goes_on(files: Bench, scen
     assert not problems, "\n".join(problems[:20])
 
 
+def test_state_that_cannot_be_listed_is_not_of_another_model(files: Bench) -> None:
+    calls = calls_of(files, "resume")
+    places = [at for at, call in enumerate(calls) if call == "opendir run/checkpoints/step-00000001/state"]
+    assert len(places) >= 2
+    for at in places:
+        assert judge(files, "resume", Fault(at=at, number=errno.EACCES), calls[at]) == []
+
+
 @pytest.mark.parity
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("always", [False, True])

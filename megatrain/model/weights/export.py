@@ -257,7 +257,7 @@ def _directory(out: Path) -> Iterator[list[Path]]:
     with os_errors("use the output directory", out):
         is_new = not out.exists()
         files.make_directories(out)
-        held = sorted(file.name for pattern in _MODEL_PATTERNS for file in out.glob(pattern))
+        held = files.matching_names(out, _MODEL_PATTERNS)
     if held:
         raise OutputError(f"{out} already holds a model ({held[0]}); give a new directory")
     written: list[Path] = []
