@@ -35,6 +35,7 @@ def test_a_rival_takes_the_best_of_its_micro_batches_and_policies() -> None:
     assert best.over_compute > 1
 
 
+@pytest.mark.parity
 def test_ours_is_beside_them_in_the_table() -> None:
     first, second = ours(MACHINE, MODEL, TOKENS), rival("MegaTrain", MACHINE, MODEL, TOKENS, "own")
     assert first is not None

@@ -17,7 +17,7 @@ import pytest
 from tests.faults.judge import judge
 from tests.faults.scenarios import NUMBERS, Bench, Fault, bench, cases
 
-SAMPLED = {"train": 53, "resume": 389, "finish": 179, "export": 97, "drives": 61}
+SAMPLED = {"train": 61, "resume": 499, "finish": 239, "export": 127, "drives": 97}
 """Of how many cases of a scenario the sample takes one."""
 
 

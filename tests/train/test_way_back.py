@@ -64,7 +64,7 @@ def start_command(root: Path, config: Any) -> int:
 @every_value(
     device=["cpu", "emulated"],
     updates=["immediate", "serial", "deferred"],
-    number=[0, NUM_UPDATES // 2, NUM_UPDATES - 1],
+    number=[0, NUM_UPDATES - 1, NUM_UPDATES // 2],
     on_drives=[True, False],
 )
 def test_a_run_whose_update_fails_goes_on_to_the_same_bits(

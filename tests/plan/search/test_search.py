@@ -152,6 +152,7 @@ def random_request(seed: int, num_layers: int, num_micro_batches: int) -> Reques
     return Request(spec=spec, anatomy=anatomy, batch=batch, clips=draw.random() < 0.5)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(
     ("seed", "num_micro_batches", "policies"),
     [

@@ -105,6 +105,7 @@ def test_layers_dropped_by_chance_equal_resident(tmp_path: Path) -> None:
     engine.detach()
 
 
+@pytest.mark.parity
 def test_a_run_writes_what_a_run_with_the_host_s_plane_writes(tmp_path: Path) -> None:
     """And one that is resumed with its gradients elsewhere."""
     runs = []

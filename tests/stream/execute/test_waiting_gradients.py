@@ -186,6 +186,7 @@ def test_a_block_without_gradient_is_not_updated() -> None:
     assert_same_masters(engine, reference)
 
 
+@pytest.mark.parity
 def test_a_run_writes_what_a_run_with_the_host_s_plane_writes(tmp_path: Path) -> None:
     runs = []
     for gradients in ("host", "device", "auto"):

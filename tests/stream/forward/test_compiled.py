@@ -203,6 +203,7 @@ def test_dropout_draws_the_same_mask_again_in_the_recomputation() -> None:
     assert_equal(streamed(config, Compiler("aot_eager"), activations="keep"), first)
 
 
+@pytest.mark.parity
 def test_frozen_blocks_share_the_structure_of_trained_ones() -> None:
     def freeze(model: Any) -> None:
         model.model.embed_tokens.requires_grad_(False)
@@ -242,6 +243,7 @@ def test_layers_that_read_their_index_are_compiled_one_by_one() -> None:
     assert sorted(len(structure.shapes) for structure in compiler.structures) == [0, 1, 1, 1]
 
 
+@pytest.mark.parity
 def test_gpt2_that_scales_by_its_index_is_right() -> None:
     config = GPT2Config(**{**FAMILIES["gpt2"]().to_dict(), "scale_attn_by_inverse_layer_idx": True})
     compiler = Compiler("aot_eager")
