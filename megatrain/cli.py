@@ -115,7 +115,8 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Peak learning rate (optim.lr).")] = None,
     precision: Annotated[str | None, typer.Option(metavar="fp32|bf16", help="(train.precision)")] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="auto|cpu|cuda|emulated", help="Where blocks run (train.device).")
+        str | None,
+        typer.Option(metavar="auto|cpu|cuda|xpu|emulated", help="Where blocks run (train.device)."),
     ] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="auto|PATH|no", help="Continue a stopped run (checkpoint.resume).")
@@ -159,9 +160,9 @@ def train(
 
 def _measure() -> Callable[[], HardwareSpec] | None:
     """Return how this machine is measured: on a CPU only what `doctor --bench` has kept is worth the time."""
-    import torch
+    from megatrain.hardware.accelerators import accelerator
 
-    if not torch.cuda.is_available() and not measured_file().exists():
+    if accelerator() is None and not measured_file().exists():
         return None
     from megatrain.doctor import this_machine
 

@@ -142,7 +142,7 @@ def lanes_for(variant: str, is_dry: bool, chance: random.Random) -> Any:
         return lanes.InlineLanes() if variant == "synchronous" else lanes.EmulatedLanes(machine)
     import torch
 
-    class Slow(lanes.CudaLanes):
+    class Slow(lanes.AcceleratorLanes):
         """Copies begin after a random delay."""
 
         def _submit(self, lane: Any, function: Callable[[], object], work: float, label: str) -> None:
@@ -153,7 +153,7 @@ def lanes_for(variant: str, is_dry: bool, chance: random.Random) -> Any:
 
             super()._submit(lane, late, work, label)
 
-    class Synchronous(lanes.CudaLanes):
+    class Synchronous(lanes.AcceleratorLanes):
         """The device is idle before and after every copy."""
 
         def _submit(self, lane: Any, function: Callable[[], object], work: float, label: str) -> None:
@@ -162,7 +162,7 @@ def lanes_for(variant: str, is_dry: bool, chance: random.Random) -> Any:
             self.drain()
 
     kinds = {"synchronous": Synchronous, "slow_copies": Slow, "slow_both": Slow}
-    return kinds.get(variant, lanes.CudaLanes)(device_of(is_dry))
+    return kinds.get(variant, lanes.AcceleratorLanes)(device_of(is_dry))
 
 
 # -- waits -------------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ def copies(record: Record, is_dry: bool) -> dict[str, Any]:
     """Measure copies each way from each kind of host memory, and both ways at once, in bytes/s."""
     import torch
 
+    from megatrain.hardware.accelerators import vendor_of
     from megatrain.store.arena import Arena
 
     device = device_of(is_dry)
@@ -65,7 +66,7 @@ def copies(record: Record, is_dry: bool) -> dict[str, Any]:
     plain, locked = torch.ones(nbytes, dtype=torch.uint8), arena.view(torch.uint8, 0, nbytes).fill_(1)
     kinds = {"pageable": plain}
     if not is_dry:
-        record.add(arena_locks=arena.lock())
+        record.add(arena_locks=arena.lock(vendor_of(device)))
         kinds |= {"locked_arena": locked, "torch_pinned": torch.ones(nbytes, dtype=torch.uint8).pin_memory()}
     found = {}
     for kind, host in kinds.items():

@@ -1,6 +1,7 @@
 """Turn the state of every global random generator into plain JSON values and back, bit for bit.
 
-Words and bytes travel as base64; nothing is pickled. CUDA generators are saved once CUDA is in use.
+Words and bytes travel as base64; nothing is pickled. The generators of accelerators are saved once torch uses
+any; checkpoints of before there were others than CUDA's have them under `cuda`.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain.errors import CheckpointError
+from megatrain.hardware.accelerators import accelerator, device_module
 
 logger = logging.getLogger(__name__)
 
 
 def encode_rng() -> dict[str, Any]:
-    """Return the states of `random`, numpy's global generator, torch on the CPU and on each CUDA device."""
+    """Return the states of `random`, numpy's global generator, torch on the CPU and on each accelerator."""
     import numpy as np
     import torch
 
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert kind == "MT19937", f"numpy's global generator is {kind}"
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    kind = accelerator()
+    own: list[Any] = []
+    if kind is not None and device_module(kind).is_initialized():
+        own = [device_module(kind).get_rng_state(index) for index in range(torch.accelerator.device_count())]
     return {
         "python": {
             "version": version,
@@ -38,14 +43,14 @@ def encode_rng() -> dict[str, Any]:
             "gauss": float(cached),
         },
         "torch": _encode(torch.get_rng_state().numpy().tobytes()),
-        "cuda": [_encode(state.numpy().tobytes()) for state in cuda],
+        "accelerator": {"kind": kind, "states": [_encode(state.numpy().tobytes()) for state in own]},
     }
 
 
 def restore_rng(states: Mapping[str, Any]) -> None:
     """Put every generator into the state that `encode_rng` saw.
 
-    States of CUDA devices that this machine lacks are left out with a warning: such a run goes on, not bit
+    States of accelerators that this machine lacks are left out with a warning: such a run goes on, not bit
     for bit.
 
     Raises:
@@ -72,15 +77,23 @@ def _restore(states: Mapping[str, Any], np: Any, torch: Any) -> None:
     gauss = (numpy_state["has_gauss"], numpy_state["gauss"])
     np.random.set_state(("MT19937", keys, numpy_state["position"], *gauss))
     torch.set_rng_state(torch.frombuffer(bytearray(_decode(states["torch"])), dtype=torch.uint8))
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if len(states["cuda"]) > num_devices:
+    _restore_accelerators(states, torch)
+
+
+def _restore_accelerators(states: Mapping[str, Any], torch: Any) -> None:
+    saved = states["accelerator"] if "accelerator" in states else {"kind": "cuda", "states": states["cuda"]}
+    own = accelerator()
+    num_devices = torch.accelerator.device_count() if own == saved["kind"] and own is not None else 0
+    if len(saved["states"]) > num_devices:
         logger.warning(
-            "the checkpoint has random states of %d CUDA devices, this machine has %d; not bitwise from here",
-            len(states["cuda"]),
+            "the checkpoint has random states of %d %s devices, this machine has %d; not bitwise from here",
+            len(saved["states"]),
+            saved["kind"],
             num_devices,
         )
-    for device, state in enumerate(states["cuda"][:num_devices]):
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(_decode(state)), dtype=torch.uint8), device)
+    for index, state in enumerate(saved["states"][:num_devices]):
+        words = torch.frombuffer(bytearray(_decode(state)), dtype=torch.uint8)
+        device_module(own).set_rng_state(words, index)
 
 
 def _encode(data: bytes) -> str:

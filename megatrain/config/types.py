@@ -74,8 +74,8 @@ Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Device = Annotated[
     str,
-    Field(pattern=r"^(auto|cpu|cuda|emulated(:.+)?)$"),
-    reads_as("auto | cpu | cuda | emulated | emulated:FILE"),
+    Field(pattern=r"^(auto|cpu|cuda|xpu|emulated(:.+)?)$"),
+    reads_as("auto | cpu | cuda | xpu | emulated | emulated:FILE"),
 ]
 Seed = Annotated[int, Field(ge=0, lt=2**63), reads_as("a whole number (0 to 2^63 - 1)")]
 Beta = Annotated[float, Field(ge=0, lt=1)]

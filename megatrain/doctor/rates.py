@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain.hardware import GIB
+from megatrain.hardware.accelerators import VENDORS
 from megatrain.layout.moments import MomentFormat, moment_planes, num_scales
 from megatrain.optim.adamw import AdamWStep, update
 from megatrain.optim.pool import WorkerPool
@@ -199,7 +200,7 @@ def lockable_bytes(limit: int, try_lock: Callable[[int], bool] | None = None) ->
 def _can_lock(nbytes: int) -> bool:
     arena = Arena(nbytes)
     try:
-        return arena.lock()
+        return arena.lock(VENDORS["cuda"])
     finally:
         arena.unlock()
 

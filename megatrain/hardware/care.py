@@ -162,6 +162,15 @@ def open_sensor(properties: Any, nvml: Any = None) -> Sensor | None:
         return None
 
 
+def sensor_of(device: Any) -> Sensor | None:
+    """Return the sensor of a device, if it is one that may have one: those of other vendors are not known."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return open_sensor(torch.cuda.get_device_properties(device))
+
+
 class Care:
     """Samples of one run, with an alarm for what a user must know. Each alarm sounds once."""
 

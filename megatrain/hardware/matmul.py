@@ -6,6 +6,8 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING
 
+from megatrain.hardware.accelerators import free_bytes, give_back_memory
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,7 +31,7 @@ def _matmul_peak(device: torch.device, dtype: torch.dtype, num_threads: int, pre
 
     is_cpu = device.type == "cpu"
     size, largest, long_enough_s, budget_s = (512, 2048, 4e-3, 0.1) if is_cpu else (2048, 8192, 1e-3, 0.5)
-    if not is_cpu and torch.cuda.mem_get_info(device)[0] < 1 << 30:
+    if not is_cpu and free_bytes(device) < 1 << 30:
         largest = 4096
     generator = torch.Generator(device).manual_seed(0)
     started_s, best = time.perf_counter(), 0.0
@@ -50,7 +52,7 @@ def _matmul_peak(device: torch.device, dtype: torch.dtype, num_threads: int, pre
             best = max(best, *(2 * size**3 / _product_s(*pair) for pair in pairs))
     if not is_cpu:
         del left, right, pairs
-        torch.cuda.empty_cache()  # an engine that fills the device asks what is free
+        give_back_memory(device)  # an engine that fills the device asks what is free
     return best
 
 
@@ -68,5 +70,5 @@ def _product_s(left: torch.Tensor, right: torch.Tensor) -> float:
 def _synchronize(tensor: torch.Tensor) -> None:
     import torch
 
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+    if tensor.device.type != "cpu":
+        torch.accelerator.synchronize(tensor.device)

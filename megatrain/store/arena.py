@@ -11,6 +11,8 @@ import mmap
 import torch
 from torch import Tensor
 
+from megatrain.hardware.accelerators import Vendor
+
 
 class Arena:
     """`nbytes` of zeroed host memory, handed out as tensor views; freed when the last view is gone."""
@@ -22,7 +24,7 @@ class Arena:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
-        self._is_locked = False
+        self._locked_by: Vendor | None = None
 
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> Tensor:
         """View `numel` elements of `dtype` from `byte_offset` as a (numel,) tensor."""
@@ -33,7 +35,7 @@ class Arena:
 
         A device would go on writing into the old pages of locked memory while the CPU reads new ones.
         """
-        if self._is_locked:
+        if self._locked_by is not None:
             return
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -44,20 +46,22 @@ class Arena:
         """Take all pages now, as locking them does; nobody else may write meanwhile."""
         self._bytes[:: mmap.PAGESIZE].add_(0)
 
-    def lock(self) -> bool:
-        """Page-lock the memory for DMA by the CUDA device; False where the driver refuses.
+    def lock(self, vendor: Vendor) -> bool:
+        """Page-lock the memory for DMA by a vendor's device; False where the driver refuses, or torch cannot.
 
         In one range: CUDA does not promise copies that cross from one locked range into another, and blocks
         lie anywhere.
         """
-        if self.nbytes == 0 or self._is_locked:
+        if self.nbytes == 0 or self._locked_by is not None:
             return True
-        code = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 0)
-        self._is_locked = int(code) == 0
-        return self._is_locked
+        if vendor.lock is None or not vendor.lock(self._bytes.data_ptr(), self.nbytes):
+            return False
+        self._locked_by = vendor
+        return True
 
     def unlock(self) -> None:
         """Undo `lock`; the device must be done with the memory."""
-        if self._is_locked:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-            self._is_locked = False
+        if self._locked_by is not None:
+            assert self._locked_by.unlock is not None
+            self._locked_by.unlock(self._bytes.data_ptr())
+            self._locked_by = None

@@ -49,7 +49,8 @@ def attach(
     Args:
         model: A Hugging Face causal LM on the CPU, or one from `megatrain.load`.
         choice: What is decided; None: what `fields` say. One in which nothing is open is obeyed as it is.
-        device: Where to compute: `cpu`, `cuda`, `cuda:N`, `auto`, or `emulated` and `checked` for tests.
+        device: Where to compute: `cpu`, `cuda`, `cuda:N`, `xpu`, `auto`, or, for tests, `emulated` and
+            `checked`.
         precision: `fp32`, or `bf16`: bf16 weights that are the upper half of exact fp32 masters.
         batch: What a step trains on, for the plan and the check of memory. None: rows of 4,096 tokens, or of
             the model's context, and 131,072 tokens per step.

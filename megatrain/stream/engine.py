@@ -352,7 +352,7 @@ class Engine:
     def device_bytes_peak(self) -> int:
         """Most bytes on the device so far.
 
-        On CUDA all that torch allocated; elsewhere slots, resident blocks and gradient buffers.
+        On an accelerator all that torch allocated; elsewhere slots, resident blocks and gradient buffers.
         """
         return self.lanes.peak_bytes
 
@@ -360,8 +360,8 @@ class Engine:
     def last_step(self) -> StepReport:
         """Where the time of the newest complete step went; see `StepReport` for what counts when.
 
-        Read it after `opt.step()`, and on CUDA after the step's loss or `grad_norm`: until then the device is
-        still at work. The device is not waited for, but the first reading measures `matmul_peak`.
+        Read it after `opt.step()`, and on an accelerator after the step's loss or `grad_norm`: until then the
+        device is still at work. The device is not waited for, but the first reading measures `matmul_peak`.
 
         Raises:
             ConfigError: No step is complete.

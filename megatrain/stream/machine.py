@@ -18,6 +18,7 @@ from megatrain.hardware import (
     machine_names,
     measure_matmul_peak,
 )
+from megatrain.hardware.accelerators import device_name, free_bytes
 from megatrain.optim.threads import update_threads, worker_threads
 from megatrain.stream.lanes import CheckedLanes, EmulatedLanes, EmulatedMachine, Lanes
 from megatrain.stream.lanes.devices import check_device, compute_device, make_lanes
@@ -94,17 +95,16 @@ def common_cpu(precision: str) -> HardwareSpec:
 
 def common_gpu(device: torch.device, precision: str) -> HardwareSpec:
     """Return this computer with its GPU: own products, link, memory and cores; other rates as of its kind."""
-    name = torch.cuda.get_device_name(device)
+    name = device_name(device)
     of_its_kind = [kind for kind in machine_names() if kind.replace("-", " ") in name.lower()]
     flops = measure_matmul_peak(device, _DTYPES[precision])
     link = _link_bytes_per_s(device)
-    free, _ = torch.cuda.mem_get_info(device)
     spec = load_machine(max(of_its_kind, key=len, default=_COMMON_GPU))
     return replace(
         spec,
         name="this computer",
         device=name,
-        device_bytes=free,
+        device_bytes=free_bytes(device),
         matmul_flops_per_s={**spec.matmul_flops_per_s, precision: flops},
         h2d_bytes_per_s=link,
         d2h_bytes_per_s=link,
@@ -129,10 +129,10 @@ def _link_bytes_per_s(device: torch.device) -> float:
     there = torch.empty_like(host, device=device)
     taken = []
     for _ in range(4):
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)
         began_s = time.perf_counter()
         there.copy_(host, non_blocking=True)
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)
         taken.append(time.perf_counter() - began_s)
     return _LINK_BYTES / min(taken)
 

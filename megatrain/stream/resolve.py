@@ -72,7 +72,7 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choice
     choice = _as_held(model, choice, given)
     given = replace(given, batch=given.batch or usual_batch(context_length(model.config)))
     spec = machine_of(given.lanes, given.precision.value, num_drives=given.num_drives)
-    count = partial(_count, model, choice, given, "cuda" if spec.has_accelerator else "cpu")
+    count = partial(_count, model, choice, given, "accelerator" if spec.has_accelerator else "cpu")
     try:
         anatomy = count()
     except ModelError as error:

@@ -24,6 +24,7 @@ from megatrain.config import Config, dump_config
 from megatrain.errors import OutputError, os_errors
 from megatrain.files import make_directories, system, temporary_of, write_bytes_durably
 from megatrain.hardware import host_memory
+from megatrain.hardware.accelerators import accelerator, check_accelerator, device_name
 
 _log = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def environment() -> dict[str, Any]:
         "numba",
         "numpy",
     )
-    memory = host_memory()
+    memory, kind = host_memory(), accelerator()
     return {
         "versions": {name: metadata.version(name) for name in packages},
         "python": platform.python_version(),
@@ -157,6 +158,6 @@ def environment() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "host_available_bytes": memory.available_bytes,
         "host_limit": memory.source,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": None if kind is None else device_name(check_accelerator(kind)),
         "arguments": sys.argv[1:],
     }

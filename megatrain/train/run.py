@@ -18,7 +18,7 @@ from megatrain.config import Config
 from megatrain.data.loader import PackedLoader
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware import measure_matmul_peak
-from megatrain.hardware.care import Care, open_sensor, power_cap_advice
+from megatrain.hardware.care import Care, power_cap_advice, sensor_of
 from megatrain.model.liger import apply_liger, uses_liger
 from megatrain.model.weights.skeleton import read_config
 from megatrain.optim.threads import update_threads, worker_threads
@@ -271,8 +271,7 @@ def prepare(
 
 def _make_care(config: Config) -> Care:
     """Watch over the machine, and say how to set the power cap that is wished for."""
-    device = compute_device(config.train.device)
-    sensor = open_sensor(torch.cuda.get_device_properties(device)) if device.type == "cuda" else None
+    sensor = sensor_of(compute_device(config.train.device))
     cap_w = config.hardware.power_cap
     advice = None if cap_w is None else power_cap_advice(sensor, cap_w)
     if advice is not None:

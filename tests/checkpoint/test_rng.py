@@ -51,7 +51,8 @@ def test_looking_changes_nothing() -> None:
         ("numpy", {}),
         ("torch", "AAAA"),
         ("torch", 3),
-        ("cuda", None),
+        ("accelerator", None),
+        ("accelerator", {"kind": "cuda"}),
     ],
 )
 def test_unusable_states_are_refused_and_change_nothing(key: str, value: Any) -> None:
@@ -70,8 +71,21 @@ def test_unusable_states_are_refused_and_change_nothing(key: str, value: Any) ->
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_states_of_missing_devices_are_said(caplog: pytest.LogCaptureFixture) -> None:
     states = rng.encode_rng()
+    rng.restore_rng({**states, "accelerator": {"kind": "cuda", "states": [states["torch"]]}})
+    assert "random states of 1 cuda devices, this machine has 0; not bitwise from here" in caplog.text
+
+
+def test_checkpoints_of_before_there_were_other_accelerators_still_load(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    states = rng.encode_rng()
+    expected = draw()
+    del states["accelerator"]
+    rng.restore_rng({**states, "cuda": []})
+    assert draw() == expected
+    assert caplog.text == ""
     rng.restore_rng({**states, "cuda": [states["torch"]]})
-    assert "not bitwise from here" in caplog.text
+    assert "1 cuda devices" in caplog.text or torch.cuda.is_available()
 
 
 @pytest.mark.gpu

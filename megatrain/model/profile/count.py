@@ -63,7 +63,7 @@ def count_anatomy(
     precision: Literal["fp32", "bf16"],
     attn_implementation: str | None = None,
     head_chunk_tokens: int | None = None,
-    device_type: str = "cuda",
+    device_type: str = "accelerator",
 ) -> Anatomy:
     """Count what a model costs for one shape of micro-batch.
 
@@ -74,7 +74,7 @@ def count_anatomy(
         precision: How weights are kept, as in `attach`.
         attn_implementation: As in transformers; None takes its default.
         head_chunk_tokens: As in `attach`.
-        device_type: `cpu`, or an accelerator's.
+        device_type: `cpu` or `accelerator`.
 
     Raises:
         ModelError: The model cannot be built or streamed, or decides by values what it computes.
@@ -97,7 +97,7 @@ def count_model(
     seq_len: int,
     precision: Literal["fp32", "bf16"],
     head_chunk_tokens: int | None = None,
-    device_type: str = "cuda",
+    device_type: str = "accelerator",
 ) -> Anatomy:
     """Count what a model costs that exists, with its adapters and frozen parameters.
 

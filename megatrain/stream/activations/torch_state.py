@@ -6,6 +6,8 @@ from contextlib import ExitStack
 
 import torch
 
+from megatrain.hardware.accelerators import random_state, set_random_state
+
 
 class RandomState:
     """The state of the generators from which a model draws, to draw the same again."""
@@ -14,13 +16,13 @@ class RandomState:
         """Take the state of the CPU's generator and of `device`'s."""
         self._device = device
         self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._own = None if device.type == "cpu" else random_state(device)
 
     def restore(self) -> None:
         """Set the generators to this state."""
         torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        if self._own is not None:
+            set_random_state(self._device, self._own)
 
 
 class Autocast:

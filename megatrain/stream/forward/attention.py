@@ -22,6 +22,8 @@ from contextlib import contextmanager
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatrain.hardware.accelerators import vendor_of
+
 _PREFERS_CUDNN = (9, 10)
 """Major compute capabilities: Hopper, and data center Blackwell. Workstation Blackwell is 12."""
 
@@ -33,28 +35,20 @@ _CUDNN_FIRST = (
 )
 
 
-def choose_attention(
-    device_type: str, capability: tuple[int, int] | None, *, is_rocm: bool = False
-) -> tuple[SDPBackend, ...] | None:
+def choose_attention(capability: tuple[int, int] | None) -> tuple[SDPBackend, ...] | None:
     """Choose the order in which torch tries attention kernels; None: torch's own order.
 
     Args:
-        device_type: `cuda`, `cpu` and so on.
-        capability: Compute capability of a CUDA device, such as (9, 0).
-        is_rocm: The CUDA device is an AMD one, whose capabilities count otherwise.
+        capability: Compute capability of a device of NVIDIA's, such as (9, 0); None of others.
     """
-    if device_type != "cuda" or is_rocm or capability is None or capability[0] not in _PREFERS_CUDNN:
+    if capability is None or capability[0] not in _PREFERS_CUDNN:
         return None
     return _CUDNN_FIRST
 
 
 def attention_of(device: torch.device) -> tuple[SDPBackend, ...] | None:
     """Choose the order for a device of this machine."""
-    if device.type != "cuda":
-        return None
-    return choose_attention(
-        device.type, torch.cuda.get_device_capability(device), is_rocm=torch.version.hip is not None
-    )
+    return None if device.type == "cpu" else choose_attention(vendor_of(device).capability(device))
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
+from megatrain.hardware.accelerators import vendor_of
 from megatrain.stream.forward.compiled_calls import aside, differentiable, kind_of, state_of, without_caches
 from megatrain.stream.forward.stream_weights import Place, swapped
 from megatrain.stream.forward.structure import Fingerprint, IndexWasRead, NotShareable, Template, places_of
@@ -33,12 +34,14 @@ Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 
 def is_compiled(setting: str, device: torch.device) -> bool:
-    """Say whether blocks compile: `on`, `off`, or `auto`, which is on for accelerators.
+    """Say whether blocks compile: `on`, `off`, or `auto`, which is on where torch compiles for the device.
 
     On the CPU (and on the lanes of tests, which compute there) the promise is the resident model's bits, and
     compiled kernels round differently.
     """
-    return setting == "on" or (setting == "auto" and device.type != "cpu")
+    if setting != "auto":
+        return setting == "on"
+    return device.type != "cpu" and vendor_of(device).has_compiler
 
 
 class _TooLong(Exception):

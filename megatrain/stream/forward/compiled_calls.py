@@ -71,7 +71,7 @@ def aside(
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Give inputs for a call without a trace: nothing saved, no random number drawn, no input changed."""
     tensors: list[Any] = [held[name] for held, name in template.places]
-    accelerators = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    accelerators = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
     pairs = zip(tensors, template.is_buffer, strict=True)
     put = {id(tensor): _put_aside(tensor, is_buffer) for tensor, is_buffer in pairs}  # tied ones stay tied
     with (

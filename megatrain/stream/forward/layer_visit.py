@@ -104,7 +104,7 @@ class LayerVisit:
                     self._run, token, *args, use_reentrant=False, context_fn=contexts, **kwargs
                 )
             else:
-                _refuse_autocast(layer.name, layer.policy)
+                _refuse_autocast(layer.name, layer.policy, layer.executor.lanes.device)
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
                 result = self._run(None, *args, **kwargs)
         current.last_call.note(call, result)
@@ -211,13 +211,13 @@ class _Run:
                 self._visit.layer.executor.pin(entry)
 
 
-def _refuse_autocast(name: str, policy: Activations) -> None:
+def _refuse_autocast(name: str, policy: Activations, device: torch.device) -> None:
     """Refuse to keep what is saved under autocast: copies of weights, which would stay on the device.
 
     Raises:
         ConfigError: Autocast is on.
     """
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(device.type):
         raise ConfigError(
             f"activations={policy.value} under torch.autocast: autograd would keep a cast copy of every "
             f"weight of {name}; use activations=recompute, or precision=bf16 in place of autocast"

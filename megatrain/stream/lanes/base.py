@@ -224,7 +224,7 @@ class Lanes(ABC):
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes in use on the device so far: ours, and on CUDA everything that torch allocated."""
+        """Most bytes in use on the device so far: ours, and on an accelerator all that torch allocated."""
         return self.peak_device_bytes
 
     @property

@@ -10,7 +10,15 @@ from pathlib import Path
 import torch
 
 from megatrain.errors import ConfigError
-from megatrain.stream.lanes import CheckedLanes, CudaLanes, EmulatedLanes, EmulatedMachine, InlineLanes, Lanes
+from megatrain.hardware.accelerators import accelerator, check_accelerator
+from megatrain.stream.lanes import (
+    AcceleratorLanes,
+    CheckedLanes,
+    EmulatedLanes,
+    EmulatedMachine,
+    InlineLanes,
+    Lanes,
+)
 
 _EMULATED = "emulated:"
 
@@ -19,7 +27,7 @@ def make_lanes(device: str | torch.device | Lanes, device_limit: int | None = No
     """Choose a backend by name, as `check_device` knows them, or take the lanes that the caller has made.
 
     Raises:
-        ConfigError: An unknown device, CUDA where there is none, or a file that describes no machine.
+        ConfigError: An unknown device, one that is not there, or a file that describes no machine.
     """
     if isinstance(device, Lanes):
         return device
@@ -33,7 +41,7 @@ def make_lanes(device: str | torch.device | Lanes, device_limit: int | None = No
     if name.startswith(_EMULATED):
         machine = read_machine(name.removeprefix(_EMULATED))
         return EmulatedLanes(machine if device_limit is None else replace(machine, device_bytes=device_limit))
-    return CudaLanes(compute_device(name), device_limit)
+    return AcceleratorLanes(compute_device(name), device_limit)
 
 
 def read_machine(path: str) -> EmulatedMachine:
@@ -67,33 +75,26 @@ def compute_device(name: str) -> torch.device:
         ConfigError: As `check_device`.
     """
     name = check_device(name)
-    if name.partition(":")[0] != "cuda":
-        return torch.device("cpu")
-    return torch.device(f"cuda:{name.partition(':')[2] or torch.cuda.current_device()}")
+    return torch.device("cpu") if _is_cpu(name) else check_accelerator(name)
 
 
 def check_device(name: str) -> str:
-    """Return the device that `name` stands for: `auto` is CUDA where there is one, else the CPU.
+    """Return the device that `name` stands for: `auto` is the accelerator of this computer, else the CPU.
 
-    Others are `cpu`, `cuda`, `cuda:1`, `checked`, `emulated`, and `emulated:FILE` with the rates of a file.
+    Others are `cpu`, `cuda`, `cuda:1`, `xpu`, `checked`, `emulated`, and `emulated:FILE` with the rates of a
+    file.
 
     Raises:
-        ConfigError: An unknown device, CUDA where there is none, or a file that describes no machine.
+        ConfigError: An unknown device, one that is not there, or a file that describes no machine.
     """
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name in ("cpu", "checked", "emulated"):
-        return name
+        return accelerator() or "cpu"
     if name.startswith(_EMULATED):
         read_machine(name.removeprefix(_EMULATED))
-        return name
-    if name.partition(":")[0] != "cuda":
-        raise ConfigError(
-            f"device is {name!r}; use auto, cpu, cuda, cuda:N, emulated, emulated:FILE or checked"
-        )
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device is {name!r}, but torch sees no CUDA device; use device=cpu, or auto")
-    index, count = name.partition(":")[2] or "0", torch.cuda.device_count()
-    if not index.isdigit() or int(index) >= count:
-        raise ConfigError(f"device is {name!r}, but CUDA devices are cuda:0 to cuda:{count - 1}")
+    elif not _is_cpu(name):
+        check_accelerator(name)
     return name
+
+
+def _is_cpu(name: str) -> bool:
+    return name in ("cpu", "checked", "emulated") or name.startswith(_EMULATED)

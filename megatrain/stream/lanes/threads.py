@@ -1,4 +1,4 @@
-"""Lanes that are threads: what emulated and CUDA lanes have in common.
+"""Lanes that are threads: what emulated lanes and those of accelerators have in common.
 
 Every wait is for an operation that was enqueued before, and a lane runs its operations in the order in which
 they were enqueued, so lanes cannot wait for each other in a circle.

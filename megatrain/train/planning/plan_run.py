@@ -193,7 +193,7 @@ def _defaults_note(given: Mapping[str, Any], raw: Mapping[str, Any]) -> list[str
 
 def device_type(spec: HardwareSpec) -> str:
     """Return whose kernels run: an emulated accelerator computes on the CPU."""
-    return "cuda" if spec.has_accelerator else "cpu"
+    return "accelerator" if spec.has_accelerator else "cpu"
 
 
 def _machines() -> Iterator[HardwareSpec]:

@@ -22,9 +22,9 @@ from megatrain.stream.activations.host_ring import HostBuffer
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.activations.saved_tensors import Held
 from megatrain.stream.lanes import (
+    AcceleratorLanes,
     Cause,
     CheckedLanes,
-    CudaLanes,
     EmulatedLanes,
     EmulatedMachine,
     Event,
@@ -211,7 +211,7 @@ def test_gradients_in_bf16_equal_resident() -> None:
 @pytest.mark.parametrize("num_leaving", [0, 1, 2])
 def test_gradients_on_cuda_equal_resident(num_leaving: int) -> None:
     """In sizes whose copies take longer than their launch, and with memory that is used again."""
-    lanes = CudaLanes(torch.device("cuda", torch.cuda.current_device()))
+    lanes = AcceleratorLanes(torch.device("cuda", torch.cuda.current_device()))
     model, offloaded = Blocks(8, 512).to(lanes.device), OffloadedActivations(lanes, num_leaving=num_leaving)
     for step in range(5):
         x = values(step, 8, 512, 512).to(lanes.device)

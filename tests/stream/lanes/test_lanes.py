@@ -248,8 +248,19 @@ def test_devices_have_names() -> None:
     assert type(lanes) is EmulatedLanes
     assert make_lanes(lanes) is lanes
     lanes.close()
-    with pytest.raises(ConfigError, match="device is 'tpu'; use auto, cpu"):
-        make_lanes("tpu")
+    for name in ("tpu", "mps", "mps:0"):
+        with pytest.raises(
+            ConfigError, match=f"^device is '{name}', on which megatrain cannot run; use auto, cpu"
+        ):
+            make_lanes(name)
+
+
+def test_auto_passes_over_an_accelerator_that_is_not_in_the_table(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps"))
+    assert type(make_lanes("auto")) is InlineLanes
+    assert "torch offers mps, on which megatrain cannot run: device=cpu" in caplog.text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")

@@ -1,22 +1,21 @@
-"""Streams and events of one CUDA device, one launcher thread per lane. Never run on a GPU yet.
+"""Streams and events of one accelerator, one launcher thread per lane. Has run on the test device alone.
 
-Who waits for whom, and where. An event is *launched* once its operation was launched and its CUDA event
-recorded behind it, or, in HOST, once its operation is done. CUDA takes a wait for an event that is not yet
-recorded as no wait, so every wait is for `launched` first:
+Who waits for whom, and where. An event is *launched* once its operation was launched and its stream's event
+recorded behind it, or, in HOST, once its operation is done. A stream takes a wait for an event that is not
+yet recorded as no wait, so every wait is for `launched` first:
 
 | waiting | for a stream | for HOST |
 |---|---|---|
-| a copy lane | its launcher thread for `launched`, then its stream for the CUDA event | its launcher thread |
+| a copy lane | its launcher thread for `launched`, then its stream for the event | its launcher thread |
 | COMPUTE | the launching thread for `launched`, then its current stream | the launching thread |
-| HOST | its thread for `launched`, then for the CUDA event | (its own order) |
-| CALLER | the launching thread for `launched`, then for the CUDA event | the launching thread |
+| HOST | its thread for `launched`, then for the event | (its own order) |
+| CALLER | the launching thread for `launched`, then for the event | the launching thread |
 
 The device is never synchronised in `enqueue`, `begin`, `end` or `take_record`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.hardware.accelerators import free_bytes, peak_bytes, reset_peak_bytes, vendor_of
 from megatrain.plan.program.operations import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.base import Event
@@ -39,13 +39,15 @@ _log = logging.getLogger(__name__)
 _COPY_LANES = (Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE)
 _HOST_LANES = (Lane.HOST, Lane.READ, Lane.PAGE, Lane.WRITE, Lane.STOW, Lane.RECALL)
 MAX_UNRESOLVED = 512
-"""CUDA events kept per lane before their times are looked up, should nobody take the record."""
+"""Events kept per lane before their times are looked up, should nobody take the record."""
 REBASE_S = 8.0
 """CUDA tells the time between two events in single precision: at 8 s that is still exact to a microsecond."""
+_LONGEST_NAP_S = 2e-4
+"""Between two looks at an event that the host waits for: short beside a block's copy."""
 
 
 class DeviceSpans:
-    """Spans between CUDA events, turned into host time as they complete; every thread may call.
+    """Spans between events of streams, turned into host time as they complete; every thread may call.
 
     The device's clock drifts from the host's by a few millionths; `anchor` ties them again.
     """
@@ -60,15 +62,12 @@ class DeviceSpans:
 
     def anchor(self) -> None:
         """Tie the device's clock to the host's. Waits for the current stream."""
-        reference = torch.cuda.Event(enable_timing=True)
-        reference.record(torch.cuda.current_stream(self._device))
+        reference = _record_in(torch.accelerator.current_stream(self._device))
         reference.synchronize()
         with self._lock:
             self._reference, self._reference_s = reference, time.perf_counter()
 
-    def add(
-        self, lane: Lane, label: str, start: torch.cuda.Event, end: torch.cuda.Event, work: float = 0.0
-    ) -> None:
+    def add(self, lane: Lane, label: str, start: torch.Event, end: torch.Event, work: float = 0.0) -> None:
         """Note an operation between two recorded events."""
         with self._lock:
             pending = self._pending[lane]
@@ -92,8 +91,8 @@ class DeviceSpans:
             start_s = self._seconds(start)
             self._recorder.span(lane, label, start_s, start_s + start.elapsed_time(end) / 1e3, work)
 
-    def _seconds(self, event: torch.cuda.Event) -> float:
-        """Return the host's time of a completed event; before the reference, CUDA gives a negative time."""
+    def _seconds(self, event: torch.Event) -> float:
+        """Return the host's time of a completed event; the time is negative before the reference."""
         elapsed_s = self._reference.elapsed_time(event) / 1e3
         event_s = self._reference_s + elapsed_s
         if elapsed_s > REBASE_S:
@@ -105,13 +104,13 @@ class StreamWorker(Worker):
     """Launches one lane's operations into its stream."""
 
     def __init__(
-        self, lane: Lane, failure: Failure, recorder: Recorder, stream: torch.cuda.Stream, spans: DeviceSpans
+        self, lane: Lane, failure: Failure, recorder: Recorder, stream: torch.Stream, spans: DeviceSpans
     ) -> None:
         """Launch into `stream`."""
         super().__init__(lane, failure, recorder)
         self._stream = stream
         self._spans = spans
-        self._open: tuple[str, torch.cuda.Event, float] | None = None
+        self._open: tuple[str, torch.Event, float] | None = None
 
     def _context(self) -> AbstractContextManager[object]:
         return _on_stream(self._stream)
@@ -122,8 +121,7 @@ class StreamWorker(Worker):
             self._stream.wait_event(event.native)
 
     def _run(self, function: Callable[[], object], work: float, label: str, enqueued_s: float) -> None:
-        start = torch.cuda.Event(enable_timing=True)
-        start.record(self._stream)  # behind the stream's waits: it passes when the operation begins
+        start = _record_in(self._stream)  # behind the stream's waits: it passes when the operation begins
         function()
         self._open = (label, start, work)
 
@@ -145,11 +143,11 @@ class HostWorker(Worker):
     compute.
     """
 
-    def __init__(self, lane: Lane, failure: Failure, recorder: Recorder, stream: torch.cuda.Stream) -> None:
+    def __init__(self, lane: Lane, failure: Failure, recorder: Recorder, stream: torch.Stream) -> None:
         """Use `stream` for what functions read from the device."""
         super().__init__(lane, failure, recorder)
         self._stream = stream
-        self.launched_into: torch.cuda.Stream | None = None
+        self.launched_into: torch.Stream | None = None
         """Where the operation that runs has launched device work, which is not done when it returns."""
 
     def _set(self, event: Event) -> None:
@@ -168,22 +166,26 @@ class HostWorker(Worker):
         assert event.launched is not None
         event.launched.wait()
         if event.native is not None:
-            event.native.synchronize()
+            _until_done(event.native)
         self._recorder.waited(cause, start_s)
 
 
-class CudaLanes(ThreadedLanes):
+class AcceleratorLanes(ThreadedLanes):
     """Copy lanes are streams with a launcher thread each, HOST is a thread, COMPUTE the current stream."""
 
     def __init__(self, device: torch.device, device_limit: int | None = None) -> None:
         """Create one stream for each lane; compute runs in the calling thread's current stream."""
-        index = torch.cuda.current_device() if device.index is None else device.index
-        super().__init__(torch.device("cuda", index), device_limit)
-        self._compute_stream = torch.cuda.current_stream(self.device)
-        self._streams = {lane: torch.cuda.Stream(self.device) for lane in (*_COPY_LANES, *_HOST_LANES)}
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        super().__init__(torch.device(device.type, index), device_limit)
+        self._vendor = vendor_of(self.device)
+        self._compute_stream = torch.accelerator.current_stream(self.device)
+        self._streams = {
+            lane: torch.Stream(device=self.device)  # type: ignore[call-overload]  # torch's stubs lag behind
+            for lane in (*_COPY_LANES, *_HOST_LANES)
+        }
         self._spans = DeviceSpans(self.device, self._recorder)
         self._locked: list[Arena] = []
-        torch.cuda.reset_peak_memory_stats(self.device)
+        reset_peak_bytes(self.device)
 
     def take_record(self) -> Record:
         """Return what has ended since the last call; never blocks, and never waits for the device."""
@@ -194,7 +196,7 @@ class CudaLanes(ThreadedLanes):
         """Return (nbytes,) uint8 zeros on the device, which every stream may use at once."""
         buffer = super().allocate(nbytes)
         # The zeros are written in the current stream, which no operation declares: a first fetch would race.
-        torch.cuda.current_stream(self.device).synchronize()
+        torch.accelerator.current_stream(self.device).synchronize()
         return buffer
 
     def lock(self, arena: Arena | None) -> None:
@@ -202,15 +204,12 @@ class CudaLanes(ThreadedLanes):
         if arena is None or any(held is arena for held in self._locked):
             return
         self._locked.append(arena)  # a refused one too: it is asked for once, and has nothing to unlock
-        if arena.lock():
-            return
-        with contextlib.suppress(RuntimeError):
-            # The refused call stays the driver's last error, which the next kernel would raise as its own.
-            torch.zeros(1, device=self.device)
-        _log.warning(
-            "%.1f GiB of host memory could not be page-locked: its copies will be slower than the link",
-            arena.nbytes / (1 << 30),
-        )
+        if not arena.lock(self._vendor):
+            _log.warning(
+                "%.1f GiB of host memory could not be page-locked%s: its copies will be slower than the link",
+                arena.nbytes / (1 << 30),
+                "" if self._vendor.lock is not None else f" (torch has no way to for {self._vendor.title})",
+            )
 
     def unlock(self, arena: Arena | None) -> None:
         """Undo `lock`."""
@@ -224,7 +223,7 @@ class CudaLanes(ThreadedLanes):
         The allocator looks at the lane's stream when the last reference goes, and a function that is still to
         be launched holds one.
         """
-        if tensor.is_cuda:
+        if tensor.device.type == self.device.type:
             tensor.record_stream(self._stream(lane))
 
     def computing(self) -> AbstractContextManager[object]:
@@ -249,30 +248,31 @@ class CudaLanes(ThreadedLanes):
 
     def available_bytes(self) -> int:
         """Bytes free on the device, or left of the limit."""
-        free, _ = torch.cuda.mem_get_info(self.device)
+        free = free_bytes(self.device)
         return free if self.device_limit is None else min(free, self.device_limit - self.device_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes that torch had allocated on the device."""
-        return int(torch.cuda.max_memory_allocated(self.device))
+        return peak_bytes(self.device)
 
     def _finish(self) -> None:
-        for stream in (*self._streams.values(), torch.cuda.current_stream(self.device)):
+        for stream in (*self._streams.values(), torch.accelerator.current_stream(self.device)):
             stream.synchronize()
         self._spans.resolve()
         self._spans.anchor()
 
     def _release(self) -> None:
         try:
-            torch.cuda.synchronize(self.device)
+            torch.accelerator.synchronize(self.device)
         finally:
             for arena in self._locked:
                 arena.unlock()
             self._locked.clear()
 
-    def _stream(self, lane: Lane) -> torch.cuda.Stream:
-        return self._streams[lane] if lane in self._streams else torch.cuda.current_stream(self.device)
+    def _stream(self, lane: Lane) -> torch.Stream:
+        stream = self._streams.get(lane)
+        return torch.accelerator.current_stream(self.device) if stream is None else stream
 
     def _make_worker(self, lane: Lane) -> Worker:
         if lane in _HOST_LANES:
@@ -288,11 +288,7 @@ class CudaLanes(ThreadedLanes):
         self._spans.add(lane, label, start, _record_in(self._stream(lane)), work)
 
     def _start_span(self, lane: Lane) -> Any:
-        if lane is not Lane.COMPUTE:
-            return super()._start_span(lane)
-        start = torch.cuda.Event(enable_timing=True)
-        start.record(self._stream(lane))
-        return start
+        return _record_in(self._stream(lane)) if lane is Lane.COMPUTE else super()._start_span(lane)
 
     def _end_span(self, lane: Lane, label: str, start: Any, event: Event | None, work: float) -> None:
         if lane is Lane.COMPUTE:
@@ -311,22 +307,33 @@ class CudaLanes(ThreadedLanes):
         assert event.launched is not None
         event.launched.wait()  # before anything is read of the event: its lane fills it in
         if event.native is not None and cause.waiting is Lane.CALLER:
-            event.native.synchronize()
+            _until_done(event.native)
         self._recorder.waited(cause, start_s)
         if event.native is not None and cause.waiting is Lane.COMPUTE:
             self._stream(Lane.COMPUTE).wait_event(event.native)
         self._raise_failure()
 
 
-def _record_in(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    # Blocking: a thread that waits for it sleeps, and leaves its core to the optimizer.
-    event = torch.cuda.Event(enable_timing=True, blocking=True)
+def _record_in(stream: torch.Stream) -> torch.Event:
+    event = torch.Event(device=stream.device, enable_timing=True)
     event.record(stream)
     return event
 
 
+def _until_done(event: torch.Event) -> None:
+    """Wait in naps, which leave the core to the optimizer: `torch.Event.synchronize` would spin on CUDA."""
+    nap_s = 1e-5
+    while not event.query():
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+
 @contextmanager
-def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    torch.cuda.set_device(stream.device)
-    with torch.cuda.stream(stream):
+def _on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Make a stream, and its device, the calling thread's current ones."""
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
         yield
+    finally:
+        torch.accelerator.set_stream(before)

@@ -1,0 +1,157 @@
+"""Accelerators that blocks can run on: a table by vendor of the little that torch has no general name for.
+
+Everything else goes through `torch.Stream`, `torch.Event`, `torch.accelerator`, and the functions that the
+modules of all vendors have under the same names. Nothing outside this file asks for a vendor by name, but for
+what looks at the hardware itself (`doctor`, sensors). None of the rows has run on its device yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vendor:
+    """What differs between accelerators."""
+
+    title: str
+    """As in messages."""
+    lock: Callable[[int, int], bool] | None = None
+    """Page-locks so many bytes from an address, for copies that the host need not wait for; False where that
+    is refused. None: torch has no way to, and copies of the state hold up their lane's thread."""
+    unlock: Callable[[int], object] | None = None
+    """Undoes `lock`, by the address."""
+    has_compiler: bool = True
+    """Whether torch compiles for it by default."""
+    capability: Callable[[torch.device], tuple[int, int] | None] = lambda device: None
+    """NVIDIA's compute capability, by which the order of attention kernels is chosen; None elsewhere."""
+
+
+def _cuda_lock(address: int, nbytes: int) -> bool:
+    import torch
+
+    if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
+        return True
+    with suppress(RuntimeError):
+        # The refused call stays the driver's last error, which the next kernel would raise as its own.
+        torch.zeros(1, device="cuda")
+    return False
+
+
+def _cuda_unlock(address: int) -> None:
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _cuda_capability(device: torch.device) -> tuple[int, int] | None:
+    import torch
+
+    return None if torch.version.hip is not None else torch.cuda.get_device_capability(device)
+
+
+VENDORS: dict[str, Vendor] = {
+    "cuda": Vendor(title="CUDA", lock=_cuda_lock, unlock=_cuda_unlock, capability=_cuda_capability),
+    "xpu": Vendor(title="XPU"),
+}
+"""By torch's name for the kind of device. ROCm calls itself `cuda`. Tests add the device that they bring."""
+
+
+def accelerator() -> str | None:
+    """Return the kind of accelerator that torch offers and the table has; None: there is none."""
+    import torch
+
+    offered = torch.accelerator.current_accelerator(check_available=True)
+    if offered is None:
+        return None
+    if offered.type not in VENDORS:
+        _log.warning("torch offers %s, on which megatrain cannot run: device=cpu", offered.type)
+        return None
+    return offered.type
+
+
+def check_accelerator(name: str) -> torch.device:
+    """Return the device that a name like `cuda` or `cuda:1` stands for; the current one without a number.
+
+    Raises:
+        ConfigError: It is not in the table, or not in this computer.
+    """
+    import torch
+
+    kind, _, index = name.partition(":")
+    if kind not in VENDORS:
+        raise ConfigError(f"device is {name!r}, on which megatrain cannot run; use {_listed()}")
+    offered = torch.accelerator.current_accelerator(check_available=True)
+    if offered is None or offered.type != kind:
+        title = VENDORS[kind].title
+        raise ConfigError(f"device is {name!r}, but torch sees no {title} device; use device=cpu, or auto")
+    count = torch.accelerator.device_count()
+    if not index:
+        return torch.device(kind, torch.accelerator.current_device_index())
+    if not index.isdigit() or int(index) >= count:
+        raise ConfigError(f"device is {name!r}, but devices here are {kind}:0 to {kind}:{count - 1}")
+    return torch.device(kind, int(index))
+
+
+def _listed() -> str:
+    kinds = ", ".join(f"{kind}, {kind}:N" for kind in VENDORS)
+    return f"auto, cpu, {kinds}, emulated, emulated:FILE or checked"
+
+
+def vendor_of(device: torch.device) -> Vendor:
+    """Return the row of an accelerator."""
+    return VENDORS[device.type]
+
+
+def device_module(kind: str) -> Any:
+    """Return torch's module of a kind of device."""
+    import torch
+
+    return torch.get_device_module(kind)
+
+
+def device_name(device: torch.device) -> str:
+    """Return what the vendor calls an accelerator."""
+    return str(device_module(device.type).get_device_name(device))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how much of an accelerator's memory nobody uses."""
+    return int(device_module(device.type).mem_get_info(device)[0])
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that torch had allocated on an accelerator since `reset_peak_bytes`."""
+    return int(device_module(device.type).max_memory_allocated(device))
+
+
+def reset_peak_bytes(device: torch.device) -> None:
+    """Count the peak from here."""
+    device_module(device.type).reset_peak_memory_stats(device)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Let go of what torch keeps of an accelerator's memory for later."""
+    device_module(device.type).empty_cache()
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the generator from which operations on an accelerator draw."""
+    state: torch.Tensor = device_module(device.type).get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set that generator."""
+    device_module(device.type).set_rng_state(state, device)
