@@ -1,0 +1,239 @@
+// Memory of the test device, and which memory of the host is page-locked.
+//
+// A device address is one that the host must not touch: whoever does is trapped. Kernels find the bytes at the
+// same place of a second range. What is freed is handed out again at once, in its stream's order, and poisoned.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <sys/mman.h>
+
+#include <cstring>
+#include <set>
+#include <vector>
+
+#include "streams.h"
+
+namespace host_device {
+
+constexpr size_t kArena = size_t(1) << 36;  // of addresses, per device
+constexpr size_t kAlignment = 512;
+constexpr int kPoison = 0xFF;  // NaN in every floating format, and an index that is out of every range
+
+class Memory {
+ public:
+  static Memory& get() {
+    static auto* memory = new Memory;
+    return *memory;
+  }
+
+  void* allocate(size_t nbytes, int device) {
+    if (nbytes == 0) return nullptr;
+    std::lock_guard<std::mutex> lock(mutex_);
+    Arena& arena = arenas_[device];
+    take_back(device);
+    size_t size = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
+    int64_t stream = Streams::current_id(device);
+    size_t offset = 0;
+    auto& free = arena.free[stream];
+    auto found = free.lower_bound(size);
+    if (found != free.end() && found->first <= 2 * size) {
+      size = found->first;
+      offset = found->second.back();
+      found->second.pop_back();
+      if (found->second.empty()) free.erase(found);
+    } else {
+      if (arena.in_use + size > arena.limit || arena.top + size > kArena) {
+        TORCH_CHECK_WITH(OutOfMemoryError, false, "the test device is out of memory: ", nbytes, " bytes wanted");
+      }
+      offset = arena.top;
+      arena.top += size;
+      poison(device, stream, offset, size);
+    }
+    arena.live[offset] = Block{size, nbytes, stream, {}};
+    arena.in_use += size;
+    arena.peak = std::max(arena.peak, arena.in_use);
+    return arena.device + offset;
+  }
+
+  void free(void* address) {
+    if (address == nullptr) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    int device = device_of(address);
+    Arena& arena = arenas_[device];
+    auto found = arena.live.find(static_cast<const char*>(address) - arena.device);
+    TORCH_INTERNAL_ASSERT(found != arena.live.end());
+    Freed freed{found->first, found->second.size, found->second.stream, {}};
+    for (int64_t id : found->second.recorded) freed.points.push_back(Streams::at(device, id).mark());
+    arena.in_use -= freed.size;
+    arena.live.erase(found);
+    if (freed.points.empty()) {
+      hand_back(device, freed);
+    } else {
+      arena.waiting.push_back(std::move(freed));
+    }
+  }
+
+  void record(const void* address, const c10::Stream& stream) {
+    if (address == nullptr) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    Arena& arena = arenas_[device_of(address)];
+    auto found = arena.live.find(static_cast<const char*>(address) - arena.device);
+    TORCH_INTERNAL_ASSERT(found != arena.live.end());
+    if (found->second.stream != stream.id()) found->second.recorded.insert(stream.id());
+  }
+
+  // Where kernels find what has this device address.
+  char* of_kernels(const void* address) {
+    if (address == nullptr) return nullptr;
+    const Arena& arena = arenas_[device_of(address)];
+    return arena.kernels + (static_cast<const char*>(address) - arena.device);
+  }
+
+  int device_of(const void* address) const {
+    for (int device = 0; device < kNumDevices; device++) {
+      auto offset = static_cast<const char*>(address) - arenas_[device].device;
+      if (offset >= 0 && size_t(offset) < kArena) return device;
+    }
+    TORCH_CHECK(false, "a tensor of the test device is not in its memory");
+  }
+
+  size_t in_use(int device) { return arenas_[device].in_use; }
+  size_t peak(int device) { return arenas_[device].peak; }
+  size_t limit(int device) { return arenas_[device].limit; }
+  void set_limit(int device, size_t nbytes) { arenas_[device].limit = nbytes; }
+  void reset_peak(int device) { arenas_[device].peak = arenas_[device].in_use; }
+
+ private:
+  struct Block {
+    size_t size, nbytes;
+    int64_t stream;
+    std::set<int64_t> recorded;  // other streams that use it
+  };
+  struct Freed {
+    size_t offset, size;
+    int64_t stream;
+    std::vector<PointPtr> points;
+  };
+  struct Arena {
+    char* device = nullptr;
+    char* kernels = nullptr;
+    size_t top = 0, in_use = 0, peak = 0, limit = size_t(16) << 30;
+    std::map<size_t, Block> live;
+    std::map<int64_t, std::map<size_t, std::vector<size_t>>> free;
+    std::vector<Freed> waiting;
+  };
+
+  Memory() {
+    for (Arena& arena : arenas_) {
+      int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+      arena.device = static_cast<char*>(mmap(nullptr, kArena, PROT_NONE, flags, -1, 0));
+      arena.kernels = static_cast<char*>(mmap(nullptr, kArena, PROT_READ | PROT_WRITE, flags, -1, 0));
+      TORCH_CHECK(arena.device != MAP_FAILED && arena.kernels != MAP_FAILED, "no addresses for the test device");
+    }
+  }
+
+  void poison(int device, int64_t stream, size_t offset, size_t size) {
+    char* bytes = arenas_[device].kernels + offset;
+    Streams::at(device, stream).push([bytes, size] { std::memset(bytes, kPoison, size); });
+  }
+
+  void hand_back(int device, const Freed& freed) {
+    poison(device, freed.stream, freed.offset, freed.size);
+    arenas_[device].free[freed.stream][freed.size].push_back(freed.offset);
+  }
+
+  void take_back(int device) {  // what other streams have done with
+    auto& waiting = arenas_[device].waiting;
+    for (size_t i = 0; i < waiting.size();) {
+      bool is_done = true;
+      for (auto& point : waiting[i].points) is_done = is_done && point->is_passed();
+      if (is_done) {
+        hand_back(device, waiting[i]);
+        waiting[i] = std::move(waiting.back());
+        waiting.pop_back();
+      } else {
+        i++;
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::array<Arena, kNumDevices> arenas_;
+};
+
+struct DeviceAllocator final : c10::Allocator {
+  static DeviceAllocator& get() {
+    static auto* allocator = new DeviceAllocator;
+    return *allocator;
+  }
+  static void release(void* address) { Memory::get().free(address); }
+  c10::DataPtr allocate(size_t nbytes) override {
+    int device = Streams::device();
+    void* address = Memory::get().allocate(nbytes, device);
+    return {address, address, &release, c10::Device(kType, device)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, std::size_t nbytes) const override {
+    char *target = Memory::get().of_kernels(to), *source = Memory::get().of_kernels(from);
+    Streams::current(Streams::device()).push([=] { std::memcpy(target, source, nbytes); });
+  }
+};
+
+// Ranges of host memory that copies may use while the host goes on.
+class Locked {
+ public:
+  static Locked& get() {
+    static auto* locked = new Locked;
+    return *locked;
+  }
+  bool add(uintptr_t address, size_t nbytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (is_refusing_) return false;
+    ranges_[address] = nbytes;
+    return true;
+  }
+  void remove(uintptr_t address) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(ranges_.erase(address) == 1, "unlocked memory that is not locked");
+  }
+  bool holds(const void* data, size_t nbytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto address = reinterpret_cast<uintptr_t>(data);
+    auto found = ranges_.upper_bound(address);
+    if (found == ranges_.begin()) return false;
+    --found;
+    return address + nbytes <= found->first + found->second;
+  }
+  void refuse(bool is_refusing) { is_refusing_ = is_refusing; }
+  size_t nbytes() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    size_t sum = 0;
+    for (auto& [address, size] : ranges_) sum += size;
+    return sum;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<uintptr_t, size_t> ranges_;
+  std::atomic<bool> is_refusing_{false};
+};
+
+// torch's own pinned memory. It is never given back, so copies that run after a tensor is dropped are harmless,
+// as they are with torch's allocator for CUDA, which waits for them.
+struct PinnedAllocator final : c10::Allocator {
+  static PinnedAllocator& get() {
+    static auto* allocator = new PinnedAllocator;
+    return *allocator;
+  }
+  static void release(void*) {}
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* data = nullptr;
+    TORCH_CHECK(posix_memalign(&data, 64, std::max<size_t>(nbytes, 64)) == 0, "no host memory");
+    Locked::get().add(reinterpret_cast<uintptr_t>(data), nbytes);
+    return {data, data, &release, c10::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, std::size_t nbytes) const override { std::memcpy(to, from, nbytes); }
+};
+
+}  // namespace host_device
