@@ -22,6 +22,7 @@ demo: setup
 	$(BIN)/megatrain quickstart
 
 test: setup
+	$(BIN)/python -m tests.host_device.build
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 lint: setup
@@ -33,6 +34,7 @@ check: lint test
 
 # The full products behind the pairwise tests of `make test`; about half an hour on 2 cores.
 parity: setup
+	$(BIN)/python -m tests.host_device.build
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m parity
 
 clean:

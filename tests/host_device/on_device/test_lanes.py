@@ -1,0 +1,171 @@
+"""The order of lanes on streams that are threads: launching returns at once, and copies take their time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from megatrain.plan.program.operations import Lane
+from megatrain.stream.lanes import AcceleratorLanes, Cause, InlineLanes
+from tests.clocks import watch_events
+from tests.host_device.device import TYPE, register
+from tests.stream.lanes.lane_programs import run_program
+
+DEVICE = torch.device(TYPE, 0)
+host = register()
+
+
+@pytest.fixture
+def lanes() -> Iterator[AcceleratorLanes]:
+    """Lanes on the test device, whose streams dawdle."""
+    host.native.delay(1, 0.5, 5e-5, 0.0)
+    made = AcceleratorLanes(torch.device(TYPE))
+    yield made
+    made.close()
+    host.native.delay(0, 0.0, 0.0, 0.0)
+
+
+def launch(work: Callable[[], object]) -> None:
+    """Launch into the current stream."""
+    host.native.launch(work)
+
+
+def test_random_programs_give_what_inline_lanes_give(lanes: AcceleratorLanes) -> None:
+    for seed in range(100):
+        assert torch.equal(run_program(lanes, seed, launch=launch), run_program(InlineLanes(), seed)), seed
+
+
+def test_each_operation_has_one_span_in_its_lane_s_order(lanes: AcceleratorLanes) -> None:
+    run_program(lanes, 7, num_operations=60, launch=launch)
+    spans = lanes.take_record().spans
+    assert sorted(span.label for span in spans) == sorted(f"op{number}" for number in range(60))
+    for lane in Lane:
+        numbers = [int(span.label[2:]) for span in spans if span.lane is lane]
+        assert numbers == sorted(numbers)
+
+
+def test_spans_are_looked_up_when_nobody_takes_the_record(
+    lanes: AcceleratorLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the device's events would pile up."""
+    monkeypatch.setattr("megatrain.stream.lanes.accelerator.MAX_UNRESOLVED", 8)
+    for number in range(50):
+        lanes.enqueue(Lane.FETCH, lambda: launch(lambda: None), writes=[("slot", 0)], label=str(number))
+        lanes.begin(Lane.CALLER, reads=[("slot", 0)])  # a drain would look all of them up
+        lanes.end(Lane.CALLER, reads=[("slot", 0)])
+    assert len(lanes._spans._pending[Lane.FETCH]) == 8
+    spans = lanes.take_record().spans
+    assert [span.label for span in spans if span.lane is Lane.FETCH] == [str(number) for number in range(50)]
+
+
+def test_compute_goes_on_when_a_copy_is_launched_and_not_when_it_is_done(lanes: AcceleratorLanes) -> None:
+    """The launching thread never waits for the device; neither does taking the record."""
+    gate = threading.Event()
+    order: list[str] = []
+    host.native.take_counts()
+    lanes.enqueue(Lane.FETCH, lambda: launch(gate.wait), writes=[("slot", 0)], label="fetch")
+    lanes.begin(Lane.COMPUTE, reads=[("slot", 0)], label="compute")
+    launch(lambda: order.append("compute"))
+    lanes.end(Lane.COMPUTE, reads=[("slot", 0)])
+    assert lanes.take_record().spans == []
+    assert host.native.take_counts() == {}
+    assert order == []
+    gate.set()
+    lanes.drain()
+    assert [span.label for span in lanes.take_record().spans] == ["fetch", "compute"]
+
+
+def test_a_slow_update_holds_up_its_fetch_and_then_compute(
+    lanes: AcceleratorLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, now_s = watch_events(monkeypatch)
+    gate = threading.Event()
+    order: list[str] = []
+
+    def update() -> None:
+        gate.wait()
+        order.append("update")
+
+    def fetch() -> None:
+        launch(lambda: order.append("fetch"))
+
+    def open_gate() -> None:
+        for _ in range(2):  # the fetch for the update, and compute for the fetch
+            events.until_one_waits()
+        now_s[0] += 1.0
+        gate.set()
+
+    lanes.enqueue(Lane.HOST, update, writes=[("working", 0)])
+    lanes.enqueue(Lane.FETCH, fetch, reads=[("working", 0)], writes=[("slot", 0)])
+    assert not [wait for wait in lanes.take_record().waits if wait.cause.waiting is Lane.COMPUTE]
+    threading.Thread(target=open_gate).start()
+    lanes.begin(Lane.COMPUTE, reads=[("slot", 0)])
+    launch(lambda: order.append("compute"))
+    lanes.end(Lane.COMPUTE, reads=[("slot", 0)])
+    lanes.drain()
+    assert order == ["update", "fetch", "compute"]
+    causes = {wait.cause for wait in lanes.take_record().waits}
+    assert {Cause(Lane.COMPUTE, Lane.FETCH, "slot"), Cause(Lane.FETCH, Lane.HOST, "working")} <= causes
+
+
+def test_a_shared_tensor_is_kept_until_the_lane_is_done_with_it(lanes: AcceleratorLanes) -> None:
+    gate = threading.Event()
+    for is_shared in (False, True):
+        tensor = torch.ones(5000, device=DEVICE)
+        address = tensor.data_ptr()
+        gate.clear()
+        lanes.enqueue(Lane.SAVE, lambda: launch(gate.wait), writes=[("saved", 0)])
+        lanes.begin(Lane.COMPUTE)
+        lanes.end(Lane.COMPUTE)
+        if is_shared:
+            lanes.share(tensor, Lane.SAVE)
+        del tensor
+        assert (torch.ones(5000, device=DEVICE).data_ptr() != address) is is_shared
+        gate.set()
+        lanes.drain()
+        assert torch.ones(5000, device=DEVICE).data_ptr() == address
+    lanes.share(torch.zeros(1), Lane.SAVE)
+
+
+@pytest.mark.parametrize("waiting", [Lane.CALLER, Lane.HOST])
+def test_the_host_waits_until_a_copy_is_done(lanes: AcceleratorLanes, waiting: Lane) -> None:
+    gate = threading.Event()
+    arrived: list[bool] = []
+    seen: list[bool] = []
+
+    def copy() -> None:
+        gate.wait()
+        arrived.append(True)
+
+    lanes.enqueue(Lane.OFFLOAD, lambda: launch(copy), writes=[("gradient", 0)])
+    threading.Timer(0.02, gate.set).start()
+    if waiting is Lane.HOST:
+        lanes.enqueue(Lane.HOST, lambda: seen.extend(arrived), reads=[("gradient", 0)])
+    else:
+        lanes.begin(Lane.CALLER, reads=[("gradient", 0)])
+        seen.extend(arrived)
+        lanes.end(Lane.CALLER, reads=[("gradient", 0)])
+    lanes.drain()
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("lane", [Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE, Lane.HOST])
+def test_a_failure_reaches_the_caller_and_holds_up_nobody(lanes: AcceleratorLanes, lane: Lane) -> None:
+    ran: list[str] = []
+    gate = threading.Event()
+
+    def fail() -> None:
+        gate.wait()
+        raise OSError("the launch failed")
+
+    other = Lane.HOST if lane is not Lane.HOST else Lane.FETCH
+    lanes.enqueue(lane, fail, writes=[("slot", 0)])
+    lanes.enqueue(other, lambda: ran.append("after the failure"), reads=[("slot", 0)])
+    gate.set()
+    with pytest.raises(OSError, match="the launch failed"):
+        lanes.begin(Lane.COMPUTE, reads=[("slot", 0)])
+    lanes.drain()
+    assert ran == []
