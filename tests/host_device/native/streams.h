@@ -133,6 +133,12 @@ class Stream {
     return is_busy_ || !tasks_.empty();
   }
 
+  void settle() {  // waits, and forgets what went wrong
+    if (has_work()) mark()->wait();
+    std::lock_guard<std::mutex> lock(mutex_);
+    error_.clear();
+  }
+
   void raise() {  // as on CUDA, an error of a kernel is told by who comes next, again and again
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(error_.empty(), "a kernel on the test device has failed: ", error_);
@@ -221,6 +227,10 @@ class Streams {
   static int64_t next_id(int device) {
     static std::array<std::atomic<int64_t>, kNumDevices> made{};
     return 1 + made.at(device)++ % (kNumStreams - 1);
+  }
+  static void settle() {
+    for (int device = 0; device < kNumDevices; device++)
+      for (int64_t id = 0; id < kNumStreams; id++) at(device, id).settle();
   }
   static void synchronize(int device) {
     for (int64_t id = 0; id < kNumStreams; id++) at(device, id).synchronize();
