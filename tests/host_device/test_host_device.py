@@ -31,7 +31,19 @@ def _built() -> None:
 
 def run(*arguments: str) -> None:
     """Run tests of the device in a child, and show what it says if they fail."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--timeout",
+        "300",
+        *arguments,
+    ]
     ended = subprocess.run(
         command,
         cwd=ROOT,
@@ -53,7 +65,7 @@ def test_accelerators_on_the_test_device() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", AT_LENGTH)
 def test_accelerators_on_the_test_device_at_length(part: str) -> None:
-    run("-m", "parity", "--timeout", "1800", "-k", part, "tests/host_device/on_device/test_parity.py")
+    run("-m", "parity", "--timeout", "3000", "-k", part, "tests/host_device/on_device/test_parity.py")
 
 
 def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
