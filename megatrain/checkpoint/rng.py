@@ -26,10 +26,12 @@ def encode_rng() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert kind == "MT19937", f"numpy's global generator is {kind}"
-    kind = accelerator()
+    device = accelerator()
     own: list[Any] = []
-    if kind is not None and device_module(kind).is_initialized():
-        own = [device_module(kind).get_rng_state(index) for index in range(torch.accelerator.device_count())]
+    if device is not None and device_module(device).is_initialized():
+        own = [
+            device_module(device).get_rng_state(index) for index in range(torch.accelerator.device_count())
+        ]
     return {
         "python": {
             "version": version,
@@ -43,7 +45,7 @@ def encode_rng() -> dict[str, Any]:
             "gauss": float(cached),
         },
         "torch": _encode(torch.get_rng_state().numpy().tobytes()),
-        "accelerator": {"kind": kind, "states": [_encode(state.numpy().tobytes()) for state in own]},
+        "accelerator": {"kind": device, "states": [_encode(state.numpy().tobytes()) for state in own]},
     }
 
 
@@ -83,7 +85,7 @@ def _restore(states: Mapping[str, Any], np: Any, torch: Any) -> None:
 def _restore_accelerators(states: Mapping[str, Any], torch: Any) -> None:
     saved = states["accelerator"] if "accelerator" in states else {"kind": "cuda", "states": states["cuda"]}
     own = accelerator()
-    num_devices = torch.accelerator.device_count() if own == saved["kind"] and own is not None else 0
+    num_devices = torch.accelerator.device_count() if own is not None and own == saved["kind"] else 0
     if len(saved["states"]) > num_devices:
         logger.warning(
             "the checkpoint has random states of %d %s devices, this machine has %d; not bitwise from here",
@@ -93,7 +95,7 @@ def _restore_accelerators(states: Mapping[str, Any], torch: Any) -> None:
         )
     for index, state in enumerate(saved["states"][:num_devices]):
         words = torch.frombuffer(bytearray(_decode(state)), dtype=torch.uint8)
-        device_module(own).set_rng_state(words, index)
+        device_module(saved["kind"]).set_rng_state(words, index)
 
 
 def _encode(data: bytes) -> str:

@@ -179,10 +179,7 @@ class AcceleratorLanes(ThreadedLanes):
         super().__init__(torch.device(device.type, index), device_limit)
         self._vendor = vendor_of(self.device)
         self._compute_stream = torch.accelerator.current_stream(self.device)
-        self._streams = {
-            lane: torch.Stream(device=self.device)  # type: ignore[call-overload]  # torch's stubs lag behind
-            for lane in (*_COPY_LANES, *_HOST_LANES)
-        }
+        self._streams = {lane: torch.Stream(device=self.device) for lane in (*_COPY_LANES, *_HOST_LANES)}
         self._spans = DeviceSpans(self.device, self._recorder)
         self._locked: list[Arena] = []
         reset_peak_bytes(self.device)

@@ -21,7 +21,7 @@ class ResidentOnDevice(Resident):
 
     def __init__(self, model: PreTrainedModel, **settings: Any) -> None:
         super().__init__(model, **settings)
-        self.there: Any = copy.deepcopy(self.model).to(TYPE)  # type: ignore[arg-type]
+        self.there: Any = copy.deepcopy(self.model).to(TYPE)
         self.there.tie_weights()  # a new kind of device makes new parameters, which are not tied
 
     def forward_backward(self, batches: Sequence[Batch], seeds: Sequence[int] | None = None) -> Tensor:

@@ -71,7 +71,7 @@ def test_every_result_lies_in_device_memory() -> None:
 
 
 def test_kernels_run_in_their_stream_s_order_and_launching_returns_at_once() -> None:
-    one, other = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)  # type: ignore[call-overload]
+    one, other = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
     gate = hold(one)
     x = torch.ones(3, device=DEVICE)
     torch.accelerator.current_stream().synchronize()
@@ -90,7 +90,7 @@ def test_kernels_run_in_their_stream_s_order_and_launching_returns_at_once() -> 
 
 
 def test_a_wait_for_an_event_that_nobody_recorded_is_none() -> None:
-    stream = torch.Stream(device=DEVICE)  # type: ignore[call-overload]
+    stream = torch.Stream(device=DEVICE)
     event = torch.Event(device=DEVICE)
     stream.wait_event(event)
     stream.synchronize()
@@ -152,7 +152,7 @@ def test_freed_memory_is_handed_out_again_at_once_and_poisoned() -> None:
 
 
 def test_memory_that_another_stream_uses_is_kept_only_if_that_is_recorded() -> None:
-    stream = torch.Stream(device=DEVICE)  # type: ignore[call-overload]
+    stream = torch.Stream(device=DEVICE)
     for is_recorded in (False, True):
         x = torch.ones(1000, device=DEVICE)
         torch.accelerator.synchronize()
@@ -226,7 +226,7 @@ def test_recomputation_draws_the_same_dropout_and_autocast_casts() -> None:
         return torch.nn.functional.dropout(x @ weight, 0.5)
 
     x = torch.randn(8, 64, device=DEVICE)
-    gradients = []
+    gradients: list[torch.Tensor] = []
     for again in (False, True):
         torch.manual_seed(5)
         weight.grad = None

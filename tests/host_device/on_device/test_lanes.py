@@ -117,14 +117,22 @@ def test_a_shared_tensor_is_kept_until_the_lane_is_done_with_it(lanes: Accelerat
         tensor = torch.ones(5000, device=DEVICE)
         address = tensor.data_ptr()
         gate.clear()
-        lanes.enqueue(Lane.SAVE, lambda: launch(gate.wait), writes=[("saved", 0)])
+        launched = threading.Event()
+
+        def save(launched: threading.Event = launched) -> None:
+            launch(gate.wait)
+            launched.set()
+
+        lanes.enqueue(Lane.SAVE, save, writes=[("saved", 0)])
+        launched.wait()
         lanes.begin(Lane.COMPUTE)
         lanes.end(Lane.COMPUTE)
         if is_shared:
             lanes.share(tensor, Lane.SAVE)
         del tensor
-        assert (torch.ones(5000, device=DEVICE).data_ptr() != address) is is_shared
+        is_kept = torch.ones(5000, device=DEVICE).data_ptr() != address
         gate.set()
+        assert is_kept is is_shared
         lanes.drain()
         assert torch.ones(5000, device=DEVICE).data_ptr() == address
     lanes.share(torch.zeros(1), Lane.SAVE)
