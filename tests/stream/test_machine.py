@@ -60,7 +60,7 @@ def test_drives_are_those_that_the_run_names(device: str) -> None:
 
 
 def test_a_device_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="device is 'gpu'; use auto"):
+    with pytest.raises(ConfigError, match="device is 'gpu', on which megatrain cannot run; use auto"):
         machine_of("gpu", "fp32")
 
 
