@@ -14,7 +14,7 @@ from tests.host_device import build
 from tests.host_device.on_device.conftest import IN_OWN_PROCESS
 
 ROOT = Path(__file__).parents[2]
-AT_LENGTH = ("every_pair", "every_family", "delays")
+AT_LENGTH = ("every_pair", "every_family", "delays", "without_a_fault")
 """Parts of the full products, which may run at the same time."""
 
 
@@ -65,7 +65,7 @@ def test_accelerators_on_the_test_device() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", AT_LENGTH)
 def test_accelerators_on_the_test_device_at_length(part: str) -> None:
-    run("-m", "parity", "--timeout", "3000", "-k", part, "tests/host_device/on_device/test_parity.py")
+    run("-m", "parity", "--timeout", "3000", "-k", part, "tests/host_device/on_device")
 
 
 def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

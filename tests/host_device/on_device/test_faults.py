@@ -145,7 +145,7 @@ def test_a_fault_is_caught(name: str, monkeypatch: Patch) -> None:
     print(f"{name}: {str(caught.value).splitlines()[0]}")
 
 
-@pytest.mark.parametrize("delays", [SLOW_COPIES, SLOW_KERNELS])
+@pytest.mark.parametrize("delays", [SLOW_COPIES, pytest.param(SLOW_KERNELS, marks=pytest.mark.parity)])
 @pytest.mark.parametrize("settings", [{}, {"lockstep": 1}, {"activations": "keep"}], ids=str)
 def test_without_a_fault_the_same_runs_pass(settings: dict[str, Any], delays: tuple[float, ...]) -> None:
     train(delays, settings)

@@ -28,6 +28,7 @@ from megatrain.train import loop
 from megatrain.train.loop import train
 from megatrain.train.state import read_state, write_state
 from tests.families import FAMILIES
+from tests.products import every_value
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_gradients, assert_same_masters
 from tests.train.project import make_config
@@ -226,19 +227,19 @@ def read_generated(model: PreTrainedModel, engine: Engine, _: Path) -> dict[str,
 READS = (read_masters, read_detached, read_synced, read_saved_state, read_logits, read_generated)
 
 
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize(
-    ("updates", "settings"),
-    [
-        ("deferred", {"precision": "bf16"}),
-        ("deferred", {"precision": "bf16", "resident_layers": 4}),
-        ("immediate", {}),
-    ],
-)
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "streamed": ("deferred", {"precision": "bf16"}),
+    "resident": ("deferred", {"precision": "bf16", "resident_layers": 4}),
+    "immediate": ("immediate", {}),
+}
+
+
+@every_value(read=list(READS), way=list(WAYS))
 def test_what_is_read_right_after_a_step_is_whole(
-    read: Callable[..., dict[str, Tensor]], updates: str, settings: dict[str, Any], tmp_path: Path
+    read: Callable[..., dict[str, Tensor]], way: str, tmp_path: Path
 ) -> None:
     """Masters, the detached model, planes, saved state, an evaluation and generated tokens."""
+    updates, settings = WAYS[way]
     found = []
     held = HeldLanes()
     for chosen, lanes in ((updates, held), ("serial", "cpu")):

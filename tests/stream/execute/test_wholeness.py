@@ -23,7 +23,7 @@ from megatrain.stream.execute import updates as kernels
 from megatrain.stream.lanes import Lanes
 from megatrain.train.state import write_model, write_state
 from tests.families import FAMILIES
-from tests.products import every_pair
+from tests.products import every_pair, every_value
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.store.disks import Counted
 from tests.stream.execute.test_updates import HeldLanes
@@ -176,9 +176,7 @@ def test_an_update_that_fails_poisons_the_engine(
 BEFORE_UPDATES = {"offload": "offload", "norm": "norm", "first read": "read "}
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", BEFORE_UPDATES)
-@pytest.mark.parametrize("updates", ["deferred", "serial"])
+@every_value(device=list(DEVICES), name=list(BEFORE_UPDATES), updates=["deferred", "serial"])
 def test_a_step_that_fails_before_its_first_update_is_dropped(
     updates: str, name: str, device: str, drives: Tiers
 ) -> None:

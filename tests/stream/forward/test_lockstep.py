@@ -17,6 +17,7 @@ from megatrain.errors import ConfigError
 from megatrain.stream.engine import Engine
 from megatrain.stream.execute.block_visit import BlockVisit
 from tests.families import FAMILIES
+from tests.products import every_value
 from tests.reference import Batch, Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import (
     HYPER,
@@ -110,8 +111,7 @@ def test_a_round_of_fewer_micro_batches_than_lockstep_is_whole(monkeypatch: pyte
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lockstep", [2, 3, 4])
-@pytest.mark.parametrize("family", ["llama_tied", "gpt2", "mixtral"])
+@every_value(family=["llama_tied", "gpt2", "mixtral"], lockstep=[2, 3, 4])
 def test_lockstep_equals_resident_accumulation(family: str, lockstep: int) -> None:
     """Tied weights among them: the embedding's gradient has two parts in every micro-batch."""
     _, reference, engine, optimizer = start(family, lockstep=lockstep)
