@@ -22,7 +22,7 @@ from megatrain.errors import ModelError
 from megatrain.plan.program.operations import Lane
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES, VOCAB_SIZE
-from tests.products import every_pair
+from tests.products import every_pair, every_value
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_round, assert_same_steps, family_config
 
@@ -50,8 +50,7 @@ def layer_drop() -> PretrainedConfig:
     )
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep", "drop_boundary"])
-@pytest.mark.parametrize("lockstep", [2, 4])
+@every_value(activations=["recompute", "keep", "drop_boundary"], lockstep=[2, 4])
 def test_layers_dropped_in_lockstep_equal_resident(activations: str, lockstep: int) -> None:
     reference, engine, optimizer = attached(
         make_model(layer_drop()), lockstep=lockstep, activations=activations

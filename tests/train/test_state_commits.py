@@ -135,7 +135,7 @@ def test_state_of_a_run_whose_directory_is_gone_is_not_gone_on_from(
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("fragments", [False, True])
+@pytest.mark.parametrize("fragments", [True, pytest.param(False, marks=pytest.mark.parity)])
 def test_a_plan_of_other_fragments_does_not_keep_a_run_from_going_on(
     fragments: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,7 +63,7 @@ def start_command(root: Path, config: Any) -> int:
 
 @every_value(
     device=["cpu", "emulated"],
-    updates=["immediate", "serial", "deferred"],
+    updates=["deferred", "serial", "immediate"],
     number=[0, NUM_UPDATES - 1, NUM_UPDATES // 2],
     on_drives=[True, False],
 )

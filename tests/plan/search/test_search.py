@@ -118,7 +118,6 @@ def check(request: Request, **grid: Any) -> None:
         ("slow host", 2, "one", True),
         ("slow compute", 1, "one", False),
         ("tiny device", 1, "four", True),
-        ("nothing in excess", 1, "three", False),
     ],
 )
 def test_nothing_that_fits_is_faster(name: str, num_layers: int, batch: str, clips: bool) -> None:

@@ -15,6 +15,7 @@ from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from megatrain.train import loop
 from megatrain.train.loop import train
 from tests.families import FAMILIES
+from tests.products import every_value
 from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.execute.test_updates import assert_same_planes, planes_of
 from tests.stream.runs import HYPER, assert_same_masters, assert_same_steps, start
@@ -95,8 +96,7 @@ def test_with_everything_resident_nothing_moves(precision: str) -> None:
 # -- coming home ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["checked", "emulated"])
-@pytest.mark.parametrize(("precision", "resident_layers"), [("fp32", 4), ("bf16", 1), ("bf16", 4)])
+@every_value(precision=["fp32", "bf16"], resident_layers=[4, 1], device=["checked", "emulated"])
 def test_sync_brings_every_plane_home(precision: str, resident_layers: int, device: str) -> None:
     """Weights, remainders and both moments, byte for byte those of a run that streams everything."""
     found = []

@@ -170,8 +170,7 @@ def test_tied_weights_are_part_of_the_structure() -> None:
     ("activations", "family"),
     [
         ("recompute", "llama"),
-        ("keep", "gemma2"),
-        pytest.param("keep", "qwen3", marks=pytest.mark.parity),
+        *(pytest.param("keep", family, marks=pytest.mark.parity) for family in ("gemma2", "qwen3")),
         *(
             pytest.param("recompute", f, marks=pytest.mark.parity)
             for f in ("mixtral", "gemma2", "gpt2", "qwen3")

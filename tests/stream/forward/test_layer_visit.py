@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatrain.errors import ConfigError
+from tests.products import every_value
 from tests.reference import assert_same_bits, make_batches
 from tests.stream.runs import assert_same_gradients, assert_same_round, start
 
@@ -27,9 +28,9 @@ def test_keeping_what_autocast_saves_is_refused(activations: str, fragments: boo
     assert_same_round(engine, reference, make_batches(2))
 
 
-@pytest.mark.parametrize("lockstep", [1, 3])
-@pytest.mark.parametrize(
-    "activations", ["recompute", "recompute_cheap", "drop_boundary", ("recompute", "drop_boundary") * 2]
+@every_value(
+    activations=["recompute", "recompute_cheap", "drop_boundary", ("recompute", "drop_boundary") * 2],
+    lockstep=[1, 3],
 )
 def test_recomputing_under_autocast_is_exact(activations: str, lockstep: int) -> None:
     """The backward runs outside of autocast, and the recomputations in it as the forward ran."""
