@@ -32,7 +32,7 @@ lint: setup
 
 check: lint test
 
-# The full products behind the pairwise tests of `make test`; two hours on 2 cores.
+# The full products behind the pairwise tests of `make test`; two to three hours on 2 cores.
 parity: setup
 	$(BIN)/python -m tests.host_device.build
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m parity
