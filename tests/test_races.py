@@ -14,6 +14,7 @@ from megatrain.plan.search.request import overflow
 MODEL, MACHINE, TOKENS = "Llama-3.2-1B", "rtx-4090", 16_384
 
 
+@pytest.mark.parity
 def test_a_rival_takes_the_best_of_its_micro_batches_and_policies() -> None:
     spec = load_machine(MACHINE)
     steps = {}

@@ -20,6 +20,7 @@ from tests.reference import Resident
 SHARED = Path(__file__).parents[3] / "shared/data"
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(("steps", "share"), [(50, 0.9), pytest.param(200, 0.6, marks=pytest.mark.parity)])
 def test_finetuned_story_model_equals_resident(tmp_path: Path, steps: int, share: float) -> None:
     """And the loss falls to this share of the first one."""

@@ -199,10 +199,8 @@ def count_live(model: PreTrainedModel, precision: Literal["fp32", "bf16"] = "fp3
 @pytest.mark.parametrize(
     "family",
     [
-        "llama_tied",
         "mixtral",
-        "mamba2",
-        *(pytest.param(f, marks=pytest.mark.parity) for f in ("gpt2", "gemma2")),
+        *(pytest.param(f, marks=pytest.mark.parity) for f in ("llama_tied", "mamba2", "gpt2", "gemma2")),
     ],
 )
 def test_a_model_that_exists_costs_what_its_configuration_says(family: str) -> None:

@@ -263,6 +263,7 @@ def test_what_is_read_right_after_a_step_is_whole(
         assert torch.equal(tensor, found[1][name]), name
 
 
+@pytest.mark.parity
 def test_a_run_on_a_slow_host_that_is_stopped_anywhere_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,6 +216,7 @@ def test_frozen_blocks_share_the_structure_of_trained_ones() -> None:
     assert len(compiler.structures[0].shapes) == 3  # frozen; trained after inputs without and with a gradient
 
 
+@pytest.mark.parity
 def test_model_with_adapters_compiles() -> None:
     peft = pytest.importorskip("peft")
 

@@ -76,7 +76,9 @@ def weights() -> str:
     return said
 
 
-@pytest.mark.parametrize(("ending", "code"), [("end", 0), ("exit", 3), ("error", 1)])
+@pytest.mark.parametrize(
+    ("ending", "code"), [("end", 0), ("exit", 3), pytest.param("error", 1, marks=pytest.mark.parity)]
+)
 def test_a_program_that_ends_finishes_its_updates(ending: str, code: int, weights: str) -> None:
     found = run("emulated", ending)
     assert found[:2] == (code, weights), found[2]
