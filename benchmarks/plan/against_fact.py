@@ -249,8 +249,13 @@ def measure(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     }
 
 
-def this_cpu(case: Any) -> Any:
-    """Return this computer at the rates of this moment, as a run on it measures them before it plans."""
+def this_cpu(case: Any, measured: Any = None) -> Any:
+    """Return this computer at the rates of this moment, as a run on it measures them before it plans.
+
+    Args:
+        case: Whose layers are timed.
+        measured: The rest of the machine; None: as a run measures it.
+    """
     import torch
 
     from megatrain.doctor import this_machine
@@ -259,7 +264,7 @@ def this_cpu(case: Any) -> Any:
     from megatrain.plan.cost.measured import Measured
     from megatrain.plan.cost.rates import Rates
 
-    spec = replace(this_machine(None), launch_s=visit_overhead_s(torch.device("cpu")))
+    spec = replace(measured or this_machine(None), launch_s=visit_overhead_s(torch.device("cpu")))
     timed = time_layers(
         case.config,
         micro_batch_size=case.batch.micro_batch_size,

@@ -12,29 +12,22 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import LlamaConfig
 
-import megatrain
+from benchmarks.plan.against_fact import this_cpu
+from benchmarks.plan.emulated_runs import Case, Run
 from benchmarks.report import emit, hardware, spread
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.doctor.bench import QUICK, run_bench
 from megatrain.doctor.machine_spec import machine_of
-from megatrain.hardware import HardwareSpec
-from megatrain.model.profile.anatomy import Anatomy
-from megatrain.model.profile.count import count_anatomy
-from megatrain.model.profile.timing import time_layers
-from megatrain.plan.cost.measured import Measured
-from megatrain.plan.cost.rates import Rates
 from megatrain.plan.search.planner import plan_of
-from megatrain.plan.search.request import Request
 
 STATES = ("fp32", "bf16", "int8")
-LAYERS, SEQ_LEN, PRECISION, STEPS = 6, 8, "fp32", 5
+LAYERS, STEPS = 6, 5
 CONFIG = LlamaConfig(
     hidden_size=1024,
     intermediate_size=2816,
@@ -44,39 +37,12 @@ CONFIG = LlamaConfig(
     vocab_size=512,
     max_position_embeddings=64,
 )
-BATCH = StepBatch(micro_batch_size=1, seq_len=SEQ_LEN, num_micro_batches=1)
+BATCH = StepBatch(micro_batch_size=1, seq_len=8, num_micro_batches=1)
 
 
-class Run:
-    """An engine with its optimizer, whose steps are timed."""
-
-    def __init__(self, state: str, choice: Choice) -> None:
-        """Attach to a random model of its own."""
-        model = megatrain.load(config=CONFIG, seed=0, precision=PRECISION)
-        self._engine = megatrain.attach(
-            model.train(), choice, precision=PRECISION, batch=BATCH, optimizer_state=state, compile="off"
-        )
-        self._optimizer = self._engine.adamw(lr=1e-4)
-        ids = torch.arange(SEQ_LEN)[None]
-        self._batches = [{"input_ids": ids, "labels": ids}]
-
-    def step_s(self) -> float:
-        """Take a step, updates included."""
-        began_s = time.perf_counter()
-        self._engine.forward_backward(self._batches)
-        self._optimizer.step()
-        self._engine.sync()
-        return time.perf_counter() - began_s
-
-
-def this_cpu(anatomy: Anatomy) -> HardwareSpec:
-    """Return this computer at the rates of this moment."""
-    bench = run_bench(
-        torch.device("cpu"), None, replace(QUICK, seconds=0.2, overhead_layers=4, compresses=True)
-    )
-    timed = time_layers(CONFIG, micro_batch_size=1, seq_len=SEQ_LEN, precision=PRECISION)
-    spec = machine_of(bench, None)
-    return Measured.of_layers(Rates(spec, PRECISION), anatomy, timed).applied(spec)
+def case_of(state: str) -> Case:
+    """Return the run with moments in a format."""
+    return Case(name=state, config=CONFIG, batch=BATCH, state=state)
 
 
 def main() -> None:
@@ -85,24 +51,22 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--out")
     arguments = parser.parse_args()
-    anatomy = count_anatomy(
-        CONFIG, micro_batch_size=1, seq_len=SEQ_LEN, precision=PRECISION, device_type="cpu"
-    )
     choice = Choice(num_slots=1, activations=("keep",) * LAYERS, updates="serial").with_defaults(LAYERS)
-    runs = {state: Run(state, choice) for state in STATES}
+    cases = {state: case_of(state) for state in STATES}
+    runs = {state: Run(case, None, choice) for state, case in cases.items()}
     for run in runs.values():
-        run.step_s()
+        run.step()
     planned: dict[str, list[float]] = {state: [] for state in STATES}
     taken: dict[str, list[float]] = {state: [] for state in STATES}
     for _ in range(arguments.pairs):
-        spec = this_cpu(anatomy)
+        bench = run_bench(torch.device("cpu"), None, replace(QUICK, seconds=0.2, compresses=True))
+        spec = this_cpu(cases["fp32"], machine_of(bench, None))
         seconds: dict[str, list[float]] = {state: [] for state in STATES}
         for _ in range(STEPS):
             for state, run in runs.items():
-                seconds[state].append(run.step_s())
+                seconds[state].append(run.step())
         for state in STATES:
-            request = Request(spec=spec, anatomy=anatomy, batch=BATCH, state=state)
-            planned[state].append(plan_of(request, choice).step_s)
+            planned[state].append(plan_of(cases[state].request(spec), choice).step_s)
             taken[state].append(statistics.median(seconds[state]))
     result: dict[str, Any] = {"benchmark": "compressed_moments", "hardware": hardware(), "states": {}}
     print("moments  step / fp32's: planned  measured  difference   seconds: planned / measured - 1")

@@ -40,6 +40,8 @@ class Case:
     batch: StepBatch
     precision: str = "fp32"
     clips: bool = True
+    state: str = "fp32"
+    """What the optimizer keeps its moments in."""
 
     def anatomy(self) -> Anatomy:
         """Count the model."""
@@ -53,7 +55,14 @@ class Case:
 
     def request(self, spec: HardwareSpec, **changes: Any) -> Request:
         """Ask for a plan of the case on a machine."""
-        return Request(spec=spec, anatomy=self.anatomy(), batch=self.batch, clips=self.clips, **changes)
+        return Request(
+            spec=spec,
+            anatomy=self.anatomy(),
+            batch=self.batch,
+            clips=self.clips,
+            state=self.state,
+            **changes,
+        )
 
 
 def machine_of(rates: dict[str, float], *, device_bytes: int | None, seed: int = 0) -> EmulatedMachine:
@@ -89,6 +98,7 @@ class Run:
             precision=case.precision,
             choice=choice,
             batch=case.batch,
+            optimizer_state=case.state,
             tiers=tiers,
         )
         updates = None if choice is None else choice.updates

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain.errors import CheckpointError
-from megatrain.hardware.accelerators import accelerator, device_module
+from megatrain.hardware.accelerators import accelerator, device_module, random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +26,11 @@ def encode_rng() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert kind == "MT19937", f"numpy's global generator is {kind}"
-    device = accelerator()
-    own: list[Any] = []
-    if device is not None and device_module(device).is_initialized():
-        own = [
-            device_module(device).get_rng_state(index) for index in range(torch.accelerator.device_count())
-        ]
+    own = accelerator()
+    states = []
+    if own is not None and device_module(own).is_initialized():
+        count = torch.accelerator.device_count()
+        states = [random_state(torch.device(own, index)) for index in range(count)]
     return {
         "python": {
             "version": version,
@@ -45,7 +44,7 @@ def encode_rng() -> dict[str, Any]:
             "gauss": float(cached),
         },
         "torch": _encode(torch.get_rng_state().numpy().tobytes()),
-        "accelerator": {"kind": device, "states": [_encode(state.numpy().tobytes()) for state in own]},
+        "accelerator": {"kind": own, "states": [_encode(state.numpy().tobytes()) for state in states]},
     }
 
 
@@ -95,7 +94,7 @@ def _restore_accelerators(states: Mapping[str, Any], torch: Any) -> None:
         )
     for index, state in enumerate(saved["states"][:num_devices]):
         words = torch.frombuffer(bytearray(_decode(state)), dtype=torch.uint8)
-        device_module(saved["kind"]).set_rng_state(words, index)
+        set_random_state(torch.device(saved["kind"], index), words)
 
 
 def _encode(data: bytes) -> str:

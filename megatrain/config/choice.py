@@ -114,6 +114,11 @@ class Choice:
         """Whether saved activations or gradients wait on drives."""
         return self.boundaries == "nvme" or "nvme" in self.gradients
 
+    @property
+    def uses_drives(self) -> bool:
+        """Whether anything is on drives: planes, saved activations or gradients."""
+        return bool(self.tiers) or self.has_scratch_on_drives
+
     def num_rounds(self, num_micro_batches: int) -> int:
         """Return in how many rounds the micro-batches of a step pass."""
         return -(-num_micro_batches // self.lockstep)

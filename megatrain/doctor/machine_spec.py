@@ -10,7 +10,7 @@ import torch
 from megatrain.doctor.bench import QUICK, Bench, run_bench
 from megatrain.doctor.disk import block_device
 from megatrain.errors import ConfigError
-from megatrain.hardware.care import Sensor, open_sensor
+from megatrain.hardware.care import Sensor, sensor_of
 from megatrain.hardware.present import (
     Device,
     describe_machine,
@@ -80,8 +80,7 @@ def device_name() -> str:
 
 def open_own_sensor() -> Sensor | None:
     """Return the sensor of the device, if it is one that has one."""
-    device = compute_device()
-    return None if device.type == "cpu" else open_sensor(torch.cuda.get_device_properties(device))
+    return sensor_of(compute_device())
 
 
 def present_device(sensor: Sensor | None = None) -> Device:

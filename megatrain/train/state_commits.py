@@ -39,7 +39,7 @@ def tiers_of(config: Config, choice: Choice | None = None, *, resumes: bool = Fa
         return None
     known = replace(Choice(lockstep=count), **(choice or config.choice).given)
     is_in_ram = choice is not None and choice.is_resolved and not choice.tiers
-    if is_in_ram and not (known.has_scratch_on_drives or memory.commits or resumes):
+    if is_in_ram and not (known.uses_drives or memory.commits or resumes):
         return None
     tiers = Tiers(
         nvme=tuple(map(Path, memory.drives)),

@@ -32,7 +32,7 @@ def host_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: Moment
 
 def drive_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> list[Pool]:
     """Return what is on the drives: two copies of everything, so that a commit is whole."""
-    if not choice.tiers and not choice.has_scratch_on_drives:
+    if not choice.uses_drives:
         return []
     block_sums = BlockSums.of(anatomy, choice.fragments)
     found = [Pool("nvme", name, n) for name, n in pools.drive_pools(block_sums.totals[:]).items()]

@@ -154,11 +154,6 @@ def _smallest(request: Request) -> Iterator[Choice]:
             yield from _frames(asked, tiers, Breadth.LEAST)
 
 
-def uses_drives(choice: Choice) -> bool:
-    """Whether something of a choice waits on drives."""
-    return bool(choice.tiers) or choice.has_scratch_on_drives
-
-
 def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
     if request.choice.tiers != AUTO:
         return [request.choice.tiers]
@@ -234,7 +229,7 @@ def is_allowed(request: Request, choice: Choice) -> bool:
         return False  # the gradients of a layer's fragments add up at the same time
     if choice.outer_streams and (choice.outer_resident or not may_stream_outer(request)):
         return False
-    if uses_drives(choice) and (choice.outer_resident or choice.resident_layers):
+    if choice.uses_drives and (choice.outer_resident or choice.resident_layers):
         return False  # from drives no block goes to the device for good
     if choice.has_scratch_on_drives and (request.spec.drives is None or request.state != "fp32"):
         return False
@@ -294,7 +289,7 @@ def _filled(request: Request, frame: Choice) -> Iterator[Choice]:
     given = request.choice
     if given.resident_layers != AUTO:
         residents: Sequence[int] = [given.resident_layers]
-    elif request.spec.is_cpu or uses_drives(frame):
+    elif request.spec.is_cpu or frame.uses_drives:
         residents = [0]
     else:
         most = most_within(num_layers, lambda n: excess(request, replace(frame, resident_layers=n)))

@@ -16,7 +16,6 @@ from megatrain.plan.search.choices import (
     outer_options,
     slot_counts,
     stream_options,
-    uses_drives,
     values_of,
 )
 from megatrain.plan.search.placing import SMALL, place_in_ram
@@ -58,7 +57,7 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
                     yield from fill(request, changed)
         if given.fragments == AUTO and most > 1:
             yield from _resplit(request, frame, 1 if choice.fragments else most)
-        if given.resident_layers == AUTO and not uses_drives(choice) and not request.spec.is_cpu:
+        if given.resident_layers == AUTO and not choice.uses_drives and not request.spec.is_cpu:
             # what is resident updates on the device: the best share of it is one of layers and outer blocks
             outers = values_of(given.outer_resident, outer_options(request))
             for change, outer in product((-1, 0, 1), outers):
@@ -120,7 +119,7 @@ def _mixed(request: Request, choice: Choice, residents: Sequence[int] = ()) -> I
     policies = [p for p in POLICIES if not (request.compiles and p == "recompute_cheap")]
     numbers = set(residents) or {choice.resident_layers}
     is_free = request.choice.resident_layers == AUTO and not request.spec.is_cpu
-    if is_free and not uses_drives(choice) and not residents:
+    if is_free and not choice.uses_drives and not residents:
         numbers |= {choice.resident_layers - 1, choice.resident_layers + 1}
     for number in sorted(n for n in numbers if 0 <= n <= len(choice.activations)):
         for activations in product(policies, repeat=len(choice.activations)):

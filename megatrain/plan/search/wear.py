@@ -33,8 +33,7 @@ def spare_drives(request: Request, plan: Plan) -> Iterator[str]:
         return
     if request.commits:
         free = make_plan(replace(request, commits=False), budget=_SEARCH_OPERATIONS)
-        lasts = drive_days(request, free)
-        if free.fits and not free.choice.tiers and (lasts is None or lasts >= LEAST_DAYS):
+        if free.fits and not free.choice.tiers and _endures(request, free):
             yield (
                 "memory.commit_every=null: RAM holds the state, and none of it is written to drives; a crash "
                 "goes back to the newest checkpoint"
@@ -81,5 +80,10 @@ def _lasting(request: Request, num_micro_batches: int) -> Plan | None:
     if not fits(larger):
         return None
     plan = make_plan(larger, budget=_SEARCH_OPERATIONS)
-    lasts = drive_days(larger, plan)
-    return plan if lasts is None or lasts >= LEAST_DAYS else None
+    return plan if _endures(larger, plan) else None
+
+
+def _endures(request: Request, plan: Plan) -> bool:
+    """Whether the drives last, or are not worn."""
+    days = drive_days(request, plan)
+    return days is None or days >= LEAST_DAYS

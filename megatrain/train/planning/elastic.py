@@ -14,7 +14,6 @@ from typing import Any
 from megatrain.config.choice import Choice, Plan
 from megatrain.plan.cost.measured import Measured
 from megatrain.plan.cost.step_time import Step
-from megatrain.plan.search.choices import uses_drives
 from megatrain.plan.search.planner import make_plan, plan_of
 from megatrain.plan.search.request import Request
 from megatrain.plan.search.search import SEARCH_OPERATIONS
@@ -43,7 +42,7 @@ class Elastic:
         """Watch an engine that runs as `plan` says, which was made for `request`."""
         self._engine = engine
         self._request = replace(request, choice=replace(request.choice, **_lasting(plan.choice)))
-        if not (request.commits or uses_drives(plan.choice)):  # none is open
+        if not (request.commits or plan.choice.uses_drives):  # none is open
             self._request = replace(self._request, spec=request.spec.with_drive_bytes(0))
         self._choice = plan.choice
         self._known = Measured()
@@ -109,7 +108,7 @@ def _lasting(choice: Choice) -> dict[str, Any]:
     placed: dict[str, Any] = {}
     if choice.tiers:  # what is on drives depends on it
         placed["updates"] = choice.updates
-    if uses_drives(choice):  # from there no block goes to the device for good
+    if choice.uses_drives:  # from there no block goes to the device for good
         placed |= {"resident_layers": 0, "outer_resident": False}
     if choice.boundaries == "nvme":  # the last resort, and the buffers before drives are counted for it
         placed["boundaries"] = choice.boundaries

@@ -16,7 +16,6 @@ from megatrain.config.choice import KEYS, Plan, Pool
 from megatrain.errors import ConfigError
 from megatrain.hardware import GIB
 from megatrain.plan.cost.economics import Economics, economics
-from megatrain.plan.search.choices import uses_drives
 from megatrain.plan.search.enough import enough_drives, enough_ram
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
@@ -303,7 +302,7 @@ def _settings(planned: Planned) -> str:
     if plan.choice.tiers:
         planes = ", ".join(sorted(plane for plane, tier in plan.choice.tiers if tier == "nvme"))
         words.append(f"(on drives: {planes}, of all but {plan.choice.blocks_in_ram} blocks)")
-    if uses_drives(plan.choice) and not planned.request.names_drives:
+    if plan.choice.uses_drives and not planned.request.names_drives:
         words.append("memory.tiers='{nvme: [DIRECTORY, ...]}'")
         if not plan.choice.tiers:  # a commit would write all of the state in each step
             words.append("memory.commit_every=null")
