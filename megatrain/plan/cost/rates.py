@@ -132,11 +132,14 @@ class Rates:
 
         Args:
             num_state: State elements.
-            nbytes: That the host's kernels would read and write of them.
+            nbytes: That the host's kernels would read and write of them, as they do on emulated lanes: there
+                they take what the emulated memory would.
         """
-        if not self.updates_in_compute:
+        if self.spec.is_cpu:
             return self.update_s(nbytes)
-        return self.device_pass_s(self.kernels.device_update_bytes * num_state)
+        return self.device_pass_s(
+            self.kernels.device_update_bytes * num_state if self.updates_in_compute else nbytes
+        )
 
     @property
     def drives(self) -> Drives:

@@ -64,3 +64,14 @@ def test_updates_run_at_the_rate_of_their_moments(moments: str, nbytes: float) -
     by_bytes = replace(spec, compressed_params_per_s=compressed_rates(26 * 100.0))
     rates = Rates(by_bytes, "bf16", MomentFormat(moments))
     assert rates.update_s(100 * nbytes) == pytest.approx(nbytes / 26), "as many bytes per second"
+
+
+def test_an_update_on_the_device_takes_its_memory_s_time_and_a_cpu_s_the_host_s() -> None:
+    params, nbytes = 10**6, 28 * 10**6
+    rates = Rates(SPEC, "bf16")
+    assert rates.device_update_s(params, nbytes) == pytest.approx(650 * params / SPEC.device_bytes_per_s)
+    emulated = Rates(replace(SPEC, device="emulated"), "bf16")
+    assert emulated.device_update_s(params, nbytes) == pytest.approx(nbytes / SPEC.device_bytes_per_s)
+    on_cpu = Rates(replace(SPEC, device="cpu"), "bf16")
+    assert on_cpu.device_update_s(params, nbytes) == pytest.approx(on_cpu.update_s(nbytes))
+    assert on_cpu.update_s(nbytes) != pytest.approx(nbytes / SPEC.device_bytes_per_s)
