@@ -21,7 +21,7 @@ import typer
 
 from megatrain import __version__
 from megatrain.config import Config, build_config, combine_settings, config_keys
-from megatrain.config.types import parse_bytes
+from megatrain.config.sizes import parse_bytes
 from megatrain.errors import CapacityError, ConfigError, as_ours
 
 if TYPE_CHECKING:

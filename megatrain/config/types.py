@@ -3,43 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from megatrain.errors import ConfigError
-
-_BYTES_PER_UNIT = {
-    "": 1,
-    "B": 1,
-    **{prefix + "B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
-    **{prefix + "iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*")
-
-
-def _bytes(value: object) -> object:
-    """Turn "24GiB" into bytes; leave everything else to the field's own check."""
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    return int(float(match[1]) * _BYTES_PER_UNIT[match[2]]) if match else value
-
-
-def parse_bytes(value: object, what: str) -> int:
-    """Read a size of the command line: `1536GiB`, `8TB`, `0`, or a number of bytes.
-
-    Args:
-        value: text or a number.
-        what: the option or field, named in the error.
-
-    Raises:
-        ConfigError: Not a size, negative, or a part of a byte.
-    """
-    size = _bytes(value)
-    is_part_of_a_byte = size == 0 and re.search("[1-9]", str(value)) is not None
-    if not isinstance(size, int) or isinstance(size, bool) or size < 0 or is_part_of_a_byte:
-        raise ConfigError(f"{what} is {value!r}; use bytes or a size such as 24GiB or 8TB")
-    return size
+from megatrain.config.sizes import read_bytes
 
 
 def _one_or_more(value: object) -> object:
@@ -69,7 +37,7 @@ Paths = Annotated[
     reads_as("a path or a list of paths"),
 ]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_list), reads_as("a list of patterns")]
-Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1), reads_as("bytes or a size such as 24GiB")]
+Bytes = Annotated[int, BeforeValidator(read_bytes), Field(ge=1), reads_as("bytes or a size such as 24GiB")]
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Device = Annotated[

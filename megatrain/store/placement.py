@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain.config.choice import Choice
-from megatrain.config.types import parse_bytes
+from megatrain.config.sizes import parse_bytes
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools

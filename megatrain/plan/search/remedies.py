@@ -12,7 +12,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from megatrain.config import config_keys
 from megatrain.config.choice import AUTO, KEYS, Choice
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
@@ -95,7 +94,7 @@ def _settings(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Rem
         choice = replace(request.choice, updates="immediate")
         unclipped = replace(request, clips=False, choice=choice)
         yield Remedy("optim.max_grad_norm=null optim.updates=immediate", unclipped)
-    if request.state == "fp32" and "optim.state" in config_keys():
+    if request.state == "fp32":
         for state in ("bf16", "int8"):
             yield Remedy(f"optim.state={state}", replace(request, state=state))
 

@@ -1,0 +1,38 @@
+"""Sizes in bytes as a user writes them: `24GiB`, `8TB`, or a number. Loads no pydantic."""
+
+from __future__ import annotations
+
+import re
+
+from megatrain.errors import ConfigError
+
+_BYTES_PER_UNIT = {
+    "": 1,
+    "B": 1,
+    **{prefix + "B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{prefix + "iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*")
+
+
+def read_bytes(value: object) -> object:
+    """Turn "24GiB" into bytes; leave everything else to the field's own check."""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    return int(float(match[1]) * _BYTES_PER_UNIT[match[2]]) if match else value
+
+
+def parse_bytes(value: object, what: str) -> int:
+    """Read a size of the command line: `1536GiB`, `8TB`, `0`, or a number of bytes.
+
+    Args:
+        value: text or a number.
+        what: the option or field, named in the error.
+
+    Raises:
+        ConfigError: Not a size, negative, or a part of a byte.
+    """
+    size = read_bytes(value)
+    is_part_of_a_byte = size == 0 and re.search("[1-9]", str(value)) is not None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0 or is_part_of_a_byte:
+        raise ConfigError(f"{what} is {value!r}; use bytes or a size such as 24GiB or 8TB")
+    return size
