@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from megatrain.doctor.rates import (
     DTYPES,
     CopyRates,
     attention_rates,
+    can_lock,
     copy_rates,
     device_memory_rate,
     lockable_bytes,
@@ -25,6 +27,7 @@ from megatrain.doctor.rates import (
     update_rates,
 )
 from megatrain.hardware import host_memory, measure_matmul_peak
+from megatrain.hardware.accelerators import give_back_memory
 from megatrain.hardware.present import Measurements, Node, memory_nodes
 from megatrain.layout.moments import MomentFormat
 from megatrain.optim.threads import worker_threads
@@ -161,7 +164,7 @@ def run_bench(
     show("measuring: copies, host memory")
     copies = copy_rates(device, nbytes=sizes.copy_bytes, seconds=sizes.seconds)
     nodes = _measure_nodes(sizes)
-    on_gpu = device.type == "cuda"
+    on_gpu = device.type != "cpu"
     device_rate = (
         device_memory_rate(device, nbytes=sizes.copy_bytes, seconds=sizes.seconds)
         if on_gpu
@@ -192,7 +195,7 @@ def run_bench(
         if sizes.compresses
     }
     if on_gpu:
-        torch.cuda.empty_cache()  # what is free of the device's memory is asked next
+        give_back_memory(device)  # what is free of the device's memory is asked next
     return Bench(
         copies=copies,
         device_bytes_per_s=device_rate,
@@ -203,7 +206,7 @@ def run_bench(
         compressed=compressed,
         nodes=nodes,
         drive=drive,
-        locked_bytes=lockable_bytes(lock_limit) if on_gpu else None,
+        locked_bytes=lockable_bytes(lock_limit, partial(can_lock, device)) if on_gpu else None,
         lock_limit=lock_limit,
         launch_s=launch_s,
         on_gpu=on_gpu,

@@ -74,7 +74,7 @@ class Report:
             "versions": versions(),
             "checks": [asdict(check) | {"level": check.level.value} for check in self.checks],
             "counts": {level.value: self.count(level) for level in Level},
-            "bench": None if self.bench is None else _bench_json(self.bench),
+            "bench": None if self.bench is None else bench_json(self.bench),
             "machine": None if self.machine is None else machine_json(self.machine),
         }
 
@@ -212,7 +212,8 @@ def _rates(bench: Bench) -> Iterator[tuple[str, str]]:
     yield "bench", f"{bench.seconds:.0f} s"
 
 
-def _bench_json(bench: Bench) -> dict[str, Any]:
+def bench_json(bench: Bench) -> dict[str, Any]:
+    """Return what was measured, for a program."""
     return {
         "copies": asdict(bench.copies),
         "device_bytes_per_s": bench.device_bytes_per_s,

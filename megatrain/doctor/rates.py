@@ -1,8 +1,8 @@
 """How fast this machine copies, multiplies, attends, updates and reads its memory.
 
 Each function takes how much and how long, and returns a rate that was reached: the one that a quarter of the
-repeats exceeded, so that another process that comes and goes does not count. The paths for CUDA have never
-run on a GPU.
+repeats exceeded, so that another process that comes and goes does not count. The paths of accelerators have
+run on the test device alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain.hardware import GIB
-from megatrain.hardware.accelerators import VENDORS
+from megatrain.hardware.accelerators import vendor_of
 from megatrain.layout.moments import MomentFormat, moment_planes, num_scales
 from megatrain.optim.adamw import AdamWStep, update
 from megatrain.optim.pool import WorkerPool
@@ -56,11 +56,11 @@ def copy_rates(device: torch.device, *, nbytes: int, seconds: float) -> CopyRate
 
     On a CPU nothing is locked and both ways are the same: one rate stands for all four.
     """
-    on_gpu = device.type == "cuda"
+    on_device = device.type != "cpu"
     slot, home = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    host, sink = (torch.ones(nbytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2))
+    host, sink = (torch.ones(nbytes, dtype=torch.uint8, pin_memory=on_device) for _ in range(2))
     locked = _rate(device, lambda: slot.copy_(host, non_blocking=True), nbytes, seconds)
-    if not on_gpu:
+    if not on_device:
         with ThreadPoolExecutor(2) as pool:
 
             def both_ways() -> None:
@@ -73,12 +73,12 @@ def copy_rates(device: torch.device, *, nbytes: int, seconds: float) -> CopyRate
             h2d_locked=locked, d2h_locked=locked, h2d_pageable=locked, d2h_pageable=locked, both=both
         )
     pageable = torch.ones(nbytes, dtype=torch.uint8)
-    down, up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    down, up = torch.Stream(device=device), torch.Stream(device=device)
 
     def on_two_streams() -> None:
-        with torch.cuda.stream(down):
+        with down:
             slot.copy_(host, non_blocking=True)
-        with torch.cuda.stream(up):
+        with up:
             sink.copy_(home, non_blocking=True)
 
     return CopyRates(
@@ -111,7 +111,7 @@ def attention_rates(
         width: of a head.
         seconds: for each rate.
     """
-    heads = 2048 // width if device.type == "cuda" else 4
+    heads = 4 if device.type == "cpu" else 2048 // width
     query, key, value = (
         torch.randn(1, heads, tokens, width, dtype=dtype, device=device).requires_grad_() for _ in range(3)
     )
@@ -183,24 +183,24 @@ def memory_rate(cpus: frozenset[int], *, num_threads: int, nbytes: int, seconds:
     return sum(rates)
 
 
-def lockable_bytes(limit: int, try_lock: Callable[[int], bool] | None = None) -> int:
-    """Return how much memory could be page-locked for the CUDA device at once: 1 GiB, doubled up to a limit.
+def lockable_bytes(limit: int, try_lock: Callable[[int], bool]) -> int:
+    """Return how much memory could be page-locked at once: 1 GiB, doubled up to a limit.
 
     Args:
         limit: bytes at most; as much is taken for a moment.
-        try_lock: whether so many bytes can be locked; None: try.
+        try_lock: whether so many bytes can be locked, as `can_lock` tries.
     """
-    try_lock = _can_lock if try_lock is None else try_lock
     largest, size = 0, GIB
     while size <= limit and try_lock(size):
         largest, size = size, 2 * size
     return largest
 
 
-def _can_lock(nbytes: int) -> bool:
+def can_lock(device: torch.device, nbytes: int) -> bool:
+    """Return whether so much new memory can be page-locked for a device; it is let go at once."""
     arena = Arena(nbytes)
     try:
-        return arena.lock(VENDORS["cuda"])
+        return arena.lock(vendor_of(device))
     finally:
         arena.unlock()
 
@@ -232,5 +232,5 @@ def _seconds(device: torch.device, call: Callable[[], object], seconds: float) -
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
