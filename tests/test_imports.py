@@ -42,6 +42,12 @@ row do not import each other: the caller passes what they need."""
 
 MOST_LINES = 400
 
+WITHOUT_SETTINGS = tuple(
+    f"megatrain.{part}."
+    for part in ("doctor", "stream", "store", "optim", "plan", "checkpoint", "model", "layout", "hardware")
+)
+SETTINGS_AND_DATA = {"pydantic", "yaml", "typer", "rich", "datasets", "pyarrow"}
+
 PICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 EXECUTING = {"eval", "exec", "__import__"}
 
@@ -244,6 +250,29 @@ def test_no_file_is_long() -> None:
 def test_nothing_is_unpickled_executed_or_printed() -> None:
     problems = [problem for name, source in modules().items() for problem in forbidden(source, name)]
     assert not problems, "\n".join(problems)
+
+
+def reached_from(module: str, graph: Graph) -> set[str]:
+    """Return a module and all that it imports, directly or not."""
+    found, left = {module}, [module]
+    while left:
+        new = set(graph.get(left.pop(), ())) - found
+        found |= new
+        left += new
+    return found
+
+
+def test_the_engine_needs_no_package_of_the_command_line_and_of_data() -> None:
+    """Nor do optimizer, planner and doctor: on a bare machine with a GPU these may be missing."""
+    need = {
+        module
+        for module, source in modules().items()
+        if SETTINGS_AND_DATA & {name.partition(".")[0] for _, name in imported(ast.parse(source), module)}
+    }
+    assert "megatrain.config.sections" in need
+    for module in package():
+        if module.startswith(WITHOUT_SETTINGS):
+            assert not need & reached_from(module, package()), module
 
 
 def test_every_module_is_read() -> None:

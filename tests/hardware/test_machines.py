@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.config.types import parse_bytes
+from megatrain.config.sizes import parse_bytes
 from megatrain.errors import ConfigError, OutputError
 from megatrain.hardware import HardwareSpec, load_machine, machine_names, save_machine
 
