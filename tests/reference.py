@@ -111,6 +111,12 @@ class Resident:
         self.optimizer = torch.optim.AdamW(groups, fused=True, **hyper)
         self.sums: dict[str, Tensor] = {}
 
+    def to(self, device: str | torch.device) -> None:
+        """Compute on a device from now on; masters stay on the host."""
+        self.model.to(device)
+        self.model.tie_weights()  # some kinds of device make new parameters, which are not tied
+        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+
     def forward_backward(self, batches: Sequence[Batch], seeds: Sequence[int] | None = None) -> Tensor:
         """Run ordinary gradient accumulation, normalised over the step's tokens; gradients add up in fp32."""
         total = sum(count_targets(batch) for batch in batches)

@@ -172,12 +172,13 @@ def test_groups_keep_the_order_and_neighbours_share_a_process(module: Any) -> No
     runner = module("suite")
     assert runner.chosen_steps(["8b", "8b_32k", "rates"])[-2:] == ["8b_80gb", "rates"]
     assert runner.chosen_steps(["all"]) == list(runner.STEPS)
-    processes = list(runner.in_processes(["rates", "8b_32k", "8b_24gb", "depth", "8b_512k"], is_dry=False))
+    names = ["rates", "8b_32k", "8b_24gb", "depth", "8b_512k"]
+    processes = list(module("steps").in_processes(names, runner.STEPS, is_dry=False))
     assert processes == [["rates"], ["8b_32k", "8b_24gb"], ["depth"], ["8b_512k"]]
 
 
 def test_a_process_that_dies_costs_one_step(module: Any, tmp_path: Path) -> None:
-    runner = module("suite")
+    runner = module("steps")
     (tmp_path / "8b_32k.json").write_text('{"status": "ok"}')
     (tmp_path / "8b_seq8k.json").write_text('{"status": "running", "runs": [1]}')
     left = runner.unfinished(tmp_path, ["8b_32k", "8b_seq8k", "8b_128k"], "failed: the process ended with -9")

@@ -16,10 +16,10 @@ import hashlib
 import itertools
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu.run import Record, be_deterministic, device_of
+from benchmarks.gpu.run import Record, be_deterministic, compile_cheaply, device_of
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 """Largest difference in the first step: of a loss, and of a gradient, relative to its parameter's largest."""
@@ -52,11 +52,11 @@ AXES: dict[str, tuple[Any, ...]] = {
 # -- parity ------------------------------------------------------------------------------------------------
 
 
-def parity(record: Record, is_dry: bool) -> None:
+def parity(record: Record, is_dry: bool, cases: Iterable[dict[str, Any]] | None = None) -> None:
     """Train tiny models streamed and resident, and compare losses, gradients, norms and masters."""
     be_deterministic()
     failures = []
-    for case in parity_cases(is_dry):
+    for case in parity_cases(is_dry) if cases is None else cases:
         try:
             row = {**case, **compare(device_of(is_dry), **case)}
         except Exception as error:  # one case's failure must not hide what the others show
@@ -66,18 +66,18 @@ def parity(record: Record, is_dry: bool) -> None:
         record.append("cases", row, shown=shown)
         if not row["is_ok"]:
             failures.append(row)
-    cases = record.values["cases"]
+    rows = record.values["cases"]
     groups: dict[str, Counter[str]] = {}
-    for case in cases:
-        if "digest" in case:
-            groups.setdefault(case["group"], Counter())[case["digest"]] += 1
+    for row in rows:
+        if "digest" in row:
+            groups.setdefault(row["group"], Counter())[row["digest"]] += 1
     record.add(
-        num_cases=len(cases),
-        num_bitwise=sum(case.get("is_bitwise", False) for case in cases),
+        num_cases=len(rows),
+        num_bitwise=sum(row.get("is_bitwise", False) for row in rows),
         groups={name: {"runs": sum(found.values()), "results": len(found)} for name, found in groups.items()},
         tolerances={"first_step": TOLERANCES, "later_steps": LATER_TOLERANCES},
     )
-    assert not failures, f"{len(failures)} of {len(cases)} cases differ, the first: {failures[0]}"
+    assert not failures, f"{len(failures)} of {len(rows)} cases differ, the first: {failures[0]}"
 
 
 def parity_cases(is_dry: bool) -> Iterator[dict[str, Any]]:
@@ -153,9 +153,7 @@ def compare(
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     model = make_model(config, dtype=dtype)
     reference = Resident(model, **HYPER)
-    held = {name: id(parameter) for name, parameter in reference.parameters.items()}
-    reference.model.to(device)
-    assert held == {n: id(p) for n, p in reference.model.named_parameters() if p.requires_grad}
+    reference.to(device)
     engine = attach_plainly(
         model,
         device=device,
@@ -314,11 +312,9 @@ def compiled(record: Record, is_dry: bool) -> None:
     Compiled kernels round differently, so that is a matter of tolerances; compiled blocks that are recomputed
     and compiled blocks that are kept should give the same bits.
     """
-    from megatrain.stream.forward.compiled import Compiler
-
     failures = []
-    if is_dry:  # C++ kernels take half a minute to compile
-        Compiler.__init__.__defaults__ = ("aot_eager",)
+    if is_dry:
+        compile_cheaply()
     cases = [("llama", "fp32")] if is_dry else itertools.product(("llama", "gemma2"), ("fp32", "bf16"))
     for family, precision in cases:
         plain = trained(device_of(is_dry), family, precision, compile="off", activations="recompute")

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,7 @@ def ours(
     warm_up_with: int | None = None,
     limit: int | None = None,
     again_without_limit: bool = False,
+    look: Callable[[Any], dict[str, Any]] | None = None,
     **adamw: Any,
 ) -> dict[str, Any]:
     """Measure the first of some policies that fits, record it as a run, and return its row.
@@ -127,6 +128,7 @@ def ours(
         warm_up_with: Warm up with as many micro-batches only.
         limit: Device memory for everything, activations included, in bytes.
         again_without_limit: Measure once more with the same engine and all of the device's memory.
+        look: Called with the engine after its steps; what it returns is added to the row.
         **adamw: Further arguments of `engine.adamw`.
     """
     work = work.sized(session.is_dry)
@@ -136,7 +138,8 @@ def ours(
     row: dict[str, Any] = {}
 
     def run(policies: dict[str, Any]) -> dict[str, Any]:
-        return trained(session, model, config, work, policies, chosen, warm_up_with, limit, adamw)
+        found = trained(session, model, config, work, policies, chosen, warm_up_with, limit, adamw)
+        return {**found, **(look(model._megatrain_engine) if look else {})}
 
     def clean() -> None:
         detach(model)

@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.gpu.run import memory_of_process, reset_peak_of_process, synchronize
 from benchmarks.report import spread
+from megatrain.config.choice import Choice
 
 HYPER: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_GRAD_NORM = 1.0
@@ -289,6 +290,8 @@ def described(values: Mapping[str, Any]) -> dict[str, Any]:
             short[key] = ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:4])}, ..."
         elif isinstance(value, (set, frozenset)):
             short[key] = len(value)
+        elif isinstance(value, Choice):
+            short[key] = value.describe()
         else:
             short[key] = value
     return short

@@ -14,7 +14,7 @@ import threading
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -41,11 +41,18 @@ RACES: tuple[dict[str, Any], ...] = (
 
 def races(record: Record, is_dry: bool) -> None:
     """Compare runs with every kind of delay, bit for bit, with one that waits after every copy."""
-    be_deterministic()
     steps = 3 if is_dry else 9
     variants = ["plain", "slow_both"] if is_dry else ["plain", "slow_compute", "slow_copies", "slow_both"]
+    race(record, is_dry, RACES[:4] if is_dry else RACES, variants, steps)
+
+
+def race(
+    record: Record, is_dry: bool, cases: Iterable[dict[str, Any]], variants: Sequence[str], steps: int
+) -> None:
+    """Compare runs of some settings under some kinds of delay, bit for bit, with one that always waits."""
+    be_deterministic()
     failures = []
-    for options in RACES[:4] if is_dry else RACES:
+    for options in cases:
         expected = trained(is_dry, "synchronous", steps, **options)
         for variant in variants:
             found = trained(is_dry, variant, steps, **options)
@@ -72,11 +79,14 @@ def trained(is_dry: bool, variant: str, steps: int, **options: Any) -> dict[str,
 
     chance = random.Random(f"{variant} {options}")
     model = uneven_model(is_dry)
-    if variant in ("slow_compute", "slow_both") and not is_dry:
+    device = device_of(is_dry)
+    if variant in ("slow_compute", "slow_both") and device.type != "cpu":
         for layer in model.model.layers:
-            layer.mlp.register_forward_pre_hook(lambda *_: doze(chance))
-            layer.mlp.register_forward_hook(lambda module, args, output: doze_in_backward(output, chance))
-    lanes = lanes_for(variant, is_dry, chance)
+            layer.mlp.register_forward_pre_hook(lambda *_: doze(device, chance))
+            layer.mlp.register_forward_hook(
+                lambda module, args, output: doze_in_backward(output, device, chance)
+            )
+    lanes = lanes_for(variant, device, chance)
     if isinstance(options["activations"], tuple):
         options["activations"] = options["activations"][: len(model.model.layers)]
     engine = attach_plainly(model, device=lanes, precision="fp32", compile="off", **options)
@@ -120,24 +130,29 @@ def uneven_model(is_dry: bool) -> Any:
     return model
 
 
-def doze(chance: random.Random) -> None:
+def doze(device: Any, chance: random.Random) -> None:
     """Keep the current stream busy for up to a millisecond or so."""
     import torch
 
-    torch.cuda._sleep(chance.randrange(1, 2_000_000))
+    if device.type == "cuda":
+        torch.cuda._sleep(chance.randrange(1, 2_000_000))
+        return
+    busy = torch.ones(1 << 14, device=device)
+    for _ in range(chance.randrange(1, 20)):
+        busy.sin_()  # no product: a layer that keeps its products would take it for one of its own
 
 
-def doze_in_backward(output: Any, chance: random.Random) -> None:
+def doze_in_backward(output: Any, device: Any, chance: random.Random) -> None:
     """Delay the backward at this place as well."""
     if output.requires_grad:
-        output.register_hook(lambda _: doze(chance))
+        output.register_hook(lambda _: doze(device, chance))
 
 
-def lanes_for(variant: str, is_dry: bool, chance: random.Random) -> Any:
+def lanes_for(variant: str, device: Any, chance: random.Random) -> Any:
     """Make lanes with the delays of a variant."""
     from megatrain.stream import lanes
 
-    if is_dry:
+    if device.type == "cpu":
         machine = lanes.EmulatedMachine(jitter_s=1e-4, seed=chance.randrange(1 << 20))
         return lanes.InlineLanes() if variant == "synchronous" else lanes.EmulatedLanes(machine)
     import torch
@@ -148,7 +163,7 @@ def lanes_for(variant: str, is_dry: bool, chance: random.Random) -> Any:
         def _submit(self, lane: Any, function: Callable[[], object], work: float, label: str) -> None:
             def late() -> None:
                 if lane is not lanes.Lane.HOST:
-                    doze(chance)
+                    doze(self.device, chance)
                 function()
 
             super()._submit(lane, late, work, label)
@@ -157,12 +172,12 @@ def lanes_for(variant: str, is_dry: bool, chance: random.Random) -> Any:
         """The device is idle before and after every copy."""
 
         def _submit(self, lane: Any, function: Callable[[], object], work: float, label: str) -> None:
-            torch.cuda.synchronize(self.device)
+            torch.accelerator.synchronize(self.device)
             super()._submit(lane, function, work, label)
             self.drain()
 
     kinds = {"synchronous": Synchronous, "slow_copies": Slow, "slow_both": Slow}
-    return kinds.get(variant, lanes.AcceleratorLanes)(device_of(is_dry))
+    return kinds.get(variant, lanes.AcceleratorLanes)(device)
 
 
 # -- waits -------------------------------------------------------------------------------------------------

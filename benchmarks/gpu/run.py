@@ -1,7 +1,8 @@
-"""What a step of `suite.py` runs with: its record on disk, its time limit, its device."""
+"""What a step of the suite runs with: its record on disk, its time limit, its device."""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import signal
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 MATMUL_SIZE = 8192
 """Rows and columns of the product whose rate is the peak that figures are held against."""
@@ -68,13 +69,16 @@ class Heard:
 
 
 @contextmanager
-def limited(seconds: float) -> Iterator[float]:
+def limited(seconds: float, stack: IO[str] | None = None) -> Iterator[float]:
     """Raise `TimeLimitError` in the main thread once the seconds are over; yields when that is.
 
-    Python runs a signal's handler between two of its own instructions, so a call that hangs is not ended.
+    Where all threads are at that moment is written to `stack`. Python runs a signal's handler between two of
+    its own instructions, so a call that hangs is not ended.
     """
 
     def stop(_: int, __: FrameType | None) -> None:
+        if stack is not None:
+            faulthandler.dump_traceback(stack)
         raise TimeLimitError(f"stopped after {seconds:.0f} s")
 
     held = signal.signal(signal.SIGALRM, stop)
@@ -99,29 +103,68 @@ def be_deterministic() -> None:
     torch.backends.cuda.enable_math_sdp(True)
 
 
+_device: list[str] = []
+"""That `use_device` has named."""
+
+
+def use_device(name: str) -> None:
+    """Let this process compute on a device: `auto` is the accelerator that torch offers.
+
+    Others are as in `megatrain.attach`, and `host`, the one of tests/host_device: it is made of host memory
+    and has streams of its own, so that what is written for accelerators runs without one.
+    """
+    _device[:] = [name]
+
+
 def device_of(is_dry: bool) -> Any:
-    """Return the device of the run."""
+    """Return the device of this process; if none was named, the CPU for a dry run, and else CUDA.
+
+    Raises:
+        ConfigError: It is not there.
+    """
     import torch
 
-    return torch.device("cpu" if is_dry else "cuda:0")
+    name = _device[0] if _device else "cpu" if is_dry else "cuda:0"
+    return torch.device("cpu") if name == "cpu" else _accelerator(name)
+
+
+def _accelerator(name: str) -> Any:
+    from megatrain.errors import ConfigError
+    from megatrain.hardware.accelerators import accelerator, check_accelerator
+
+    if name == "host":
+        from tests.host_device.device import register
+
+        register()
+    offered = accelerator() if name == "auto" else name
+    if offered is None:
+        raise ConfigError("torch sees no accelerator; use --device cpu or --device host, with tiny shapes")
+    return check_accelerator(offered)
+
+
+def compile_cheaply() -> None:
+    """Let compiled layers run as they were traced: C++ kernels take half a minute to compile."""
+    from megatrain.stream.forward.compiled import Compiler
+
+    Compiler.__init__.__defaults__ = ("aot_eager",)
 
 
 def synchronize(device: Any) -> None:
     """Wait for the device, if it is one that must be waited for."""
     import torch
 
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def release(device: Any) -> None:
     """Give back what nobody refers to any more, on the host and on the device."""
-    import torch
+    from megatrain.hardware.accelerators import give_back_memory, reset_peak_bytes
 
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type != "cpu":
+        give_back_memory(device)
+        reset_peak_bytes(device)
 
 
 def best_s(device: Any, run: Callable[[], object], repeats: int = 5) -> float:
