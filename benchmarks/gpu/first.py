@@ -69,7 +69,8 @@ def imports(record: Record, is_dry: bool) -> None:
             missing += [name] if name in REQUIRED else []
         record.append("packages", {**row, "seconds": round(time.perf_counter() - began, 2)})
     record.add(python=platform.python_version(), c_compiler=shutil.which("cc") or shutil.which("gcc"))
-    assert not missing, f"missing: {', '.join(missing)}"
+    if missing:
+        raise RuntimeError(f"nothing runs without {', '.join(missing)}")
     importlib.import_module("megatrain.stream.engine")
     record.add(hardware=hardware())
     lost = [f"{row['package']} ({row['lost']})" for row in record.values["packages"] if "error" in row]
@@ -288,11 +289,16 @@ def cell_shape(record: Record, session: Session) -> None:
                 measuring=session.measuring(steps=4, warm_up=1),
                 look=partial(look, session, work, f"trace-compile-{compiles}"),
             )  # fmt: skip
-            facts = against_fact(plan, row)
-            record.append("plan_against_fact", {"compile": compiles, **facts})
+            facts = {
+                "compile": compiles,
+                **against_fact(plan, row),
+                "is_the_planned": "choice" in row["asked"],
+            }
+            record.append("plan_against_fact", facts)
             assert compiles == "off" or row["num_graphs"], "no layer was compiled; the log says why"
-            rate, off_by = row["tokens_per_s"], facts["step_s"]["off_by"]
-            words.append(f"compile {compiles}: {rate:,.0f} tokens/s, plan off by {off_by:+.0%}")
+            seconds, peak = (facts[name]["off_by"] for name in ("step_s", "device_bytes"))
+            rate = f"{row['tokens_per_s']:,.0f} tokens/s, {row['of_matmul_peak']:.0%} of products alone"
+            words.append(f"compile {compiles}: {rate}; plan: time {seconds:+.0%}, device memory {peak:+.0%}")
             record.add(gist="; ".join(words))
     raise_noted(record)
 

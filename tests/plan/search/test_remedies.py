@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain.config.choice import Choice, StepBatch
-from megatrain.config.types import parse_bytes
+from megatrain.config.sizes import parse_bytes
 from megatrain.hardware import Drives, HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.enough import enough_drives, enough_ram, fits

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain.config.choice import StepBatch
-from megatrain.config.types import parse_bytes
+from megatrain.config.sizes import parse_bytes
 from megatrain.hardware import Drives
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
