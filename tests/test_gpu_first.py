@@ -40,7 +40,8 @@ def on_test_device(out: Path, *arguments: str, **environment: str) -> dict[str, 
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
-    done = first("--tiny", "--device", "host", "--out", out, *arguments, **environment)
+    tiny = ("--tiny", "--device", "host", "--budget-s", "1800", "--out", out)
+    done = first(*tiny, *arguments, **environment)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     found: dict[str, Any] = json.loads((out / "first.json").read_text())
     return found
@@ -72,6 +73,7 @@ def test_steps_run_on_the_test_device_without_what_is_optional(tmp_path: Path) -
 
 
 @pytest.mark.parity
+@pytest.mark.timeout(1800)
 def test_the_whole_runs_on_the_test_device(tmp_path: Path) -> None:
     steps = on_test_device(tmp_path)["steps"]
     assert list(steps) == list(STEPS)

@@ -34,6 +34,8 @@ GRACE_S = 6.0
 """A process may go on so long after the time for all."""
 LEAST_S = 5.0
 """With less time than this no step is begun."""
+DRY_FACTOR = 10
+"""A machine that tests the scripts may be busy with other tests."""
 _SHOWN = 6000
 """Characters of a stack that a result keeps."""
 
@@ -61,7 +63,7 @@ class Runner:
     steps: Mapping[str, Step]
     out: Path
     is_dry: bool = False
-    """Tiny shapes, and one process for all steps."""
+    """Tiny shapes, one process for all steps, and `DRY_FACTOR` times their limits."""
     device: str | None = None
     """As in `use_device`; None: CUDA, or the CPU if the run is dry."""
     collect: Callable[[Path], None] = lambda out: None
@@ -94,7 +96,7 @@ class Runner:
         command += ["--out", str(self.out.resolve()), "--seconds", str(seconds)]
         command += ["--dry-run"] if self.is_dry else []
         command += [] if self.device is None else ["--device", self.device]
-        longest_s = min(seconds, sum(self.steps[name].limit_s + HANG_S for name in names)) + GRACE_S
+        longest_s = min(seconds, sum(self._limit_s(name) + HANG_S for name in names)) + GRACE_S
         process = subprocess.Popen(
             command, cwd=ROOT, env=self._environment(names), start_new_session=True, text=True
         )
@@ -107,6 +109,9 @@ class Runner:
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # a process that hangs in its driver outlives even that
                 process.wait(GRACE_S)
+
+    def _limit_s(self, name: str) -> float:
+        return self.steps[name].limit_s * (DRY_FACTOR if self.is_dry else 1)
 
     def _environment(self, names: Sequence[str]) -> dict[str, str]:
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
@@ -131,7 +136,7 @@ class Runner:
             use_device(self.device)
         session = Session(self.out, self.is_dry)
         for name in names:
-            limit = min(self.steps[name].limit_s, stop - time.monotonic())
+            limit = min(self._limit_s(name), stop - time.monotonic())
             if limit < LEAST_S:
                 settle(self.out, name, "skipped: no time left")
                 continue
