@@ -35,7 +35,7 @@ STEPS: dict[str, Step] = {
     "smoke": Step("correctness", 50, 20, f"{_FIRST}:smoke"),
     "locking": Step("speed", 45, 20, f"{_FIRST}:locking"),
     "rates": Step("speed", 50, 25, f"{_FIRST}:rates"),
-    "adamw": Step("correctness", 40, 20, f"{_FIRST}:adamw"),
+    "adamw": Step("correctness", 60, 30, f"{_FIRST}:adamw"),
     "parity": Step("correctness", 110, 60, f"{_FIRST}:parity_rows"),
     "races": Step("correctness", 60, 30, f"{_FIRST}:two_races"),
     "shape": Step("speed", 260, 180, f"{_FIRST}:cell_shape"),

@@ -353,10 +353,9 @@ def look(session: Session, work: Work, name: str, engine: Any) -> dict[str, Any]
         synchronize(session.device)
     trace = session.out / f"{name}.json.gz"
     found.export_chrome_trace(str(trace))
-    own = [
-        (event.key, event.self_device_time_total or event.self_cpu_time_total, event.count)
-        for event in found.key_averages()
-    ]
+    events = found.key_averages()
+    kind = "device" if any(event.self_device_time_total for event in events) else "cpu"
+    own = [(event.key, getattr(event, f"self_{kind}_time_total"), event.count) for event in events]
     longest = sorted(own, key=lambda row: -row[1])[:LONGEST_SHOWN]
     return {
         "trace": trace.name,
