@@ -8,9 +8,9 @@ what looks at the hardware itself (`doctor`, sensors). None of the rows has run 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import ConfigError
@@ -36,6 +36,11 @@ class Vendor:
     """Whether torch compiles for it by default."""
     capability: Callable[[torch.device], tuple[int, int] | None] = lambda device: None
     """NVIDIA's compute capability, by which the order of attention kernels is chosen; None elsewhere."""
+    environment: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Variables that libraries of the vendor read when they start, with the values at which their results are
+    the same in every run; the first is set where there is none."""
+    repeats: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Holds what torch's own switch for deterministic algorithms leaves open."""
 
 
 def _cuda_lock(address: int, nbytes: int) -> bool:
@@ -61,8 +66,32 @@ def _cuda_capability(device: torch.device) -> tuple[int, int] | None:
     return None if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
+@contextmanager
+def _cuda_repeats() -> Iterator[None]:
+    """Let cuDNN choose a convolution by its shape, and not by which of them was the fastest just now."""
+    import torch
+
+    held, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = held
+
+
 VENDORS: dict[str, Vendor] = {
-    "cuda": Vendor(title="CUDA", lock=_cuda_lock, unlock=_cuda_unlock, capability=_cuda_capability),
+    "cuda": Vendor(
+        title="CUDA",
+        lock=_cuda_lock,
+        unlock=_cuda_unlock,
+        capability=_cuda_capability,
+        environment={
+            # cuBLAS: workspaces of fixed sizes; torch refuses products without one of these
+            "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+            # transformers: what it asks of the flash-attn package
+            "FLASH_ATTENTION_DETERMINISTIC": ("1",),
+        },
+        repeats=_cuda_repeats,
+    ),
     "xpu": Vendor(title="XPU"),
 }
 """By torch's name for the kind of device. ROCm calls itself `cuda`. Tests add the device that they bring."""

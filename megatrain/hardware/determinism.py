@@ -1,0 +1,83 @@
+"""Results that are the same, bit for bit, in every run on the same device with the same software.
+
+torch has one switch for it, which holds for the whole process and on every device. What it does to each
+attention kernel, and what it leaves to the vendor's libraries (`Vendor.environment`, `Vendor.repeats`), is in
+docs/training.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from megatrain.errors import ConfigError
+from megatrain.hardware.accelerators import vendor_of
+
+if TYPE_CHECKING:
+    import torch
+
+_NO_FORM = re.compile(r"^(.+?) does not have a deterministic implementation")
+_TOO_LATE = "you must set an environment variable before running"
+
+
+def set_environment(device: torch.device) -> None:
+    """Set what the libraries of a device read when they start: call this before the first product there.
+
+    Raises:
+        ConfigError: A variable has another value, with which results may differ.
+    """
+    if device.type == "cpu":
+        return
+    for name, values in vendor_of(device).environment.items():
+        found = os.environ.setdefault(name, values[0])
+        if found not in values:
+            raise ConfigError(
+                f"train.deterministic is true, but the environment has {name}={found}, with which results "
+                f"may differ from run to run; unset it, or use {' or '.join(values)}"
+            )
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Let every operation of the process take a form that gives the same bits in every run.
+
+    An operation that has none raises a RuntimeError: see `why_not_deterministic`.
+
+    Raises:
+        ConfigError: As `set_environment`.
+    """
+    import torch
+    from torch.utils import deterministic as memory
+
+    set_environment(device)
+    held = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    # Every torch.empty would be written to, host arenas that are larger than RAM among them, to no use here:
+    # what is read before it is written would be a bug, which the checked lanes look for.
+    held_fill, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False
+    torch.use_deterministic_algorithms(True)
+    try:
+        with nullcontext() if device.type == "cpu" else vendor_of(device).repeats():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(held[0], warn_only=held[1])
+        memory.fill_uninitialized_memory = held_fill
+
+
+def why_not_deterministic(error: BaseException, device: torch.device) -> str | None:
+    """Return what an error inside `deterministic` is about, and the way out; None: something else."""
+    if not isinstance(error, RuntimeError) or not str(error):
+        return None
+    if _TOO_LATE in str(error):
+        needed = " ".join(f"{name}={values[0]}" for name, values in vendor_of(device).environment.items())
+        return f"the {device.type} device was used before that was known; set {needed} before Python starts"
+    found = _NO_FORM.match(str(error))
+    if found is None:
+        return None
+    return (
+        f"{found[1]} has no form on the {device.type} device that gives the same bits in every run; use "
+        "train.deterministic=false, or another implementation of it (model.attn_implementation, "
+        "model.kernels)"
+    )
