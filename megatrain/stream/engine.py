@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError
 
 from megatrain.config.choice import Choice, Updates, read_member
 from megatrain.errors import ConfigError, DataError, ModelError
@@ -26,9 +25,10 @@ from megatrain.stream.arrange import as_placed, changed, check_change, check_cho
 from megatrain.stream.bind import host_planes, room_for_activations
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Home
+from megatrain.stream.failures import explained
 from megatrain.stream.forward.arrangement import Arrangement, places_of
 from megatrain.stream.forward.attached import Binding
-from megatrain.stream.forward.attention import attention_of, attention_order
+from megatrain.stream.forward.attention import chosen_kernels
 from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.model_forward import ModelForward
 from megatrain.stream.lanes import Lanes
@@ -54,6 +54,7 @@ class Engine:
         *,
         micro_batch_size: int | None = None,
         compiles: bool = False,
+        deterministic: bool = False,
     ) -> None:
         """Allocate device memory and override the forwards; the host state is in `binding`."""
         self.model = model
@@ -78,7 +79,6 @@ class Engine:
         """Measures every step: what `last_step` reports."""
         self.compiler = Compiler() if compiles else None
         self._settings = ExitStack()
-        self._settings.enter_context(attention_order(attention_of(lanes.device)))
         self._names = [name for name, _ in model.named_parameters()]
         self._model_forward = ModelForward(
             model,
@@ -89,6 +89,7 @@ class Engine:
         )
         self._optimizer: StreamedAdamW | None = None
         self._model_forward.override(self.compiler, self.sync, StreamedAdamW)
+        self._settings.enter_context(chosen_kernels(model, lanes.device, repeats=deterministic))
         model.__dict__["_megatrain_engine"] = self
 
     # -- how it is arranged ---------------------------------------------------------------------------------
@@ -176,11 +177,9 @@ class Engine:
             return self._model_forward.run_step(batches, counts, seeds)
         except BaseException as error:
             self._drop(error)
-            if isinstance(error, CheckpointError):
-                raise ModelError(
-                    f"{type(self.model).__name__} has a block that does not compute the same twice (it keeps "
-                    "state between calls), so its activations cannot be recomputed; use activations='keep'"
-                ) from error
+            instead = explained(error, self.model, self.lanes.device)
+            if instead is not None:
+                raise instead from error
             raise
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -379,7 +378,6 @@ class Engine:
             return
         self.sync()
         self._model_forward.remove()
-        self._settings.close()
         self.close(removes=True)
         self.model._megatrain_engine = None
         if self._tiered is not None:
@@ -394,6 +392,7 @@ class Engine:
         try:
             self.lanes.close()
         finally:
+            self._settings.close()
             if self._tiered is not None:
                 for scratch in filter(None, (self.arrangement.scratch, self.arrangement.parking)):
                     scratch.close()

@@ -171,6 +171,8 @@ class Anatomy:
     """Most bytes at a time when the backward ends in the embedding, beyond `head_gradient_bytes`."""
     head_dim: int = 0
     """Of an attention head's queries, the largest; 0: no layer has softmax attention."""
+    num_heads: int = 0
+    """Heads of these queries, the most; 0: as there."""
     warnings: tuple[str, ...] = ()
     """What was left out of the count, or taken for granted, that a reader must know."""
 

@@ -37,6 +37,7 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, find_blocks, group_layers
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
+from megatrain.model.masks import LongAttentionError, long_masks_refused, refused, without_mask
 from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy, Cost, Fragment, Layer
 from megatrain.model.profile.flops import ALL_EXPERTS, active_parameters, count_flops, counts_all_experts
 from megatrain.model.profile.metering import Meter
@@ -165,6 +166,7 @@ def _count(
         head_gradient_bytes=whole.head_gradient_bytes,
         embedding_peak_bytes=whole.embedding_peak_bytes,
         head_dim=whole.head_dim,
+        num_heads=whole.num_heads,
         warnings=counter.warnings + ((ALL_EXPERTS,) if counts_all_experts(model) else ()),
     )
 
@@ -249,8 +251,11 @@ class Counter:
         """Run the whole model, with one layer of every kind under some policies; `keep` is one of them."""
         kernels = nullcontext() if device_type == "cpu" else accelerator_attention()
         try:
-            with kernels, _no_collection():
+            with kernels, _no_collection(), long_masks_refused(self.model):
                 return self._run(head_chunk_tokens, policies)
+        except LongAttentionError as error:
+            cause = "its attention makes them on this device"
+            raise refused(self.model, error.queries, error.keys, cause, *without_mask(self.model)) from error
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             raise ModelError(
                 f"the {self.model.config.model_type} model decides by the values of its activations what it "

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from megatrain.model.masks import check_pairs
 from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.fusion import Fusion, touched_bytes
 
@@ -51,6 +52,8 @@ class Meter(TorchDispatchMode):
         """Of everything so far."""
         self.head_dim = 0
         """Of the queries of all attention so far, the largest."""
+        self.num_heads = 0
+        """And the most heads."""
         self.is_paused = False
         self._fusion = Fusion()
 
@@ -167,11 +170,14 @@ class Meter(TorchDispatchMode):
         if flops is not None:
             attention = flops
             self.head_dim = max(self.head_dim, given[0].shape[-1])
+            self.num_heads = max(self.num_heads, given[0].shape[1])
         elif func._overloadpacket is _aten._grouped_mm:
             matmul = _grouped_flops(args[0], args[1], output)
         elif func._overloadpacket in flop_registry:
             matmul = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=output))
         else:
+            if func._overloadpacket in _SOFTMAX:
+                check_pairs(given)
             moved = float(sum(map(touched_bytes, (*given, *made))))
             is_own = False
         kernels = self._fusion.num_kernels
@@ -185,6 +191,8 @@ class Meter(TorchDispatchMode):
             num_kernels=self._fusion.num_kernels - kernels,
         )
 
+
+_SOFTMAX = frozenset((_aten._softmax, _aten._safe_softmax))
 
 _FREE = frozenset(
     (
@@ -215,6 +223,10 @@ def _tensors(*values: Any) -> list[Tensor]:
     return found
 
 
+_MASKS = ("attn_mask", "attn_bias", "bias")
+"""Arguments of attention kernels."""
+
+
 @functools.cache
 def _is_attention(func: Any) -> bool | None:
     """Whether an operation is an attention's backward (True) or forward (False); None: it is none."""
@@ -230,12 +242,16 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Count an attention kernel's FLOPs, causal at half; None: the operation is none.
 
     With a mask, a kernel computes what it masks too.
+
+    Raises:
+        LongAttentionError: The mask is of a long row's length squared.
     """
     is_backward = _is_attention(func)
     if is_backward is None:
         return None
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
     given |= kwargs
+    check_pairs((given.get(name) for name in _MASKS), dims=2)
     shapes = [given[name].shape for name in ("query", "key", "value")]
     heads, groups = shapes[0][1], shapes[1][1]
     shapes[1:] = [torch.Size((s[0], heads, *s[2:])) if groups != heads else s for s in shapes[1:]]

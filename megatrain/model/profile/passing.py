@@ -54,6 +54,7 @@ class WholePass:
     head_gradient_bytes: int = 0
     embedding_peak_bytes: int = 0
     head_dim: int = 0
+    num_heads: int = 0
     is_chunked: bool = False
 
 
@@ -135,7 +136,7 @@ class WholePassTracer:
         loss.backward()
         held = result.graph_bytes + result.head_gradient_bytes
         result.embedding_peak_bytes = meter.peak_bytes - held
-        result.head_dim = meter.head_dim
+        result.head_dim, result.num_heads = meter.head_dim, meter.num_heads
         return result
 
     def _stream_block(self) -> None:

@@ -1,4 +1,4 @@
-"""Which kernel torch takes first for scaled dot product attention.
+"""Which kernels a model runs with: torch's for attention, in which order, and whether results repeat.
 
 torch's own order puts cuDNN last. On Hopper cuDNN is the fastest (a backward at 516 TF/s where flash has
 322), and data center Blackwell is taken to be alike; elsewhere it is slower (0.82 of flash on A100, 0.88 on
@@ -7,6 +7,9 @@ cannot do still makes torch take the next one.
 
 The order is a setting of the process, not of a thread: it holds in the backward too, which CUDA runs on a
 thread of autograd's. So it is set when an engine is attached, and put back when it is detached.
+
+Where results are to repeat, cuDNN is left out, whose backward has no deterministic form that torch knows of;
+flash and memory-efficient attention have one, which torch takes then, and math needs none.
 
 The flash-attn package is not chosen here: torch has its kernel, and a user who wants the package's other
 kernels names them in `model.attn_implementation`.
@@ -17,12 +20,18 @@ Sources: FlashAttention-3 (Shah et al., 2024), table of backward passes; transfo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.hardware.accelerators import vendor_of
+from megatrain.hardware.determinism import deterministic
+from megatrain.model.masks import long_masks_refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _PREFERS_CUDNN = (9, 10)
 """Major compute capabilities: Hopper, and data center Blackwell. Workstation Blackwell is 12."""
@@ -33,6 +42,8 @@ _CUDNN_FIRST = (
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
+
+_REPEATABLE = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
 def choose_attention(capability: tuple[int, int] | None) -> tuple[SDPBackend, ...] | None:
@@ -46,9 +57,11 @@ def choose_attention(capability: tuple[int, int] | None) -> tuple[SDPBackend, ..
     return _CUDNN_FIRST
 
 
-def attention_of(device: torch.device) -> tuple[SDPBackend, ...] | None:
-    """Choose the order for a device of this machine."""
-    return None if device.type == "cpu" else choose_attention(vendor_of(device).capability(device))
+def attention_of(device: torch.device, *, repeats: bool = False) -> tuple[SDPBackend, ...] | None:
+    """Choose the order for a device of this machine; `repeats`: of kernels with the same bits each time."""
+    if device.type == "cpu":
+        return None
+    return _REPEATABLE if repeats else choose_attention(vendor_of(device).capability(device))
 
 
 @contextmanager
@@ -64,4 +77,21 @@ def attention_order(order: Sequence[SDPBackend] | None) -> Iterator[None]:
         SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
     }
     with sdpa_kernel([backend for backend in order if is_on[backend]], set_priority=True):
+        yield
+
+
+@contextmanager
+def chosen_kernels(model: PreTrainedModel, device: torch.device, *, repeats: bool) -> Iterator[None]:
+    """Hold what the process is set to while a model is attached.
+
+    Args:
+        model: Makes no long attention mask.
+        device: Where it computes.
+        repeats: Every operation gives the same bits in every run, or raises.
+    """
+    with ExitStack() as settings:
+        settings.enter_context(long_masks_refused(model))
+        if repeats:
+            settings.enter_context(deterministic(device))
+        settings.enter_context(attention_order(attention_of(device, repeats=repeats)))
         yield

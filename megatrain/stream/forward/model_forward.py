@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from megatrain.errors import ModelError
 from megatrain.model.head import Head, Share, count_targets
+from megatrain.model.masks import refuse_given_masks
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.compiled import Compiler
@@ -227,6 +228,7 @@ class ModelForward:
                 self.lockstep.give_way(len(self._arrangement.layers))  # all have the head's weights together
             return output
         rounds, executor = self._arrangement.rounds, self._arrangement.executor
+        refuse_given_masks(self._model, (args, kwargs))
         args, kwargs = to_device(args, self._device), to_device(kwargs, self._device)
         rounds.recover()
         rows = self._micro_batch_size

@@ -1,0 +1,154 @@
+"""Refuses attention masks whose size is a long row's length squared, before they are made.
+
+Where attention has a form without a mask (`is_causal`, or kernels that know windows and rows), transformers
+makes none; sliding windows under `sdpa`, padding, packed rows and eager attention need one. Every mask of its
+models is made by a function of `AttentionMaskInterface`, which asks a `mask_function` which token sees which
+only if there has to be a mask. So that is where long ones are refused: whatever the model, and as late as its
+own code decides, but before anything of that size is allocated. While a model is counted, attention kernels
+and softmax are watched beside that (`Meter`), for masks and scores that come from anywhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from transformers import masking_utils
+from transformers.masking_utils import AttentionMaskInterface
+
+from megatrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+MOST_TOKENS = 16_384
+"""A mask has at most as many entries as one of so many queries and keys."""
+
+
+class LongAttentionError(Exception):
+    """Attention takes a matrix of a long row's length squared, of which only the size is known."""
+
+    def __init__(self, queries: int, keys: int) -> None:
+        super().__init__(f"{queries} x {keys}")
+        self.queries, self.keys = queries, keys
+
+
+def is_long(queries: int, keys: int) -> bool:
+    """Whether a matrix of so many queries and keys is refused."""
+    return queries * keys > MOST_TOKENS**2
+
+
+def check_pairs(values: Iterable[Any], *, dims: int = 4) -> None:
+    """Refuse tensors with a value for each query and key: masks, or scores.
+
+    Args:
+        values: Tensors are looked at, all else is passed over.
+        dims: Least dimensions of such a tensor: rows and heads, queries and keys.
+
+    Raises:
+        LongAttentionError: One is too large.
+    """
+    for value in values:
+        if isinstance(value, Tensor) and value.ndim >= dims and is_long(value.shape[-2], value.shape[-1]):
+            raise LongAttentionError(value.shape[-2], value.shape[-1])
+
+
+def refuse_given_masks(model: PreTrainedModel, given: object) -> None:
+    """Refuse a mask for pairs of tokens among the arguments of a model's forward, before it is copied.
+
+    Raises:
+        ConfigError: There is one, and it is too large.
+    """
+    try:
+        check_pairs(tree_leaves(given))
+    except LongAttentionError as error:
+        raise refused(model, error.queries, error.keys, "the batch has a mask of pairs") from error
+
+
+def refused(model: PreTrainedModel, queries: int, keys: int, cause: str, *ways: str) -> ConfigError:
+    """Make the one sentence that refuses a mask: of which model, why, and what to do."""
+    config = model.config.get_text_config()
+    return ConfigError(
+        f"the {config.model_type} model, with model.attn_implementation={config._attn_implementation}, "
+        f"would make an attention mask or scores of {queries:,} x {keys:,} tokens ({cause}), and none "
+        f"beyond {MOST_TOKENS:,} x {MOST_TOKENS:,} is made; use "
+        f"{', or '.join((*ways, f'rows of at most {MOST_TOKENS:,} tokens (data.seq_len)'))}"
+    )
+
+
+def without_mask(model: PreTrainedModel) -> tuple[str, ...]:
+    """Name a kernel that knows windows, padding and packed rows by itself, if the model has it."""
+    config = model.config.get_text_config()
+    if not getattr(model, "_supports_flash_attn", False) or getattr(config, "alibi", False):
+        return ()
+    known = getattr(model, "_compatible_flash_implementations", None) or ("flash_attention_2",)
+    return (f"model.attn_implementation={known[0]}, a package that needs none",)
+
+
+# -- masks that transformers makes -----------------------------------------------------------------------
+
+_guards: list[tuple[PreTrainedModel, frozenset[int]]] = []
+"""Models whose long masks are refused, each with the ids of its configurations; one entry a request."""
+
+
+@contextmanager
+def long_masks_refused(model: PreTrainedModel) -> Iterator[None]:
+    """Let transformers make no long mask for a model, in any thread; others in the process are left alone.
+
+    Inside, a forward of the model that would make one raises a ConfigError, in one sentence.
+    """
+    configs = {id(config) for module in model.modules() if (config := getattr(module, "config", None))}
+    guard = model, frozenset(configs)
+    makers: dict[str, Any] = AttentionMaskInterface._global_mapping
+    _guards.append(guard)
+    for name, make in makers.items():
+        # flex attention asks its mask_function to make a mask of blocks, which is 16,384 times smaller
+        if make is not masking_utils.flex_attention_mask and not hasattr(make, "refuses_long"):
+            makers[name] = _refusing(make)
+    try:
+        yield
+    finally:
+        _guards.remove(guard)
+        if not _guards:
+            for name, make in makers.items():
+                if hasattr(make, "refuses_long"):
+                    makers[name] = make.__wrapped__
+
+
+def _refusing(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def mask(**given: Any) -> Any:
+        model = _guarded(given.get("config"))
+        if model is not None and is_long(given["q_length"], given["kv_length"]):
+            given["mask_function"] = partial(_refuse, model, given)
+        return make(**given)
+
+    mask.refuses_long = True  # type: ignore[attr-defined]
+    return mask
+
+
+def _guarded(config: PretrainedConfig | None) -> PreTrainedModel | None:
+    return next((model for model, configs in _guards if id(config) in configs), None)
+
+
+def _refuse(model: PreTrainedModel, given: Mapping[str, Any], *_: Any) -> NoReturn:
+    """Stand for a mask's rule: it is asked, so there has to be a mask."""
+    window, ways = given.get("local_size"), without_mask(model)
+    is_padded = given.get("attention_mask") is not None
+    if window is not None and given["kv_length"] >= window:
+        cause = f"its window of {window:,} tokens needs one"
+    elif is_padded:
+        cause = "an attention_mask with padding needs one"
+        ways = ("rows without padding", *ways)
+    elif given["config"]._attn_implementation == "eager":
+        cause = "eager attention always has one"
+        if getattr(model, "_supports_sdpa", False):
+            ways = ("model.attn_implementation=sdpa", *ways)
+    else:
+        cause = "packed rows (position_ids), or a rule of its own for what a token sees, need one"
+    raise refused(model, given["q_length"], given["kv_length"], cause, *ways)
