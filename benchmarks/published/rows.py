@@ -20,14 +20,15 @@ from megatrain.config.choice import Choice, StepBatch
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
+from megatrain.plan.cost.deterministic import deterministic_spec
 from megatrain.plan.cost.rates import Kernels, Rates
 from megatrain.plan.cost.step_time import Step
 
 _ROWS = Path(__file__).parent / "rows.json"
 _HOST_SHARE = 0.8
 """Of the host memory's rate, what updates reach: as in the machine files."""
-_MULTIPROCESSORS = {"a100": 108, "rtx-3090": 82, "rtx-5090": 170}
-"""Of devices whose attention is FlashAttention-2."""
+_FLASH2 = ("a100", "rtx-3090", "rtx-5090")
+"""Devices whose attention is FlashAttention-2."""
 _FUSED_UPDATE_BYTES = 30
 """Device memory that one fused kernel of AdamW touches per parameter, at most."""
 
@@ -164,11 +165,8 @@ def machine_of(row: Row, spec: HardwareSpec) -> HardwareSpec:
     """Return the machine with the updates of a row's system: at the rate of what they wait for."""
     system = system_of(row)
     spec = replace(spec, launches_per_s=None)  # none is bound by launches: large batches, or no Python
-    if system.is_deterministic and row.machine in _MULTIPROCESSORS:
-        share = _deterministic_share(row)
-        rates = spec.attention_backward_flops_per_s or spec.attention_flops_per_s
-        slower = {key: rate * share for key, rate in rates.items()}
-        spec = replace(spec, attention_backward_flops_per_s=slower)
+    if system.is_deterministic and row.machine in _FLASH2:
+        spec = deterministic_spec(spec, row.micro_batch_size * _read()[1][row.model][3])
     if system.stages_weights:
         nbytes = anatomy_of(row).layers[0].fragments
         staged_s = (
@@ -183,17 +181,6 @@ def machine_of(row: Row, spec: HardwareSpec) -> HardwareSpec:
     else:
         return spec
     return replace(spec, update_params_per_s={1: rate}, compressed_params_per_s={})
-
-
-def _deterministic_share(row: Row) -> float:
-    """Return the part of the multiprocessors that the deterministic backward of FlashAttention-2 fills.
-
-    It runs as few blocks per head as fill the device once, one on a multiprocessor, and these take all time.
-    """
-    units = _MULTIPROCESSORS[row.machine]
-    heads = row.micro_batch_size * _read()[1][row.model][3]
-    blocks = heads * -(-units // heads)
-    return blocks / (units * -(-blocks // units))
 
 
 def step_of(row: Row, spec: HardwareSpec, kernels: Kernels | None = None) -> Step:

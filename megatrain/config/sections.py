@@ -88,6 +88,10 @@ class TrainConfig(_Section):
     reproducible: bool = False
     """Keep to the plan that was made at the start. false = plan anew between steps when the machine turns out
     faster or slower; every choice is exact, but the times of steps then depend on the machine's mood."""
+    deterministic: bool = False
+    """Give the same bits in every run on the same device with the same software: operations take their
+    deterministic forms, attention is flash and not cuDNN, and one that has no such form stops the run. Slower
+    on a GPU, as `megatrain plan` says; no difference on a CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Run layers through `torch.compile`, one compilation for all of a kind. `auto` = on a GPU."""
 

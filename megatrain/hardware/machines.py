@@ -298,6 +298,8 @@ _FIELDS: dict[str, _Reader] = {
     "peak_flops_per_s": lambda name, value: {} if value == {} else _rates(name, value),
     "attention_flops_per_s": lambda name, value: _attention(name, value) or _rates(name, value),
     "attention_backward_flops_per_s": _attention,
+    "flash2_share": _share,
+    "multiprocessors": _or_null(_whole),
     "device_bytes_per_s": _positive,
     "h2d_bytes_per_s": _positive,
     "d2h_bytes_per_s": _positive,

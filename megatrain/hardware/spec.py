@@ -58,6 +58,11 @@ class HardwareSpec:
     d2h_bytes_per_s: float
     attention_backward_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     """And by its backward, counted as 2.5 forwards: the scores are made again. Empty: as the forward."""
+    flash2_share: float = 1.0
+    """Part of these rates in bf16 that FlashAttention-2 reaches, which is what a deterministic run takes; 1:
+    they are its own."""
+    multiprocessors: int | None = None
+    """Of the device, by which its deterministic backward cuts its work; None: its cost is not known."""
     both_share: float = 1.0
     """Part of each of these rates that is left while the other goes on too."""
     pageable_share: float = 0.3

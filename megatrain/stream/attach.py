@@ -9,6 +9,7 @@ import torch
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.read_choice import read_choice
 from megatrain.errors import ConfigError, ModelError
+from megatrain.hardware.determinism import set_environment
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import find_blocks
 from megatrain.store.placement import Tiers
@@ -39,6 +40,7 @@ def attach(
     host_limit: int | None = None,
     device_limit: int | None = None,
     tiers: Tiers | None = None,
+    deterministic: bool = False,
     **fields: Any,
 ) -> Engine:
     """Make a model train by streaming, in place; `engine.detach()` undoes it.
@@ -66,6 +68,9 @@ def attach(
         device_limit: Bytes of device memory for slots, resident blocks and gradients; None: what there is.
         tiers: Put on drives what of the state does not fit into `tiers.ram`, which then takes the place of
             `host_limit`; no block is resident then. Give `megatrain.load` the same.
+        deterministic: Give the same bits in every run on the same device. This is
+            `torch.use_deterministic_algorithms`, for the whole process, until the engine is detached;
+            attention is not cuDNN's then, and an operation that has no such form is a ModelError.
         **fields: Fields of `Choice` by name, such as `num_slots=2` or `activations="recompute"`. With
             `lockstep` above 1 and without seeds, each micro-batch draws its dropout from a seed of its own,
             since they take turns.
@@ -96,6 +101,8 @@ def attach(
         _refuse_beside_drives(choice, moments)
         host_limit = tiers.ram_bytes if host_limit is None else host_limit
     lanes = make_lanes(device, device_limit)
+    if deterministic:
+        set_environment(lanes.device)
     is_cheap = "recompute_cheap" in choice.given.get("activations", ())
     compiles = compile == "on" or (not is_cheap and is_compiled(compile, lanes.device))
     given = Conditions(
@@ -104,6 +111,7 @@ def attach(
         moments=moments,
         batch=batch,
         compiles=compiles,
+        deterministic=deterministic,
         host_limit=host_limit,
         num_drives=0 if tiers is None else len(tiers.nvme),
     )
@@ -127,7 +135,15 @@ def attach(
         moments=moments,
         tiers=tiers,
     )
-    return Engine(model, binding, lanes, choice, micro_batch_size=micro_batch_size, compiles=compiles)
+    return Engine(
+        model,
+        binding,
+        lanes,
+        choice,
+        micro_batch_size=micro_batch_size,
+        compiles=compiles,
+        deterministic=deterministic,
+    )
 
 
 def _refuse_beside_drives(choice: Choice, moments: MomentFormat) -> None:

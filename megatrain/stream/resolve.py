@@ -47,6 +47,7 @@ class Conditions:
     batch: StepBatch | None = None
     """Of a step; None: `usual_batch` for the model's context."""
     compiles: bool = False
+    deterministic: bool = False
     host_limit: int | None = None
     """Bytes of host memory for all of the run; state on drives that `load` has placed is not counted anew."""
     num_drives: int = 0
@@ -115,6 +116,7 @@ def _request(choice: Choice, given: Conditions, anatomy: Anatomy, spec: Hardware
         batch=given.batch,
         state=given.moments.value,
         compiles=given.compiles,
+        deterministic=given.deterministic,
         commits=given.num_drives > 0,
         names_drives=given.num_drives > 0,
         device_limit=given.lanes.device_limit,

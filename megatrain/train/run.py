@@ -19,6 +19,7 @@ from megatrain.data.loader import PackedLoader
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.hardware.care import Care, power_cap_advice, sensor_of
+from megatrain.hardware.determinism import set_environment
 from megatrain.model.liger import apply_liger, uses_liger
 from megatrain.model.weights.skeleton import read_config
 from megatrain.optim.threads import update_threads, worker_threads
@@ -174,7 +175,10 @@ def prepare(
     """
     asked, config = config, laid_out_as(committed, config)
     memory = config.memory
-    liger = uses_liger(config.model.kernels, compute_device(config.train.device).type)
+    device = compute_device(config.train.device)
+    if config.train.deterministic:
+        set_environment(device)  # before the first product: `_measure_peak`
+    liger = uses_liger(config.model.kernels, device.type)
     source = str(checkpoint) if checkpoint is not None else config.model.path
     model_config = read_config(source)
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
@@ -228,6 +232,7 @@ def prepare(
         choice,
         device=config.train.device,
         compile=config.train.compile,
+        deterministic=config.train.deterministic,
         device_limit=memory.device_budget,
         **settings,
     )
@@ -319,13 +324,19 @@ def _scheduler(
 
 def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
     """Name every setting that differs from a checkpoint's and bears on the numbers, as `key old -> new`."""
-    then, now = _flatten(saved), _flatten(config.model_dump(mode="json"))
+    now = _flatten(config.model_dump(mode="json"))
+    then = {key: _default(config, key) for key in now} | _flatten(saved)  # older ones lack newer settings
     numeric = ("model.", "data.", "train.", "optim.", "memory.head_chunk_tokens")
     return [
-        f"{key} {then.get(key)} -> {value}"
+        f"{key} {then[key]} -> {value}"
         for key, value in now.items()
-        if key.startswith(numeric) and key != "train.device" and then.get(key) != value
+        if key.startswith(numeric) and key != "train.device" and then[key] != value
     ]
+
+
+def _default(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return type(getattr(config, section)).model_fields[name].default
 
 
 def _report_changes(config: Config, meta: Mapping[str, Any]) -> None:

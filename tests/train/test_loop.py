@@ -303,3 +303,27 @@ def test_export_and_sample(whole: Path, tmp_path: Path) -> None:
     text = sample(str(whole / "run"), "one small", max_new_tokens=5)
     assert text.startswith("one small")
     assert text == sample(str(tmp_path / "out"), "one small", max_new_tokens=5)
+
+
+def test_deterministic_run_resumes_bit_for_bit_and_its_checkpoint_knows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    optim = {"warmup_steps": 0, "schedule": "constant"}
+
+    def run(out: str, steps: int, deterministic: bool, part: str = "auto") -> None:
+        settings = {"steps": steps, "deterministic": deterministic}
+        train(make_config(tmp_path, out, train=settings, optim=optim), resume=part)
+
+    run("first", 2, True)
+    part = str(tmp_path / "first/checkpoints/step-00000002")
+    run("whole", 3, True)
+    with caplog.at_level(logging.WARNING, logger="megatrain"):
+        run("rest", 3, True, part)
+        assert "train.deterministic" not in caplog.text
+        run("other", 3, False, part)
+    assert "train.deterministic True -> False" in caplog.text
+    left, right = state_of(tmp_path / "rest"), state_of(tmp_path / "whole")
+    for name, tensor in right.items():
+        assert torch.equal(left[name], tensor), name
+    assert "deterministic: true" in (tmp_path / "rest/config.yaml").read_text()
+    assert not torch.are_deterministic_algorithms_enabled()

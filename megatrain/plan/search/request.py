@@ -12,6 +12,7 @@ from megatrain.config.choice import Choice, Pool, StepBatch
 from megatrain.hardware import HardwareSpec
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
+from megatrain.plan.cost.deterministic import deterministic_spec
 from megatrain.plan.cost.rates import Kernels, Rates
 from megatrain.plan.memory.device_pools import device_peak_bytes
 from megatrain.plan.memory.host_pools import drive_pools, host_pools
@@ -59,6 +60,8 @@ class Request:
     compiles: bool = False
     fuses: bool = False
     """Layers run with fused kernels though they are not compiled: `model.kernels=liger`."""
+    deterministic: bool = False
+    """Operations give the same bits in every run, attention among them."""
     commits: bool = False
     """The run commits all of its state to drives, wherever it lives."""
     names_drives: bool = False
@@ -95,7 +98,13 @@ class Request:
     def rates(self) -> Rates:
         """Return the machine in the dtype and with the moments of the run."""
         kernels = Kernels(fuses_layers=self.compiles or self.fuses)
-        return Rates(self.spec, self.anatomy.precision, self.moments, kernels, self.anatomy.head_dim or 128)
+        spec = deterministic_spec(self.spec, self.heads) if self.deterministic else self.spec
+        return Rates(spec, self.anatomy.precision, self.moments, kernels, self.anatomy.head_dim or 128)
+
+    @property
+    def heads(self) -> int:
+        """Return the query heads of all rows of a micro-batch; 0: not known."""
+        return self.anatomy.num_heads * self.anatomy.micro_batch_size
 
 
 def machine_bytes(need: int) -> int:

@@ -18,8 +18,9 @@ from megatrain.config import Config, build_config, set_keys
 from megatrain.config.choice import Plan
 from megatrain.data.context import check_seq_len
 from megatrain.errors import ConfigError
-from megatrain.hardware import HardwareSpec, load_machine, machine_names
+from megatrain.hardware import GIB, HardwareSpec, load_machine, machine_names
 from megatrain.model.profile.anatomy import Anatomy
+from megatrain.plan.cost.deterministic import copies_of_gradient, filled_share, is_priced
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import Remedy, advise
 from megatrain.plan.search.request import Request, usual_batch
@@ -127,6 +128,7 @@ def make_request(config: Config, anatomy: Anatomy, spec: HardwareSpec) -> Reques
         names_drives=bool(config.memory.drives),
         compiles=config.train.compile == "on" or (config.train.compile == "auto" and not spec.is_cpu),
         fuses=config.model.kernels == "liger",
+        deterministic=config.train.deterministic,
         device_limit=config.memory.device_budget,
         host_limit=config.memory.host_budget,
         choice=config.choice.for_layers(len(anatomy.layers)),
@@ -223,6 +225,27 @@ def _notes(request: Request) -> list[str]:
             f"rates of {spec.name} are vendors' figures times assumed shares, not measured; on the machine "
             "itself, megatrain doctor --bench measures them"
         )
+    if request.deterministic and spec.has_accelerator and anatomy.num_heads:
+        notes.append(_deterministic_note(request))
     if request.state != "fp32":
         notes.append(f"moments in {request.state} are not exact: the result differs from AdamW's")
     return notes
+
+
+def _deterministic_note(request: Request) -> str:
+    """Say what results that are the same in every run cost in attention."""
+    anatomy, spec = request.anatomy, request.spec
+    if anatomy.precision != "bf16" or not is_priced(spec, request.heads):
+        return (
+            f"train.deterministic=true: what attention loses by it on {spec.name} in {anatomy.precision} is "
+            "not known, and not in these times"
+        )
+    assert spec.multiprocessors is not None
+    share = spec.flash2_share * filled_share(spec.multiprocessors, request.heads)
+    copies = copies_of_gradient(spec.multiprocessors, request.heads)
+    nbytes = 4 * copies * anatomy.tokens * anatomy.num_heads * anatomy.head_dim
+    return (
+        f"train.deterministic=true: attention's forward at {spec.flash2_share:.0%} and its backward at "
+        f"{share:.0%} of their rates are in these times; {copies} copies of a gradient, {nbytes / GIB:.2f} "
+        "GiB on the device in the backward of a layer, are not in the pools"
+    )
