@@ -212,6 +212,13 @@ def correctness_part(results: Results) -> list[str]:
             f"training bit for bit; {parity['status']}; groups in which settings give different bits: "
             f"{', '.join(apart) or 'none'}"
         )
+    for case in results.get("attention", {}).get("cases", []):
+        way = "deterministic" if case["is_deterministic"] else "default"
+        lines.append(
+            f"- attention, {way}, seq {case['seq_len']:,}: {case['kernel']}; differs from itself by "
+            f"{case['largest_difference_when_repeated']:.1e} and from resident training by "
+            f"{case['largest_difference_to_resident']:.1e} of the largest gradient"
+        )
     for step in ("device_adamw", "compiled"):
         if cases := results.get(step, {}).get("cases"):
             equal = sum(bool(case.get("is_bitwise", case.get("is_ok"))) for case in cases)

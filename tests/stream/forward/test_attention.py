@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from benchmarks.gpu.attention import SEQ_LENS, compare_attention
 from megatrain.hardware.accelerators import vendor_of
-from megatrain.stream.forward.attention import attention_of, attention_order, choose_attention
+from megatrain.stream.forward.attention import (
+    attention_of,
+    attention_order,
+    choose_attention,
+    chosen_kernels,
+)
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
@@ -72,3 +78,67 @@ def test_attention_runs_in_the_chosen_order_on_cuda() -> None:
     with attention_order(attention_of(device)):
         actual = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("device", "seq_len"),
+    [
+        ("cpu", 40),
+        *(
+            pytest.param(
+                "cuda",
+                seq_len,
+                marks=[
+                    pytest.mark.gpu,
+                    pytest.mark.skipif(
+                        not torch.cuda.is_available(), reason="needs CUDA: cuDNN and flash attention in bf16"
+                    ),
+                ],
+            )
+            for seq_len in SEQ_LENS
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_the_default_attention_in_bf16_equals_the_resident_model_s(
+    device: str, seq_len: int, is_deterministic: bool
+) -> None:
+    """On a CPU bit for bit, and twice the same; on CUDA within a tolerance, and a deterministic one twice."""
+    heads = 2 if device == "cpu" else 4
+    row = compare_attention(
+        torch.device(device), seq_len=seq_len, num_heads=heads, is_deterministic=is_deterministic
+    )
+    assert row["is_ok"], row
+    assert row["kernel"] in ("FLASH_ATTENTION", "CUDNN_ATTENTION")[: 1 if is_deterministic else 2]
+    assert row["is_repeated"] or not is_deterministic
+    if device == "cpu":
+        assert (row["is_repeated"], row["is_bitwise"]) == (True, True), row
+
+
+def test_results_that_repeat_take_no_cudnn() -> None:
+    """torch leaves it out itself then; the other kernels have forms that repeat."""
+    order = attention_of(torch.device("cuda"), repeats=True)
+    assert order == (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    assert attention_of(torch.device("cpu"), repeats=True) is None
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with attention_order(order):
+        assert SDPBackend(torch._C._get_sdp_priority_order()[0]) == SDPBackend.FLASH_ATTENTION
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_kernels_are_chosen_for_as_long_as_a_model_is_attached(
+    repeats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[bool] = []
+    monkeypatch.setattr(
+        "megatrain.stream.forward.attention.attention_of",
+        lambda device, *, repeats: chosen.append(repeats) or choose_attention((9, 0)),
+    )
+    model = torch.nn.Linear(1, 1)
+    with chosen_kernels(model, torch.device("cpu"), repeats=repeats):  # type: ignore[arg-type]
+        assert chosen == [repeats]
+        assert SDPBackend(torch._C._get_sdp_priority_order()[0]) == SDPBackend.CUDNN_ATTENTION
+        assert torch.are_deterministic_algorithms_enabled() == repeats
+    assert not torch.are_deterministic_algorithms_enabled()
