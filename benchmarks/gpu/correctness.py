@@ -233,7 +233,9 @@ def device_adamw(record: Record, is_dry: bool) -> None:
     failures = []
     for is_split, gradient_dtype in itertools.product((True, False), (torch.bfloat16, torch.float32)):
         host = planes(numel, is_split=is_split, gradient_dtype=gradient_dtype)
-        there = {name: None if flat is None else flat.to(device, copy=True) for name, flat in host.items()}
+        there: dict[str, Any] = {
+            name: None if flat is None else flat.to(device, copy=True) for name, flat in host.items()
+        }
         for step in range(1, 7):
             gradient = numbers(numel, 10 + step).to(gradient_dtype)
             hyper = AdamWStep(

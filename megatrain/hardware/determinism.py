@@ -50,20 +50,20 @@ def deterministic(device: torch.device) -> Iterator[None]:
         ConfigError: As `set_environment`.
     """
     import torch
-    from torch.utils import deterministic as memory
 
     set_environment(device)
     held = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     # Every torch.empty would be written to, host arenas that are larger than RAM among them, to no use here:
     # what is read before it is written would be a bug, which the checked lanes look for.
-    held_fill, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False
+    held_fill = torch._C._get_deterministic_fill_uninitialized_memory()
+    torch._C._set_deterministic_fill_uninitialized_memory(False)
     torch.use_deterministic_algorithms(True)
     try:
         with nullcontext() if device.type == "cpu" else vendor_of(device).repeats():
             yield
     finally:
         torch.use_deterministic_algorithms(held[0], warn_only=held[1])
-        memory.fill_uninitialized_memory = held_fill
+        torch._C._set_deterministic_fill_uninitialized_memory(held_fill)
 
 
 def why_not_deterministic(error: BaseException, device: torch.device) -> str | None:

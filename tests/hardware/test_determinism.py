@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-from torch.utils import deterministic as memory
 
 from megatrain.errors import ConfigError
 from megatrain.hardware.determinism import deterministic, set_environment, why_not_deterministic
@@ -18,7 +17,7 @@ def state() -> tuple[bool, bool, bool, bool]:
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        memory.fill_uninitialized_memory,
+        torch._C._get_deterministic_fill_uninitialized_memory(),
         torch.backends.cudnn.benchmark,
     )
 

@@ -46,22 +46,27 @@ _CUDNN_FIRST = (
 _REPEATABLE = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
-def choose_attention(capability: tuple[int, int] | None) -> tuple[SDPBackend, ...] | None:
+def choose_attention(
+    capability: tuple[int, int] | None, *, repeats: bool = False
+) -> tuple[SDPBackend, ...] | None:
     """Choose the order in which torch tries attention kernels; None: torch's own order.
 
     Args:
         capability: Compute capability of a device of NVIDIA's, such as (9, 0); None of others.
+        repeats: Leave out a kernel that may give other bits in each run.
     """
+    if capability is not None and repeats:
+        return _REPEATABLE
     if capability is None or capability[0] not in _PREFERS_CUDNN:
         return None
     return _CUDNN_FIRST
 
 
 def attention_of(device: torch.device, *, repeats: bool = False) -> tuple[SDPBackend, ...] | None:
-    """Choose the order for a device of this machine; `repeats`: of kernels with the same bits each time."""
+    """Choose the order for a device of this machine, as `choose_attention`."""
     if device.type == "cpu":
         return None
-    return _REPEATABLE if repeats else choose_attention(vendor_of(device).capability(device))
+    return choose_attention(vendor_of(device).capability(device), repeats=repeats)
 
 
 @contextmanager

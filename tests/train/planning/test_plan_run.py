@@ -11,20 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, ViTConfig
+from transformers import LlamaConfig, MistralConfig, ViTConfig
 
 from megatrain.cli import main
 from megatrain.config import build_config, config_keys
+from megatrain.errors import ConfigError
 from megatrain.hardware import load_machine, save_machine
+from megatrain.model import masks
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.economics import economics
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_DEVICE, USABLE_HOST
+from megatrain.train.loop import train
 from megatrain.train.planning import plan_report, progress
 from megatrain.train.planning import plan_run as planning
 from megatrain.train.planning.plan_report import parse_tokens, plan_text
 from megatrain.train.planning.plan_run import plan_run
 from tests.plan.anatomies import Shape, llama_like
+from tests.train.project import make_config
 
 
 @pytest.fixture(autouse=True)
@@ -459,3 +463,48 @@ def test_settings_name_the_drives_on_which_only_gradients_wait(models: Path) -> 
         text = plan_text(changed, economics(changed.plan, spec, found.request.anatomy, tokens=1), [])
         named.append([words in text for words in ("memory.tiers='{nvme: [DIR", "memory.commit_every=null")])
     assert named == [[False, False], [True, True]]
+
+
+def test_rows_that_need_a_long_mask_are_refused_by_plan_and_by_train(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MistralConfig(
+        **small,
+        num_key_value_heads=2,
+        vocab_size=128,
+        sliding_window=4096,
+        architectures=["MistralForCausalLM"],
+    )
+    config.save_pretrained(tmp_path / "mistral")
+    asked = ("--model", str(tmp_path / "mistral"), "--machine", "rtx-4090", "--seq-len")
+    assert plan(capsys, *asked, "16384")[0] == 0
+    code, out, err = plan(capsys, *asked, "16385")
+    assert (code, out) == (2, "")
+    assert "16,385 x 16,385 tokens (its window of 4,096 tokens needs one)" in err
+    assert err.strip().count("\n") == 0
+    monkeypatch.setattr(masks, "MOST_TOKENS", 31)
+    with pytest.raises(ConfigError, match=r"32 x 32 tokens \(eager attention always has one\)"):
+        train(make_config(tmp_path, model={"attn_implementation": "eager"}))
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_what_a_deterministic_run_costs_is_in_its_time_or_said_to_be_unknown(
+    capsys: pytest.CaptureFixture[str], models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "make_plan", partial(make_plan, budget=1_000))
+    asked = ("--model", str(models / "small"), "--seq-len", "16384", "--machine")
+    plain = plan_json(capsys, *asked, "h100")
+    repeated = plan_json(capsys, *asked, "h100", "train.deterministic=true")
+    assert not any("deterministic" in note for note in plain["notes"])
+    # 16 heads: 9 blocks each, in two waves of 132
+    assert f"attention's forward at 62% and its backward at {0.62 * 144 / 264:.0%} of their rates" in str(
+        repeated["notes"]
+    )
+    assert "9 copies of a gradient, 1.12 GiB on the device" in str(repeated["notes"])
+    assert repeated["step_s"] > 1.2 * plain["step_s"]
+    unknown, known = (
+        plan_json(capsys, *asked, "mi300x", f"train.deterministic={value}") for value in ("true", "false")
+    )
+    assert "on mi300x in bf16 is not known, and not in these times" in str(unknown["notes"])
+    assert unknown["step_s"] == known["step_s"]
