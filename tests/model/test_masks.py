@@ -76,9 +76,8 @@ def test_a_model_that_makes_no_mask_may_have_rows_of_any_length(make: Callable[[
 
 
 def test_a_sliding_window_may_have_a_mask_of_16k_tokens_and_not_of_one_more() -> None:
-    at_limit, none = count(mistral(), MOST_TOKENS), count(llama(), MOST_TOKENS)
-    made = at_limit.pass_bytes - none.pass_bytes
-    assert MOST_TOKENS**2 <= made < MOST_TOKENS**2 + 64, "a byte for each pair, and a few numbers"
+    made = count(mistral(), MOST_TOKENS).pass_bytes - MOST_TOKENS**2
+    assert 0 < made < 100 * MOST_TOKENS, "a byte for each pair, and rotary tables"
     message = refusal(lambda: count(mistral(), LONG))
     assert message == (
         "the mistral model, with model.attn_implementation=sdpa, would make an attention mask or scores of "

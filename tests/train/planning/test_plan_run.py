@@ -477,9 +477,8 @@ def test_rows_that_need_a_long_mask_are_refused_by_plan_and_by_train(
         architectures=["MistralForCausalLM"],
     )
     config.save_pretrained(tmp_path / "mistral")
-    asked = ("--model", str(tmp_path / "mistral"), "--machine", "rtx-4090", "--seq-len")
-    assert plan(capsys, *asked, "16384")[0] == 0
-    code, out, err = plan(capsys, *asked, "16385")
+    asked = ("--model", str(tmp_path / "mistral"), "--machine", "rtx-4090", "--seq-len", "16385")
+    code, out, err = plan(capsys, *asked)
     assert (code, out) == (2, "")
     assert "16,385 x 16,385 tokens (its window of 4,096 tokens needs one)" in err
     assert err.strip().count("\n") == 0
