@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatrain.checkpoint.load import verify
 from megatrain.errors import CheckpointError, DivergedError, OutputError
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from megatrain.train import loop
 from megatrain.train.export import export_run
 from megatrain.train.loop import train
+from megatrain.train.metrics import StepMetrics
+from megatrain.train.run import Run, changed_settings
 from megatrain.train.sample import sample
 from tests.train.project import make_config
 
@@ -306,24 +310,34 @@ def test_export_and_sample(whole: Path, tmp_path: Path) -> None:
 
 
 def test_deterministic_run_resumes_bit_for_bit_and_its_checkpoint_knows(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optim = {"warmup_steps": 0, "schedule": "constant"}
+    step, seen = loop.train_step, []
 
-    def run(out: str, steps: int, deterministic: bool, part: str = "auto") -> None:
-        settings = {"steps": steps, "deterministic": deterministic}
-        train(make_config(tmp_path, out, train=settings, optim=optim), resume=part)
+    def watched(run: Run) -> StepMetrics:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return step(run)
 
-    run("first", 2, True)
-    part = str(tmp_path / "first/checkpoints/step-00000002")
-    run("whole", 3, True)
+    monkeypatch.setattr(loop, "train_step", watched)
+
+    def run(out: str, part: str = "auto") -> None:
+        settings = {"steps": 3, "deterministic": True}
+        every = {"every": 2, "keep_last": None}
+        train(make_config(tmp_path, out, train=settings, optim=optim, checkpoint=every), resume=part)
+
+    run("whole")
     with caplog.at_level(logging.WARNING, logger="megatrain"):
-        run("rest", 3, True, part)
-        assert "train.deterministic" not in caplog.text
-        run("other", 3, False, part)
-    assert "train.deterministic True -> False" in caplog.text
+        run("rest", str(tmp_path / "whole/checkpoints/step-00000002"))
+    assert "changed settings" not in caplog.text
+    assert seen == [True] * 4
     left, right = state_of(tmp_path / "rest"), state_of(tmp_path / "whole")
     for name, tensor in right.items():
         assert torch.equal(left[name], tensor), name
+    plain = make_config(tmp_path, "rest", train={"steps": 3}, optim=optim)
+    saved = deepcopy(dict(verify(tmp_path / "rest/checkpoints/step-00000003").meta["config"]))
+    assert changed_settings(saved, plain) == ["train.deterministic True -> False"]
+    del saved["train"]["deterministic"]
+    assert changed_settings(saved, plain) == [], "an older checkpoint lacks it, and had none of it"
     assert "deterministic: true" in (tmp_path / "rest/config.yaml").read_text()
     assert not torch.are_deterministic_algorithms_enabled()
