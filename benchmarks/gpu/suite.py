@@ -40,7 +40,7 @@ STEPS: dict[str, Step] = {
     "environment": Step("correctness", 45, 15, "benchmarks.gpu.rates:environment"),
     "device_adamw": Step("correctness", 45, 15, "benchmarks.gpu.correctness:device_adamw"),
     "parity": Step("correctness", 150, 90, "benchmarks.gpu.correctness:parity"),
-    "attention": Step("correctness", 60, 25, "benchmarks.gpu.attention:attention"),
+    "attention": Step("correctness", 90, 25, "benchmarks.gpu.attention:attention"),
     "races": Step("correctness", 110, 70, "benchmarks.gpu.races:races"),
     "syncs": Step("correctness", 45, 20, "benchmarks.gpu.races:syncs"),
     "compiled": Step("correctness", 120, 70, "benchmarks.gpu.correctness:compiled"),

@@ -11,8 +11,10 @@ and softmax are watched beside that (`Meter`), for masks and scores that come fr
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -92,8 +94,18 @@ def without_mask(model: PreTrainedModel) -> tuple[str, ...]:
 
 # -- masks that transformers makes -----------------------------------------------------------------------
 
-_guards: list[tuple[PreTrainedModel, frozenset[int]]] = []
-"""Models whose long masks are refused, each with the ids of its configurations; one entry a request."""
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Guard:
+    """A model whose long masks are refused. It is not held: who drops an attached model gets memory back."""
+
+    model: weakref.ref[PreTrainedModel]
+    configs: frozenset[int]
+    """The ids of its configurations."""
+
+
+_guards: list[_Guard] = []
+"""One for each request."""
 
 
 @contextmanager
@@ -103,7 +115,7 @@ def long_masks_refused(model: PreTrainedModel) -> Iterator[None]:
     Inside, a forward of the model that would make one raises a ConfigError, in one sentence.
     """
     configs = {id(config) for module in model.modules() if (config := getattr(module, "config", None))}
-    guard = model, frozenset(configs)
+    guard = _Guard(weakref.ref(model), frozenset(configs))
     makers: dict[str, Any] = AttentionMaskInterface._global_mapping
     _guards.append(guard)
     for name, make in makers.items():
@@ -133,7 +145,8 @@ def _refusing(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _guarded(config: PretrainedConfig | None) -> PreTrainedModel | None:
-    return next((model for model, configs in _guards if id(config) in configs), None)
+    found = (guard.model() for guard in _guards if id(config) in guard.configs)
+    return next((model for model in found if model is not None), None)
 
 
 def _refuse(model: PreTrainedModel, given: Mapping[str, Any], *_: Any) -> NoReturn:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -159,11 +161,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture
 def clean() -> Iterator[None]:
-    """Whatever happens, transformers has its own functions again."""
-    before = dict(AttentionMaskInterface._global_mapping)
+    """When a test ends, transformers has its own functions again, but for engines of other tests."""
+    gc.collect()
+    before = len(masks._guards)
     yield
-    assert AttentionMaskInterface._global_mapping == before
-    assert AttentionMaskInterface._global_mapping["sdpa"] is masking_utils.sdpa_mask
+    assert len(masks._guards) == before
+    assert (AttentionMaskInterface._global_mapping["sdpa"] is masking_utils.sdpa_mask) == (not before)
 
 
 def small(**changes: Any) -> PretrainedConfig:
@@ -221,6 +224,17 @@ def test_other_models_of_the_process_are_left_alone_and_engines_may_end_in_any_o
     refusal(lambda: second(**batch))
     two.detach()
     assert second(**batch).loss.isfinite()
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_model_that_is_dropped_while_it_is_attached_is_let_go() -> None:
+    model = make_model(small())
+    engine = attach_plainly(model)
+    engine.forward_backward(make_batches(1))
+    gone = weakref.ref(model)
+    del model, engine
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.usefixtures("clean")
