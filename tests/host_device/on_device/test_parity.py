@@ -48,6 +48,11 @@ def test_a_sample_of_settings_equals_resident(family: str, row: dict[str, Any]) 
     check_parity(family, **settings_of(row))
 
 
+def test_a_deterministic_run_equals_resident() -> None:
+    dawdle(4)
+    check_parity("mixtral", device=TYPE, deterministic=True, activations="recompute", num_micro_batches=2)
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize(
     ("family", "row"),
