@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # compiled once, not by each process that a test starts
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test check lint parity clean
+.PHONY: setup demo test check lint parity triton clean
 
 setup: $(STAMP)
 
@@ -32,8 +32,12 @@ lint: setup
 
 check: lint test
 
+# 0.7 GB, which `make setup` leaves out: without it the tests of kernels are skipped.
+triton: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt triton
+
 # The full products behind the pairwise tests of `make test`; two to three hours on 2 cores.
-parity: setup
+parity: triton
 	$(BIN)/python -m tests.host_device.build
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m parity
 

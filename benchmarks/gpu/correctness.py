@@ -226,12 +226,18 @@ def device_adamw(record: Record, is_dry: bool) -> None:
 
     from megatrain.optim.adamw import AdamWStep, update_many
     from megatrain.optim.device import update_on_device
+    from megatrain.optim.fused import update_fused, why_not_fused
     from megatrain.optim.pool import default_pool
 
     device = device_of(is_dry)
     numel = 1 << 12 if is_dry else 1 << 22
     failures = []
-    for is_split, gradient_dtype in itertools.product((True, False), (torch.bfloat16, torch.float32)):
+    reason = "a CPU has none" if device.type == "cpu" else why_not_fused(device.type)
+    record.add(kernel=reason or "used")
+    updaters = ["operations"] if reason else ["operations", "kernel"]
+    for updater, is_split, gradient_dtype in itertools.product(
+        updaters, (True, False), (torch.bfloat16, torch.float32)
+    ):
         host = planes(numel, is_split=is_split, gradient_dtype=gradient_dtype)
         there: dict[str, Any] = {
             name: None if flat is None else flat.to(device, copy=True) for name, flat in host.items()
@@ -243,13 +249,18 @@ def device_adamw(record: Record, is_dry: bool) -> None:
             )
             update_many(default_pool(), [(hyper, as_planes(host, gradient))])
             chunk_numel = (numel // 3) if step % 2 else numel
-            update_on_device([(hyper, as_planes(there, gradient.to(device)))], chunk_numel)
+            ranges = [(hyper, as_planes(there, gradient.to(device)))]
+            if updater == "kernel":
+                update_fused(ranges)
+            else:
+                update_on_device(ranges, chunk_numel)
         wrong = {
             name: int((bits(there[name].cpu()) != bits(flat)).sum())
             for name, flat in host.items()
             if flat is not None
         }
         row = {
+            "updater": updater,
             "master": "split" if is_split else "fp32",
             "gradient": str(gradient_dtype).removeprefix("torch."),
             "numel": numel,

@@ -27,7 +27,7 @@ from megatrain.doctor.checks import (
 )
 from megatrain.doctor.disk import block_device
 from megatrain.doctor.machine_spec import compute_device, machine_of, open_own_sensor
-from megatrain.doctor.software import check_device, check_sensor, check_versions, versions
+from megatrain.doctor.software import check_device, check_sensor, check_updates, check_versions, versions
 from megatrain.hardware.care import pci_address
 from megatrain.hardware.machines import machine_json
 from megatrain.hardware.memory import GIB
@@ -99,7 +99,7 @@ def examine(
     node, sensor = None, None
     if on_gpu:
         sensor = open_own_sensor()
-        checks += check_sensor(sensor)
+        checks += [check_updates(device), *check_sensor(sensor)]
         node = _device_node(torch.cuda.get_device_properties(device))
     checks += [
         check_memory(),

@@ -20,6 +20,7 @@ from megatrain.hardware.present import (
     with_present_capacities,
 )
 from megatrain.hardware.spec import HardwareSpec
+from megatrain.optim.fused import fuses_updates
 from megatrain.optim.threads import worker_threads
 
 _log = logging.getLogger(__name__)
@@ -92,4 +93,9 @@ def present_device(sensor: Sensor | None = None) -> Device:
         free, _ = torch.cuda.mem_get_info(device)
     except RuntimeError as error:
         raise ConfigError(f"the device {device} does not answer ({error}); see megatrain doctor") from error
-    return Device(name=device_name(), nbytes=free, watts=None if sensor is None else sensor.power_limit_w())
+    return Device(
+        name=device_name(),
+        nbytes=free,
+        watts=None if sensor is None else sensor.power_limit_w(),
+        fuses_updates=fuses_updates(device),
+    )

@@ -12,6 +12,10 @@ import torch
 from megatrain.doctor.checks import ROOT, Check, Level
 from megatrain.hardware.care import Sensor
 from megatrain.hardware.memory import GIB
+from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.moments import MomentFormat
+from megatrain.optim.device import MOVED_BYTES
+from megatrain.optim.fused import why_not_fused
 
 _SHOWN = ("megatrain", "torch", "transformers", "numba")
 
@@ -99,6 +103,22 @@ def _check_gpu(device: torch.device) -> Check:
             fix="nvidia-smi names the processes; stop them, or set CUDA_VISIBLE_DEVICES to a free device",
         )
     return Check(name="device", level=Level.OK, text=text)
+
+
+def check_updates(device: torch.device) -> Check:
+    """Say what updates the blocks whose state is on the device, and how much of its memory that moves."""
+    name, reason = "updates on the device", why_not_fused(device.type)
+    fused_bytes = BlockBytes(num_split=1, num_state=1).fused_update_bytes(MomentFormat.FP32)
+    if reason is None:
+        text = f"one Triton kernel, {fused_bytes} bytes per parameter; its bits were compared with torch's"
+        return Check(name=name, level=Level.OK, text=text)
+    return Check(
+        name=name,
+        level=Level.WARN,
+        text=f"torch's operations, {MOVED_BYTES} bytes per parameter where Triton's kernel moves "
+        f"{fused_bytes}: {reason}",
+        fix="pip install 'megatrain[triton]' where it is not installed; else nothing is to be done",
+    )
 
 
 def check_sensor(sensor: Sensor | None) -> list[Check]:

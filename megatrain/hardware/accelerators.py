@@ -41,6 +41,8 @@ class Vendor:
     the same in every run; the first is set where there is none."""
     repeats: Callable[[], AbstractContextManager[object]] = nullcontext
     """Holds what torch's own switch for deterministic algorithms leaves open."""
+    triton: Callable[[], Mapping[str, bool] | None] = lambda: None
+    """What Triton's compiler is told so that kernels compute as IEEE says; None: none of ours run there."""
 
 
 def _cuda_lock(address: int, nbytes: int) -> bool:
@@ -78,6 +80,16 @@ def _cuda_repeats() -> Iterator[None]:
         torch.backends.cudnn.benchmark = held
 
 
+def _cuda_triton() -> Mapping[str, bool] | None:
+    import torch
+
+    if torch.version.hip is not None:
+        return (
+            None  # its compiler has options of its own, and nobody has looked at what it makes of the kernel
+        )
+    return {"enable_fp_fusion": False}
+
+
 VENDORS: dict[str, Vendor] = {
     "cuda": Vendor(
         title="CUDA",
@@ -91,6 +103,7 @@ VENDORS: dict[str, Vendor] = {
             "FLASH_ATTENTION_DETERMINISTIC": ("1",),
         },
         repeats=_cuda_repeats,
+        triton=_cuda_triton,
     ),
     "xpu": Vendor(title="XPU"),
 }
@@ -141,6 +154,11 @@ def _listed() -> str:
 def vendor_of(device: torch.device) -> Vendor:
     """Return the row of an accelerator."""
     return VENDORS[device.type]
+
+
+def triton_options(kind: str) -> Mapping[str, bool] | None:
+    """Return the options with which Triton's kernels run on a kind of device; None: they do not."""
+    return VENDORS[kind].triton() if kind in VENDORS else None
 
 
 def device_module(kind: str) -> Any:

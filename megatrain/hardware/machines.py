@@ -316,6 +316,7 @@ _FIELDS: dict[str, _Reader] = {
     "price_per_hour_usd": _or_null(_at_least_0),
     "launch_s": _at_least_0,
     "launches_per_s": _or_null(_positive),
+    "fuses_updates": _bool,
     "sources": _sources,
 }
 """How each field of `HardwareSpec` is read."""

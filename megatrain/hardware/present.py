@@ -45,6 +45,8 @@ class Device:
     """Free device memory; None: host memory is device memory."""
     watts: float | None = None
     """Power limit."""
+    fuses_updates: bool = False
+    """AdamW of resident blocks is one kernel there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +211,9 @@ def with_present_capacities(
 ) -> HardwareSpec:
     """Return the machine with the memory and the drive space that there is now."""
     available = host_memory(root).available_bytes
-    spec = replace(spec.with_ram(max(1, available)), device_bytes=device.nbytes)
+    spec = replace(
+        spec.with_ram(max(1, available)), device_bytes=device.nbytes, fuses_updates=device.fuses_updates
+    )
     if spec.drives is None or path is None:
         return replace(spec, drives=None)
     return replace(spec, drives=replace(spec.drives, nbytes=max(1, free_bytes(path))))
@@ -284,6 +288,7 @@ def _sources(measured: Measurements) -> dict[str, str]:
         "price_per_hour_usd": "not known",
         "peak_flops_per_s": "not known: the rates of products stand for it",
         "launch_s": "not measured" if measured.launch_s is None else f"{how}, layers not compiled",
+        "fuses_updates": "tried",
         "launches_per_s": "not measured"
         if measured.launches_per_s is None
         else f"{how}, layers not compiled",

@@ -85,6 +85,8 @@ class HardwareSpec:
     launches_per_s: float | None = None
     """Operations that a thread launches on an accelerator, Python, autograd and hooks included. A layer takes
     no less time than its launches; None: that is not known."""
+    fuses_updates: bool = True
+    """AdamW of resident blocks is one kernel on the accelerator; False: torch's operations, with scratch."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each field is from."""
 
@@ -106,6 +108,11 @@ class HardwareSpec:
     def launches_inline(self) -> bool:
         """Whether the thread that launches copies computes too, as on emulated accelerators."""
         return self.device == "emulated"
+
+    @property
+    def updates_with_scratch(self) -> bool:
+        """Whether resident blocks update by torch's operations, which take scratch memory."""
+        return self.is_cpu or (self.has_accelerator and not self.fuses_updates)
 
     @property
     def host_bytes(self) -> int:

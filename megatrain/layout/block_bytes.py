@@ -61,3 +61,7 @@ class BlockBytes:
         """Return the bytes of memory that AdamW reads and writes: masters, moments, and the gradient once."""
         masters = 4 * self.num_state  # as working weights and remainders, or in fp32
         return 2 * (masters + self.moment_bytes(moments)) + self.gradient_bytes
+
+    def fused_update_bytes(self, moments: MomentFormat) -> int:
+        """Return the bytes of device memory that one kernel of AdamW there does: it reads sums in fp32."""
+        return self.update_bytes(moments) - self.gradient_bytes + self.accumulator_bytes

@@ -19,6 +19,7 @@ from megatrain.hardware import (
     measure_matmul_peak,
 )
 from megatrain.hardware.accelerators import device_name, free_bytes
+from megatrain.optim.fused import fuses_updates
 from megatrain.optim.threads import update_threads, worker_threads
 from megatrain.stream.lanes import CheckedLanes, EmulatedLanes, EmulatedMachine, Lanes
 from megatrain.stream.lanes.devices import check_device, compute_device, make_lanes
@@ -105,6 +106,7 @@ def common_gpu(device: torch.device, precision: str) -> HardwareSpec:
         name="this computer",
         device=name,
         device_bytes=free_bytes(device),
+        fuses_updates=fuses_updates(device),
         matmul_flops_per_s={**spec.matmul_flops_per_s, precision: flops},
         h2d_bytes_per_s=link,
         d2h_bytes_per_s=link,

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatrain.doctor import software
 from megatrain.doctor.checks import Level
 from megatrain.doctor.machine_spec import device_name, open_own_sensor, present_device
-from megatrain.doctor.software import check_device
+from megatrain.doctor.software import check_device, check_updates
 from megatrain.errors import ConfigError
 from tests.hardware.nvml import PROPERTIES, FakeNvml
 
@@ -44,6 +45,20 @@ def test_gpu_is_described_with_its_power_limit(gpu: dict[str, int], tmp_path: Pa
     assert (device.name, device.nbytes, device.watts) == ("NVIDIA H100", 78 * GIB, 350.0)
     assert device_name() == "NVIDIA H100"
     assert present_device().watts is None
+
+
+def test_what_updates_blocks_on_the_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "why_not_fused", lambda kind: None)
+    check = check_updates(torch.device("cuda", 0))
+    assert (check.level, check.fix) == (Level.OK, "")
+    assert "one Triton kernel, 28 bytes per parameter" in check.text
+    monkeypatch.setattr(software, "why_not_fused", lambda kind: "Triton is not installed")
+    check = check_updates(torch.device("cuda", 0))
+    assert check.level is Level.WARN
+    assert check.text == (
+        "torch's operations, 650 bytes per parameter where Triton's kernel moves 28: Triton is not installed"
+    )
+    assert "megatrain[triton]" in check.fix
 
 
 def test_gpu_that_others_use_is_warned_of(gpu: dict[str, int], tmp_path: Path) -> None:

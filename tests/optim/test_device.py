@@ -94,6 +94,10 @@ def bits(flat: Tensor) -> Tensor:
 def assert_equal(actual: Planes, expected: Planes) -> None:
     for name in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(bits(getattr(actual, name)), bits(getattr(expected, name))), name
+    assert_same_masters(actual, expected)
+
+
+def assert_same_masters(actual: Planes, expected: Planes) -> None:
     if expected.remainder is None:
         assert torch.equal(bits(actual.working), bits(expected.working))
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 from functools import cached_property
 from operator import attrgetter
 
@@ -16,7 +17,7 @@ from megatrain.plan.memory.layer_runs import LayerRun, layer_runs
 _PASSES_AGAIN = frozenset({"recompute", "drop_boundary"})
 
 
-_NUM_STATE = attrgetter("num_state")
+_SIZES = {field.name: attrgetter(field.name) for field in fields(BlockBytes)}
 
 
 class LayerCosts:
@@ -89,8 +90,8 @@ class LayerCosts:
     def step_s(self) -> float:
         """Return the seconds of what the device does once per step: updates of its own state."""
         blocks = BlockSums.of(self.anatomy, self.choice.fragments).residency(self.choice).resident
-        nbytes = blocks.total(BlockBytes.update_bytes, self.rates.moments)
-        return self.rates.device_update_s(blocks.total(_NUM_STATE), nbytes)
+        sizes = BlockBytes(**{name: blocks.total(read) for name, read in _SIZES.items()})
+        return self.rates.device_update_s(sizes)
 
     def _of(self, number: int) -> tuple[float, float, float]:
         return self._known_of(self._kinds[number], self.choice.activations[number])

@@ -80,7 +80,7 @@ class Pricing:
             case Kind.UPDATE:
                 block = self._blocks[operation.block]
                 if operation.on_device:
-                    return rates.device_update_s(block.sizes.num_state, block.size.update_bytes)
+                    return rates.device_update_s(block.sizes)
                 return rates.update_s(nbytes) / shares.update
             case Kind.HEAD:
                 return (self._costs.head_forward_s + self._costs.outer_s) * operation.num_micro_batches

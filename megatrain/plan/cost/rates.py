@@ -15,7 +15,8 @@ UPDATE_BYTES = 26
 rates count in."""
 
 DEVICE_UPDATE_BYTES = 650
-"""Device memory that an update there reads and writes per parameter, in 55 passes (`optim.device`)."""
+"""Device memory that torch's operations of an update there read and write per parameter, in 55 passes
+(`optim.device`)."""
 
 
 _SCALED = BlockBytes(num_split=SCALE_NUMEL, num_state=SCALE_NUMEL, num_scales=1)
@@ -41,8 +42,8 @@ class Kernels:
     """Norms, rotations, activation functions and sums of a layer are joined: by torch.compile or Liger."""
     fuses_head: bool = False
     """And those of head and loss."""
-    device_update_bytes: int = DEVICE_UPDATE_BYTES
-    """Device memory that an update there touches per parameter."""
+    device_update_bytes: int | None = None
+    """Device memory that an update there touches per parameter; None: ours does."""
     sum_bytes: int = 4
     """Of a gradient that adds up over rounds, per parameter in bf16: ours are in fp32."""
 
@@ -127,19 +128,19 @@ class Rates:
         """Whether resident blocks' updates run among the rest of compute; else the host's kernels do them."""
         return self.spec.has_accelerator
 
-    def device_update_s(self, num_state: int, nbytes: int) -> float:
-        """Return the seconds of AdamW on the device; where a CPU computes, it is the host's.
-
-        Args:
-            num_state: State elements.
-            nbytes: That the host's kernels would read and write of them, as they do on emulated lanes: there
-                they take what the emulated memory would.
-        """
+    def device_update_s(self, sizes: BlockBytes) -> float:
+        """Return the seconds of AdamW on the device for blocks of these sizes; on a CPU, the host's."""
         if self.spec.is_cpu:
-            return self.update_s(nbytes)
-        return self.device_pass_s(
-            self.kernels.device_update_bytes * num_state if self.updates_in_compute else nbytes
-        )
+            return self.update_s(sizes.update_bytes(self.moments))
+        return self.device_pass_s(self._device_update_bytes(sizes))
+
+    def _device_update_bytes(self, sizes: BlockBytes) -> int:
+        if not self.updates_in_compute:  # the host's kernels, which on emulated lanes take as long as this
+            return sizes.update_bytes(self.moments)
+        per_param = self.kernels.device_update_bytes
+        if per_param is None and self.spec.fuses_updates:
+            return sizes.fused_update_bytes(self.moments)
+        return (per_param or DEVICE_UPDATE_BYTES) * sizes.num_state
 
     @property
     def drives(self) -> Drives:

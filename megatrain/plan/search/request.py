@@ -131,7 +131,7 @@ def _on_device(request: Request, choice: Choice) -> list[Pool]:
         request.batch,
         state=request.moments,
         overlaps=not spec.is_cpu,
-        has_scratch=not spec.launches_inline,  # emulated devices update by the host's kernels
+        has_scratch=spec.updates_with_scratch,
     )
 
 
@@ -186,7 +186,7 @@ def _device_bytes(request: Request, choice: Choice) -> int:
     Choices that differ only in when updates run, or in what is on drives, take the same of it.
     """
     spec = request.spec
-    key = (_ON_DEVICE(choice), request.batch, request.state, spec.is_cpu, spec.launches_inline)
+    key = (_ON_DEVICE(choice), request.batch, request.state, spec.is_cpu, spec.updates_with_scratch)
     known = _DEVICE_BYTES.setdefault(request.anatomy, {})
     if key not in known:
         known[key] = sum(pool.nbytes for pool in _on_device(request, choice))

@@ -16,6 +16,7 @@ from megatrain.layout.moments import MOMENT_PLANES
 from megatrain.optim.adamw import AdamWStep, Planes, update_many
 from megatrain.optim.clip import clip_coefficient
 from megatrain.optim.device import update_on_device
+from megatrain.optim.fused import fuses_updates, update_fused
 from megatrain.optim.pool import default_pool
 from megatrain.plan.program.operations import Operation
 from megatrain.store.state import split_gradient
@@ -127,8 +128,12 @@ class BlockUpdate:
             gradient = low.to(torch.bfloat16), full  # they were rounded to it before
             update_many(default_pool(), _view(planes, gradient, layout, self._ranges(scale)))
             return
+        views = _view(planes, (low, full), layout, self._ranges(scale))
         with executor.lanes.computing():
-            update_on_device(_view(planes, (low, full), layout, self._ranges(scale)))
+            if fuses_updates(executor.lanes.device):
+                update_fused(views)
+            else:
+                update_on_device(views)
 
     def _scale(self) -> float | None:
         if self._stats is None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Cost
 from megatrain.plan.cost.rates import Kernels, Rates, compressed_rates
@@ -67,11 +68,17 @@ def test_updates_run_at_the_rate_of_their_moments(moments: str, nbytes: float) -
 
 
 def test_an_update_on_the_device_takes_its_memory_s_time_and_a_cpu_s_the_host_s() -> None:
-    params, nbytes = 10**6, 28 * 10**6
-    rates = Rates(SPEC, "bf16")
-    assert rates.device_update_s(params, nbytes) == pytest.approx(650 * params / SPEC.device_bytes_per_s)
+    params = 10**6 * 256
+    sizes = BlockBytes(num_split=params, num_state=params, num_scales=10**6)
+    a_pass_s = params / SPEC.device_bytes_per_s
+    for moments, nbytes in ((MomentFormat.FP32, 28), (MomentFormat.BF16, 20), (MomentFormat.INT8, 16.0625)):
+        assert Rates(SPEC, "bf16", moments).device_update_s(sizes) == pytest.approx(nbytes * a_pass_s)
+        unfused = Rates(replace(SPEC, fuses_updates=False), "bf16", moments)
+        assert unfused.device_update_s(sizes) == pytest.approx(650 * a_pass_s)
+    rivals = Rates(SPEC, "bf16", kernels=Kernels(device_update_bytes=30))
+    assert rivals.device_update_s(sizes) == pytest.approx(30 * a_pass_s)
     emulated = Rates(replace(SPEC, device="emulated"), "bf16")
-    assert emulated.device_update_s(params, nbytes) == pytest.approx(nbytes / SPEC.device_bytes_per_s)
+    assert emulated.device_update_s(sizes) == pytest.approx(26 * a_pass_s)
     on_cpu = Rates(replace(SPEC, device="cpu"), "bf16")
-    assert on_cpu.device_update_s(params, nbytes) == pytest.approx(on_cpu.update_s(nbytes))
-    assert on_cpu.update_s(nbytes) != pytest.approx(nbytes / SPEC.device_bytes_per_s)
+    assert on_cpu.device_update_s(sizes) == pytest.approx(on_cpu.update_s(26 * params))
+    assert on_cpu.update_s(26 * params) != pytest.approx(26 * a_pass_s)

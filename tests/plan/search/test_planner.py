@@ -19,7 +19,7 @@ from megatrain.plan.program.operations import Kind
 from megatrain.plan.search.choices import least_bytes
 from megatrain.plan.search.neighbours import neighbours
 from megatrain.plan.search.planner import make_plan, plan_of
-from megatrain.plan.search.request import Request, overflow
+from megatrain.plan.search.request import Request, overflow, pools_of
 from megatrain.plan.search.search import search
 from tests.plan.anatomies import Shape, llama_like, machine
 
@@ -89,6 +89,23 @@ def test_given_residents_count_in_what_is_too_large() -> None:
     assert not plan.fits
     assert overflow(tight, plan.choice)
     assert plan.choice.resident_layers == 6
+
+
+@pytest.mark.parametrize(
+    ("device", "fuses", "has_scratch"),
+    [("gpu", True, False), ("gpu", False, True), ("emulated", False, False), ("cpu", False, True)],
+)
+def test_scratch_memory_is_counted_where_torch_s_operations_update(
+    device: str, fuses: bool, has_scratch: bool
+) -> None:
+    """35 bytes for each element that is updated in one go."""
+    anatomy = small()
+    anatomy = replace(anatomy, layers=tuple(replace(layer, largest_run=1 << 22) for layer in anatomy.layers))
+    spec = replace(machine(device=device), fuses_updates=fuses)
+    choice = Choice(resident_layers=len(anatomy.layers)).with_defaults(len(anatomy.layers))
+    pools = pools_of(request(spec=spec, anatomy=anatomy), choice)
+    working = next(pool for pool in pools if pool.name.startswith("working memory"))
+    assert (working.nbytes > 35 * (1 << 22)) == has_scratch
 
 
 def steps(requests: Iterable[Request]) -> list[float]:

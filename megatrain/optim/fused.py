@@ -1,0 +1,135 @@
+"""Launches AdamW as one Triton kernel for blocks whose state is on an accelerator.
+
+It gives the bits of `device.update_on_device`, and reads and writes each byte of the planes once, in place of
+some twenty times. Where it runs is said by the vendor's row (`hardware.accelerators`), by whether Triton is
+installed, and by a trial.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megatrain.hardware.accelerators import triton_options
+from megatrain.layout.moments import SCALE_NUMEL
+from megatrain.optim.adamw import AdamWStep, Planes
+from megatrain.optim.device import update_on_device
+
+_log = logging.getLogger(__name__)
+
+ROWS = 4
+"""Rows of `SCALE_NUMEL` elements that a program takes: with four warps, eight elements per thread."""
+
+
+@torch.no_grad()
+def update_fused(ranges: Iterable[tuple[AdamWStep, Planes]], rows: int = ROWS) -> None:
+    """Update ranges in place, bit for bit as `adamw.update_many` does.
+
+    One launch for each, into the current stream of the current device, which must be that of the planes;
+    without scratch memory.
+
+    Args:
+        ranges: Hyper-parameters and planes of each; ranges must not overlap.
+        rows: Of a program; a power of two, and the result does not depend on it.
+    """
+    from megatrain.optim import fused_kernels
+
+    for hyper, planes in ranges:
+        planes.check()
+        numel = planes.working.numel()
+        if not numel:
+            continue
+        options = triton_options(planes.working.device.type) or {}
+        scale, decay, weight1, beta2, weight2, correction2, _, eps, step_size = map(float, hyper.scalars())
+        first, second, base = hyper.noise
+        fused_kernels.update[(-(-numel // (rows * SCALE_NUMEL)),)](
+            _bits(planes.working),
+            _bits(planes.remainder),
+            _bits(planes.exp_avg),
+            _bits(planes.exp_avg_sq),
+            planes.exp_avg_scale,
+            planes.exp_avg_sq_scale,
+            _bits(planes.gradient),
+            numel,
+            scale,
+            decay,
+            weight1,
+            beta2,
+            weight2,
+            correction2,
+            eps,
+            step_size,
+            _signed(first),
+            _signed(second),
+            base,
+            IS_FROM_MEAN=weight1 > 0,
+            ROWS=rows,
+            **options,
+        )
+
+
+def fuses_updates(device: torch.device) -> bool:
+    """Whether the kernel updates blocks on a device; else torch's operations do.
+
+    The first call for a kind of device tries the kernel there. One that fails, or gives other bits than
+    torch's operations, is not used, and a warning says so once.
+    """
+    return device.type != "cpu" and why_not_fused(device.type) is None
+
+
+@cache
+def why_not_fused(kind: str) -> str | None:
+    """Return why torch's operations update blocks on a kind of device; None: the kernel does."""
+    if triton_options(kind) is None:
+        return f"Triton is not used on {kind}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        is_equal = _try(torch.device(kind, torch.accelerator.current_device_index()))
+    except Exception as error:  # of a compiler, a driver or another version of Triton: anything
+        said = (str(error).strip() or "nothing said").splitlines()[0]
+        reason = f"Triton's kernel fails ({type(error).__name__}: {said})"
+    else:
+        if is_equal:
+            return None
+        reason = "Triton's kernel gives other bits than torch's operations"
+    _log.warning("%s: blocks on the device are updated by torch's operations, which take longer", reason)
+    return reason
+
+
+def _try(device: torch.device) -> bool:
+    """Run the kernel and torch's operations on a few numbers, and compare the bits."""
+    numel = SCALE_NUMEL + 64
+    spread = torch.logspace(-42, 10, numel)  # from denormals on
+    hyper = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, noise=(1, 2, 0))
+    results = []
+    for is_fused in (True, False):
+        planes = Planes(
+            working=spread.flip(0).bfloat16().to(device),
+            remainder=torch.arange(numel, dtype=torch.int16, device=device),
+            exp_avg=spread.roll(7).to(device),
+            exp_avg_sq=spread.roll(11).square_().to(device),
+            gradient=spread.roll(100).neg_().to(device),
+        )
+        if is_fused:
+            update_fused([(hyper, planes)])
+        else:
+            update_on_device([(hyper, planes)])
+        found = planes.working, planes.remainder, planes.exp_avg, planes.exp_avg_sq
+        results.append([plane.cpu().view(torch.uint8) for plane in found if plane is not None])
+    return all(torch.equal(actual, expected) for actual, expected in zip(*results, strict=True))
+
+
+def _bits(plane: Tensor | None) -> Tensor | None:
+    """Return the plane as the kernel reads it: bf16 as int16."""
+    return plane.view(torch.int16) if plane is not None and plane.dtype == torch.bfloat16 else plane
+
+
+def _signed(word: int) -> int:
+    """Return the signed integer of 32 bits that has the bits of a word: of one type whatever its value."""
+    return word - (1 << 32) if word >= 1 << 31 else word

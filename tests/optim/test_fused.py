@@ -1,0 +1,426 @@
+"""AdamW as one Triton kernel, in Triton's interpreter: every bit is the host's, and every byte moves once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.hardware.accelerators import VENDORS, Vendor
+from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.moments import MOMENT_PLANES, SCALE_NUMEL, MomentFormat, num_scales
+from megatrain.optim import fused
+from megatrain.optim.adamw import AdamWStep, Planes, rounding_key, update_many
+from megatrain.optim.device import update_on_device
+from megatrain.optim.fused import update_fused
+from megatrain.optim.pool import WorkerPool
+from megatrain.store.master import split_master
+from tests.optim.interpreter import NEEDED, counted, interpreted, multiply_add
+from tests.optim.test_compressed import same_bits
+from tests.optim.test_device import (
+    HYPER,
+    SPECIAL,
+    adversarial_triples,
+    assert_same_masters,
+    make_gradient,
+    numbers,
+    rounded,
+    to,
+)
+
+ROOT = Path(__file__).parents[2]
+FORMATS = [
+    (moments, split, gradient)
+    for moments in MomentFormat
+    for split in (True, False)
+    for gradient in (torch.float32, torch.bfloat16)
+]
+DTYPES = {
+    MomentFormat.FP32: torch.float32,
+    MomentFormat.BF16: torch.bfloat16,
+    MomentFormat.INT8: torch.uint8,
+}
+
+
+def name_of(value: object) -> str | None:
+    if isinstance(value, tuple):
+        moments, split, gradient = value
+        return f"{moments.value}-{'split' if split else 'whole'}-{str(gradient).removeprefix('torch.')}"
+    return None
+
+
+@pytest.fixture(scope="module")
+def pool() -> WorkerPool:
+    return WorkerPool(2)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    pytest.importorskip("triton", reason=NEEDED)
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        yield torch.device("cuda")
+        return
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton compiles here: the kernel runs on the device")
+    with interpreted():
+        yield torch.device("cpu")
+
+
+def planes_of(numel: int, moments: MomentFormat, *, split: bool, gradient: Tensor) -> Planes:
+    """Planes of numbers of all sizes; codes and their scales are any."""
+    generator = torch.Generator().manual_seed(numel)
+    master = numbers(numel, 1, -44, 3)
+    working, remainder = split_master(master) if split else (master, None)
+    mean, square = numbers(numel, 2, -46, 2), numbers(numel, 3, -46, 2).abs_()
+    scales: dict[str, Tensor] = {}
+    if moments is MomentFormat.INT8:
+        mean, square = torch.randint(256, (2, numel), generator=generator)
+        for number, name in enumerate(("exp_avg_scale", "exp_avg_sq_scale")):
+            scales[name] = numbers(num_scales(numel), 4 + number, -38, 2).abs_()
+    return Planes(
+        working=working,
+        remainder=remainder,
+        exp_avg=mean.to(DTYPES[moments]),
+        exp_avg_sq=square.to(DTYPES[moments]),
+        gradient=gradient,
+        **scales,
+    )
+
+
+def assert_same(actual: Planes, expected: Planes) -> None:
+    assert_same_masters(actual, expected)
+    for name in MOMENT_PLANES:
+        if (plane := getattr(expected, name)) is not None:
+            assert same_bits(getattr(actual, name), plane), name
+
+
+def check_steps(
+    pool: WorkerPool,
+    device: torch.device,
+    form: tuple[MomentFormat, bool, torch.dtype],
+    numel: int,
+    *,
+    base: AdamWStep = HYPER,
+    special: list[float] | None = None,
+    num_steps: int = 3,
+    rows: int = 4,
+) -> Planes:
+    """Update on the host and by the kernel from one state, new gradients each time; compare each time."""
+    moments, split, dtype = form
+    expected = planes_of(numel, moments, split=split, gradient=torch.zeros(numel, dtype=dtype))
+    actual = to(expected, device)
+    for step in range(1, num_steps + 1):
+        noise = (*rounding_key(3, "w", step), (2**32 - 1024) * (step - 1))
+        hyper = dataclasses.replace(base, step=step, lr=base.lr * (1 + step / 7), noise=noise)
+        gradient = make_gradient(numel, step, dtype, special or [])
+        expected = dataclasses.replace(expected, gradient=gradient)
+        actual = dataclasses.replace(actual, gradient=gradient.to(device, copy=True))
+        update_many(pool, [(hyper, expected)])
+        update_fused([(hyper, actual)], rows)
+        assert_same(actual, expected)
+        assert torch.equal(actual.gradient.cpu().view(torch.uint8), gradient.view(torch.uint8))
+    return expected
+
+
+FP32_TAILS = (1, 3, 63, 64, 65, 257, 1024, 20_011)
+COMPRESSED_TAILS = (64, 192, 256, 320, 1024, 20_032)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=name_of)
+def test_equals_the_host(
+    pool: WorkerPool, device: torch.device, form: tuple[MomentFormat, bool, torch.dtype]
+) -> None:
+    """Ranges that end within a row and within a program, with moments and masters of all sizes."""
+    for numel in FP32_TAILS if form[0] is MomentFormat.FP32 else COMPRESSED_TAILS:
+        check_steps(pool, device, form, numel, base=dataclasses.replace(HYPER, grad_scale=0.37), num_steps=2)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("form", FORMATS, ids=name_of)
+def test_a_million_random_and_special_numbers_equal_the_host(
+    pool: WorkerPool, device: torch.device, form: tuple[MomentFormat, bool, torch.dtype]
+) -> None:
+    """Every seventh gradient is zero, denormal or huge, and in a step from the start infinite or NaN."""
+    is_exact = form[0] is MomentFormat.FP32
+    # squares that overflow leave a NaN for a scale, and with it a whole block
+    most = 1e18 if form[0] is MomentFormat.INT8 else 3e38
+    finite = [value for value in SPECIAL if abs(value) <= most]
+    numel, base = 1_000_000 if is_exact else 1_000_064, dataclasses.replace(HYPER, lr=0.3)
+    planes = check_steps(pool, device, form, numel, base=base, special=finite, rows=256, num_steps=2)
+    assert planes.working.isfinite().float().mean() > 0.5
+    assert ((planes.working != 0) & (planes.working.abs() < 2**-126)).any()
+    planes = check_steps(pool, device, form, numel, base=base, special=SPECIAL, rows=256, num_steps=1)
+    assert planes.working.isnan().any()
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[6], FORMATS[9]], ids=name_of)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight_decay": 0.0},
+        {"lr": 0.0},
+        {"lr": 3e-5, "beta2": 0.999, "eps": 1e-6},
+        {"beta2": 0.9999, "weight_decay": 1.0, "grad_scale": 1 / 3},
+        {"eps": 0.0},  # 0 / 0
+        {"beta1": 0.5},  # torch's lerp has two forms, and changes over here
+        {"beta1": 0.3},
+        {"beta1": 0.0},
+        {"beta2": 0.0},
+    ],
+    ids=str,
+)
+def test_other_hyper_parameters_equal_the_host(
+    pool: WorkerPool,
+    device: torch.device,
+    changes: dict[str, float],
+    form: tuple[MomentFormat, bool, torch.dtype],
+) -> None:
+    base = dataclasses.replace(HYPER, **changes)  # type: ignore[arg-type]
+    check_steps(pool, device, form, 5056, base=base, rows=16)
+
+
+def test_equals_torch_s_operations_and_leaves_neighbors_alone(device: torch.device) -> None:
+    """Several ranges of one set of planes: what lies between and behind them is as it was."""
+    numel = 6 * SCALE_NUMEL
+    for moments in MomentFormat:
+        start = planes_of(numel, moments, split=True, gradient=numbers(numel, 5, -9, 0))
+        actual, expected = to(start, device), to(start, device)
+        cuts = [(0, 64), (256, 256), (512, 1024 + 64)]
+        fused_ranges = [(HYPER, actual.slice(first, last)) for first, last in cuts]
+        update_fused(fused_ranges)
+        update_on_device([(HYPER, expected.slice(first, last)) for first, last in cuts])
+        assert_same(actual, to(expected, torch.device("cpu")))
+        assert torch.equal(
+            actual.exp_avg[64:512].cpu().view(torch.uint8), start.exp_avg[64:512].view(torch.uint8)
+        )
+
+
+def test_a_nan_of_any_bits_stays_one(device: torch.device) -> None:
+    """That of NVIDIA, 0x7fffffff, would round to a working weight of -0.0."""
+    planes = planes_of(64, MomentFormat.FP32, split=True, gradient=torch.ones(64))
+    assert planes.remainder is not None
+    planes.working.view(torch.int16).fill_(-0x8000)
+    planes.remainder.fill_(-1)
+    there = to(planes, device)
+    update_fused([(HYPER, there)])
+    assert there.remainder is not None
+    assert there.working.isnan().all()
+    assert (there.working.view(torch.int16) == 0x7FC0).all()
+    assert (there.remainder == 0).all()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=name_of)
+def test_planned_bytes_are_those_loaded_and_stored(form: tuple[MomentFormat, bool, torch.dtype]) -> None:
+    """What the planner prices, for each format; gradients in bf16, which no block there has, are 2 less."""
+    moments, split, dtype = form
+    numel = 5 * SCALE_NUMEL + 64
+    planes = planes_of(numel, moments, split=split, gradient=numbers(numel, 5, -9, 0).to(dtype))
+    with interpreted_on_cpu(), counted() as found:
+        update_fused([(HYPER, planes)])
+    sizes = BlockBytes(num_split=numel if split else 0, num_state=numel, num_scales=num_scales(numel))
+    narrower = 0 if dtype is torch.float32 else 2 * numel
+    assert found.loaded + found.stored == sizes.fused_update_bytes(moments) - narrower
+    written = 4 * numel + sizes.moment_bytes(moments)
+    assert found.stored == written
+
+
+def test_bytes_per_parameter() -> None:
+    per_param = {
+        moments: BlockBytes(num_split=256, num_state=256, num_scales=1).fused_update_bytes(moments) / 256
+        for moments in MomentFormat
+    }
+    assert per_param == {MomentFormat.FP32: 28, MomentFormat.BF16: 20, MomentFormat.INT8: 16.0625}
+
+
+# -- where it runs -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU that counts as an accelerator on which Triton runs, and nothing known of it."""
+    pytest.importorskip("triton", reason=NEEDED)
+    monkeypatch.setitem(VENDORS, "cpu", Vendor(title="test", triton=dict))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    fused.why_not_fused.cache_clear()
+    yield
+    fused.why_not_fused.cache_clear()
+
+
+def test_a_kernel_with_the_right_bits_is_used(tried: None) -> None:
+    with interpreted_on_cpu():
+        assert fused.why_not_fused("cpu") is None
+
+
+def test_a_kernel_with_other_bits_is_not_used(tried: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as those of a multiply-add that rounds twice: the interpreter's own."""
+    with interpreted_on_cpu():
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr("tests.optim.interpreter.multiply_add", lambda a, b, c: a * b + c)
+        reason = fused.why_not_fused("cpu")
+        monkeypatch.undo()
+        assert reason == "Triton's kernel gives other bits than torch's operations"
+        assert fused.why_not_fused("cpu") == reason
+    assert len(caplog.records) == 1
+    assert caplog.records[0].getMessage().startswith(reason + ": blocks on the device are updated by torch's")
+
+
+def test_a_kernel_that_fails_is_not_used(
+    tried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no compiler\nwas found")
+
+    monkeypatch.setattr(fused, "update_fused", fail)
+    assert fused.why_not_fused("cpu") == "Triton's kernel fails (RuntimeError: no compiler)"
+    assert len(caplog.records) == 1
+
+
+def test_where_triton_is_not_used_nothing_is_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fused.why_not_fused.cache_clear()
+    assert fused.why_not_fused("xpu") == "Triton is not used on xpu"
+    assert not fused.fuses_updates(torch.device("cpu"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert fused.why_not_fused("cuda") == "Triton is not installed"
+    fused.why_not_fused.cache_clear()
+    assert not caplog.records
+
+
+# -- the interpreter -----------------------------------------------------------------------------------------
+
+
+def interpreted_on_cpu() -> Any:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton compiles here, and what is compiled cannot be counted")
+    return interpreted()
+
+
+def in_kernel(function: str, *arguments: Tensor) -> Tensor:
+    """Run one of Triton's functions on vectors."""
+    triton = pytest.importorskip("triton", reason=NEEDED)
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def apply(a, b, c, out, FUNCTION: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+        place = tl.arange(0, COUNT)
+        x = tl.load(a + place)
+        if FUNCTION == "fma":
+            tl.store(out + place, tl.fma(x, tl.load(b + place), tl.load(c + place)))
+        elif FUNCTION == "div_rn":
+            tl.store(out + place, tl.div_rn(x, tl.load(b + place)))
+        else:
+            tl.store(out + place, tl.sqrt_rn(x))
+
+    out = torch.empty_like(arguments[0])
+    a, b, c = (*arguments, *[None] * (3 - len(arguments)))
+    with interpreted_on_cpu():
+        apply[(1,)](a, b, c, out, FUNCTION=function, COUNT=out.numel())
+    return out
+
+
+def test_a_multiply_add_is_rounded_once() -> None:
+    """Those of the interpreter as it comes are not, so kernels would be held to something else."""
+    triples = adversarial_triples(1 << 14, 0)
+    a, b, c = torch.tensor(triples, dtype=torch.float64).float().T.contiguous()
+    found = in_kernel("fma", a, b, c)
+    twice = 0
+    for (x, y, z), result, plain in zip(triples, found.tolist(), (a * b + c).tolist(), strict=True):
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        assert result == (rounded(exact) if exact else 0.0), (x.hex(), y.hex(), z.hex())
+        twice += plain != result
+    assert twice > len(triples) / 100, "the triples do not tell one rounding from two"
+    some = torch.tensor(
+        list(itertools.product((0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan), repeat=3))
+    )
+    with np.errstate(all="ignore"):
+        found = torch.from_numpy(multiply_add(*some.T.contiguous().numpy()))
+    assert same_bits(found, (some[:, 0].double() * some[:, 1] + some[:, 2]).float())
+
+
+def test_quotients_and_roots_are_rounded_once() -> None:
+    """Denormals among them."""
+    count = 1 << 14
+    a, b = numbers(count, 1, -44, 30), numbers(count, 2, -30, 3)
+    b[b == 0] = 1.0
+    for x, y, result in zip(a.tolist(), b.tolist(), in_kernel("div_rn", a, b).tolist(), strict=True):
+        exact = Fraction(x) / Fraction(y)
+        assert result == (rounded(exact) if exact else 0.0), (x.hex(), y.hex())
+    found = in_kernel("sqrt_rn", a.abs())
+    assert torch.equal(found, a.abs().double().sqrt().float())  # exact: 53 >= 2 * 24 + 2
+    assert (a.abs() < 2**-126).sum() > 100
+
+
+# -- what is compiled ----------------------------------------------------------------------------------------
+
+COMPILE = """
+import json, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from megatrain.hardware.accelerators import VENDORS, Vendor
+from megatrain.optim.fused_kernels import update
+
+def assembly(moment, working):
+    names = update.arg_names
+    pointers = {"working": working, "gradient": "*fp32", "exp_avg": moment, "exp_avg_sq": moment}
+    if working == "*i16":
+        pointers["remainder"] = "*i16"
+    if moment == "*u8":
+        pointers |= {"exp_avg_scale": "*fp32", "exp_avg_sq_scale": "*fp32"}
+    constants = {name: None for name in names[:7] if name not in pointers}
+    constants |= {"IS_FROM_MEAN": True, "ROWS": 4}
+    types = {"numel": "i32", "first": "i32", "second": "i32", "base": "i32"}
+    signature = {name: pointers.get(name, types.get(name, "fp32")) for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    places = [(names.index(name),) for name in [*pointers, "numel"]]
+    source = ASTSource(
+        update,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={place: [["tt.divisibility", 16]] for place in places},
+    )
+    options = VENDORS["cuda"].triton()
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+cases = [("*fp32", "*i16"), ("*fp32", "*fp32"), ("*i16", "*i16"), ("*u8", "*i16")]
+json.dump([assembly(*case) for case in cases], sys.stdout)
+"""
+
+
+def test_what_is_compiled_for_an_nvidia_gpu_computes_as_ieee_says(tmp_path: Path) -> None:
+    """Without a GPU: the assembly approximates, flushes and contracts nothing, and copies what is planned."""
+    pytest.importorskip("triton", reason=NEEDED)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    planned = [28.0, 28.0, 20.0, 16.0]  # of which those of scales, less than a byte, are copied one by one
+    for text, nbytes in zip(json.loads(ended.stdout), planned, strict=True):
+        floats = re.findall(r"\b(\w+[.\w]*)\.f32\b", text)
+        assert not re.search(r"\.(ftz|approx|full)\b", text)
+        assert {"div.rn", "sqrt.rn", "fma.rn", "mul.rn", "add.rn", "sub.rn"} <= set(floats)
+        assert all(name.endswith(".rn") or re.match("setp|selp|abs", name) for name in floats), set(floats)
+        # of the eight elements of a thread: nothing is contracted beside what the kernel asks for
+        assert floats.count("fma.rn") == 2 * 8
+        assert floats.count("sqrt.rn") == 8
+        widths = re.findall(r"\b(?:ld|st)\.global\.v(\d)\.b32\b", text)
+        assert 4 * sum(map(int, widths)) == nbytes * 8
