@@ -41,7 +41,7 @@ class Vendor:
     the same in every run; the first is set where there is none."""
     repeats: Callable[[], AbstractContextManager[object]] = nullcontext
     """Holds what torch's own switch for deterministic algorithms leaves open."""
-    triton: Callable[[], Mapping[str, bool] | None] = lambda: None
+    triton: Mapping[str, bool] | None = None
     """What Triton's compiler is told so that kernels compute as IEEE says; None: none of ours run there."""
 
 
@@ -80,16 +80,6 @@ def _cuda_repeats() -> Iterator[None]:
         torch.backends.cudnn.benchmark = held
 
 
-def _cuda_triton() -> Mapping[str, bool] | None:
-    import torch
-
-    if torch.version.hip is not None:
-        return (
-            None  # its compiler has options of its own, and nobody has looked at what it makes of the kernel
-        )
-    return {"enable_fp_fusion": False}
-
-
 VENDORS: dict[str, Vendor] = {
     "cuda": Vendor(
         title="CUDA",
@@ -103,7 +93,7 @@ VENDORS: dict[str, Vendor] = {
             "FLASH_ATTENTION_DETERMINISTIC": ("1",),
         },
         repeats=_cuda_repeats,
-        triton=_cuda_triton,
+        triton={"enable_fp_fusion": False},
     ),
     "xpu": Vendor(title="XPU"),
 }
@@ -158,7 +148,7 @@ def vendor_of(device: torch.device) -> Vendor:
 
 def triton_options(kind: str) -> Mapping[str, bool] | None:
     """Return the options with which Triton's kernels run on a kind of device; None: they do not."""
-    return VENDORS[kind].triton() if kind in VENDORS else None
+    return VENDORS[kind].triton if kind in VENDORS else None
 
 
 def device_module(kind: str) -> Any:

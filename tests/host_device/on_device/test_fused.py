@@ -31,7 +31,7 @@ def numels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         found.extend(planes.working.numel() for _, planes in listed)
         fused.update_fused(listed, 64)
 
-    monkeypatch.setitem(VENDORS, TYPE, dataclasses.replace(VENDORS[TYPE], triton=dict))
+    monkeypatch.setitem(VENDORS, TYPE, dataclasses.replace(VENDORS[TYPE], triton={}))
     monkeypatch.setattr(updates, "update_fused", update)
     fused.why_not_fused.cache_clear()
     with interpreted():
