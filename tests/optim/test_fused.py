@@ -318,7 +318,7 @@ def in_kernel(function: str, *arguments: Tensor) -> Tensor:
     triton = pytest.importorskip("triton", reason=NEEDED)
     import triton.language as tl
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def apply(a, b, c, out, FUNCTION: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
         place = tl.arange(0, COUNT)
         x = tl.load(a + place)
@@ -330,9 +330,9 @@ def in_kernel(function: str, *arguments: Tensor) -> Tensor:
             tl.store(out + place, tl.sqrt_rn(x))
 
     out = torch.empty_like(arguments[0])
-    a, b, c = (*arguments, *[None] * (3 - len(arguments)))
+    unused = [None] * (3 - len(arguments))
     with interpreted_on_cpu():
-        apply[(1,)](a, b, c, out, FUNCTION=function, COUNT=out.numel())
+        apply[(1,)](*arguments, *unused, out, FUNCTION=function, COUNT=out.numel())
     return out
 
 
