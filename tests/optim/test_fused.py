@@ -371,41 +371,47 @@ def test_quotients_and_roots_are_rounded_once() -> None:
 # -- what is compiled ----------------------------------------------------------------------------------------
 
 COMPILE = """
-import json, sys
+import dataclasses, json, sys
+import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from megatrain.hardware.accelerators import VENDORS, Vendor
-from megatrain.optim.fused_kernels import update
+from triton.runtime import driver
+from megatrain.hardware.accelerators import VENDORS
+from megatrain.layout.moments import MomentFormat
+from megatrain.optim import fused, fused_kernels
+from tests.optim.test_fused import HYPER, numbers, planes_of
 
-def assembly(moment, working):
-    names = update.arg_names
-    pointers = {"working": working, "gradient": "*fp32", "exp_avg": moment, "exp_avg_sq": moment}
-    if working == "*i16":
-        pointers["remainder"] = "*i16"
-    if moment == "*u8":
-        pointers |= {"exp_avg_scale": "*fp32", "exp_avg_sq_scale": "*fp32"}
-    constants = {name: None for name in names[:7] if name not in pointers}
-    constants |= {"IS_FROM_MEAN": True, "ROWS": 4}
-    types = {"numel": "i32", "first": "i32", "second": "i32", "base": "i32"}
-    signature = {name: pointers.get(name, types.get(name, "fp32")) for name in names}
-    signature |= dict.fromkeys(constants, "constexpr")
-    places = [(names.index(name),) for name in [*pointers, "numel"]]
-    source = ASTSource(
-        update,
-        signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={place: [["tt.divisibility", 16]] for place in places},
-    )
-    options = dict(VENDORS["cuda"].triton)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+    def get_current_device(self):
+        return 0
+    def get_current_stream(self, device):
+        return 0
 
-cases = [("*fp32", "*i16"), ("*fp32", "*fp32"), ("*i16", "*i16"), ("*u8", "*i16")]
-json.dump([assembly(*case) for case in cases], sys.stdout)
+class Launcher:
+    def __init__(self, kernel):
+        self.kernel = kernel
+    def __getitem__(self, grid):
+        return lambda *values, **named: compiled.append(self.kernel.warmup(*values, grid=grid, **named))
+
+compiled = []
+driver.set_active(Driver())
+VENDORS["cpu"] = VENDORS["cuda"]
+fused_kernels.update = Launcher(fused_kernels.update)
+for base, moments, split in (
+    (0, MomentFormat.FP32, True),
+    (0, MomentFormat.FP32, False),
+    (2**32 - 256, MomentFormat.BF16, True),
+    (0, MomentFormat.INT8, True),
+):
+    planes = planes_of(4096, moments, split=split, gradient=numbers(4096, 5, -9, 0))
+    fused.update_fused([(dataclasses.replace(HYPER, noise=(2**31, 7, base)), planes)])
+json.dump([kernel.asm["ptx"] for kernel in compiled], sys.stdout)
 """
 
 
 def test_what_is_compiled_for_an_nvidia_gpu_computes_as_ieee_says(tmp_path: Path) -> None:
-    """Without a GPU: the assembly approximates, flushes and contracts nothing, and copies what is planned."""
+    """All but the launch: it approximates, flushes and contracts nothing, and copies what is planned."""
     pytest.importorskip("triton", reason=NEEDED)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
