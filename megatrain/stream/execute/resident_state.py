@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatrain.layout import pools
 from megatrain.layout.moments import MOMENT_PLANES
+from megatrain.optim.fused import fuses_updates
 from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.state import HostState
 from megatrain.stream.execute.slots import Slots
@@ -41,6 +42,8 @@ class DeviceStates:
         Raises:
             CapacityError: The device does not hold them.
         """
+        if self.blocks:
+            fuses_updates(self._lanes.device)  # tried while nothing runs; a lane would wait for compute
         for block in sorted(self.blocks - self._planes.keys()):
             layout, planes, start = self._host.layouts[block], {}, 0
             self._flat[block] = self._lanes.allocate(pools.resident_state(layout.sizes, self._host.moments))
