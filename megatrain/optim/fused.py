@@ -103,25 +103,27 @@ def why_not_fused(kind: str) -> str | None:
 
 
 def _try(device: torch.device) -> bool:
-    """Run the kernel and torch's operations on a few numbers, and compare the bits."""
+    """Compare the bits of the kernel and of torch's operations, on a few numbers in each format."""
     numel = SCALE_NUMEL + 64
     spread = torch.logspace(-42, 10, numel)  # from denormals on
+    codes, scales = torch.arange(numel).to(torch.uint8), torch.tensor([1e-3, 1e-6])
     hyper = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, noise=(1, 2, 0))
-    results = []
-    for is_fused in (True, False):
-        planes = Planes(
-            working=spread.flip(0).bfloat16().to(device),
-            remainder=torch.arange(numel, dtype=torch.int16, device=device),
-            exp_avg=spread.roll(7).to(device),
-            exp_avg_sq=spread.roll(11).square_().to(device),
-            gradient=spread.roll(100).neg_().to(device),
-        )
-        if is_fused:
-            update_fused([(hyper, planes)])
-        else:
-            update_on_device([(hyper, planes)])
-        found = planes.working, planes.remainder, planes.exp_avg, planes.exp_avg_sq
-        results.append([plane.cpu().view(torch.uint8) for plane in found if plane is not None])
+    results: list[list[Tensor]] = []
+    for update in (update_fused, update_on_device):
+        results.append([])
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+            has_codes = dtype == torch.uint8
+            planes = {
+                "working": spread.flip(0).bfloat16(),
+                "remainder": torch.arange(numel, dtype=torch.int16),
+                "exp_avg": codes if has_codes else spread.roll(7).to(dtype),
+                "exp_avg_sq": codes.flip(0) if has_codes else spread.roll(11).square().to(dtype),
+                "gradient": -spread.roll(100),
+                **({"exp_avg_scale": scales, "exp_avg_sq_scale": scales.flip(0)} if has_codes else {}),
+            }
+            planes = {name: plane.to(device, copy=True) for name, plane in planes.items()}
+            update([(hyper, Planes(**planes))])
+            results[-1] += [plane.cpu().view(torch.uint8) for plane in planes.values()]
     return all(torch.equal(actual, expected) for actual, expected in zip(*results, strict=True))
 
 

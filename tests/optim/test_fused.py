@@ -281,6 +281,24 @@ def test_a_kernel_with_other_bits_is_not_used(tried: None, caplog: pytest.LogCap
     assert caplog.records[0].getMessage().startswith(reason + ": blocks on the device are updated by torch's")
 
 
+@pytest.mark.parametrize("moments", ["bf16", "codes"])
+def test_wrong_roundings_of_compressed_moments_are_noticed(
+    tried: None, monkeypatch: pytest.MonkeyPatch, moments: str
+) -> None:
+    """By the key: another one rounds otherwise."""
+
+    def update(ranges: list[tuple[AdamWStep, Planes]]) -> None:
+        ((hyper, planes),) = ranges
+        is_one = planes.has_codes == (moments == "codes")
+        wrong = dataclasses.replace(hyper, noise=(1, 3, 0))
+        update_fused([(wrong if is_one else hyper, planes)])
+
+    with interpreted_on_cpu():
+        assert fused._try(torch.device("cpu"))
+        monkeypatch.setattr(fused, "update_fused", update)
+        assert not fused._try(torch.device("cpu"))
+
+
 def test_a_kernel_that_fails_is_not_used(
     tried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
