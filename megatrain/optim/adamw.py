@@ -1,4 +1,4 @@
-"""AdamW on flat planes in host memory, and the sum of squares that clipping needs.
+"""AdamW on flat planes in host memory.
 
 One fused pass over a range: 26 bytes per parameter are moved for a split master with bf16 gradients. Results
 equal `torch.optim.AdamW(fused=True)` on fp32 masters bit for bit (the oracle pads each parameter with zeros
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +22,9 @@ import torch
 from torch import Tensor
 
 from megatrain.layout.moments import SCALE_NUMEL
-from megatrain.optim.pool import TASKS_PER_THREAD, WorkerPool
+from megatrain.optim.pool import WorkerPool
+from megatrain.optim.tasks import ALIGN_NUMEL, bits_of, check_flat, check_host, run_pieces
 
-TASK_NUMEL = 1 << 22
-"""Elements per task at most: some milliseconds of work. To begin one takes the interpreter's lock, for which
-a busy Python thread may keep the others waiting."""
-MIN_TASK_NUMEL = 1 << 14
-"""Elements per task at least: below it, handing a task over costs more than it saves."""
-ALIGN_NUMEL = 64
-"""Tasks begin at multiples of this: no two threads write to one cache line of an aligned plane."""
-SUM_CHUNK_NUMEL = 1 << 15
-"""Elements per partial sum of squares. A constant, so that the order of additions never changes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +114,7 @@ class Planes:
             plane = getattr(self, name)
             if plane is not None:
                 assert plane.dtype in dtypes, f"{name} is {plane.dtype}, not one of {dtypes}"
-                _check_flat(name, plane)
+                check_flat(name, plane)
                 assert plane.numel() == self.working.numel(), f"{name} has {plane.numel()} elements"
                 assert plane.device == self.working.device, f"{name} is on {plane.device}"
         if mean != torch.float32:
@@ -130,7 +122,7 @@ class Planes:
         for scale in (self.exp_avg_scale, self.exp_avg_sq_scale):
             assert (scale is not None) == self.has_codes, "scales go with codes"
             if scale is not None:
-                _check_flat("scale", scale)
+                check_flat("scale", scale)
                 assert scale.dtype == torch.float32, f"scale is {scale.dtype}"
                 assert scale.numel() == -(-self.working.numel() // SCALE_NUMEL), f"{scale.numel()} scales"
                 assert scale.device == self.working.device, f"scale is on {scale.device}"
@@ -200,11 +192,11 @@ def update_many(pool: WorkerPool, ranges: Iterable[tuple[AdamWStep, Planes]]) ->
     align = ALIGN_NUMEL
     for hyper, planes in ranges:
         planes.check()
-        _check_host("planes", planes.working)
+        check_host("planes", planes.working)
         pieces.append(_kernel(hyper, planes))
         numels.append(planes.working.numel())
         align = max(align, SCALE_NUMEL if planes.has_codes else 1)
-    _run(pool, pieces, numels, align)
+    run_pieces(pool, pieces, numels, align)
 
 
 def _kernel(hyper: AdamWStep, planes: Planes) -> Callable[[int, int], None]:
@@ -224,69 +216,6 @@ def _kernel(hyper: AdamWStep, planes: Planes) -> Callable[[int, int], None]:
     return functools.partial(kernel, hyper.scalars(), hyper.noise, *masters, *averages, *scales, gradient)
 
 
-def sum_of_squares(pool: WorkerPool, flat: Tensor) -> float:
-    """Return the sum of squares of a flat tensor.
-
-    Args:
-        pool: Threads to use; the result does not depend on their number.
-        flat: (N,) bfloat16 or float32, contiguous, on the CPU.
-
-    Returns:
-        The sum, each square exact and all additions in fp64. inf or nan if an element is.
-    """
-    import numpy as np
-
-    from megatrain.optim import kernels
-
-    assert flat.dtype in (torch.bfloat16, torch.float32), f"gradient is {flat.dtype}"
-    _check_flat("gradient", flat)
-    _check_host("gradient", flat)
-    values = _bits(flat)
-    sums = np.zeros(-(-flat.numel() // SUM_CHUNK_NUMEL))
-    piece = functools.partial(kernels.sum_squares, values, SUM_CHUNK_NUMEL, sums)
-    _run(pool, [piece], [flat.numel()], SUM_CHUNK_NUMEL)
-    return math.fsum(sums)
-
-
-def _run(
-    pool: WorkerPool, pieces: Sequence[Callable[[int, int], None]], numels: Sequence[int], align: int
-) -> None:
-    """Cut pieces of work into tasks of about equal size, several small pieces to one, and run them."""
-    share = sum(numels) // (pool.num_threads * TASKS_PER_THREAD)
-    task_numel = max(MIN_TASK_NUMEL, min(TASK_NUMEL, share))
-    task_numel = -(-task_numel // align) * align
-    tasks: list[list[Callable[[], None]]] = [[]]
-    filled = 0
-    for piece, numel in zip(pieces, numels, strict=True):
-        start = 0
-        while start < numel:
-            stop = min(start + max(align, task_numel - filled // align * align), numel)
-            tasks[-1].append(functools.partial(piece, start, stop))
-            filled += stop - start
-            start = stop
-            if filled >= task_numel:
-                tasks.append([])
-                filled = 0
-    pool.run([functools.partial(_call_all, calls) for calls in tasks if calls])
-
-
-def _call_all(calls: Iterable[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
-
-
 def _bits(plane: Tensor | None) -> Any:
     """Return a NumPy view of the plane, bf16 as int16; None of None."""
-    if plane is None:
-        return None
-    plane = plane.detach()
-    return (plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane).numpy()
-
-
-def _check_flat(name: str, plane: Tensor) -> None:
-    flat = plane.dim() == 1 and plane.is_contiguous()
-    assert flat, f"{name} is not a flat tensor: {tuple(plane.shape)}, {plane.stride()}"
-
-
-def _check_host(name: str, plane: Tensor) -> None:
-    assert plane.device.type == "cpu", f"{name} is on {plane.device}, not in host memory"
+    return None if plane is None else bits_of(plane)

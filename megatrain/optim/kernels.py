@@ -1,4 +1,4 @@
-"""AdamW and the sum of squares as Numba kernels: serial, without the GIL, one pass over memory each.
+"""AdamW and sums of gradients as Numba kernels: serial, without the GIL, one pass over memory each.
 
 The order of operations is that of torch's fused CPU AdamW. Every operation is rounded to its type and every
 fused multiply-add is written out, so results equal `torch.optim.AdamW(fused=True)` bit for bit, on every
@@ -23,7 +23,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from megatrain.optim.vectors import F64, I32, VectorLanes, address, fill_all
+from megatrain.optim.vectors import F32, F64, I32, VectorLanes, address, fill_all
 
 WIDTH = 16
 """Elements per vector: 64 bytes of fp32, a cache line."""
@@ -159,9 +159,30 @@ def _sum_squares(width: int) -> Callable[..., float]:
     return intrinsic(typed)
 
 
+def _add(width: int) -> Callable[..., None]:
+    """Return an intrinsic: `width` values at `index` are added to those of `sums`, and rounded to `out`'s."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        index, *arrays = arguments
+        values, sums, out = (
+            address(context, builder, array, value, index)
+            for array, value in zip(signature.args[1:], arrays, strict=True)
+        )
+        loaded = VectorLanes.load(builder, values, width).widen()
+        total = VectorLanes.load(builder, sums, width) + loaded
+        (total if out.type.pointee == F32 else total.to_bf16()).store(out)
+        return context.get_dummy_value()
+
+    def typed(typing: Any, index: Any, values: Any, sums: Any, out: Any) -> Any:
+        return types.none(index, values, sums, out), emit
+
+    return intrinsic(typed)
+
+
 _moments_vector, _moments_one = _update_moments(WIDTH), _update_moments(1)
 parameter_vector, _parameter_one = _update_parameter(WIDTH), _update_parameter(1)
 _sum_squares_vector, _sum_squares_one = _sum_squares(2 * WIDTH), _sum_squares(1)
+_add_vector, _add_one = _add(WIDTH), _add(1)
 
 
 def compile_kernel(kernel: Callable[..., Any]) -> Any:
@@ -219,3 +240,30 @@ def sum_squares(values, chunk, sums, start, stop):  # type: ignore[no-untyped-de
         last = min(first + chunk, stop)
         tail = last - (last - first) % (2 * WIDTH)
         sums[first // chunk] = _sum_squares_vector(first, tail, values) + _sum_squares_one(tail, last, values)
+
+
+@compile_kernel
+def add(values, sums, out, start, stop):  # type: ignore[no-untyped-def]
+    """Write `sums` + `values`, an fp32 addition, to elements [start, stop) of `out`.
+
+    Args:
+        values: float32, or bf16 bits as int16.
+        sums: float32.
+        out: float32, and then perhaps `sums` itself; or bf16 bits as int16, rounded to nearest even.
+        start: First element.
+        stop: One past the last element.
+    """
+    tail = stop - (stop - start) % WIDTH
+    for index in range(start, tail, WIDTH):
+        _add_vector(index, values, sums, out)
+    for index in range(tail, stop):
+        _add_one(index, values, sums, out)
+
+
+@compile_kernel
+def add_and_square(values, sums, out, chunk, squares, start, stop):  # type: ignore[no-untyped-def]
+    """Do `add`, and `sum_squares` of what is then in `out`, a chunk at a time: it is still in the cache."""
+    for first in range(start, stop, chunk):
+        last = min(first + chunk, stop)
+        add(values, sums, out, first, last)
+        sum_squares(out, chunk, squares, first, last)

@@ -174,6 +174,13 @@ class VectorLanes:
         """Return fp64 values."""
         return self.widen()._convert("fpext", F64)
 
+    def to_bf16(self) -> VectorLanes:
+        """Return the bits of these fp32 values in bf16, rounded to nearest, ties to even."""
+        bits = self.bits()
+        odd = (bits >> 16) & bits.constant(1)
+        rounded = (bits + bits.constant(0x7FFF) + odd) >> 16
+        return self.where("==", self, rounded, rounded.constant(0x7FC0)).narrow(I16)
+
     def join(self, remainder: VectorLanes) -> VectorLanes:
         """Return the masters of these working weights, as `store.master.join_master` does."""
         return (self._high_bits() + remainder._convert("sext", I32)).from_bits()

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.optim.adamw import TASK_NUMEL, AdamWStep, Planes, sum_of_squares, update, update_many
+from megatrain.optim.adamw import AdamWStep, Planes, update, update_many
 from megatrain.optim.pool import WorkerPool
+from megatrain.optim.tasks import TASK_NUMEL
 from megatrain.store.master import join_master, split_master
 
 NUM_STEPS = 8
@@ -249,29 +250,3 @@ def test_kernel_is_vectorised() -> None:
     elif machine in ("aarch64", "arm64"):
         assert any("fsqrt" in line and (".4s" in line or "z" in line) for line in assembly.splitlines())
         assert "fmla" in assembly
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, 32_768, 32_769, 1_000_003])
-def test_sum_of_squares_equals_fp64(pool: WorkerPool, numel: int, dtype: torch.dtype) -> None:
-    flat = make_gradient(numel, 0, dtype)
-    expected = flat.double().square().sum().item()
-    assert sum_of_squares(pool, flat) == pytest.approx(expected, rel=1e-12, abs=0)
-
-
-def test_sum_of_squares_does_not_depend_on_threads() -> None:
-    flat = make_gradient(3_000_001, 0, torch.float32)
-    assert len({sum_of_squares(WorkerPool(num_threads), flat) for num_threads in (1, 2, 3, 8)}) == 1
-
-
-def test_sum_of_squares_does_not_overflow_where_the_norm_does_not(pool: WorkerPool) -> None:
-    assert sum_of_squares(pool, torch.full((4,), 1e30)) == pytest.approx(4e60)
-
-
-@pytest.mark.parametrize("position", [0, 40_000, 99_999])
-def test_sum_of_squares_keeps_inf_and_nan(pool: WorkerPool, position: int) -> None:
-    flat = torch.ones(100_000, dtype=torch.bfloat16)
-    flat[position] = -torch.inf
-    assert sum_of_squares(pool, flat) == float("inf")
-    flat[1234] = torch.nan
-    assert str(sum_of_squares(pool, flat)) == "nan"

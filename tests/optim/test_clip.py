@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megatrain.optim.adamw import sum_of_squares
+from megatrain.optim.sums import sum_of_squares
 from megatrain.optim.clip import clip_coefficient, global_norm
 from megatrain.optim.pool import WorkerPool
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout, Entry
-from megatrain.optim.adamw import sum_of_squares
+from megatrain.optim.sums import sum_of_squares
 from megatrain.optim.pool import default_pool
 from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.state import HostState, Precision, split_gradient

@@ -1,0 +1,91 @@
+"""Sums over flat gradients in host memory: of squares, for the norm, and of several rounds.
+
+Results do not depend on the number of threads, and additions are those of a device: each is one fp32
+addition of the sum so far and a gradient, in the order in which the gradients come.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from megatrain.optim.pool import WorkerPool
+from megatrain.optim.tasks import ALIGN_NUMEL, bits_of, check_flat, check_host, run_pieces
+
+SUM_CHUNK_NUMEL = 1 << 15
+"""Elements per partial sum of squares. A constant, so that the order of additions never changes."""
+
+
+def sum_of_squares(pool: WorkerPool, flat: Tensor) -> float:
+    """Return the sum of squares of a flat tensor.
+
+    Args:
+        pool: Threads to use; the result does not depend on their number.
+        flat: (N,) bfloat16 or float32, contiguous, on the CPU.
+
+    Returns:
+        The sum, each square exact and all additions in fp64. inf or nan if an element is.
+    """
+    import numpy as np
+
+    from megatrain.optim import kernels
+
+    _check(flat)
+    values = bits_of(flat)
+    sums = np.zeros(-(-flat.numel() // SUM_CHUNK_NUMEL))
+    piece = functools.partial(kernels.sum_squares, values, SUM_CHUNK_NUMEL, sums)
+    run_pieces(pool, [piece], [flat.numel()], SUM_CHUNK_NUMEL)
+    return math.fsum(sums)
+
+
+def add(pool: WorkerPool, gradient: Tensor, sums: Tensor) -> None:
+    """Add a gradient to the sum of those before it, in fp32 and in place.
+
+    Args:
+        pool: Threads to use; the result does not depend on their number.
+        gradient: (N,) bfloat16 or float32.
+        sums: (N,) float32.
+    """
+    from megatrain.optim import kernels
+
+    _check(gradient)
+    _check(sums)
+    assert gradient.numel() == sums.numel(), f"{gradient.numel()} elements to {sums.numel()}"
+    total = bits_of(sums)
+    piece = functools.partial(kernels.add, bits_of(gradient), total, total)
+    run_pieces(pool, [piece], [sums.numel()], ALIGN_NUMEL)
+
+
+def add_last(pool: WorkerPool, gradient: Tensor, sums: Tensor, out: Tensor) -> float:
+    """Add the last gradient to the sum of those before it, and round it to the working dtype.
+
+    Args:
+        pool: Threads to use; the result does not depend on their number.
+        gradient: (N,) bfloat16 or float32.
+        sums: (N,) float32; only read, if it is not `out`.
+        out: (N,) bfloat16 or float32; it may be `sums`.
+
+    Returns:
+        `sum_of_squares` of what is then in `out`.
+    """
+    import numpy as np
+
+    from megatrain.optim import kernels
+
+    for flat in (gradient, sums, out):
+        _check(flat)
+        assert flat.numel() == sums.numel(), f"{flat.numel()} elements to {sums.numel()}"
+    squares = np.zeros(-(-sums.numel() // SUM_CHUNK_NUMEL))
+    arrays = bits_of(gradient), bits_of(sums), bits_of(out)
+    piece = functools.partial(kernels.add_and_square, *arrays, SUM_CHUNK_NUMEL, squares)
+    run_pieces(pool, [piece], [sums.numel()], SUM_CHUNK_NUMEL)
+    return math.fsum(squares)
+
+
+def _check(flat: Tensor) -> None:
+    assert flat.dtype in (torch.bfloat16, torch.float32), f"gradient is {flat.dtype}"
+    check_flat("gradient", flat)
+    check_host("gradient", flat)

@@ -1,0 +1,71 @@
+"""Work on flat planes in host memory, cut into tasks for a pool of threads: the cut changes no result."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.optim.pool import TASKS_PER_THREAD, WorkerPool
+
+TASK_NUMEL = 1 << 22
+"""Elements per task at most: some milliseconds of work. To begin one takes the interpreter's lock, for which
+a busy Python thread may keep the others waiting."""
+MIN_TASK_NUMEL = 1 << 14
+"""Elements per task at least: below it, handing a task over costs more than it saves."""
+ALIGN_NUMEL = 64
+"""Tasks begin at multiples of this: no two threads write to one cache line of an aligned plane."""
+
+
+def run_pieces(
+    pool: WorkerPool, pieces: Sequence[Callable[[int, int], None]], numels: Sequence[int], align: int
+) -> None:
+    """Cut pieces of work into tasks of about equal size, several small pieces to one, and run them.
+
+    Args:
+        pool: Threads to use.
+        pieces: Each does elements [start, stop) of its own.
+        numels: How many elements each has.
+        align: Tasks begin at multiples of this.
+    """
+    share = sum(numels) // (pool.num_threads * TASKS_PER_THREAD)
+    task_numel = max(MIN_TASK_NUMEL, min(TASK_NUMEL, share))
+    task_numel = -(-task_numel // align) * align
+    tasks: list[list[Callable[[], None]]] = [[]]
+    filled = 0
+    for piece, numel in zip(pieces, numels, strict=True):
+        start = 0
+        while start < numel:
+            stop = min(start + max(align, task_numel - filled // align * align), numel)
+            tasks[-1].append(functools.partial(piece, start, stop))
+            filled += stop - start
+            start = stop
+            if filled >= task_numel:
+                tasks.append([])
+                filled = 0
+    pool.run([functools.partial(_call_all, calls) for calls in tasks if calls])
+
+
+def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def bits_of(plane: Tensor) -> Any:
+    """Return a NumPy view of a plane, bf16 as int16."""
+    plane = plane.detach()
+    return (plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane).numpy()
+
+
+def check_flat(name: str, plane: Tensor) -> None:
+    """Assert that the kernels can trust a plane to be contiguous and 1-D."""
+    flat = plane.dim() == 1 and plane.is_contiguous()
+    assert flat, f"{name} is not a flat tensor: {tuple(plane.shape)}, {plane.stride()}"
+
+
+def check_host(name: str, plane: Tensor) -> None:
+    """Assert that it is in host memory."""
+    assert plane.device.type == "cpu", f"{name} is on {plane.device}, not in host memory"
