@@ -23,6 +23,9 @@ BOUNDARIES = ("device", "host", "nvme")
 GRADIENTS = ("host", "device", "nvme")
 """Where the complete gradients of a layer can wait for the norm."""
 
+SUMS = ("device", "host")
+"""Where gradients of several rounds can add up."""
+
 _DEVICE_POOLS = ("slots", "gradient buffers", "waiting gradients", "resident")
 """How the names of pools begin that the device allocates; on a CPU they are in RAM, as state is."""
 
@@ -90,6 +93,10 @@ class Choice:
     gradients: tuple[str, ...] = AUTO
     """Where the complete gradients of each streamed layer wait for the norm, by decoder layer; while open
     also one place for all layers, as a plain string."""
+    sums: str = AUTO
+    """Where gradients of a step of several rounds add up. `device`: the sum so far is loaded there and comes
+    back, in fp32. `host`: nothing is loaded; after the first round each gradient travels by itself, in the
+    working dtype, and the host adds it, in the same order."""
     tiers: frozenset[tuple[str, str]] = AUTO
     """Pairs of a plane and `ram` or `nvme`; a plane that is not named is in RAM."""
     blocks_in_ram: int = AUTO
@@ -131,6 +138,10 @@ class Choice:
         """
         return self.updates == "immediate" and self.num_rounds(num_micro_batches) == 1
 
+    def adds_on_host(self, num_micro_batches: int) -> bool:
+        """Whether the host adds gradients up; num_micro_batches: of a step."""
+        return self.sums == "host" and self.num_rounds(num_micro_batches) > 1
+
     @property
     def policies(self) -> tuple[Activations, ...]:
         """Return what stays of each layer."""
@@ -171,7 +182,8 @@ class Choice:
             f"layers: {len(self.activations)}{' in fragments' * self.fragments} through {self.num_slots} "
             f"slots; resident: {self.resident_layers} layers{outer}; activations: "
             f"{_counted(self.activations)}; boundaries on the {self.boundaries}; micro-batches in lockstep: "
-            f"{self.lockstep}; gradients wait on: {_counted(self.gradients)}; updates: {self.updates}"
+            f"{self.lockstep}; gradients wait on: {_counted(self.gradients)}, rounds add up on the {self.sums}; "
+            f"updates: {self.updates}"
         )
 
     def for_layers(self, num_layers: int) -> Choice:
@@ -221,6 +233,7 @@ class Choice:
             "lockstep": 1,
             "updates": Updates.DEFERRED.value,
             "gradients": ("host",) * num_layers,
+            "sums": "device",
             "tiers": frozenset(),
             "blocks_in_ram": 0,
             "weights_in_ram": 0,
@@ -238,6 +251,7 @@ KEYS: Mapping[str, str] = {
     "lockstep": "memory.lockstep",
     "num_gradient_buffers": "memory.num_gradient_buffers",
     "gradients": "memory.gradients",
+    "sums": "memory.sums",
     "updates": "optim.updates",
 }
 """Fields of a choice that are settings of a run, by the setting's name."""

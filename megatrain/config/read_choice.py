@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from megatrain.config.choice import BOUNDARIES, GRADIENTS, Activations, Choice, Updates, read_member
+from megatrain.config.choice import BOUNDARIES, GRADIENTS, SUMS, Activations, Choice, Updates, read_member
 from megatrain.errors import ConfigError
 
 _PLANES = ("working", "remainder", "moments")
@@ -27,6 +27,7 @@ _ALLOWED: Mapping[str, Sequence[Any]] = {
     "fragments": (False, True),
     "outer_resident": (False, True),
     "outer_streams": (False, True),
+    "sums": SUMS,
     "updates": [schedule.value for schedule in Updates],
 }
 

@@ -13,7 +13,7 @@ from pydantic import (
     ValidationError,
 )
 
-from megatrain.config.choice import AUTO, BOUNDARIES, GRADIENTS, KEYS, POLICIES, Choice, StepBatch, Updates
+from megatrain.config.choice import AUTO, BOUNDARIES, GRADIENTS, KEYS, POLICIES, SUMS, Choice, StepBatch, Updates
 from megatrain.config.types import (
     Betas,
     Bytes,
@@ -174,6 +174,10 @@ class MemoryConfig(_Section):
     """Where complete gradients wait for the norm, in a run that clips. `device` = in spare device memory, and
     `nvme` = on the drives of `memory.tiers`, which saves the host 2 bytes per parameter; `auto` = for each
     layer as planned: in RAM, then in spare device memory, and on drives what fits into neither."""
+    sums: Annotated[str, one_of(*SUMS, "auto")] = "auto"
+    """Where gradients add up over the rounds of a step (`memory.lockstep` micro-batches each). `device` = the
+    fp32 sum so far is copied there and back; `host` = each gradient after the first round is copied home by
+    itself, and the host adds it: fewer bytes on the link, more work for the host, the same bits."""
     num_gradient_buffers: Count | None = None
     """Device buffers in which a streamed layer's gradient adds up. null = as planned."""
     head_chunk_tokens: Annotated[int, Field(ge=0)] = 0
@@ -337,6 +341,11 @@ def conflicts(config: Config) -> list[str]:
         problems.append(
             f"memory.gradients is {memory.gradients} and optim.updates is immediate: gradients are used up "
             "at once, and wait for nothing; use memory.gradients=host, or optim.updates=deferred"
+        )
+    if memory.sums == "host" and memory.gradients in ("device", "nvme"):
+        problems.append(
+            f"memory.gradients is {memory.gradients} and memory.sums is host: what the host has added up is "
+            "complete there, and waits nowhere else; use memory.gradients=host, or memory.sums=device"
         )
     if memory.fragments is True and memory.num_slots == 1:
         problems.append(

@@ -47,6 +47,15 @@ class BlockBytes:
         """Bytes of a gradient that is still adding up, in fp32."""
         return 4 * self.num_state
 
+    def added_bytes(self, *, completes: bool) -> int:
+        """Return the bytes of memory that adding a gradient to the sum on the host reads and writes.
+
+        The gradient and the sum are read, and what is written is the sum, or, if it is complete, what that
+        is in the working dtype.
+        """
+        written = self.gradient_bytes if completes else self.accumulator_bytes
+        return self.gradient_bytes + self.accumulator_bytes + written
+
     @property
     def remainder_bytes(self) -> int:
         """Bytes of the remainder."""

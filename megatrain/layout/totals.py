@@ -6,7 +6,7 @@ Each function is added up once for all blocks, so that a plan can look at thousa
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megatrain.layout.block_bytes import BlockBytes
@@ -172,7 +172,7 @@ class GradientPlaces:
     """Blocks that stream, in places of their own on the device."""
     on_drives: Selection
     staged: Selection
-    """Those that pass through a few host buffers on their way to their update."""
+    """Those that pass through a few host buffers on their way to their update, or to the sum of a step."""
 
     @classmethod
     def of(cls, sizes: BlockTotals, residency: Residency, tiers: Sequence[str]) -> GradientPlaces:
@@ -188,6 +188,15 @@ class GradientPlaces:
             on_drives=at("nvme", streamed),
             staged=sizes.pick(block for block in sorted(updated) if tiers[block] != "host"),
         )
+
+    def with_sums(self, residency: Residency, *, at_once: bool) -> GradientPlaces:
+        """Return the same for gradients that the host adds up, which come to it through those buffers.
+
+        Args:
+            residency: Which blocks stream.
+            at_once: In a step of one round, gradients of all blocks pass through them to their updates.
+        """
+        return replace(self, staged=residency.on_host if at_once else residency.streamed)
 
     @classmethod
     def none(cls, sizes: BlockTotals, residency: Residency) -> GradientPlaces:

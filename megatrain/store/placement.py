@@ -38,6 +38,8 @@ class Tiers:
     """Gradients wait for the norm in RAM. False: every one is used up at once (`updates=immediate`)."""
     gradients_in_ram: frozenset[int] | None = None
     """Blocks whose gradients do; None: all, if any are kept. `attach` and `load` set it from the choice."""
+    gradients_staged: frozenset[int] | None = None
+    """Blocks whose gradients pass through a few buffers in RAM; None: those that do not wait there."""
     resumes: bool = False
     """Go on from what is committed on the drives; nothing is drawn or read from files."""
     blocks_in_ram: int | None = None
@@ -86,7 +88,7 @@ class Tiers:
     @property
     def asked(self) -> Tiers:
         """Return what the caller has asked for, without what a choice has set."""
-        return replace(self, blocks_in_ram=None, weights_in_ram=None, gradients_in_ram=None)
+        return replace(self, blocks_in_ram=None, weights_in_ram=None, gradients_in_ram=None, gradients_staged=None)
 
     @property
     def ram_bytes(self) -> int:
@@ -162,12 +164,15 @@ class _Takes:
         kept = tiers.gradients_in_ram
         if kept is None:
             kept = frozenset(range(len(layouts)) if tiers.keeps_gradients else ())
+        staged = tiers.gradients_staged
+        if staged is None:
+            staged = frozenset(range(len(layouts))) - kept
         nobody = by_number[:0]
         places = GradientPlaces(
             on_host=by_number.pick(sorted(kept)),
             on_device=nobody,
             on_drives=nobody,
-            staged=by_number.pick(block for block in range(len(layouts)) if block not in kept),
+            staged=by_number.pick(sorted(staged)),
         )
         self._gradients = pools.gradient_planes(everything, places, accumulates=accumulates)
 

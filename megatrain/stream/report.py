@@ -104,20 +104,23 @@ class Work:
         waited = union(waits)
         return length(union([*spans, *waited])) - length(waited)
 
-    def bound(self, updates: str) -> tuple[Bound, float]:
+    def bound(self, schedule: str) -> tuple[Bound, float]:
         """Return what is longest, if all that may overlap does, and its seconds.
 
         Deferred updates run beside the forwards of the next step's first round, but not beside what follows
         these; immediate ones beside everything, serial ones beside nothing.
         """
-        compute_s, host_s = self.busy_s(Lane.COMPUTE), self.busy_s(Lane.HOST)
+        compute_s = self.busy_s(Lane.COMPUTE)
+        host = [span for span in self._spans if span.lane is Lane.HOST]
+        updates = [span for span in host if not span.label.startswith(Kind.ADD.value)]
+        host_s = length(union((span.start_s, span.end_s) for span in updates))  # sums run beside the backward
         backwards = [
             span.start_s
             for span in self._spans
             if span.lane is Lane.COMPUTE and span.label.startswith(Kind.BACKWARD.value)
         ]
         after_s = self.busy_s(Lane.COMPUTE, start_s=min(backwards)) if backwards else 0.0
-        apart_s = {"deferred": after_s, "immediate": 0.0, "serial": compute_s}[updates]
+        apart_s = {"deferred": after_s, "immediate": 0.0, "serial": compute_s}[schedule]
         read_s = self.busy_s(Lane.READ)
         copies_s = max(self.busy_s(Lane.FETCH, Lane.RESTORE), self.busy_s(Lane.OFFLOAD, Lane.SAVE))
         seconds: dict[Bound, float] = {

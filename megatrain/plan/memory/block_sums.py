@@ -150,7 +150,10 @@ class BlockSums:
         """Return which blocks' complete gradients wait where, in a step of so many micro-batches."""
         if choice.uses_gradients_up(num_micro_batches):
             return GradientPlaces.none(self.totals, self.residency(choice))
-        return self._gradients(choice)[1]
+        places = self._gradients(choice)[1]
+        if choice.adds_on_host(num_micro_batches):
+            return places.with_sums(self.residency(choice), at_once=choice.updates == "immediate")
+        return places
 
     def _gradients(self, choice: Choice) -> tuple[tuple[str, ...], GradientPlaces]:
         key = (choice.gradients, choice.resident_layers, choice.outer_resident, choice.outer_streams)

@@ -21,6 +21,10 @@ class BlockSize:
     """Bytes of a complete gradient."""
     accumulator_bytes: int
     """Bytes of a gradient that is still adding up."""
+    added_bytes: int = 0
+    """Bytes of memory that the host reads and writes to add a gradient to the sum of those before it."""
+    last_added_bytes: int = 0
+    """The same, of the last one: the sum is rounded to the working dtype."""
     parked_bytes: int = 0
     """Bytes on drives of a complete gradient that waits there."""
     update_bytes: int = 0
@@ -46,6 +50,8 @@ class BlockSize:
             fetch_bytes=sizes.working_bytes,
             offload_bytes=sizes.gradient_bytes,
             accumulator_bytes=sizes.accumulator_bytes,
+            added_bytes=sizes.added_bytes(completes=False),
+            last_added_bytes=sizes.added_bytes(completes=True),
             parked_bytes=pools.parked_gradient(sizes),
             update_bytes=sizes.update_bytes(moments),
             whole_bytes=sizes.working_bytes + sizes.remainder_bytes + sizes.moment_bytes(moments),

@@ -78,6 +78,9 @@ class Kind(str, Enum):
     the norm."""
     UNPARK = "unpark"
     """Read it back, ahead of its update."""
+    ADD = "add"
+    """Add a gradient that has come home by itself to the block's sum there; the last one is rounded to the
+    working dtype, and the squares are summed."""
     ROUND = "round"
     """Round a complete sum to the working dtype where it is, and sum its squares."""
     NORM = "norm"
@@ -124,6 +127,7 @@ _LANES = {
     Kind.RECALL: Lane.RECALL,
     Kind.PARK: Lane.STOW,
     Kind.UNPARK: Lane.RECALL,
+    Kind.ADD: Lane.HOST,
     Kind.ROUND: Lane.HOST,
     Kind.NORM: Lane.HOST,
     Kind.UPDATE: Lane.HOST,
@@ -190,6 +194,8 @@ class Operation:
     """No later micro-batch of the round adds to the gradient."""
     completes: bool = True
     """The gradient is complete after this round; otherwise it stays in fp32 for a later one."""
+    sums_on_host: bool = False
+    """BACKWARD and OFFLOAD: of one micro-batch of a later round, whose gradient leaves by itself."""
     follows_norm: bool = True
     """UPDATE only: clipping or skipping needs the norm first."""
     nbytes: int = 0
@@ -201,7 +207,8 @@ class Operation:
     @property
     def is_single(self) -> bool:
         """Whether one backward makes the whole gradient, which is then in the working dtype already."""
-        return self.completes and self.is_last and not self.loads and not self.adds and not self.is_head
+        whole = self.completes and self.is_last and not self.loads and not self.adds and not self.is_head
+        return whole or self.sums_on_host
 
     @property
     def lane(self) -> Lane:
@@ -229,7 +236,7 @@ class Operation:
                 return (("meta", 0), *(("drive", block) for block in self.blocks))
             case Kind.LOAD if self.waiting >= 0:
                 return (("waiting", self.waiting),)
-            case Kind.LOAD | Kind.PARK:
+            case Kind.LOAD | Kind.PARK | Kind.ADD:
                 return (home_buffer(self.block, self.staging),)
             case Kind.UNPARK:
                 return (("parked", self.block),)
@@ -285,9 +292,10 @@ class Operation:
             case Kind.BACKWARD:
                 return (gradients_buffer(self.block, self.gradient_buffer),) if self.collects else ()
             case Kind.OFFLOAD:
-                is_new = self.completes and not self.is_held
-                squares: tuple[Buffer, ...] = (("squares", self.block),) if is_new else ()
-                return (home_buffer(self.block, self.staging), *squares)
+                is_new = self.completes and not self.is_held and not self.sums_on_host
+                return (home_buffer(self.block, self.staging), *self._squares(is_new))
+            case Kind.ADD:
+                return (("gradient", self.block), *self._squares(self.completes))
             case Kind.HOLD:
                 return (waiting_buffer(self.block, self.waiting), ("squares", self.block))
             case Kind.PARK:
@@ -321,6 +329,9 @@ class Operation:
                 return ()
             case Kind.NORM:
                 return (("norm", 0),)
+
+    def _squares(self, is_known: bool) -> tuple[Buffer, ...]:
+        return (("squares", self.block),) if is_known else ()
 
     def __str__(self) -> str:
         """Render the operation as a line of a program."""

@@ -85,6 +85,7 @@ def schedule(
             "is_last": visit.is_last,
             "completes": visit.completes,
             "is_head": visit.is_head,
+            "sums_on_host": visit.sums_on_host,
         }
         visiting: dict[str, Any] = {"num_micro_batches": visit.num_micro_batches, "arrival": arrival}
         if not size.is_trained or not size.is_streamed:
@@ -106,25 +107,49 @@ def schedule(
         if tier == "nvme":
             operations += parked(Operation(kind=Kind.OFFLOAD, **common), size, rings.next_staging())
             continue
+        if visit.sums_on_host:
+            common["staging"] = rings.next_staging()
+            operations += added(Operation(kind=Kind.OFFLOAD, **common), size, visit.num_micro_batches)
+            operations += [_update_at_once(visit.block, size)] * (visit.completes and updates_at_once)
+            continue
         nbytes = size.offload_bytes if visit.completes else size.accumulator_bytes
         common["staging"] = staging if visit.completes and num_staging else -1
         operations.append(Operation(kind=Kind.OFFLOAD, nbytes=nbytes, **common))
         if visit.completes and updates_at_once:
-            operations.append(
-                Operation(
-                    kind=Kind.UPDATE,
-                    block=visit.block,
-                    staging=common["staging"],
-                    follows_norm=False,
-                    nbytes=size.update_bytes,
-                )
-            )
+            operations.append(_update_at_once(visit.block, size, common["staging"]))
         staging = (staging + 1) % num_staging if common["staging"] >= 0 else staging
     return Program(tuple(operations), tuple(placing.slots))
 
 
 def _on_host(block: int, completes: bool) -> str:
     return "host"
+
+
+def _update_at_once(block: int, size: BlockSize, staging: int = -1) -> Operation:
+    return Operation(
+        kind=Kind.UPDATE, block=block, staging=staging, follows_norm=False, nbytes=size.update_bytes
+    )
+
+
+def added(offload: Operation, size: BlockSize, count: int) -> list[Operation]:
+    """List what takes a gradient to the sum on the host: a copy to a staging buffer, and the addition.
+
+    Args:
+        offload: The copy.
+        size: Of the block.
+        count: How many micro-batches' gradients do so in these operations.
+    """
+    nbytes = (count - 1) * size.added_bytes
+    nbytes += size.last_added_bytes if offload.completes else size.added_bytes
+    add = Operation(
+        kind=Kind.ADD,
+        block=offload.block,
+        staging=offload.staging,
+        loads=True,
+        completes=offload.completes,
+        nbytes=nbytes,
+    )
+    return [replace(offload, nbytes=count * size.offload_bytes), add]
 
 
 def parked(offload: Operation, size: BlockSize, staging: int) -> list[Operation]:
@@ -289,7 +314,7 @@ class _Rings:
             if visit.is_backward and not visit.adds and self._is_ours(visit)
         ]
         self._next_start = dict(zip([-1, *starts], [*starts, len(visits)], strict=True))
-        self._loading = deque(number for number in starts if visits[number].loads)
+        self._loading = deque(number for number in starts if visits[number].needs_sum)
         self._start = -1
 
     def use(self, visit: Visit) -> int:
@@ -304,7 +329,7 @@ class _Rings:
         """List the loads to begin before the visit at `position`: its own, and the next if there is room."""
         operations = []
         visit = self._visits[position]
-        if visit.block not in self._held and not visit.loads:
+        if visit.block not in self._held and not visit.needs_sum:
             self._take(visit.block)
         self._start = position if position in self._next_start else self._start
         while self._loading and self._loading[0] <= self._next_start[self._start]:

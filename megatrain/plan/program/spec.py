@@ -42,6 +42,8 @@ class StepSpec:
     tiers: Sequence[str] = ()
     """By block, where its complete gradient waits for the norm: `host`, `device` or `nvme`; empty: all on the
     host."""
+    sums: str = "device"
+    """Where gradients of several rounds add up."""
     clips: bool = True
     splits: bool = True
     """Weights are bf16, the upper halves of fp32 masters: sums are wider than complete gradients."""
@@ -94,6 +96,7 @@ class StepSpec:
             num_gradient_buffers=choice.num_gradient_buffers,
             updates=choice.updates,
             tiers=tiers,
+            sums=choice.sums,
             ends=_ends(ends, sizes),
             first_trained=trained.index(True) if any(trained) else 0,
             splits=splits,
@@ -155,6 +158,26 @@ class StepSpec:
         if all(count == 1 for count in micro_batches):
             return visits
         return [replace(v, num_micro_batches=micro_batches[v.micro_batch]) for v in visits]
+
+
+    def with_sums(self, visits: Sequence[Visit]) -> list[Visit]:
+        """Say of each visit whether the host adds its gradient to those of earlier rounds.
+
+        That of a head comes in parts, one after the other to the same sum, so it adds up on the device.
+        """
+
+        def is_added(visit: Visit) -> bool:
+            size = self.sizes[visit.block]
+            return visit.loads and not visit.is_head and size.is_trained and size.is_streamed
+
+        if self.sums == "device":
+            return list(visits)
+        return [
+            replace(v, sums_on_host=True, adds=False, is_last=True, completes=v.completes and v.is_last)
+            if is_added(v)
+            else v
+            for v in visits
+        ]
 
 
 def _ends(blocks: tuple[Sequence[int], Sequence[int]], sizes: Sequence[BlockSize]) -> Ends:

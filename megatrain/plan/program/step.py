@@ -55,7 +55,7 @@ def visits_program(
         first_staging: The first one to use.
     """
     placed = schedule(
-        visits,
+        spec.with_sums(visits),
         spec.sizes,
         contents,
         num_gradient_buffers=spec.num_gradient_buffers,

@@ -23,6 +23,8 @@ class Visit:
     """Backward only: micro-batches of the round before it left a gradient to add to."""
     loads: bool = False
     """Backward only: earlier rounds left a gradient to add to."""
+    sums_on_host: bool = False
+    """Backward only: its gradient leaves by itself, and the host adds it to that of earlier rounds."""
     is_last: bool = True
     """Backward only: no later micro-batch of the round passes the block."""
     completes: bool = True
@@ -35,6 +37,11 @@ class Visit:
     """Of a head that streams: final norm, head and loss."""
     num_micro_batches: int = 1
     """More than one where a plan times several together."""
+
+    @property
+    def needs_sum(self) -> bool:
+        """Whether what earlier rounds left has to be on the device."""
+        return self.loads and not self.sums_on_host
 
     @property
     def bare(self) -> Visit:

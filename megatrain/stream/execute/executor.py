@@ -330,7 +330,7 @@ class Executor(Issuer):
         if operation.is_last:
             self._ring = (operation.gradient_buffer + 1) % self.gradients.buffers.num_buffers
             if not self.gradients.is_filled(operation.gradient_buffer):
-                ends = (Kind.OFFLOAD, Kind.HOLD, Kind.PARK, Kind.UPDATE)
+                ends = (Kind.OFFLOAD, Kind.ADD, Kind.HOLD, Kind.PARK, Kind.UPDATE)
                 while self._pending and self._pending[0].kind in ends:
                     assert self._pending.popleft().block == operation.block
 
@@ -358,8 +358,8 @@ class Executor(Issuer):
                     "the model passes it in an order of its own: use updates=deferred"
                 )
             self.gradients.buffers.num_staging = 0
-        if wide or (is_backward and self.update_at_once is not None):
-            self.prepare_gradients(adds_up=wide, num_rounds=2)
+        if loads or (is_backward and self.update_at_once is not None):
+            self.prepare_gradients(adds_up=loads, num_rounds=2)
         seen = self.seen
         is_head = block in self.spec.ends.heads
         unforeseen = Visit(

@@ -37,6 +37,7 @@ class GradientBuffers:
         adds_parts: bool = False,
         scratch: ScratchFiles | None = None,
         host_limit: int | None = None,
+        adds_on_host: bool = False,
     ) -> None:
         """Allocate the places; the ring and what is on the host come with `prepare`.
 
@@ -49,6 +50,7 @@ class GradientBuffers:
             adds_parts: A gradient may come in parts, which add up even where there is one micro-batch.
             scratch: Room on drives for those that wait there; None: there are no drives.
             host_limit: Bytes that the state may take on the host.
+            adds_on_host: The host adds up the gradients of several rounds.
         """
         self._lanes = lanes
         self._host = host
@@ -80,6 +82,7 @@ class GradientBuffers:
             self._starts[block] = start
             start += pools.waiting_gradient(layouts[block].sizes)
         self._staged = places.staged
+        self._adds_on_host = adds_on_host
         self._adds_parts = adds_parts
         self._scratch = scratch
         self._parked: dict[int, Place] = {}
@@ -90,7 +93,8 @@ class GradientBuffers:
         is_used_up = bool(self.num_staging) and not self.waits and num_rounds == 1
         self.is_staged = self.waits or is_used_up
         self._has_plane = bool(self.in_ram) and not is_used_up
-        planes = ["staging"] * self.is_staged + ["gradient"] * self._has_plane
+        self._has_staging = self.is_staged or (self._adds_on_host and num_rounds > 1)
+        planes = ["staging"] * self._has_staging + ["gradient"] * self._has_plane
         planes += ["accumulator"] * self._is_wide(num_rounds > 1)
         return self._ring_bytes(adds_up=adds_up) > (self._ring[0].numel() if self._ring else 0) or any(
             self._host.arena(plane) is None for plane in planes
@@ -106,10 +110,10 @@ class GradientBuffers:
         Raises:
             CapacityError: The device has no room for the ring, or the host none for the accumulator plane.
         """
-        if self.is_staged:
-            passing = self._staged if self.waits else self._blocks.on_host
+        if self._has_staging:
+            passing = self._staged if self.waits or self._adds_on_host else self._blocks.on_host
             nbytes = passing.largest(pools.gradient_staging)
-            self._staging = self._host.allocate_staging(self.num_staging, nbytes)
+            self._staging = self._host.allocate_staging(NUM_GRADIENT_STAGING, nbytes)
         if self._has_plane:
             self._host.allocate_gradients(self.in_ram)
         if self._is_wide(num_rounds > 1):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout, Entry
-from megatrain.optim.sums import sum_of_squares
+from megatrain.optim.sums import add, add_last, sum_of_squares
 from megatrain.optim.pool import default_pool
 from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.state import HostState, Precision, split_gradient
@@ -92,7 +92,8 @@ class Gradients:
             flat = self.buffers.sums(operation.block, operation.gradient_buffer)
             views = [state.plane_of(flat, entry) for entry in layout.trained]
             parts = (flat[: layout.num_split], flat[layout.num_split :])
-        _put(views, grads, adds=adds)
+        # nothing is what a negative zero adds: what the host adds to stays as it is, its zeros too
+        _put(views, grads, adds=adds, missing=-0.0 if operation.sums_on_host else 0.0)
         if not adds:
             _zero_padding(parts, layout)
         self._mark(operation.block, grads)
@@ -144,7 +145,8 @@ class Gradients:
         if operation.is_single:
             sent = buffer[: layout.gradient_bytes]
             self.home(operation).copy_(sent, non_blocking=True)
-            self._lanes.sum_of_squares(split_gradient(sent, layout), self._sums[operation.block])
+            if not operation.sums_on_host:
+                self._lanes.sum_of_squares(split_gradient(sent, layout), self._sums[operation.block])
         else:
             flat = self.buffers.sums(operation.block, operation.gradient_buffer)
             if self._stays_wide(operation):
@@ -219,10 +221,43 @@ class Gradients:
         """Note where an offload puts a block's gradient."""
         if operation.gradient_buffer >= 0:
             self._is_filled[operation.gradient_buffer] = False
+        if operation.sums_on_host:
+            return
         wide = self._stays_wide(operation)
         if operation.gradient_buffer >= 0:
             complete = Home.WAITING if operation.kind is Kind.HOLD else Home.GRADIENT
             self.homes[operation.block] = Home.ACCUMULATOR if wide else complete
+        self._is_home[operation.block] = not wide
+
+    def add(self, operation: Operation) -> Callable[[], object]:
+        """Return the addition of a gradient that has come home to the sum of those before it (host lane)."""
+        block, pool = operation.block, default_pool()
+        state, is_rounded = self._host.blocks[block], self.homes[block] is not Home.ACCUMULATOR
+        layout, plane, accumulator = state.layout, state.gradient, state.accumulator
+        assert plane is not None
+        gradient = split_gradient(self.buffers.staging(block, operation.staging), layout)
+        out = sums = split_gradient(plane, layout)
+        if self._host.precision is Precision.BF16:
+            assert accumulator is not None
+            sums = accumulator[: layout.num_split], accumulator[layout.num_split :]
+        parts = [part for part in zip(gradient, sums, out, strict=True) if part[0].numel()]
+
+        def work() -> None:
+            if is_rounded and sums is not out:  # a backward that was not foreseen follows a complete gradient
+                for _, total, rounded in parts:
+                    total.copy_(rounded)
+            if self._stays_wide(operation):
+                for part, total, _ in parts:
+                    add(pool, part, total)
+            else:
+                self._sums[block] = sum(add_last(pool, *part) for part in parts)
+
+        return work
+
+    def settle_sum(self, operation: Operation) -> None:
+        """Note where an addition leaves a block's gradient."""
+        wide = self._stays_wide(operation)
+        self.homes[operation.block] = Home.ACCUMULATOR if wide else Home.GRADIENT
         self._is_home[operation.block] = not wide
 
     def settle_parked(self, block: int) -> None:
@@ -298,7 +333,9 @@ class Gradients:
                 self.present[block].add(entry.name)
 
 
-def _put(views: Sequence[Tensor], grads: Sequence[Tensor | None], *, adds: bool) -> None:
+def _put(
+    views: Sequence[Tensor], grads: Sequence[Tensor | None], *, adds: bool, missing: float = 0.0
+) -> None:
     pairs = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
     if adds:
         for view, grad in pairs:
@@ -306,9 +343,9 @@ def _put(views: Sequence[Tensor], grads: Sequence[Tensor | None], *, adds: bool)
         return
     if pairs:
         torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
-    for view, missing in zip(views, grads, strict=True):
-        if missing is None:
-            view.zero_()
+    for view, grad in zip(views, grads, strict=True):
+        if grad is None:
+            view.fill_(missing)
 
 
 def _round_into(parts: tuple[Tensor, Tensor], sums: Tensor) -> None:

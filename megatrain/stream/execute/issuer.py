@@ -159,6 +159,8 @@ class Issuer:
                 return gradients.buffers.park(operation)
             case Kind.UNPARK:
                 return gradients.buffers.unpark(operation)
+            case Kind.ADD:
+                return gradients.add(operation)
             case Kind.ROUND if operation.on_device:
                 return lambda: gradients.round_on_device(block)
             case Kind.ROUND:
@@ -209,6 +211,8 @@ class Issuer:
                     self.gradients.settle(operation)
                 counts.offloads += operation.gradient_buffer >= 0 or operation.waiting >= 0
                 counts.offload_bytes += operation.nbytes
+            case Kind.ADD:
+                self.gradients.settle_sum(operation)
             case Kind.ROUND if not operation.on_device:
                 self.gradients.settle_on_host(block)
             case Kind.UPDATE if operation.on_device:

@@ -169,6 +169,7 @@ class Arrangement:
             adds_parts=choice.outer_streams,
             scratch=self.parking if "nvme" in choice.gradients else None,
             host_limit=self.binding.host_limit,
+            adds_on_host=choice.sums == "host",
         )
         self.gradients = Gradients(lanes, host, buffers)
         self.executor = Executor(
@@ -277,13 +278,17 @@ def places_of(
         choice: For this model.
         blocks: Of the model.
         layouts: Of the blocks.
-        num_micro_batches: Of a step whose updates may use them up; None: if they wait at all.
+        num_micro_batches: Of a step whose updates may use them up; None: if they wait at all, and if there
+            are several rounds.
     """
     totals = BlockTotals(layout.sizes for layout in layouts)
     residency = _residency(choice, blocks, layouts)
     if num_micro_batches is not None and choice.uses_gradients_up(num_micro_batches):
         return GradientPlaces.none(totals, residency)
-    return GradientPlaces.of(totals, residency, tiers_of_gradients(choice, blocks, layouts))
+    places = GradientPlaces.of(totals, residency, tiers_of_gradients(choice, blocks, layouts))
+    if choice.sums == "host" and (num_micro_batches is None or choice.adds_on_host(num_micro_batches)):
+        return places.with_sums(residency, at_once=choice.updates == "immediate")
+    return places
 
 
 def _drive_spec(host: HostState) -> DriveSpec | None:
