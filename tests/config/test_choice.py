@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.config import apply_overrides, build_config, config_keys
-from megatrain.config.choice import AUTO, BOUNDARIES, GRADIENTS, KEYS, POLICIES, Choice, Updates
+from megatrain.config.choice import AUTO, BOUNDARIES, GRADIENTS, KEYS, POLICIES, SUMS, Choice, Updates
 from megatrain.config.read_choice import read_choice
 from megatrain.errors import ConfigError
 
@@ -67,6 +67,7 @@ def test_defaults_are_the_plainest() -> None:
         lockstep=1,
         updates="deferred",
         gradients=("host",) * 3,
+        sums="device",
         tiers=frozenset(),
         blocks_in_ram=0,
         weights_in_ram=0,
@@ -101,6 +102,7 @@ def test_settings_that_are_not_given_are_open() -> None:
         ("lockstep", 1),
         ("num_gradient_buffers", 2),
         ("gradients", "device"),
+        ("sums", "host"),
         ("updates", "serial"),
     ],
 )
@@ -121,6 +123,7 @@ def test_the_head_s_chunks_are_a_field() -> None:
         ("activations", POLICIES),
         ("boundaries", BOUNDARIES),
         ("gradients", GRADIENTS),
+        ("sums", SUMS),
         ("updates", [schedule.value for schedule in Updates]),
     ],
 )

@@ -23,7 +23,7 @@ from megatrain.store.drives.scratch import Place, ScratchFiles
 from megatrain.store.drives.striped import StripedStore
 from megatrain.store.on_drives import BlocksOnDrives
 from megatrain.stream.engine import Engine
-from megatrain.stream.execute import updates
+from megatrain.stream.execute import gradients, updates
 from megatrain.stream.lanes import InlineLanes
 
 
@@ -62,13 +62,13 @@ class Recorder(TorchDispatchMode):
             found.append((("working", number), state.working))
             found += [(("moments", number), plane) for plane in planes.values()]
             found += [(("gradient", number), plane) for plane in (state.gradient, state.accumulator)]
-        slots, gradients = engine.arrangement.slots, engine.arrangement.gradients.buffers
+        slots, buffers = engine.arrangement.slots, engine.arrangement.gradients.buffers
         found += [(("slot", n), tensor) for n, tensor in enumerate(slots._slots)]
         found += [(("resident", n), tensor) for n, tensor in slots._resident.items()]
-        found += [(("gradient_buffer", n), tensor) for n, tensor in enumerate(gradients._ring)]
-        found += [(("resident_gradient", n), tensor) for n, tensor in gradients._resident.items()]
-        found += [(("staging", n), tensor) for n, tensor in enumerate(gradients._staging)]
-        found += [(("waiting", n), gradients.waiting(n)) for n in gradients._starts if gradients.waits]
+        found += [(("gradient_buffer", n), tensor) for n, tensor in enumerate(buffers._ring)]
+        found += [(("resident_gradient", n), tensor) for n, tensor in buffers._resident.items()]
+        found += [(("staging", n), tensor) for n, tensor in enumerate(buffers._staging)]
+        found += [(("waiting", n), buffers.waiting(n)) for n in buffers._starts if buffers.waits]
         for number, planes_there in engine.executor.states._planes.items():
             found += [(("device_moments", number), plane) for plane in planes_there.values()]
         staging = engine.arrangement.offloaded._staging
@@ -139,6 +139,8 @@ class Recorder(TorchDispatchMode):
         self.events = []
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(updates, "update_many", self._update_many))
+            stack.enter_context(_wrapped(gradients, self._add, "add"))
+            stack.enter_context(_wrapped(gradients, self._add_last, "add_last"))
             stack.enter_context(_wrapped("megatrain.stream.optimizer.global_norm", self._norm))
             stack.enter_context(_wrapped(BlocksOnDrives, self._read, "read"))
             stack.enter_context(_wrapped(BlocksOnDrives, self._write, "write"))
@@ -161,6 +163,20 @@ class Recorder(TorchDispatchMode):
             self.touch(reads=[planes.gradient], writes=changed, nbytes=nbytes)
         self.call("update")
         self._update(pool, views)
+
+    def _add(self, real: Callable[..., Any], pool: Any, gradient: Tensor, sums: Tensor) -> None:
+        self.call("add")
+        self.touch(reads=[gradient], writes=[sums], nbytes=gradient.nbytes + 2 * sums.nbytes)
+        real(pool, gradient, sums)
+
+    def _add_last(
+        self, real: Callable[..., Any], pool: Any, gradient: Tensor, sums: Tensor, out: Tensor
+    ) -> Any:
+        self.call("add")
+        self.touch(
+            reads=[gradient, sums], writes=[out], nbytes=gradient.nbytes + sums.nbytes + out.nbytes
+        )
+        return real(pool, gradient, sums, out)
 
     def _norm(self, real: Callable[..., Any], sums: Any) -> Any:
         self.call("norm")

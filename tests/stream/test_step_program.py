@@ -52,12 +52,15 @@ AXES: dict[str, tuple[Any, ...]] = {
     "boundaries": ("device", "host", "nvme"),
     "precision": ("bf16", "fp32"),
     "clips": (True, False),
+    "sums": ("device", "host"),
 }
 
 
 def is_allowed(row: dict[str, Any]) -> bool:
     """Whether an engine can run this."""
     if row["updates"] == "immediate" and row["clips"]:
+        return False
+    if row["sums"] == "host" and row["place"] in ("waiting gradients", "mixed gradients", "parked gradients"):
         return False
     if row["boundaries"] == "nvme" and "resident" in row["place"]:
         return False
@@ -123,6 +126,7 @@ def settings_of(row: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
         "num_gradient_buffers": parts,
         "boundaries": row["boundaries"],
         "precision": row["precision"],
+        "sums": row["sums"],
         "num_micro_batches": row["rounds"][0] * row["rounds"][1],
     }
     if row["place"] == "resident layers":
@@ -245,6 +249,8 @@ def expected_of(operation: Operation, spec: StepSpec) -> list[Expected]:
                 assert spec.drives is not None
                 writes -= {("moments", block)} | {("working", n) for n in spec.drives.working}
             return [plain._replace(writes=writes, what="update")]
+        case Kind.ADD:
+            return [plain._replace(what="add")]
         case Kind.NORM:
             return [Expected(operation.lane, nbytes=len(operation.blocks), what="norm")]
         case Kind.SPILL:
@@ -314,7 +320,7 @@ ROWS_OF_GRID = pairwise()
 
 def name_of(row: Any) -> str:
     policy = row["activations"] if isinstance(row["activations"], str) else "mix"
-    flags = ["fragments"] * row["fragments"] + ["clips"] * row["clips"]
+    flags = ["fragments"] * row["fragments"] + ["clips"] * row["clips"] + [f"sums_{row['sums']}"]
     rounds = "R{}m{}".format(*row["rounds"])
     parts = [policy, row["updates"], rounds, row["place"], row["boundaries"], row["precision"], *flags]
     return "-".join(parts).replace(" ", "_")
@@ -383,6 +389,7 @@ def is_told_by(operation: Operation, name: str) -> bool:
     kind = operation.kind
     if name == "nbytes":
         counted: tuple[Kind, ...] = (
+            Kind.ADD,
             Kind.FETCH,
             Kind.LOAD,
             Kind.OFFLOAD,
@@ -402,5 +409,5 @@ def is_told_by(operation: Operation, name: str) -> bool:
             return operation.waiting < 0
         if kind is Kind.UPDATE:
             return operation.drive_staging < 0
-        return kind in (Kind.FETCH, Kind.READ) and operation.page < 0
+        return kind is Kind.ADD or kind in (Kind.FETCH, Kind.READ) and operation.page < 0
     return int(getattr(operation, name)) >= 0 and kind is not Kind.HEAD

@@ -21,6 +21,8 @@ class Demand:
     down_bytes: float
     update_bytes: float
     """Of host memory, by AdamW."""
+    sum_bytes: float = 0.0
+    """Of host memory, by adding gradients up there."""
     drive_bytes: float = 0.0
     """Read from drives and written there: each passes host memory once."""
     least_s: float
@@ -48,8 +50,8 @@ class Shares:
         up_busy = busy(rates.fetch_s(demand.up_bytes))
         down_busy = busy(rates.offload_s(demand.down_bytes))
         update_busy = busy(rates.update_s(demand.update_bytes))
-        copied = (demand.up_bytes + demand.down_bytes + demand.drive_bytes) / demand.least_s
-        wanted = rates.update_bytes_per_s + copied
+        beside = (demand.up_bytes + demand.down_bytes + demand.drive_bytes + demand.sum_bytes) / demand.least_s
+        wanted = rates.update_bytes_per_s + beside
         memory = min(1.0, spec.host_bytes_per_s / wanted)
         lost = 1.0 - spec.both_share
         slowed = 1.0 - (1.0 - memory) * update_busy
@@ -63,4 +65,4 @@ class Shares:
 def memory_s(rates: Rates, demand: Demand) -> float:
     """Return the seconds in which the host's memory takes all of a step's traffic, and no less."""
     nbytes = demand.up_bytes + demand.down_bytes + demand.drive_bytes + demand.update_bytes
-    return nbytes / rates.spec.host_bytes_per_s
+    return (nbytes + demand.sum_bytes) / rates.spec.host_bytes_per_s

@@ -77,6 +77,8 @@ class Pricing:
                 return rates.host_pass_s(2 * nbytes)
             case Kind.ROUND:
                 return rates.host_pass_s(nbytes)
+            case Kind.ADD:
+                return rates.host_pass_s(nbytes) / shares.update
             case Kind.UPDATE:
                 block = self._blocks[operation.block]
                 if operation.on_device:
@@ -92,7 +94,7 @@ class Pricing:
     def _sum_bytes(self, operation: Operation) -> float:
         """Return the bytes of a gradient on the link; of a sum that goes on, as the kernels keep it."""
         goes_on = operation.kind is Kind.LOAD or not operation.completes
-        if not goes_on:
+        if not goes_on or operation.sums_on_host:
             return operation.nbytes
         return min(
             operation.nbytes, self._rates.kernels.sum_bytes * self._blocks[operation.block].sizes.num_state

@@ -200,7 +200,7 @@ class Step:
     def copied_bytes(self) -> CopiedBytes:
         """What no program of the step can do without copying: what its slots hold already is left out."""
         choice, sums, rounds = self.choice, self.block_sums, self.num_rounds
-        fetched, offloaded = sums.moved_bytes(choice, rounds)
+        fetched, offloaded = sums.moved_bytes(choice, self.batch.num_micro_batches)
         saved = self.sums[3]
         restored = saved - rounds * self.costs.newest_bytes
         read, written = sums.drive_bytes(choice, rounds)
@@ -216,6 +216,11 @@ class Step:
         )
 
     @cached_property
+    def added_bytes(self) -> int:
+        """Host memory that adding up gradients there reads and writes."""
+        return self.block_sums.added_bytes(self.choice, self.batch.num_micro_batches)
+
+    @cached_property
     def demand(self) -> Demand:
         """What the step asks of what its lanes share."""
         choice = self.choice
@@ -225,6 +230,7 @@ class Step:
             up_bytes=copied.up,
             down_bytes=copied.down,
             update_bytes=on_host.total(BlockBytes.update_bytes, self.rates.moments),
+            sum_bytes=self.added_bytes,
             drive_bytes=copied.read + copied.written,
             least_s=max(self._lane_bounds_s.values()),
         )
@@ -241,14 +247,15 @@ def _lane_bounds(step: Step) -> dict[str, float]:
     up, down = rates.fetch_s(copied.up), rates.offload_s(copied.down)
     on_host = step.block_sums.residency(choice).on_host
     update_s = rates.update_s(on_host.total(BlockBytes.update_bytes, rates.moments))
+    sums_s = rates.host_pass_s(step.added_bytes)
     if rates.spec.is_cpu:
-        return {"everything in turn": compute + up + down + update_s + costs.step_s}
+        return {"everything in turn": compute + up + down + sums_s + update_s + costs.step_s}
     limits = {"compute": compute, "copies to the device": up, "copies to the host": down}
-    if choice.updates == "immediate":
-        limits["optimizer"] = update_s
-    elif choice.updates == "serial":
+    if choice.updates == "immediate" or sums_s:
+        limits["optimizer"] = sums_s + update_s
+    if choice.updates == "serial":
         limits["compute + optimizer"] = compute - on_device_s + update_s  # device and host update together
-    else:
+    elif choice.updates == "deferred":
         # updates run beside the next step's first round of forwards, which waits for them
         first_round = min(choice.lockstep, count) / count
         by_then = compute - on_device_s - forward * first_round

@@ -189,8 +189,29 @@ class BlockSums:
     def _sizes(self) -> list[tuple[int, int]]:
         return [(block.sizes.num_split, block.largest_run) for block in self.blocks]
 
-    def moved_bytes(self, choice: Choice, num_rounds: int) -> tuple[int, int]:
-        """Return the bytes that a step fetches and offloads, activations apart.
+    def moved_bytes(self, choice: Choice, num_micro_batches: int) -> tuple[int, int]:
+        """Return the bytes that a step of so many micro-batches fetches and offloads, activations apart."""
+        layers = self.totals[self.first_streamed(choice) : self.first_outer]
+        num_rounds = choice.num_rounds(num_micro_batches)
+        fetched = self._weights_fetched(choice, num_rounds)
+        offloaded = self.residency(choice).on_host.total(pools.gradient_plane)
+        if choice.adds_on_host(num_micro_batches):
+            later = num_micro_batches - choice.lockstep
+            more = (later - 1) * layers.total(pools.gradient_plane)
+            return fetched, offloaded + layers.total(pools.accumulator_plane) + more
+        loads = (num_rounds - 1) * layers.total(pools.accumulator_plane)
+        return fetched + loads, offloaded + loads
+
+    def added_bytes(self, choice: Choice, num_micro_batches: int) -> int:
+        """Return the bytes of host memory that adding up the gradients of layers there reads and writes."""
+        if not choice.adds_on_host(num_micro_batches):
+            return 0
+        layers = self.totals[self.first_streamed(choice) : self.first_outer]
+        before = num_micro_batches - choice.lockstep - 1
+        return before * layers.total(_added, False) + layers.total(_added, True)
+
+    def _weights_fetched(self, choice: Choice, num_rounds: int) -> int:
+        """Return the bytes of weights that a step fetches.
 
         A round leaves in the slots the first blocks, with which the next round begins; a backward begins
         with the blocks that its forward has left there.
@@ -200,12 +221,9 @@ class BlockSums:
         held = self.totals[first : min(first + choice.num_slots, last)].total(pools.resident_weights)
         turned = self.totals[max(last - choice.num_slots, first) : last].total(pools.resident_weights)
         fetched = max(num_rounds * (2 * total - turned) - (num_rounds - 1) * held, total)
-        loads = (num_rounds - 1) * self.totals[first:last].total(pools.accumulator_plane)
-        offloaded = loads + self.residency(choice).on_host.total(pools.gradient_plane)
-        fetched += loads
         if not choice.outer_resident:
             fetched += self.totals[last:].total(pools.resident_weights)
-        return fetched, offloaded
+        return fetched
 
     @cached_property
     def by_size(self) -> list[int]:
@@ -263,10 +281,13 @@ class BlockSums:
         read = sum(drives.update_bytes(number) for number in trained if number in drives.state)
         there = sum(self.blocks[number].size.fetch_bytes for number in drives.working)
         elsewhere = sum(block.size.fetch_bytes for block in self.blocks) - there
-        sums = sum(block.size.accumulator_bytes for block in self.blocks[: self.first_outer])
-        fetched = self.moved_bytes(choice, num_rounds)[0] - (num_rounds - 1) * sums
+        fetched = self._weights_fetched(choice, num_rounds)
         # of the weights that are fetched, those in RAM are at most twice in each round
         return read + max(there, fetched - 2 * num_rounds * elsewhere), written
+
+
+def _added(sizes: BlockBytes, completes: bool) -> int:
+    return sizes.added_bytes(completes=completes)
 
 
 def _kinds(layers: Sequence[Layer]) -> list[int]:

@@ -182,18 +182,21 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
         enough = min(locksteps, key=lambda m: abs(m * request.anatomy.tokens - _ROUND_TOKENS))
         locksteps = [batch.num_micro_batches, enough]
     comes_apart = most > 1 and extent in (Breadth.LEAST, Breadth.ALL)
-    for fragments, lockstep, boundaries, updates, outer, streams, activations in product(
+    for fragments, lockstep, boundaries, updates, outer, streams, sums, activations in product(
         values_of(given.fragments, [False, True] if comes_apart else [False]),
         values_of(given.lockstep, sorted(set(locksteps))),
         values_of(given.boundaries, ["device"] if is_coarse else ["device", "host"]),
         values_of(given.updates, ["deferred"] if request.clips else ["deferred", "immediate"]),
         values_of(given.outer_resident, [False] if is_least else outer_options(request)),
         values_of(given.outer_streams, stream_options(request) if is_least else [False]),
+        values_of(given.sums, ["device"] if is_least else sum_options(request)),
         bases,
     ):
         base = activations[0] if given.activations == AUTO else ""
         if (boundaries == "host" and base in ("keep", "offload")) or (is_least and base == "keep"):
             continue
+        if given.sums == AUTO and sums == "host" and lockstep >= batch.num_micro_batches:
+            continue  # one round has nothing to add
         parts = most if fragments else 1
         default_buffers = parts + 1 if lockstep > 1 and not is_least else parts
         numbers = slot_counts(num_layers * parts, parts)
@@ -213,6 +216,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
                 lockstep=lockstep,
                 updates=updates,
                 gradients=decided(given.gradients, ("host",) * num_layers),
+                sums=sums,
                 tiers=tiers,
                 blocks_in_ram=decided(given.blocks_in_ram, 0),
                 weights_in_ram=decided(given.weights_in_ram, 0),
@@ -234,7 +238,7 @@ def is_allowed(request: Request, choice: Choice) -> bool:
     if choice.has_scratch_on_drives and (request.spec.drives is None or request.state != "fp32"):
         return False
     if any(place != "host" for place in choice.gradients):
-        return may_wait_elsewhere(request, choice)
+        return choice.sums == "device" and may_wait_elsewhere(request, choice)
     return True
 
 
@@ -261,6 +265,11 @@ def may_stream_outer(request: Request) -> bool:
 def stream_options(request: Request) -> list[bool]:
     """List whether outer blocks may stream; to a CPU they would only be copied."""
     return [False, True] if may_stream_outer(request) and not request.spec.is_cpu else [False]
+
+
+def sum_options(request: Request) -> list[str]:
+    """List where gradients of several rounds may add up; a CPU would only copy them more often."""
+    return ["device"] if request.spec.is_cpu else ["device", "host"]
 
 
 def lockstep_sizes(count: int) -> list[int]:

@@ -17,7 +17,8 @@ SMALL = 4
 
 def may_wait_elsewhere(request: Request, choice: Choice) -> bool:
     """Whether complete gradients may wait elsewhere than on the host: for one norm, so of one round."""
-    return choice.updates == "deferred" and choice.lockstep >= request.batch.num_micro_batches
+    is_one_round = choice.lockstep >= request.batch.num_micro_batches
+    return choice.updates == "deferred" and choice.sums == "device" and is_one_round
 
 
 def placed(request: Request, frame: Choice) -> Choice:

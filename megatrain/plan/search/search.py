@@ -154,6 +154,7 @@ def _complexity(choice: Choice) -> tuple[int, ...]:
         len(choice.tiers),
         choice.boundaries != "device",
         sum(policy in ("offload", "drop_boundary") for policy in choice.activations),
+        choice.sums != "device",
         choice.has_scratch_on_drives,
         any(place != "host" for place in choice.gradients),
         choice.fragments,

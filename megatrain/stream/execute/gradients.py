@@ -250,7 +250,7 @@ class Gradients:
                 for part, total, _ in parts:
                     add(pool, part, total)
             else:
-                self._sums[block] = sum(add_last(pool, *part) for part in parts)
+                self._sums[block].fill_(sum(add_last(pool, *part) for part in parts))
 
         return work
 

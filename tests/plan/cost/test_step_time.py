@@ -77,6 +77,7 @@ def random_choice(chance: random.Random, count: int) -> Choice:
     lockstep = chance.randint(1, count)
     updates = chance.choice(["deferred", "immediate", "serial"])
     waits = updates == "deferred" and lockstep == count and chance.random() < 0.5
+    sums = "host" if not waits and chance.random() < 0.5 else "device"
     return Choice(
         num_slots=chance.randint(parts, LAYERS * parts),
         num_gradient_buffers=chance.randint(parts, parts + 2),
@@ -88,6 +89,7 @@ def random_choice(chance: random.Random, count: int) -> Choice:
         lockstep=lockstep,
         updates=updates,
         gradients=("device" if waits else "host",) * LAYERS,
+        sums=sums,
     ).with_defaults(LAYERS)
 
 

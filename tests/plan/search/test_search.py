@@ -59,17 +59,20 @@ def everything(
     """
     num_layers, count = len(request.anatomy.layers), request.batch.num_micro_batches
     updates = ["deferred"] if request.clips else ["deferred", "immediate"]
-    for fragments, lockstep, boundaries, when, gradients, outer, residents in product(
+    for fragments, lockstep, boundaries, when, gradients, sums, outer, residents in product(
         (False, True),
         sorted({1, count}) if coarsely else range(1, count + 1),
         ("device", "host"),
         updates,
         range(num_layers + 1),
+        ("device", "host"),
         (False, True),
         range(num_layers + 1),
     ):
         if gradients and (when != "deferred" or lockstep < count):
             continue  # they wait for a norm, which is of one round
+        if sums == "host" and lockstep == count:
+            continue  # one round has nothing to add
         parts = 2 if fragments else 1
         most = num_layers * parts
         all_slots = sorted({parts, parts + 1, most} if coarsely else range(parts, most + 1))
@@ -87,6 +90,7 @@ def everything(
                     lockstep=lockstep,
                     updates=when,
                     gradients=("device",) * gradients + ("host",) * (num_layers - gradients),
+                    sums=sums,
                 ).with_defaults(num_layers)
 
 
