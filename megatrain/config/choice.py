@@ -182,7 +182,7 @@ class Choice:
             f"layers: {len(self.activations)}{' in fragments' * self.fragments} through {self.num_slots} "
             f"slots; resident: {self.resident_layers} layers{outer}; activations: "
             f"{_counted(self.activations)}; boundaries on the {self.boundaries}; micro-batches in lockstep: "
-            f"{self.lockstep}; gradients wait on: {_counted(self.gradients)}, rounds add up on the {self.sums}; "
+            f"{self.lockstep}; gradients wait on: {_counted(self.gradients)}; sums on the {self.sums}; "
             f"updates: {self.updates}"
         )
 

@@ -13,7 +13,17 @@ from pydantic import (
     ValidationError,
 )
 
-from megatrain.config.choice import AUTO, BOUNDARIES, GRADIENTS, KEYS, POLICIES, SUMS, Choice, StepBatch, Updates
+from megatrain.config.choice import (
+    AUTO,
+    BOUNDARIES,
+    GRADIENTS,
+    KEYS,
+    POLICIES,
+    SUMS,
+    Choice,
+    StepBatch,
+    Updates,
+)
 from megatrain.config.types import (
     Betas,
     Bytes,

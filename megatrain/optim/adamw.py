@@ -26,7 +26,6 @@ from megatrain.optim.pool import WorkerPool
 from megatrain.optim.tasks import ALIGN_NUMEL, bits_of, check_flat, check_host, run_pieces
 
 
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWStep:
     """Hyper-parameters of one update of one range."""

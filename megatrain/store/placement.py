@@ -88,7 +88,9 @@ class Tiers:
     @property
     def asked(self) -> Tiers:
         """Return what the caller has asked for, without what a choice has set."""
-        return replace(self, blocks_in_ram=None, weights_in_ram=None, gradients_in_ram=None, gradients_staged=None)
+        return replace(
+            self, blocks_in_ram=None, weights_in_ram=None, gradients_in_ram=None, gradients_staged=None
+        )
 
     @property
     def ram_bytes(self) -> int:

@@ -63,8 +63,8 @@ def check_choice(choice: Choice, blocks: Sequence[Block], *, compiles: bool = Fa
         )
     if elsewhere and choice.sums == "host":
         raise ConfigError(
-            f"gradients={elsewhere[0]} lets complete gradients wait there for the norm, and sums=host completes "
-            "them on the host; use gradients=host, or sums=device"
+            f"gradients={elsewhere[0]} lets complete gradients wait there for the norm, and sums=host "
+            "completes them on the host; use gradients=host, or sums=device"
         )
     if choice.outer_streams and (choice.outer_resident or not all(ends_of(blocks))):
         why = "outer_resident keeps them" if choice.outer_resident else "they are tied, or used elsewhere"

@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from megatrain.optim.sums import sum_of_squares
 from megatrain.optim.clip import clip_coefficient, global_norm
 from megatrain.optim.pool import WorkerPool
+from megatrain.optim.sums import sum_of_squares
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 0.1, 3.7, 100.0, 1])

@@ -173,9 +173,7 @@ class Recorder(TorchDispatchMode):
         self, real: Callable[..., Any], pool: Any, gradient: Tensor, sums: Tensor, out: Tensor
     ) -> Any:
         self.call("add")
-        self.touch(
-            reads=[gradient, sums], writes=[out], nbytes=gradient.nbytes + sums.nbytes + out.nbytes
-        )
+        self.touch(reads=[gradient, sums], writes=[out], nbytes=gradient.nbytes + sums.nbytes + out.nbytes)
         return real(pool, gradient, sums, out)
 
     def _norm(self, real: Callable[..., Any], sums: Any) -> Any:

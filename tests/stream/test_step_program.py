@@ -409,5 +409,5 @@ def is_told_by(operation: Operation, name: str) -> bool:
             return operation.waiting < 0
         if kind is Kind.UPDATE:
             return operation.drive_staging < 0
-        return kind is Kind.ADD or kind in (Kind.FETCH, Kind.READ) and operation.page < 0
+        return kind is Kind.ADD or (kind in (Kind.FETCH, Kind.READ) and operation.page < 0)
     return int(getattr(operation, name)) >= 0 and kind is not Kind.HEAD

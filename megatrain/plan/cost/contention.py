@@ -50,7 +50,9 @@ class Shares:
         up_busy = busy(rates.fetch_s(demand.up_bytes))
         down_busy = busy(rates.offload_s(demand.down_bytes))
         update_busy = busy(rates.update_s(demand.update_bytes))
-        beside = (demand.up_bytes + demand.down_bytes + demand.drive_bytes + demand.sum_bytes) / demand.least_s
+        beside = (
+            demand.up_bytes + demand.down_bytes + demand.drive_bytes + demand.sum_bytes
+        ) / demand.least_s
         wanted = rates.update_bytes_per_s + beside
         memory = min(1.0, spec.host_bytes_per_s / wanted)
         lost = 1.0 - spec.both_share

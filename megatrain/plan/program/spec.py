@@ -159,7 +159,6 @@ class StepSpec:
             return visits
         return [replace(v, num_micro_batches=micro_batches[v.micro_batch]) for v in visits]
 
-
     def with_sums(self, visits: Sequence[Visit]) -> list[Visit]:
         """Say of each visit whether the host adds its gradient to those of earlier rounds.
 

@@ -22,7 +22,6 @@ from megatrain.plan.search.choices import (
 from megatrain.plan.search.placing import SMALL, place_in_ram
 from megatrain.plan.search.request import Request
 
-
 _TOGETHER = ("lockstep", "num_slots", "num_gradient_buffers", "sums")
 """What is changed at once of a small model: other rounds want other buffers."""
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout, Entry
-from megatrain.optim.sums import add, add_last, sum_of_squares
 from megatrain.optim.pool import default_pool
+from megatrain.optim.sums import add, add_last, sum_of_squares
 from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.state import HostState, Precision, split_gradient
 from megatrain.stream.execute.gradient_buffers import GradientBuffers

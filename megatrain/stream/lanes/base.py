@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import CapacityError
-from megatrain.optim.sums import sum_of_squares
 from megatrain.optim.pool import default_pool
+from megatrain.optim.sums import sum_of_squares
 from megatrain.plan.program.operations import Buffer, Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.records import Cause, Record, Recorder
