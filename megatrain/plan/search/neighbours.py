@@ -16,14 +16,10 @@ from megatrain.plan.search.choices import (
     outer_options,
     slot_counts,
     stream_options,
-    sum_options,
     values_of,
 )
 from megatrain.plan.search.placing import SMALL, place_in_ram
 from megatrain.plan.search.request import Request
-
-_TOGETHER = ("lockstep", "num_slots", "num_gradient_buffers", "sums")
-"""What is changed at once of a small model: other rounds want other buffers."""
 
 
 def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
@@ -43,7 +39,6 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
         "outer_resident": outer_options(request),
         "outer_streams": stream_options(request),
         "lockstep": lockstep_sizes(request.batch.num_micro_batches),
-        "sums": sum_options(request),
     }
     is_open = given.activations == AUTO
     for base in dict.fromkeys(choice.activations) if is_open else [""]:
@@ -53,10 +48,11 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
             for value in values if getattr(given, name) == AUTO else ():
                 if value != getattr(choice, name):
                     yield from _changed(request, frame, name, value, parts)
-        if num_layers <= SMALL and all(getattr(given, name) == AUTO for name in _TOGETHER):
+        if num_layers <= SMALL and AUTO == given.lockstep == given.num_slots == given.num_gradient_buffers:
             # other rounds want other buffers: where it takes no time, they are looked at together
-            for together in product(*(changes[name] for name in _TOGETHER)):
-                changed = replace(frame, **dict(zip(_TOGETHER, together, strict=True)))  # type: ignore[arg-type]
+            names = ("lockstep", "num_slots", "num_gradient_buffers")
+            for together in product(*(changes[name] for name in names)):
+                changed = replace(frame, **dict(zip(names, together, strict=True)))  # type: ignore[arg-type]
                 if together[0] != choice.lockstep and is_allowed(request, changed):
                     yield from fill(request, changed)
         if given.fragments == AUTO and most > 1:
@@ -90,8 +86,6 @@ def _changed(request: Request, frame: Choice, name: str, value: object, parts: i
         changed = replace(changed, num_gradient_buffers=parts + (changed.lockstep > 1))
     if name == "updates" and value == "immediate":
         changed = replace(changed, gradients=("host",) * len(changed.activations))
-    if request.choice.sums == AUTO and changed.lockstep >= request.batch.num_micro_batches:
-        changed = replace(changed, sums="device")  # one round has nothing to add
     if is_allowed(request, changed):
         yield from fill(request, changed)
 

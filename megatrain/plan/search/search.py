@@ -9,11 +9,11 @@ number of operations, not of seconds: the same request has the same plan on a bu
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatrain.config.choice import Choice
 from megatrain.plan.cost.step_time import Step
-from megatrain.plan.search.choices import Breadth, list_choices
+from megatrain.plan.search.choices import Breadth, list_choices, sum_options, values_of
 from megatrain.plan.search.neighbours import neighbours
 from megatrain.plan.search.placing import SMALL
 from megatrain.plan.search.request import Request, overflow
@@ -49,18 +49,25 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS) -> Found | None
 
     From the best of a few that differ much, everything is tried that can be changed about it, as long as it
     gets better. Then the main questions are asked with all their answers, and what can be changed about the
-    best of these is tried, and about those that were nearly as good.
+    best of these is tried, and about those that were nearly as good. All of this is done for sums of several
+    rounds on the device, and then, with half as much to spend, for sums on the host, which have to be faster
+    than what was found: so they never cost a plan its speed.
     """
-    race = _Race(request, budget)
-    race.run(list_choices(request, Breadth.COARSE))
-    race.climb(_FIRST_STARTS)
-    race.run(list_choices(request, Breadth.MAIN))
-    if race.best is None or len(request.anatomy.layers) <= SMALL:
-        race.run(list_choices(request))
-    race.climb(_MOST_STARTS)
+    first, *others = values_of(request.choice.sums, sum_options(request))
+    race = _Race(_with_sums(request, first), budget)
+    race.run_all()
+    is_cut_short = race.is_over
+    for sums in others if race.best is not None and request.batch.num_micro_batches > 1 else ():
+        race.go_on(_with_sums(request, sums), budget // 2)
+        race.run_all()
+        is_cut_short |= race.is_over
     if race.best is None:
         return None
-    return Found(race.best.choice, race.best, race.num_timed, race.is_over)
+    return Found(race.best.choice, race.best, race.num_timed, is_cut_short)
+
+
+def _with_sums(request: Request, sums: str) -> Request:
+    return replace(request, choice=replace(request.choice, sums=sums))
 
 
 class _Race:
@@ -72,10 +79,32 @@ class _Race:
         self._seen: set[Choice] = set()
         self._timed: dict[Choice, float] = {}
         self._started: set[Choice] = set()
+        self._least_rounds = 1
         self.best: Step | None = None
         self.num_timed = 0
         self.is_over = False
         """The budget ended before every promising choice was timed."""
+
+    def run_all(self) -> None:
+        """Look at everything, from what differs much to what differs little."""
+        request = self._request
+        self.run(list_choices(request, Breadth.COARSE))
+        self.climb(_FIRST_STARTS)
+        self.run(list_choices(request, Breadth.MAIN))
+        if self.best is None or len(request.anatomy.layers) <= SMALL:
+            self.run(list_choices(request))
+        self.climb(_MOST_STARTS)
+
+    def go_on(self, request: Request, budget: int) -> None:
+        """Let sums be where a request has them, in steps of several rounds, with so much to spend."""
+        self._request = request
+        self._budget = budget
+        self._least_rounds = 2
+        self.is_over = False
+        self._started |= self._timed.keys()
+        self.run(
+            [replace(choice, sums=request.choice.sums) for choice in self._timed if self._is_good(choice)]
+        )
 
     def climb(self, most_starts: int) -> None:
         """Change one thing at a time of the best choice, as long as that helps, and then of good ones."""
@@ -89,23 +118,25 @@ class _Race:
         """Return the best choice whose neighbours were not tried, if it is nearly as good as the best."""
         if self.best is None or self.is_over:
             return None
-        most = self.best.step_s * _NEARLY
         others = {c: seconds for c, seconds in self._timed.items() if c not in self._started}
         if self.best.choice in others:
             choice = self.best.choice
         else:
             choice = min(others, key=lambda c: others[c], default=self.best.choice)
-        if choice in self._started or self._timed[choice] > most:
+        if choice in self._started or not self._is_good(choice):
             return None
         self._started.add(choice)
         return choice
 
+    def _is_good(self, choice: Choice) -> bool:
+        return self.best is not None and self._timed[choice] <= self.best.step_s * _NEARLY
+
     def run(self, choices: Iterable[Choice]) -> None:
         """Time those that can be better than the best so far, the most promising first."""
-        request = self._request
+        request, count = self._request, self._request.batch.num_micro_batches
         listed: list[tuple[float, int, float, Step]] = []
         for choice in choices:
-            if choice in self._seen:
+            if choice in self._seen or choice.num_rounds(count) < self._least_rounds:
                 continue
             self._seen.add(choice)
             if self._has_ended():
@@ -151,10 +182,10 @@ def _is_better(step: Step, best: Step) -> bool:
 def _complexity(choice: Choice) -> tuple[int, ...]:
     """Order choices of equal speed: fewer moving parts first, then fewer bytes on the device."""
     return (
+        choice.sums != "device",
         len(choice.tiers),
         choice.boundaries != "device",
         sum(policy in ("offload", "drop_boundary") for policy in choice.activations),
-        choice.sums != "device",
         choice.has_scratch_on_drives,
         any(place != "host" for place in choice.gradients),
         choice.fragments,
