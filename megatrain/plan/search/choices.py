@@ -179,7 +179,8 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
     if is_least:
         locksteps = [batch.num_micro_batches, 1]
     elif is_coarse:
-        enough = min(locksteps, key=lambda m: abs(m * request.anatomy.tokens - _ROUND_TOKENS))
+        wanted = _ROUND_TOKENS // (2 if given.sums == "host" else 1)  # without sums, half as much to hide
+        enough = min(locksteps, key=lambda m: abs(m * request.anatomy.tokens - wanted))
         locksteps = [batch.num_micro_batches, enough]
     comes_apart = most > 1 and extent in (Breadth.LEAST, Breadth.ALL)
     for fragments, lockstep, boundaries, updates, outer, streams, sums, activations in product(

@@ -50,7 +50,7 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS) -> Found | None
     From the best of a few that differ much, everything is tried that can be changed about it, as long as it
     gets better. Then the main questions are asked with all their answers, and what can be changed about the
     best of these is tried, and about those that were nearly as good. All of this is done for sums of several
-    rounds on the device, and then, with half as much to spend, for sums on the host, which have to be faster
+    rounds on the device, and then, with as much to spend again, for sums on the host, which have to be faster
     than what was found: so they never cost a plan its speed.
     """
     first, *others = values_of(request.choice.sums, sum_options(request))
@@ -58,7 +58,7 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS) -> Found | None
     race.run_all()
     is_cut_short = race.is_over
     for sums in others if race.best is not None and request.batch.num_micro_batches > 1 else ():
-        race.go_on(_with_sums(request, sums), budget // 2)
+        race.go_on(_with_sums(request, sums), budget)
         race.run_all()
         is_cut_short |= race.is_over
     if race.best is None:
