@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatrain.hardware import (
     Drives,
@@ -18,12 +20,13 @@ from megatrain.hardware import (
     machine_names,
     measure_matmul_peak,
 )
-from megatrain.hardware.accelerators import device_name, free_bytes
+from megatrain.hardware.accelerators import device_name, free_bytes, vendor_of
 from megatrain.optim.fused import fuses_updates
 from megatrain.optim.threads import update_threads, worker_threads
 from megatrain.stream.lanes import CheckedLanes, EmulatedLanes, EmulatedMachine, Lanes
 from megatrain.stream.lanes.devices import check_device, compute_device, make_lanes
 from megatrain.stream.lanes.emulated_spec import emulated_spec
+from megatrain.stream.lanes.locked_ring import LockedRing
 
 Measure = Callable[[], HardwareSpec]
 """Returns this machine as `doctor` knows it."""
@@ -37,6 +40,7 @@ _VISIT_S = 1.5e-3
 """Of Python, beside a layer's own."""
 _LINK_BYTES = 64 << 20
 """That are copied to see how fast a GPU's link is."""
+_MEASURED = ("matmul_flops_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
 _COMMON_GPU = "rtx-4090"
 """Machine file of a GPU that has none of its own."""
 
@@ -99,7 +103,7 @@ def common_gpu(device: torch.device, precision: str) -> HardwareSpec:
     name = device_name(device)
     of_its_kind = [kind for kind in machine_names() if kind.replace("-", " ") in name.lower()]
     flops = measure_matmul_peak(device, _DTYPES[precision])
-    link = _link_bytes_per_s(device)
+    down, up = _link_bytes_per_s(device)
     spec = load_machine(max(of_its_kind, key=len, default=_COMMON_GPU))
     return replace(
         spec,
@@ -108,9 +112,9 @@ def common_gpu(device: torch.device, precision: str) -> HardwareSpec:
         device_bytes=free_bytes(device),
         fuses_updates=fuses_updates(device),
         matmul_flops_per_s={**spec.matmul_flops_per_s, precision: flops},
-        h2d_bytes_per_s=link,
-        d2h_bytes_per_s=link,
-        sources={"matmul_flops_per_s": "measured", "h2d_bytes_per_s": "measured", "others": spec.name},
+        h2d_bytes_per_s=down,
+        d2h_bytes_per_s=up,
+        sources={**dict.fromkeys(_MEASURED, "measured"), "others": spec.name},
         **_own_host(),
     )
 
@@ -125,15 +129,21 @@ def _own_host() -> dict[str, Any]:
     }
 
 
-def _link_bytes_per_s(device: torch.device) -> float:
-    """Return the best of a few copies to a GPU."""
-    host = torch.ones(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+def _link_bytes_per_s(device: torch.device) -> tuple[float, float]:
+    """Return the best of a few copies to an accelerator, and home, made as those of the state are."""
+    is_lockable = vendor_of(device).lock is not None
+    host = torch.ones(_LINK_BYTES, dtype=torch.uint8, pin_memory=is_lockable)
     there = torch.empty_like(host, device=device)
+    copy = partial(Tensor.copy_, non_blocking=True) if is_lockable else LockedRing(device).copy
+    return _best_rate(device, lambda: copy(there, host)), _best_rate(device, lambda: copy(host, there))
+
+
+def _best_rate(device: torch.device, copy: Callable[[], object]) -> float:
     taken = []
     for _ in range(4):
         torch.accelerator.synchronize(device)
         began_s = time.perf_counter()
-        there.copy_(host, non_blocking=True)
+        copy()
         torch.accelerator.synchronize(device)
         taken.append(time.perf_counter() - began_s)
     return _LINK_BYTES / min(taken)

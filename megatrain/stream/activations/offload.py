@@ -181,7 +181,7 @@ class OffloadedActivations:
         self._mark_compute(writes=visit.device_name("saved"))  # all that the visit has computed
         self._lanes.enqueue(
             Lane.SAVE,
-            visit.copy(list(placed), home=True),
+            visit.copy(self._lanes, list(placed), home=True),
             reads=visit.device_name("saved"),
             writes=[visit.buffer_name],
             work=nbytes,
@@ -370,7 +370,7 @@ class OffloadedActivations:
         nbytes = sum(span.nbytes for span in spans)
         self._lanes.enqueue(
             Lane.RESTORE,
-            visit.copy(spans, home=False),
+            visit.copy(self._lanes, spans, home=False),
             reads=[visit.buffer_name],
             writes=visit.device_name("restored"),
             work=nbytes,

@@ -14,6 +14,7 @@ from megatrain.layout.host_buffers import OFFLOAD_ALIGNMENT
 from megatrain.plan.program.operations import Buffer
 from megatrain.stream.activations.host_ring import HostBuffer
 from megatrain.stream.activations.on_drives import Staged
+from megatrain.stream.lanes import Lanes
 
 
 class Where(Enum):
@@ -128,7 +129,7 @@ class SavedVisit:
         assert self.host is not None
         return [(kind, self.host.index)]
 
-    def copy(self, spans: Sequence[ByteSpan], *, home: bool) -> Callable[[], None]:
+    def copy(self, lanes: Lanes, spans: Sequence[ByteSpan], *, home: bool) -> Callable[[], None]:
         """Return what copies spans to the host, or from there; `copied` has them on the device, in order."""
         flat = self.buffer.flat
         there = [flat[span.offset : span.offset + span.nbytes] for span in spans]
@@ -137,7 +138,7 @@ class SavedVisit:
         def run() -> None:
             for on_host, on_device in pairs:
                 target, source = (on_host, on_device) if home else (on_device, on_host)
-                target.copy_(source, non_blocking=True)
+                lanes.copy(target, source)
 
         return run
 

@@ -133,7 +133,7 @@ class Gradients:
 
         def copy() -> None:
             for part, source in zip((flat[:edge], flat[edge:]), sources, strict=True):
-                part.copy_(source, non_blocking=True)
+                self._lanes.copy(part, source)
 
         return copy
 
@@ -144,18 +144,18 @@ class Gradients:
         buffer = self.buffers.buffer(operation.block, operation.gradient_buffer)
         if operation.is_single:
             sent = buffer[: layout.gradient_bytes]
-            self.home(operation).copy_(sent, non_blocking=True)
+            self._lanes.copy(self.home(operation), sent)
             if not operation.sums_on_host:
                 self._lanes.sum_of_squares(split_gradient(sent, layout), self._sums[operation.block])
         else:
             flat = self.buffers.sums(operation.block, operation.gradient_buffer)
             if self._stays_wide(operation):
                 assert state.accumulator is not None
-                state.accumulator.copy_(flat, non_blocking=True)
+                self._lanes.copy(state.accumulator, flat)
                 return
             rounded = (flat[: layout.num_split].to(torch.bfloat16), flat[layout.num_split :])
             for plane, part in zip(split_gradient(self.home(operation), layout), rounded, strict=True):
-                plane.copy_(part, non_blocking=True)
+                self._lanes.copy(plane, part)
             self._lanes.sum_of_squares(rounded, self._sums[operation.block])
         if operation.gradient_buffer >= 0:  # a resident block's sum stays, for a backward that may follow
             self._lanes.freed(buffer)
@@ -184,14 +184,14 @@ class Gradients:
         home = self.home(operation)
         if operation.waiting >= 0:
             place = self.buffers.waiting(operation.block)
-            home.copy_(place, non_blocking=True)
+            self._lanes.copy(home, place)
             self._lanes.freed(place)
             return
         flat = self.buffers.sums(operation.block)
         for part, sums in zip(
             split_gradient(home, layout), (flat[: layout.num_split], flat[layout.num_split :]), strict=True
         ):
-            part.copy_(sums.to(part.dtype), non_blocking=True)  # rounded before, so this changes nothing
+            self._lanes.copy(part, sums.to(part.dtype))  # rounded before, so this changes nothing
 
     def home(self, operation: Operation) -> Tensor:
         """Return the (gradient_bytes,) host bytes of a complete gradient.

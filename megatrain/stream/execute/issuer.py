@@ -146,7 +146,7 @@ class Issuer:
             case Kind.FETCH:
                 source = self.host.blocks[block].working if operation.page < 0 else self._page(operation)
                 target = self._slots.target(operation)
-                return lambda: target.copy_(source, non_blocking=True)
+                return lambda: self.lanes.copy(target, source)
             case Kind.LOAD:
                 return gradients.load(operation)
             case Kind.HOLD:

@@ -98,7 +98,7 @@ class DeviceStates:
 
         def run() -> None:
             for source, target in pairs:
-                target.copy_(source, non_blocking=True)
+                self._lanes.copy(target, source)
 
         return run
 

@@ -181,8 +181,12 @@ class OuterVisit(BlockVisit):
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Move tensors in (nested) arguments to the device."""
+    """Move tensors in (nested) arguments to the device; the host waits for nothing."""
     if isinstance(value, Tensor):
+        if value.device.type == "cpu" != device.type and not value.is_pinned():
+            # A copy of other memory waits for all that was launched before it. Torch keeps this memory, and
+            # uses it again once the copies of it are done.
+            value = torch.empty_like(value, pin_memory=True).copy_(value)
         return value.to(device, non_blocking=True)
     if type(value) in (list, tuple):
         return type(value)(to_device(item, device) for item in value)

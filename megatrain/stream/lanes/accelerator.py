@@ -31,6 +31,7 @@ from megatrain.hardware.accelerators import free_bytes, peak_bytes, reset_peak_b
 from megatrain.plan.program.operations import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.base import Event
+from megatrain.stream.lanes.locked_ring import BUFFER_BYTES, NUM_BUFFERS, LockedRing, until_done
 from megatrain.stream.lanes.records import Cause, Record, Recorder
 from megatrain.stream.lanes.threads import Failure, ThreadedLanes, Worker
 
@@ -42,8 +43,10 @@ MAX_UNRESOLVED = 512
 """Events kept per lane before their times are looked up, should nobody take the record."""
 REBASE_S = 8.0
 """CUDA tells the time between two events in single precision: at 8 s that is still exact to a microsecond."""
-_LONGEST_NAP_S = 2e-4
-"""Between two looks at an event that the host waits for: short beside a block's copy."""
+_NO_LOCK = (
+    "torch cannot page-lock the state's memory for %s: copies go through %d page-locked buffers of %d MiB in "
+    "each lane, and the host copies every byte once more"
+)
 
 
 class DeviceSpans:
@@ -166,7 +169,7 @@ class HostWorker(Worker):
         assert event.launched is not None
         event.launched.wait()
         if event.native is not None:
-            _until_done(event.native)
+            until_done(event.native)
         self._recorder.waited(cause, start_s)
 
 
@@ -182,6 +185,9 @@ class AcceleratorLanes(ThreadedLanes):
         self._streams = {lane: torch.Stream(device=self.device) for lane in (*_COPY_LANES, *_HOST_LANES)}
         self._spans = DeviceSpans(self.device, self._recorder)
         self._locked: list[Arena] = []
+        self._rings = threading.local()
+        if self._vendor.lock is None:
+            _log.warning(_NO_LOCK, self._vendor.title, NUM_BUFFERS, BUFFER_BYTES >> 20)
         reset_peak_bytes(self.device)
 
     def take_record(self) -> Record:
@@ -197,15 +203,14 @@ class AcceleratorLanes(ThreadedLanes):
         return buffer
 
     def lock(self, arena: Arena | None) -> None:
-        """Page-lock host memory. Copies of other memory are slower, and hold up their lane's thread."""
-        if arena is None or any(held is arena for held in self._locked):
+        """Page-lock host memory; copies of other memory go through a `LockedRing`."""
+        if arena is None or self._vendor.lock is None or any(held is arena for held in self._locked):
             return
         self._locked.append(arena)  # a refused one too: it is asked for once, and has nothing to unlock
         if not arena.lock(self._vendor):
             _log.warning(
-                "%.1f GiB of host memory could not be page-locked%s: its copies will be slower than the link",
+                "%.1f GiB of host memory could not be page-locked: its copies will be slower than the link",
                 arena.nbytes / (1 << 30),
-                "" if self._vendor.lock is not None else f" (torch has no way to for {self._vendor.title})",
             )
 
     def unlock(self, arena: Arena | None) -> None:
@@ -213,6 +218,23 @@ class AcceleratorLanes(ThreadedLanes):
         if arena is not None:
             arena.unlock()
             self._locked = [held for held in self._locked if held is not arena]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy in the current stream; what is not page-locked, or changes its dtype, through a `LockedRing`.
+
+        Torch would make the calling thread wait, and would convert too early: what a stream has still to put
+        there is not there yet.
+        """
+        here = target if target.device.type == "cpu" else source
+        if here.device.type != "cpu" or (target.dtype == source.dtype and here.is_pinned()):
+            target.copy_(source, non_blocking=True)
+            return
+        if source is here and here.is_pinned():  # an earlier copy, in a stream, may still be writing it
+            until_done(_record_in(torch.accelerator.current_stream(self.device)))
+        ring = getattr(self._rings, "ring", None)
+        if ring is None:
+            ring = self._rings.ring = LockedRing(self.device)
+        ring.copy(target, source)
 
     def share(self, tensor: Tensor, lane: Lane) -> None:
         """Keep a device tensor's memory from reuse until what `lane` was given of it is done.
@@ -304,7 +326,7 @@ class AcceleratorLanes(ThreadedLanes):
         assert event.launched is not None
         event.launched.wait()  # before anything is read of the event: its lane fills it in
         if event.native is not None and cause.waiting is Lane.CALLER:
-            _until_done(event.native)
+            until_done(event.native)
         self._recorder.waited(cause, start_s)
         if event.native is not None and cause.waiting is Lane.COMPUTE:
             self._stream(Lane.COMPUTE).wait_event(event.native)
@@ -315,14 +337,6 @@ def _record_in(stream: torch.Stream) -> torch.Event:
     event = torch.Event(device=stream.device, enable_timing=True)
     event.record(stream)
     return event
-
-
-def _until_done(event: torch.Event) -> None:
-    """Wait in naps, which leave the core to the optimizer: `torch.Event.synchronize` would spin on CUDA."""
-    nap_s = 1e-5
-    while not event.query():
-        time.sleep(nap_s)
-        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class Lanes(ABC):
     """Enqueue work with the buffers it touches; waits follow.
 
     One thread at a time calls the methods: the launching thread, or autograd's while that one waits for it.
-    Lane functions may call `sum_of_squares`, `freed` and `share`, and nothing else.
+    Lane functions may call `copy`, `sum_of_squares`, `freed` and `share`, and nothing else.
     """
 
     updates_with_kernels: ClassVar[bool] = False
@@ -204,6 +204,13 @@ class Lanes(ABC):
 
         For a tensor that a lane uses and another one made: call this before the last reference is dropped.
         """
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy flat tensors between host and device, or on the device, in the order of the running lane.
+
+        As an operation does it: without a wait of the host where that can be.
+        """
+        target.copy_(source, non_blocking=True)
 
     def computing(self) -> AbstractContextManager[object]:
         """Context in which a function of the HOST lane launches device work, in the order of compute."""

@@ -9,6 +9,7 @@
 
 #include <cstring>
 #include <set>
+#include <unordered_map>
 #include <vector>
 
 #include "streams.h"
@@ -186,9 +187,9 @@ class Locked {
     static auto* locked = new Locked;
     return *locked;
   }
-  bool add(uintptr_t address, size_t nbytes) {
+  bool add(uintptr_t address, size_t nbytes, bool by_torch = false) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (is_refusing_) return false;
+    if (is_refusing_ && !by_torch) return false;
     ranges_[address] = nbytes;
     return true;
   }
@@ -218,22 +219,59 @@ class Locked {
   std::atomic<bool> is_refusing_{false};
 };
 
-// torch's own pinned memory. It is never given back, so copies that run after a tensor is dropped are harmless,
-// as they are with torch's allocator for CUDA, which waits for them.
-struct PinnedAllocator final : c10::Allocator {
+// torch's own pinned memory. What was dropped is used again once the copies of it are done, as with torch's allocator
+// for CUDA, and poisoned.
+class PinnedAllocator final : public c10::Allocator {
+ public:
   static PinnedAllocator& get() {
     static auto* allocator = new PinnedAllocator;
     return *allocator;
   }
-  static void release(void*) {}
   c10::DataPtr allocate(size_t nbytes) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    size_t size = 64;
+    while (size < nbytes) size *= 2;
+    for (auto& [address, block] : blocks_) {
+      if (block.is_free && block.size == size && block.is_done()) {
+        block.is_free = false;
+        std::memset(address, kPoison, size);
+        return {address, address, &release, c10::kCPU};
+      }
+    }
     void* data = nullptr;
-    TORCH_CHECK(posix_memalign(&data, 64, std::max<size_t>(nbytes, 64)) == 0, "no host memory");
-    Locked::get().add(reinterpret_cast<uintptr_t>(data), nbytes);
+    TORCH_CHECK(posix_memalign(&data, 64, size) == 0, "no host memory");
+    Locked::get().add(reinterpret_cast<uintptr_t>(data), size, /*by_torch=*/true);
+    blocks_[static_cast<char*>(data)].size = size;
     return {data, data, &release, c10::kCPU};
+  }
+  void note_copy(const void* data, const c10::Stream& stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = blocks_.upper_bound(static_cast<char*>(const_cast<void*>(data)));
+    if (found == blocks_.begin()) return;
+    --found;
+    if (data < found->first + found->second.size) found->second.used_by[stream] = Streams::at(stream).mark();
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, std::size_t nbytes) const override { std::memcpy(to, from, nbytes); }
+
+ private:
+  struct Block {
+    size_t size = 0;
+    bool is_free = false;
+    std::unordered_map<c10::Stream, PointPtr> used_by;
+    bool is_done() const {
+      for (auto& [stream, point] : used_by)
+        if (!point->is_passed()) return false;
+      return true;
+    }
+  };
+  static void release(void* data) {
+    auto& self = get();
+    std::lock_guard<std::mutex> lock(self.mutex_);
+    self.blocks_.at(static_cast<char*>(data)).is_free = true;
+  }
+  std::mutex mutex_;
+  std::map<char*, Block> blocks_;
 };
 
 }  // namespace host_device

@@ -2,7 +2,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "kernels.h"
+#include "attention.h"
 
 namespace host_device {
 
@@ -26,6 +26,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_scaled_dot_product_fused_attention_overrideable", attention);
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
   m.impl("histc", histc);
   m.impl("native_dropout", native_dropout);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution<0>>());
@@ -78,6 +80,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     py::gil_scoped_release release;
     Streams::settle();
   });
+  m.def("fuse_attention", [](bool is_on) { fuses_attention() = is_on; });
   m.def("take_counts", [] { return Counts::take(); });
   m.def("holds", [](uintptr_t address) {
     try {

@@ -162,6 +162,9 @@ inline at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool 
     copy_from(self, converted, true);
     return copy_from(converted, dst, non_blocking);
   }
+  if (is_ours(dst) && self.dtype() != dst.dtype()) {  // converted by the host, at once and in memory of its own
+    return copy_from(self.to(dst.scalar_type()), dst, non_blocking);
+  }
   bool is_locked = Locked::get().holds(host_bytes(host), host.numel() * host.itemsize());
   auto& stream = Streams::current(device);
   size_t nbytes = self.numel() * self.itemsize();
@@ -171,6 +174,7 @@ inline at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool 
     if (is_ours(self)) from += self.storage_offset() * self.itemsize();
     if (is_ours(dst)) to += dst.storage_offset() * dst.itemsize();
     stream.push([=] { std::memcpy(to, from, nbytes); }, true);
+    PinnedAllocator::get().note_copy(host_bytes(host), Guard().getStream({kType, static_cast<c10::DeviceIndex>(device)}));
     return dst;
   }
   if (non_blocking) Counts::add("copy of unlocked memory");

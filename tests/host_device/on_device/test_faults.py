@@ -181,13 +181,13 @@ def test_a_copy_of_unlocked_memory_taken_as_asynchronous_is_counted(
     """It would hold up its lane's thread, and nothing else would tell."""
     if is_faulty:
         monkeypatch.setattr(Arena, "lock", lambda *_: True)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     engine = attach_plainly(make_model(FAMILIES["llama_tied"]()), device=TYPE)
     optimizer = engine.adamw(**HYPER)
     engine.forward_backward(make_batches(1))
     optimizer.step()
     engine.lanes.close()
-    unlocked = host.native.take_counts()["copy of unlocked memory"]
-    assert (unlocked > 2) is is_faulty, "but for ids and labels"
+    assert ("copy of unlocked memory" in host.native.take_counts()) is is_faulty
 
 
 def test_the_host_s_read_of_device_memory_is_trapped() -> None:
