@@ -50,6 +50,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace host_device;
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
+  at::globalContext().lazyInitDevice(kType);  // before, torch takes no memory for page-locked
   m.def("device_count", [] { return kNumDevices; });
   m.def("current_device", [] { return Streams::device(); });
   m.def("set_device", [](int device) { Guard().setDevice({kType, static_cast<c10::DeviceIndex>(device)}); });
