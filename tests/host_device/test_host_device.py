@@ -14,7 +14,16 @@ from tests.host_device import build
 from tests.host_device.on_device.conftest import IN_OWN_PROCESS
 
 ROOT = Path(__file__).parents[2]
-AT_LENGTH = ("every_pair", "every_family", "delays", "without_a_fault")
+AT_LENGTH = (
+    "every_pair",
+    "every_family",
+    "delays",
+    "without_a_fault",
+    "test_attention",
+    "test_compiled",
+    "test_runs",
+    "test_unlocked",
+)
 """Parts of the full products, which may run at the same time."""
 
 

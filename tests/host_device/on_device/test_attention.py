@@ -84,13 +84,13 @@ def test_math_is_the_default() -> None:
 @pytest.mark.parametrize(
     ("family", "activations"),
     [
-        ("gpt2", "recompute_cheap"),
-        ("llama_tied", "offload"),
-        *(
-            pytest.param(family, policy, marks=pytest.mark.parity)
-            for family in ("gpt2", "llama_tied", "gemma2", "mixtral")
-            for policy in POLICIES
-        ),
+        pytest.param(
+            family,
+            policy,
+            marks=[] if (family, policy) == ("gpt2", "recompute_cheap") else pytest.mark.parity,
+        )
+        for family in ("gpt2", "llama_tied", "gemma2", "mixtral")
+        for policy in POLICIES
     ],
 )
 def test_fused_attention_equals_resident(fused: None, family: str, activations: str) -> None:

@@ -26,19 +26,15 @@ host = register()
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(
     "memory",
     [
         {"activations": "recompute", "lockstep": 2},
-        *(
-            pytest.param(memory, marks=pytest.mark.parity)
-            for memory in (
-                {"activations": "keep", "lockstep": 1},
-                {"activations": "offload", "lockstep": 2},
-                {"activations": "recompute_cheap", "lockstep": 2, "resident_blocks": 1},
-                {"activations": "drop_boundary", "lockstep": 1},
-            )
-        ),
+        {"activations": "keep", "lockstep": 1},
+        {"activations": "offload", "lockstep": 2},
+        {"activations": "recompute_cheap", "lockstep": 2, "resident_blocks": 1},
+        {"activations": "drop_boundary", "lockstep": 1},
     ],
     ids=str,
 )
