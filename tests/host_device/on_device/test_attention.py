@@ -89,7 +89,7 @@ def test_math_is_the_default() -> None:
             policy,
             marks=[] if (family, policy) == ("gpt2", "recompute_cheap") else pytest.mark.parity,
         )
-        for family in ("gpt2", "llama_tied", "gemma2", "mixtral")
+        for family in ("gpt2", "llama_tied", "gemma3_text", "mixtral")
         for policy in POLICIES
     ],
 )
