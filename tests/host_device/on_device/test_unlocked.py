@@ -19,7 +19,7 @@ from tests.host_device.device import TYPE, register
 from tests.host_device.on_device.test_device import hold
 from tests.host_device.on_device.test_parity import ROWS, dawdle
 from tests.reference import attach_plainly, make_batches, make_model
-from tests.stream.runs import HYPER, assert_backwards_add_up, check_parity, start
+from tests.stream.runs import HYPER, assert_backwards_add_up, check_parity, recorded, start
 from tests.stream.test_speed_parity import row_name, settings_of
 
 host = register()
@@ -30,7 +30,8 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def _cannot_lock(monkeypatch: Patch) -> None:
-    """Registration off, and pieces so small that blocks are many."""
+    """Registration off, and pieces so small that blocks are many; no norm of another cut of the layers."""
+    recorded.cache_clear()
     monkeypatch.setitem(VENDORS, TYPE, replace(VENDORS[TYPE], lock=None, unlock=None))
     monkeypatch.setattr(locked_ring, "BUFFER_BYTES", 1024)
 
