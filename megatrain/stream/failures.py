@@ -19,8 +19,8 @@ def explained(error: BaseException, model: PreTrainedModel, device: torch.device
     name = type(model).__name__
     if isinstance(error, CheckpointError):
         return ModelError(
-            f"{name} has a block that does not compute the same twice (it keeps state between calls), so its "
-            "activations cannot be recomputed; use activations='keep'"
+            f"the head of {name} does not compute the same twice, so it cannot run in chunks; use a "
+            "head_chunk_tokens as large as a micro-batch"
         )
     reason = why_not_deterministic(error, device)
     return (

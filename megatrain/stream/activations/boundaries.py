@@ -1,11 +1,11 @@
 """The inputs of recomputed layers: on the device, on the host, or made again by the layers before.
 
-torch's checkpoint saves the tensors that a layer is given by position, and nothing else; hooks around it see
-them once each. The boundary is the one of them that wants a gradient. A dropped one is packed as a recipe:
-the call of the layer before, on that layer's own boundary, which may be a recipe too. Unpacking follows the
-chain back to a boundary that was kept and runs the layers from there, without a graph, with the random state
-of their first run; all micro-batches of the round pass a layer before any passes the next, so that each layer
-is fetched once. What a chain makes on its way stays until its own layer's backward: no layer runs twice.
+The boundary of a call is the first argument by position that wants a gradient. A dropped one is
+packed as a recipe: the call of the layer before, on that layer's own boundary, which may be a recipe
+too. Bringing it back follows the chain to a boundary that was kept and runs the layers from there,
+without a graph, with the random state of their first run; all micro-batches of the round pass a
+layer before any passes the next, so that each layer is fetched once. What a chain makes on its way
+stays until its own layer's backward: no layer runs twice.
 
 Source of the idea: recursive recomputation (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
 2016), here with one level of boundaries and one of recipes.
@@ -18,8 +18,7 @@ import logging
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,45 +37,53 @@ RunAgain: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """Runs a layer on the arguments of a call, and returns its result."""
 
 
+class Packed(NamedTuple):
+    """A call's arguments by position, of which the boundary is kept elsewhere."""
+
+    args: tuple[Any, ...]
+    """With nothing in the boundary's place."""
+    place: int
+    boundary: Boundary
+
+    def with_boundary(self, hidden: Tensor) -> tuple[Any, ...]:
+        """Return the arguments with the boundary in its place, which wants a gradient as it did."""
+        boundary = hidden.detach().requires_grad_()  # with a graph, libraries choose the forward's kernels
+        return (*self.args[: self.place], boundary, *self.args[self.place + 1 :])
+
+
 class Call:
     """A layer's call in the forward: everything that another run of it takes, its boundary packed."""
 
     def __init__(
-        self,
-        run: RunAgain,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        place: int,
-        micro_batch: int,
-        device: torch.device,
-        boundary: Boundary,
+        self, run: RunAgain, packed: Packed, kwargs: dict[str, Any], *, micro_batch: int, device: torch.device
     ) -> None:
-        """Keep what is called; the boundary is the argument at `place`."""
+        """Keep what is called, and what it computes by; its forward comes next."""
         self._run = run
-        self._args = tuple(None if number == place else value for number, value in enumerate(args))
+        self._packed = packed
         self._kwargs = kwargs
-        self._place = place
         self._device = device
         self._random = RandomState(device)
         self._autocast = Autocast(device)
         self.micro_batch = micro_batch
-        self.boundary = boundary
+
+    @property
+    def boundary(self) -> Boundary:
+        """The packed boundary."""
+        return self._packed.boundary
 
     def run_again(self, hidden: Tensor) -> Tensor:
         """Run the layer on its boundary as it ran first, and return its output; no graph is left of it."""
         held = RandomState(self._device)
-        boundary = hidden.detach().requires_grad_()  # with a graph, libraries choose the forward's kernels
-        args = (*self._args[: self._place], boundary, *self._args[self._place + 1 :])
+        args = self._packed.with_boundary(hidden)
         # layers may write into containers that they share
         kwargs = {k: copy.copy(v) if isinstance(v, (dict, UserDict)) else v for k, v in self._kwargs.items()}
         self._random.restore()
         try:
-            with self._autocast.again() as stack:
-                stack.enter_context(torch.enable_grad())
-                stack.enter_context(
-                    torch.autograd.graph.saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
-                )
+            with (
+                self._autocast.again(),
+                torch.enable_grad(),
+                torch.autograd.graph.saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING),
+            ):
                 return output_of(self._run(args, kwargs)).detach()
         finally:
             held.restore()
@@ -147,51 +154,52 @@ class Boundaries:
         self._on_host = on_host
         self._drops = drops
         self._is_source = is_source
+        self._packs = on_host or drops or is_source
         self._recipes: list[weakref.ref[Recipe]] = []
         self._has_warned = False
 
-    def watch(
-        self,
-        stack: ExitStack,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        key: Hashable,
-        micro_batch: int,
-        last: LastCall,
-        run: RunAgain,
-    ) -> Call | None:
-        """Pack the boundary of the call that follows; returns the call if the next layer may ask for it.
+    def pack(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, key: Hashable, last: LastCall
+    ) -> Packed | None:
+        """Pack the boundary of the call that follows; None: it stays among the arguments.
 
         Args:
-            stack: In which the call is made.
             args: Of the call.
             kwargs: Of the call.
             key: Names what the call saves.
-            micro_batch: Number within the round.
             last: Of the pass.
+        """
+        if not self._packs:
+            return None
+        place = next((n for n, value in enumerate(args) if _is_boundary(value)), None)
+        if place is None:
+            if (self._on_host or self._drops) and any(map(_is_boundary, kwargs.values())):
+                self._say_kept("its input is given by name, so it stays on the device")
+            return None
+        others = (*args[:place], None, *args[place + 1 :])
+        return Packed(others, place, self._packed(args[place], key, last))
+
+    def bring(self, packed: Packed) -> tuple[Any, ...]:
+        """Return the arguments of a call with their boundary, for its recomputation."""
+        boundary = packed.boundary
+        if isinstance(boundary, Recipe):
+            return packed.with_boundary(make(boundary, self._load))
+        return packed.with_boundary(self._load(boundary))
+
+    def call_of(
+        self, packed: Packed | None, kwargs: dict[str, Any], *, micro_batch: int, run: RunAgain
+    ) -> Call | None:
+        """Return the call that follows if the next layer may ask for it.
+
+        Args:
+            packed: Its arguments.
+            kwargs: Likewise, by name.
+            micro_batch: Number within the round.
             run: Runs the layer once more.
         """
-        place = next((n for n, value in enumerate(args) if _is_boundary(value)), None)
-        if place is None and (self._on_host or self._drops) and any(map(_is_boundary, kwargs.values())):
-            self._say_kept("its input is given by name, so it stays on the device")
-        if place is None or not (self._on_host or self._drops or self._is_source):
+        if packed is None or not self._is_source:
             return None
-        hidden = args[place]
-        packed = self._packed(hidden, key, last)
-
-        # autograd keeps `pack`, which must not keep the tensor
-        place_of, shape = hidden.data_ptr(), hidden.shape
-
-        def pack(tensor: Tensor) -> Boundary:
-            is_hidden = tensor.data_ptr() == place_of and tensor.shape == shape and tensor.numel() > 0
-            return packed if is_hidden else tensor.detach()
-
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, self._unpack))
-        if not self._is_source:
-            return None
-        device = self._offloaded.device
-        return Call(run, args, kwargs, place=place, micro_batch=micro_batch, device=device, boundary=packed)
+        return Call(run, packed, kwargs, micro_batch=micro_batch, device=self._offloaded.device)
 
     def _packed(self, hidden: Tensor, key: Hashable, last: LastCall) -> Boundary:
         if self._drops:
@@ -219,11 +227,6 @@ class Boundaries:
             peer.share(recipe)
         self._recipes = [weakref.ref(peer) for peer in [*peers, recipe]]
         return recipe
-
-    def _unpack(self, packed: Boundary) -> Tensor:
-        if isinstance(packed, Recipe):
-            return make(packed, self._load)
-        return self._load(packed)
 
     def _load(self, packed: Tensor | Held) -> Tensor:
         return self._offloaded.load(packed) if isinstance(packed, Held) else packed

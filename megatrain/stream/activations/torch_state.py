@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 
 from megatrain.hardware.accelerators import random_state, set_random_state
+
+_cpu_state = torch.default_generator.get_state
+_set_cpu_state = torch.default_generator.set_state
 
 
 class RandomState:
@@ -15,12 +18,12 @@ class RandomState:
     def __init__(self, device: torch.device) -> None:
         """Take the state of the CPU's generator and of `device`'s."""
         self._device = device
-        self._cpu = torch.get_rng_state()
+        self._cpu = _cpu_state()
         self._own = None if device.type == "cpu" else random_state(device)
 
     def restore(self) -> None:
         """Set the generators to this state."""
-        torch.set_rng_state(self._cpu)
+        _set_cpu_state(self._cpu)
         if self._own is not None:
             set_random_state(self._device, self._own)
 
@@ -30,22 +33,27 @@ class Autocast:
 
     def __init__(self, device: torch.device) -> None:
         """Take the state for the CPU and for `device`."""
-        self._states = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys(("cpu", device.type))
-        ]
+        self._kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        self._states = self._now()
         self._cache = torch.is_autocast_cache_enabled()
+
+    def _now(self) -> list[tuple[bool, torch.dtype]]:
+        return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds]
 
     def restore(self) -> None:
         """Set the thread's state to this one."""
-        for kind, is_enabled, dtype in self._states:
+        if self._now() == self._states:
+            return
+        for kind, (is_enabled, dtype) in zip(self._kinds, self._states, strict=True):
             torch.set_autocast_enabled(kind, is_enabled)
             torch.set_autocast_dtype(kind, dtype)
 
-    def again(self) -> ExitStack:
+    def again(self) -> AbstractContextManager[object]:
         """Return a context with this state; casts that it keeps are dropped when it is left."""
+        if self._now() == self._states and not any(is_enabled for is_enabled, _ in self._states):
+            return nullcontext()
         stack = ExitStack()
-        for kind, is_enabled, dtype in self._states:
+        for kind, (is_enabled, dtype) in zip(self._kinds, self._states, strict=True):
             stack.enter_context(
                 torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._cache)
             )

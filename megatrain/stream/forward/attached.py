@@ -63,9 +63,10 @@ class AttachedBlock:
         self.parameters = [block.parameters[entry.name] for entry in layout.entries]
         position = {entry.name: number for number, entry in enumerate(layout.entries)}
         self._positions = [position[site.name] for site in block.sites]
-        self.places: list[Place] = [(site.module._parameters, site.leaf) for site in block.sites]
         self._borrowed = [owners[site.name] for site in block.borrowed]
-        self._borrowed_places: list[Place] = [(site.module._parameters, site.leaf) for site in block.borrowed]
+        self._is_one_to_one = not self._borrowed and self._positions == list(range(len(self.parameters)))
+        sites = [*block.sites, *block.borrowed]
+        self.places: list[Place] = [(site.module._parameters, site.leaf) for site in sites]
         self._has_state = [entry.state_offset is not None for entry in layout.entries]
 
     def trained_now(self) -> list[bool]:
@@ -75,6 +76,8 @@ class AttachedBlock:
             ModelError: A parameter was unfrozen after attach: there is no room for its state.
         """
         wanted = [parameter.requires_grad for parameter in self.parameters]
+        if wanted == self._has_state:
+            return wanted
         for entry, wants, has_state in zip(self.layout.entries, wanted, self._has_state, strict=True):
             if wants and not has_state:
                 raise ModelError(
@@ -85,17 +88,20 @@ class AttachedBlock:
 
     def line_up(self, grads: Sequence[Tensor | None], trained: Sequence[bool]) -> list[Tensor | None]:
         """Give every entry that has state its gradient or None, from the gradients of the `trained` ones."""
+        if trained == self._has_state:
+            return list(grads)
         given = iter(grads)
         by_entry = [next(given) if wants else None for wants in trained]
         return [grad for grad, has_state in zip(by_entry, self._has_state, strict=True) if has_state]
 
     def fill(
         self, weights: Sequence[Tensor], resident: Mapping[int, Sequence[Tensor]]
-    ) -> tuple[list[Place], list[Tensor]]:
+    ) -> tuple[Sequence[Place], Sequence[Tensor]]:
         """Pair every place of the block with its tensor: its own weights, and borrowed ones."""
+        if self._is_one_to_one:
+            return self.places, weights
         own = [weights[position] for position in self._positions]
-        borrowed = [resident[block][entry] for block, entry in self._borrowed]
-        return self.places + self._borrowed_places, own + borrowed
+        return self.places, own + [resident[block][entry] for block, entry in self._borrowed]
 
 
 class AttachedLayer:

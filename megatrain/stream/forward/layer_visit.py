@@ -12,17 +12,18 @@ touches the one before: its weights' node is older than its own operations and y
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.config.choice import Activations
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.caches import with_own_caches
 from megatrain.model.selective import cheap_contexts
+from megatrain.stream.activations.recompute import Recomputation
 from megatrain.stream.activations.saved_tensors import Held
 from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
@@ -79,34 +80,22 @@ class LayerVisit:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer under its policy."""
         if not torch.is_grad_enabled():
-            return self._run(None, *args, **kwargs)
+            return self._run(*args, **kwargs)
         layer, current = self.layer, self.current
         current.note(layer)
         self._key = layer.offloaded.name_visit(layer.blocks[-1].index, current.micro_batch)
-        with ExitStack() as stack:
-            call = layer.boundaries.watch(
-                stack,
-                args,
-                kwargs,
-                key=self._key,
-                micro_batch=current.micro_batch,
-                last=current.last_call,
-                run=self._run_again,
-            )
-            if layer.policy.is_recomputed:
-                # checkpoint keeps the random state of its positional tensors' devices, and no other's: a
-                # layer that gets its hidden states by name would draw another mask in its recomputation.
-                token = torch.empty(0, device=layer.executor.lanes.device)
-                contexts = (
-                    cheap_contexts() if layer.policy is Activations.RECOMPUTE_CHEAP else noop_context_fn
-                )
-                result = checkpoint(
-                    self._run, token, *args, use_reentrant=False, context_fn=contexts, **kwargs
-                )
-            else:
-                _refuse_autocast(layer.name, layer.policy, layer.executor.lanes.device)
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
-                result = self._run(None, *args, **kwargs)
+        boundaries, device = layer.boundaries, layer.executor.lanes.device
+        packed = boundaries.pack(args, kwargs, key=self._key, last=current.last_call)
+        call = boundaries.call_of(packed, kwargs, micro_batch=current.micro_batch, run=self._run_again)
+        if layer.policy.is_recomputed:
+            bring = None if packed is None else partial(boundaries.bring, packed)
+            contexts = cheap_contexts()() if layer.policy is Activations.RECOMPUTE_CHEAP else None
+            again = Recomputation(layer.name, self._run, device, bring=bring, contexts=contexts)
+            result = again.run(args, kwargs)
+        else:
+            _refuse_autocast(layer.name, layer.policy, device)
+            with saved_tensors_hooks(self._pack, self._unpack):
+                result = self._run(*args, **kwargs)
         current.last_call.note(call, result)
         return result
 
@@ -121,9 +110,9 @@ class LayerVisit:
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer once more, for the boundary of the next one."""
-        return LayerVisit(self.layer, self.current)._run(None, *args, **kwargs)
+        return LayerVisit(self.layer, self.current)._run(*args, **kwargs)
 
-    def _run(self, _: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the class's own forward on slot views: the forward first, the recomputation after it."""
         layer = self.layer
         run, self._has_run = _Run(self, is_recomputation=self._has_run), True
@@ -199,7 +188,7 @@ class _Run:
     def leave(self) -> None:
         """Give the modules their parameters back; a recomputed fragment stays in its slot.
 
-        A recomputation is always left through an exception: torch's checkpoint stops it early that way.
+        A recomputation is always left through an exception: it ends with the last saved tensor.
         """
         entry, self._entry = self._entry, None
         if entry is None:

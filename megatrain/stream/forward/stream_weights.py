@@ -19,17 +19,25 @@ from torch import Tensor, nn
 Collect = Callable[[Sequence[Tensor | None]], None]
 
 
+with torch.inference_mode(False):
+    _ANCHOR = torch.zeros((), requires_grad=True)
+"""Makes autograd take note of the function; it gets no gradient."""
+
+
 class _StreamWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, collect: Collect, aliases: Sequence[Tensor]) -> tuple[Tensor, ...]:
         ctx.collect = collect
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in aliases)
+        return tuple(map(Tensor.detach, aliases))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
-        ctx.collect(grads)
+        if torch.is_grad_enabled():  # create_graph=True: nothing goes on from what is taken here
+            with torch.no_grad():
+                ctx.collect(grads)
+        else:
+            ctx.collect(grads)
         return None, None, None
 
 
@@ -41,11 +49,12 @@ def stream_weights(aliases: Sequence[Tensor], trained: Sequence[bool], collect: 
         trained: Which of them want a gradient now.
         collect: Called once in the backward, last of the block, with one gradient or None per trained alias.
     """
-    if not torch.is_grad_enabled() or not any(trained):
-        return [tensor.detach() for tensor in aliases]
-    anchor = torch.zeros((), requires_grad=True)
+    if not torch.is_grad_enabled() or True not in trained:
+        return list(map(Tensor.detach, aliases))
+    if False not in trained:
+        return list(_StreamWeights.apply(_ANCHOR, collect, aliases))
     streamed = iter(
-        _StreamWeights.apply(anchor, collect, [a for a, t in zip(aliases, trained, strict=True) if t])
+        _StreamWeights.apply(_ANCHOR, collect, [a for a, t in zip(aliases, trained, strict=True) if t])
     )
     return [next(streamed) if t else a.detach() for a, t in zip(aliases, trained, strict=True)]
 
@@ -66,7 +75,7 @@ def exchange(places: Sequence[Place], tensors: Sequence[Any]) -> list[Any]:
 def swapped(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let modules find `tensors` where their parameters are, for as long as the context lasts.
 
-    It is left through an exception in every recomputation (torch's checkpoint stops early that way).
+    It is left through an exception in every recomputation, which ends early.
     """
     parameters = exchange(places, tensors)
     try:

@@ -1,0 +1,150 @@
+"""Recomputes a call: what autograd saves in it is dropped, and made again when the first of it is needed.
+
+This does what torch's non-reentrant checkpoint does, in far fewer calls: a saved tensor costs one short
+function when it is dropped, one when it is made again, and one when it is found. The second run has the first
+one's random state and autocast, must save tensors of the same shapes in the same order, and ends as soon as
+the last of them is there.
+
+Source: `torch.utils.checkpoint`, whose rules for saved tensors these are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatrain.errors import ModelError
+from megatrain.stream.activations.torch_state import Autocast, RandomState
+
+Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Arguments: TypeAlias = tuple[Any, ...]
+
+
+class _AllThere(BaseException):
+    """Ends a second run, of which nothing more is needed. No model may take it for an error of its own."""
+
+
+class _Dropped:
+    """What autograd keeps in place of a saved tensor; with it goes the tensor that was made again."""
+
+    tensor: Tensor | None = None
+
+
+class Recomputation:
+    """One call: its first run, and its second."""
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        device: torch.device,
+        *,
+        bring: Callable[[], Arguments] | None = None,
+        contexts: Contexts | None = None,
+    ) -> None:
+        """Prepare a call of `run`.
+
+        Args:
+            name: Of what is called, for messages.
+            run: Is called twice, and leaves its arguments as they are.
+            device: From whose generator it may draw, beside the CPU's.
+            bring: Returns the arguments by position for the second run; None: those of the first are kept.
+            contexts: In which it runs, and in which it runs again.
+        """
+        self._name = name
+        self._run = run
+        self._device = device
+        self._bring = bring
+        self._contexts = contexts
+        self._dropped: list[tuple[weakref.ref[_Dropped], torch.Size, torch.dtype]] = []
+        self._num_made = 0
+        self._is_over = False
+
+    def run(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
+        """Run for the first time."""
+        self._random, self._autocast = RandomState(self._device), Autocast(self._device)
+        self._args = args if self._bring is None else ()
+        self._versions = _versions(self._args)
+        self._kwargs = kwargs
+        with saved_tensors_hooks(self._drop, self._find):
+            if self._contexts is None:
+                return self._run(*args, **kwargs)
+            with self._contexts[0]:
+                return self._run(*args, **kwargs)
+
+    def _drop(self, tensor: Tensor) -> _Dropped:
+        dropped = _Dropped()
+        self._dropped.append((weakref.ref(dropped), tensor.shape, tensor.dtype))
+        return dropped
+
+    def _find(self, dropped: _Dropped) -> Tensor:
+        if not self._is_over:
+            self._is_over = True
+            self._run_again()
+        tensor, dropped.tensor = dropped.tensor, None
+        if tensor is None:
+            raise ModelError(
+                f"a second backward through the same forward of block {self._name}, whose activations were "
+                "recomputed for the first one: run the forward again"
+            )
+        return tensor
+
+    def _run_again(self) -> None:
+        if _versions(self._args) != self._versions:
+            raise ModelError(
+                f"an input of {self._name} was changed in place after its forward, so its activations cannot "
+                "be recomputed; use activations=keep"
+            )
+        args = self._args if self._bring is None else self._bring()
+        kwargs, self._args, self._kwargs, self._bring = self._kwargs, (), {}, None
+        held = RandomState(self._device)
+        self._random.restore()
+        try:
+            with (
+                self._autocast.again(),
+                nullcontext() if self._contexts is None else self._contexts[1],
+                saved_tensors_hooks(self._make, _as_it_is),
+                torch.enable_grad(),
+            ):
+                self._run(*args, **kwargs)
+        except _AllThere:
+            return
+        finally:
+            held.restore()
+        raise self._differs("it saves fewer tensors for the backward")
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        """Take a tensor that the second run saves for the one that the first run saved in its place."""
+        reference, shape, dtype = self._dropped[self._num_made]
+        if tensor.shape != shape or tensor.dtype is not dtype:
+            raise self._differs(
+                f"it saves {tuple(tensor.shape)} of {tensor.dtype} where it saved {tuple(shape)} of {dtype}"
+            )
+        tensor = tensor.detach()  # the graph of the second run is dropped
+        dropped = reference()
+        if dropped is not None:
+            dropped.tensor = tensor
+        self._num_made += 1
+        if self._num_made == len(self._dropped):
+            raise _AllThere
+        return tensor
+
+    def _differs(self, how: str) -> ModelError:
+        return ModelError(
+            f"{self._name} does not compute the same twice: in its recomputation {how} (does it keep state "
+            "between calls?); use activations=keep"
+        )
+
+
+def _versions(args: Arguments) -> list[int]:
+    return [value._version for value in args if isinstance(value, Tensor)]
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
