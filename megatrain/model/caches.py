@@ -15,6 +15,11 @@ def with_own_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
     The model then takes the same code path as a resident one, a recomputation does not append twice, and no
     key or value outlives its block.
     """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Cache):
+            break
+    else:  # as in most calls
+        return args, kwargs
     args = tuple(_own_cache(value) if isinstance(value, Cache) else value for value in args)
     return args, {
         key: _own_cache(value) if isinstance(value, Cache) else value for key, value in kwargs.items()

@@ -21,7 +21,7 @@ from megatrain.plan.program.operations import Lane
 from megatrain.store.state import Precision
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.micro_batches import MicroBatchSize
-from megatrain.stream.lanes import Record, Span, Wait
+from megatrain.stream.lanes import Record
 from megatrain.stream.report import StepReport, Work
 
 
@@ -50,8 +50,7 @@ class _Step:
 
     began_s: float
     before: Moved
-    spans: list[Span]
-    waits: list[Wait]
+    records: list[Record]
     targets: list[int | Tensor]
     is_counted: bool
     """All targets were known when the step began."""
@@ -63,8 +62,7 @@ class _Step:
     ended_s: float = 0.0
 
     def end(self, record: Record) -> None:
-        self.spans += record.spans
-        self.waits += record.waits
+        self.records.append(record)
         self.ended_s = time.perf_counter()
 
 
@@ -85,8 +83,7 @@ class StepMeter:
 
     def begin(self, targets: int | None = None) -> None:
         """Begin a step of so many targets, if that is known, and end the one before."""
-        spans: list[Span] = []
-        waits: list[Wait] = []
+        records: list[Record] = []
         if self._is_stepped:
             self._end()
         else:
@@ -94,12 +91,11 @@ class StepMeter:
             # after an evaluation, or a step that was dropped, updates are all that belongs to training
             is_mixed = self._open is not None or self._was_elsewhere
             kept = {Lane.HOST, Lane.READ, Lane.WRITE} if is_mixed else set(Lane) - {Lane.CALLER}
-            spans = [span for span in left.spans if span.lane in kept]
-            waits = [wait for wait in left.waits if wait.cause.waiting in kept]
+            records.append(left.of(kept))
         self._was_elsewhere = False
         counts: list[int | Tensor] = [] if targets is None else [targets]
         is_counted = targets is not None
-        self._open = _Step(time.perf_counter(), self._moved(), spans, waits, counts, is_counted)
+        self._open = _Step(time.perf_counter(), self._moved(), records, counts, is_counted)
 
     def forward(self, named: Mapping[str, Any], batch: MicroBatchSize | None) -> None:
         """Take note of a micro-batch, given by name; the first one after a step begins the next."""
@@ -189,11 +185,13 @@ class StepMeter:
         arrangement, moved = self._arrangement, step.moved
         assert moved is not None
         # A stream's spans are times of the device and its waits those of the launching thread: no difference.
-        work = Work(step.spans, [] if arrangement.lanes.device.type != "cpu" else step.waits)
+        spans = [span for record in step.records for span in record.spans]
+        waited = [wait for record in step.records for wait in record.waits]
+        work = Work(spans, [] if arrangement.lanes.device.type != "cpu" else waited)
         forwards, updates = step.arranged or (arrangement.rounds.forwards_again, arrangement.choice.updates)
         bound, bound_s = work.bound(updates)
         waits: dict[str, float] = {}
-        for wait in sorted(step.waits, key=lambda wait: wait.seconds, reverse=True):
+        for wait in sorted(waited, key=lambda wait: wait.seconds, reverse=True):
             name = f"{wait.cause.waiting.value}<-{wait.cause.owner.value} {wait.cause.buffer}"
             waits[name] = waits.get(name, 0.0) + wait.seconds
         model_flops, hardware_flops = self._count(step.batches, forwards, moved.chunked_tokens)

@@ -34,26 +34,22 @@ class Autocast:
     def __init__(self, device: torch.device) -> None:
         """Take the state for the CPU and for `device`."""
         self._kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-        self._states = self._now()
+        self._is_enabled = [*map(torch.is_autocast_enabled, self._kinds)]
+        self._dtypes = [*map(torch.get_autocast_dtype, self._kinds)]
         self._cache = torch.is_autocast_cache_enabled()
-
-    def _now(self) -> list[tuple[bool, torch.dtype]]:
-        return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds]
 
     def restore(self) -> None:
         """Set the thread's state to this one."""
-        if self._now() == self._states:
-            return
-        for kind, (is_enabled, dtype) in zip(self._kinds, self._states, strict=True):
+        for kind, is_enabled, dtype in zip(self._kinds, self._is_enabled, self._dtypes, strict=True):
             torch.set_autocast_enabled(kind, is_enabled)
             torch.set_autocast_dtype(kind, dtype)
 
     def again(self) -> AbstractContextManager[object]:
         """Return a context with this state; casts that it keeps are dropped when it is left."""
-        if self._now() == self._states and not any(is_enabled for is_enabled, _ in self._states):
+        if True not in self._is_enabled and True not in map(torch.is_autocast_enabled, self._kinds):
             return nullcontext()
         stack = ExitStack()
-        for kind, (is_enabled, dtype) in zip(self._kinds, self._states, strict=True):
+        for kind, is_enabled, dtype in zip(self._kinds, self._is_enabled, self._dtypes, strict=True):
             stack.enter_context(
                 torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._cache)
             )

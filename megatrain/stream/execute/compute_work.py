@@ -38,6 +38,7 @@ class ComputeWork:
             for block, size in blocks:
                 self._place[block] = number, size / total if total else 1.0 / len(blocks)
         self._shapes: dict[int, tuple[int, int]] = {}
+        self._per_position: dict[tuple[int, int, Kind, bool], float] = {}
         self._again: dict[int, int] = {}
         self._chunked_tokens = 0
         self._outer = 0.0
@@ -53,15 +54,22 @@ class ComputeWork:
         """
         number, share = self._place[operation.block]
         row_tokens, positions = self._shapes.get(operation.micro_batch, (1, 0))
+        key = number, row_tokens, operation.kind, is_again
+        if key not in self._per_position:
+            self._per_position[key] = self._count(*key)
+        return share * positions * self._per_position[key]
+
+    def _count(self, number: int, row_tokens: int, kind: Kind, is_again: bool) -> float:
+        """Count the FLOPs of a layer's visit, for each position of rows of so many tokens."""
         part = self._flops.layers[number]
         forward = part.forward_flops(row_tokens)
-        runs_forward = operation.kind is Kind.FORWARD or is_again
+        runs_forward = kind is Kind.FORWARD or is_again
         if is_again and self._policies[number] is Activations.RECOMPUTE_CHEAP:
             runs_forward = False
         total = forward if runs_forward else 0.0
-        if operation.kind is Kind.BACKWARD:
+        if kind is Kind.BACKWARD:
             total += part.flops(row_tokens) - forward
-        return share * positions * total
+        return total
 
     def head_forward(self, micro_batch: int, chunked_tokens: int) -> None:
         """Take note that a micro-batch has passed the head.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,12 +25,12 @@ from megatrain.plan.program.step import (
     offload_of_sum,
     sync_program,
     update_program,
-    visits_program,
 )
 from megatrain.plan.program.visits import Visit
 from megatrain.store.state import HostState, Precision
 from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.execute.compute_work import ComputeWork
+from megatrain.stream.execute.foresight import Foresight
 from megatrain.stream.execute.gradients import Gradients, Home
 from megatrain.stream.execute.issuer import ActivationCopies, Counts, Issuer, Work
 from megatrain.stream.execute.resident_state import DeviceStates
@@ -80,6 +80,7 @@ class Executor(Issuer):
         self.spec = spec
         self._outer = [weights_buffer(block, -1) for block in spec.outer]
         self._ends = {*spec.ends.embeddings, *spec.ends.heads}
+        self._foresight = Foresight()
         self._pending: deque[Operation] = deque()
         self._ring = 0
         self._stale = self._outer_at_home()
@@ -109,9 +110,8 @@ class Executor(Issuer):
 
     def end_pass(self) -> None:
         """Mark the end of a use of these weights."""
-        visit = self.open_visit
-        is_head = visit is not None and visit.block in self.spec.ends.heads
-        if visit is not None and is_head and visit.operation.kind is Kind.FORWARD:
+        visit, heads = self.open_visit, self.spec.ends.heads
+        if visit is not None and visit.block in heads and visit.operation.kind is Kind.FORWARD:
             self.close()
         self._is_between = False
         self.lanes.end(Lane.COMPUTE, reads=self._outer, work=self._outer_work())
@@ -137,19 +137,19 @@ class Executor(Issuer):
             with self.touching(writes=[("gradient_buffer", index) for index in range(buffers.num_buffers)]):
                 buffers.prepare(adds_up=adds_up, num_rounds=num_rounds)
 
-    def foresee(self, visits: Iterable[Visit], *, is_whole: bool = True) -> None:
+    def foresee(self, visits: Sequence[Visit], *, is_whole: bool = True) -> None:
         """Plan the copies for visits to come, from what the slots hold now; the first visit issues them.
 
         Args:
-            visits: In order.
+            visits: In order; not changed afterwards.
             is_whole: They are all of a step that there will be, so complete gradients may be used at once.
         """
         self._flush_ring()
         at_once = is_whole and self.update_at_once is not None
         buffers = self.gradients.buffers
-        program = visits_program(
+        operations = self._foresight.operations(
             self.spec,
-            list(visits),
+            visits,
             self.contents,
             fetches_outer=bool(self._stale),
             first_gradient_buffer=self._ring,
@@ -158,7 +158,7 @@ class Executor(Issuer):
             num_staging=buffers.num_staging if at_once and buffers.is_staged else 0,
             first_staging=self._staging,
         )
-        self._pending = deque(program.operations)
+        self._pending = deque(operations)
         self.seen = []
 
     def open(self, visit: BlockVisit, *, is_backward: bool, is_again: bool) -> None:
@@ -187,7 +187,7 @@ class Executor(Issuer):
             assert visit.operation.slot == operation.slot, "a pinned fragment has moved"
         visit.operation, visit.place = operation, self._slots.target(operation)
         visit.is_again = is_again
-        self.lanes.begin(Lane.COMPUTE, reads=operation.reads, label=str(operation))
+        self.lanes.begin(Lane.COMPUTE, reads=operation.reads, label=operation)
         self.open_visit = visit
 
     def pin(self, visit: BlockVisit) -> None:
@@ -198,9 +198,10 @@ class Executor(Issuer):
         """Visit what autograd has passed unseen: fragments without trained parameters, of another call."""
         if self.open_visit is not None and self.open_visit.operation.kind is Kind.BACKWARD:
             self.close()
-        for visit in [visit for visit in reversed(self._pinned) if visit.call is not call]:
-            self._open(visit, is_backward=True)
-            self.close()
+        if self._pinned:
+            for visit in [visit for visit in reversed(self._pinned) if visit.call is not call]:
+                self._open(visit, is_backward=True)
+                self.close()
 
     def close(self, grads: Sequence[Tensor | None] | None = None) -> None:
         """Close the open visit, with the gradients of a backward; issue the copies that this allows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,17 @@ from megatrain.layout.totals import GradientPlaces, Residency
 from megatrain.plan.program.operations import Operation
 from megatrain.store.arena import Arena
 from megatrain.store.drives.scratch import Place, ScratchFiles
-from megatrain.store.state import HostState, Precision
+from megatrain.store.state import HostState, Precision, split_gradient
 from megatrain.stream.lanes import Lanes
+
+
+class Views(NamedTuple):
+    """A block's gradients in a buffer."""
+
+    gradients: list[Tensor]
+    """Of the trained parameters, in their shapes."""
+    padding: list[Tensor]
+    """What lies between them."""
 
 
 class GradientBuffers:
@@ -67,6 +77,7 @@ class GradientBuffers:
         """Whether this step's gradients pass through them: those of several rounds cannot."""
         self._ring: list[Tensor] = []
         self._staging: list[Tensor] = []
+        self._views: dict[tuple[int, int, bool], Views] = {}
         layouts = host.layouts
         self._resident = {
             block: lanes.allocate(pools.resident_gradient(layouts[block].sizes))
@@ -125,6 +136,7 @@ class GradientBuffers:
             return
         self._lanes.free(self._ring)
         self._ring = []
+        self._views.clear()
         self._ring = [self._lanes.allocate(need) for _ in range(self.num_buffers)]
 
     def release(self) -> None:
@@ -132,6 +144,7 @@ class GradientBuffers:
         flat = [] if self._flat is None else [self._flat]
         self._lanes.free([*self._ring, *self._resident.values(), *flat])
         self._ring, self._resident, self._staging, self._flat = [], {}, [], None
+        self._views.clear()
         if self._scratch is not None:
             self._scratch.close()
         self._parked.clear()
@@ -144,6 +157,28 @@ class GradientBuffers:
         """View such a buffer as the (num_state,) fp32 sums of a block."""
         num_state = self._host.layouts[block].num_state
         return self.buffer(block, gradient_buffer)[: 4 * num_state].view(torch.float32)
+
+    def views(self, block: int, gradient_buffer: int, *, is_sum: bool) -> Views:
+        """View a block's gradients in such a buffer: fp32 sums, or each in its own dtype."""
+        key = block, gradient_buffer, is_sum
+        if key not in self._views:
+            state = self._host.blocks[block]
+            layout = state.layout
+            if is_sum:
+                flat = self.sums(block, gradient_buffer)
+                gradients = [state.plane_of(flat, entry) for entry in layout.trained]
+                low, full = flat[: layout.num_split], flat[layout.num_split :]
+            else:
+                flat = self.buffer(block, gradient_buffer)
+                gradients = [state.gradient_of(entry, flat) for entry in layout.trained]
+                low, full = split_gradient(flat, layout)
+            edge = layout.num_split
+            padding = [
+                low[start:stop] if start < edge else full[start - edge : stop - edge]
+                for start, stop in layout.padding
+            ]
+            self._views[key] = Views(gradients, padding)
+        return self._views[key]
 
     def waiting(self, block: int) -> Tensor:
         """Return the (gradient_bytes,) uint8 place in which a streamed block's gradient waits."""

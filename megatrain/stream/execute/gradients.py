@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from megatrain.layout import pools
-from megatrain.layout.blocks import BlockLayout, Entry
+from megatrain.layout.blocks import Entry
 from megatrain.optim.pool import default_pool
 from megatrain.optim.sums import add, add_last, sum_of_squares
 from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.state import HostState, Precision, split_gradient
-from megatrain.stream.execute.gradient_buffers import GradientBuffers
+from megatrain.stream.execute.gradient_buffers import GradientBuffers, Views
 from megatrain.stream.lanes import Lanes
 
 
@@ -56,6 +56,7 @@ class Gradients:
         self.homes = [Home.NONE] * num_blocks
         self._is_home = [False] * num_blocks
         self.present: list[set[str]] = [set() for _ in host.blocks]
+        self._names = [[entry.name for entry in layout.trained] for layout in host.layouts]
 
     def clear(self) -> None:
         """Forget the step's gradients."""
@@ -82,33 +83,16 @@ class Gradients:
         """Put one backward's gradients of a streamed block into its gradient buffer (compute lane)."""
         adds = self._is_filled[operation.gradient_buffer]
         self._is_filled[operation.gradient_buffer] = True
-        state = self._host.blocks[operation.block]
-        layout = state.layout
-        if operation.is_single:
-            buffer = self.buffers.buffer(operation.block, operation.gradient_buffer)
-            views = [state.gradient_of(entry, buffer) for entry in layout.trained]
-            parts = split_gradient(buffer, layout)
-        else:
-            flat = self.buffers.sums(operation.block, operation.gradient_buffer)
-            views = [state.plane_of(flat, entry) for entry in layout.trained]
-            parts = (flat[: layout.num_split], flat[layout.num_split :])
+        views = self.buffers.views(operation.block, operation.gradient_buffer, is_sum=not operation.is_single)
         # nothing is what a negative zero adds: what the host adds to stays as it is, its zeros too
-        _put(views, grads, adds=adds, missing=-0.0 if operation.sums_on_host else 0.0)
-        if not adds:
-            _zero_padding(parts, layout)
-        self._mark(operation.block, grads)
+        missing = -0.0 if operation.sums_on_host else 0.0
+        self._put(operation.block, views, grads, adds=adds, missing=missing)
 
     def collect_resident(self, block: int, grads: Sequence[Tensor | None]) -> None:
         """Put one backward's gradients of a resident block into its own fp32 buffer (compute lane)."""
-        state = self._host.blocks[block]
-        flat = self.buffers.sums(block)
-        views = [state.plane_of(flat, entry) for entry in state.layout.trained]
-        _put(views, grads, adds=self.has(block))
-        if not self.has(block):
-            _zero_padding((flat[: state.layout.num_split], flat[state.layout.num_split :]), state.layout)
+        self._put(block, self.buffers.views(block, -1, is_sum=True), grads, adds=self.has(block))
         self.homes[block] = Home.DEVICE
         self._is_home[block] = False
-        self._mark(block, grads)
 
     def is_filled(self, gradient_buffer: int) -> bool:
         """Whether a buffer of the ring holds a part of its block's gradient."""
@@ -327,37 +311,34 @@ class Gradients:
     def _stays_wide(self, operation: Operation) -> bool:
         return not operation.completes and self._host.precision is Precision.BF16
 
-    def _mark(self, block: int, grads: Sequence[Tensor | None]) -> None:
-        for entry, grad in zip(self._host.layouts[block].trained, grads, strict=True):
-            if grad is not None:
-                self.present[block].add(entry.name)
-
-
-def _put(
-    views: Sequence[Tensor], grads: Sequence[Tensor | None], *, adds: bool, missing: float = 0.0
-) -> None:
-    pairs = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
-    if adds:
-        for view, grad in pairs:
-            view.add_(grad)
-        return
-    if pairs:
-        torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
-    for view, grad in zip(views, grads, strict=True):
-        if grad is None:
-            view.fill_(missing)
+    def _put(
+        self,
+        block: int,
+        views: Views,
+        grads: Sequence[Tensor | None],
+        *,
+        adds: bool,
+        missing: float = 0.0,
+    ) -> None:
+        """Put one backward's gradients into a buffer; a parameter that has none adds `missing`, a zero."""
+        targets, names = views.gradients, self._names[block]
+        given = [number for number, grad in enumerate(grads) if grad is not None]
+        if len(given) < len(targets):
+            if not adds:
+                for number, grad in enumerate(grads):
+                    if grad is None:
+                        targets[number].fill_(missing)
+            targets, names = [targets[number] for number in given], [names[number] for number in given]
+        if adds and given:
+            torch._foreach_add_(targets, [grads[number] for number in given])
+        elif given:
+            torch._foreach_copy_(targets, [grads[number] for number in given])
+        if not adds and views.padding:
+            torch._foreach_zero_(views.padding)
+        self.present[block].update(names)
 
 
 def _round_into(parts: tuple[Tensor, Tensor], sums: Tensor) -> None:
     edge = parts[0].numel()
     parts[0].copy_(sums[:edge])
     parts[1].copy_(sums[edge:])
-
-
-def _zero_padding(parts: tuple[Tensor, Tensor], layout: BlockLayout) -> None:
-    low, full = parts
-    for start, stop in layout.padding:
-        if start < layout.num_split:
-            low[start:stop].zero_()
-        else:
-            full[start - layout.num_split : stop - layout.num_split].zero_()

@@ -122,7 +122,7 @@ class Issuer:
             reads=operation.reads,
             writes=operation.writes,
             work=operation.nbytes,
-            label=str(operation),
+            label=operation,
         )
         self._settle(operation)
 

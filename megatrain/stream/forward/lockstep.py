@@ -119,5 +119,6 @@ class _Modes:
 
     def restore(self) -> None:
         """Set the thread's modes to these."""
-        torch.set_grad_enabled(self._has_grad)
+        if torch.is_grad_enabled() is not self._has_grad:
+            torch.set_grad_enabled(self._has_grad)
         self._autocast.restore()

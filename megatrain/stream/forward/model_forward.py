@@ -170,6 +170,7 @@ class ModelForward:
         Returns:
             0-dim detached tensor: the loss, averaged over all trained tokens.
         """
+        self._arrangement.binding.check()
         rounds, together = self._arrangement.rounds, self._arrangement.choice.lockstep
         numbers_of_rounds = [
             range(len(batches))[first : first + together] for first in range(0, len(batches), together)
@@ -231,15 +232,16 @@ class ModelForward:
         refuse_given_masks(self._model, (args, kwargs))
         args, kwargs = to_device(args, self._device), to_device(kwargs, self._device)
         rounds.recover()
-        rows = self._micro_batch_size
-        if rows is not None and is_causal_lm and torch.is_grad_enabled() and self._is_whole:
+        rows, is_whole = self._micro_batch_size, torch.is_grad_enabled() and self._is_whole
+        if is_whole:
+            self._arrangement.binding.check()
+        if rows is not None and is_causal_lm and is_whole:
             pieces = split_batch(self._head.named(args, kwargs), rows)
             if pieces is not None:
                 return self._enter_pieces(inner, pieces)
         named = {"input_ids": args[0], **kwargs} if args else kwargs
         batch = MicroBatchSize.of(named)
         if torch.is_grad_enabled():
-            self._arrangement.binding.check()
             if not is_causal_lm:
                 self._overrides.require_own_forward()
             self._watcher.forward(named, batch)

@@ -35,6 +35,8 @@ class Rounds:
         self._orders: dict[int, list[Visit]] = {}
         self._bare: dict[int, list[Visit]] = {}
         """What is expected to be seen of a round, by its number of micro-batches."""
+        self._steps: dict[tuple[int, ...], list[Visit]] = {}
+        """The visits of whole steps, by the micro-batches of their rounds."""
         self._passes_foreseen = 0
         self._passes_since_backward = 0
         self._adds_up = False
@@ -89,9 +91,13 @@ class Rounds:
     def foresee_step(self, sizes: Sequence[int]) -> None:
         """Foresee the rounds of a whole step, with as many micro-batches as `sizes` says."""
         self._prepare_gradients(num_rounds=len(sizes), adds_up=sum(sizes) > 1)
-        visits: list[Visit] = []
-        for number, size in enumerate(sizes):
-            visits += self.visits(size, loads=number > 0, completes=number == len(sizes) - 1)
+        visits = self._steps.get(tuple(sizes))
+        if visits is None:
+            visits = self._steps[tuple(sizes)] = [
+                visit
+                for number, size in enumerate(sizes)
+                for visit in self.visits(size, loads=number > 0, completes=number == len(sizes) - 1)
+            ]
         self._executor.foresee(visits)
         self._passes_foreseen, self.num_together = sum(sizes), sizes[0]
 
@@ -121,7 +127,7 @@ class Rounds:
         """Foresee one pass through all layers without a backward."""
         ends = self._executor.spec.ends
         inner = [block for plan in self.plans for block in plan.blocks]
-        self._executor.foresee(Visit(block) for block in (*ends.embeddings, *inner, *ends.heads))
+        self._executor.foresee([Visit(block) for block in (*ends.embeddings, *inner, *ends.heads)])
         self.micro_batch = 0
 
     def begin_pass(self) -> None:
@@ -186,3 +192,4 @@ class Rounds:
         is_new = passes == self.num_together and seen != self._bare[passes]
         if is_new and most_open(seen) <= self._choice.num_gradient_buffers:
             self._orders[passes] = self._bare[passes] = seen
+            self._steps.clear()

@@ -41,6 +41,10 @@ class _StreamWeights(torch.autograd.Function):
         return None, None, None
 
 
+_apply = super(torch.autograd.Function, _StreamWeights).apply
+"""`Function.apply` without its search for functorch's transforms, under which nothing streams."""
+
+
 def stream_weights(aliases: Sequence[Tensor], trained: Sequence[bool], collect: Collect) -> list[Tensor]:
     """Return one tensor per alias to compute with; gradients of the trained ones go to `collect`.
 
@@ -52,10 +56,8 @@ def stream_weights(aliases: Sequence[Tensor], trained: Sequence[bool], collect: 
     if not torch.is_grad_enabled() or True not in trained:
         return list(map(Tensor.detach, aliases))
     if False not in trained:
-        return list(_StreamWeights.apply(_ANCHOR, collect, aliases))
-    streamed = iter(
-        _StreamWeights.apply(_ANCHOR, collect, [a for a, t in zip(aliases, trained, strict=True) if t])
-    )
+        return list(_apply(_ANCHOR, collect, aliases))
+    streamed = iter(_apply(_ANCHOR, collect, [a for a, t in zip(aliases, trained, strict=True) if t]))
     return [next(streamed) if t else a.detach() for a, t in zip(aliases, trained, strict=True)]
 
 

@@ -60,7 +60,7 @@ class DeviceSpans:
         self._device = device
         self._recorder = recorder
         self._lock = threading.Lock()
-        self._pending: dict[Lane, deque[tuple[str, Any, Any, float]]] = {lane: deque() for lane in Lane}
+        self._pending: dict[Lane, deque[tuple[object, Any, Any, float]]] = {lane: deque() for lane in Lane}
         self.anchor()
 
     def anchor(self) -> None:
@@ -70,7 +70,7 @@ class DeviceSpans:
         with self._lock:
             self._reference, self._reference_s = reference, time.perf_counter()
 
-    def add(self, lane: Lane, label: str, start: torch.Event, end: torch.Event, work: float = 0.0) -> None:
+    def add(self, lane: Lane, label: object, start: torch.Event, end: torch.Event, work: float = 0.0) -> None:
         """Note an operation between two recorded events."""
         with self._lock:
             pending = self._pending[lane]
@@ -113,7 +113,7 @@ class StreamWorker(Worker):
         super().__init__(lane, failure, recorder)
         self._stream = stream
         self._spans = spans
-        self._open: tuple[str, torch.Event, float] | None = None
+        self._open: tuple[object, torch.Event, float] | None = None
 
     def _context(self) -> AbstractContextManager[object]:
         return _on_stream(self._stream)
@@ -123,7 +123,7 @@ class StreamWorker(Worker):
         if event.native is not None:
             self._stream.wait_event(event.native)
 
-    def _run(self, function: Callable[[], object], work: float, label: str, enqueued_s: float) -> None:
+    def _run(self, function: Callable[[], object], work: float, label: object, enqueued_s: float) -> None:
         start = _record_in(self._stream)  # behind the stream's waits: it passes when the operation begins
         function()
         self._open = (label, start, work)
@@ -298,7 +298,7 @@ class AcceleratorLanes(ThreadedLanes):
             return HostWorker(lane, self._failure, self._recorder, self._streams[lane])
         return StreamWorker(lane, self._failure, self._recorder, self._streams[lane], self._spans)
 
-    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
+    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: object) -> None:
         if lane is not Lane.COMPUTE:
             super()._submit(lane, function, work, label)
             return
@@ -309,7 +309,7 @@ class AcceleratorLanes(ThreadedLanes):
     def _start_span(self, lane: Lane) -> Any:
         return _record_in(self._stream(lane)) if lane is Lane.COMPUTE else super()._start_span(lane)
 
-    def _end_span(self, lane: Lane, label: str, start: Any, event: Event | None, work: float) -> None:
+    def _end_span(self, lane: Lane, label: object, start: Any, event: Event | None, work: float) -> None:
         if lane is Lane.COMPUTE:
             end = _record_in(self._stream(lane)) if event is None else event.native
             self._spans.add(lane, label, start, end, work)

@@ -31,6 +31,8 @@ class Event:
     """A point in a lane's order."""
 
     lane: Lane
+    number: int = 0
+    """Later events of a lane have larger ones."""
     is_recorded: bool = False
     """The lane was told to record it. A wait for an event of which this is not so would be no wait at all."""
     clock: dict[Lane, int] = field(default_factory=dict)
@@ -66,13 +68,16 @@ class Lanes(ABC):
         self.device_limit = device_limit
         self.device_bytes = 0
         self.peak_device_bytes = 0
+        self._num_events = 0
+        self._reached: dict[Lane, dict[Lane, int]] = {lane: {} for lane in Lane}
+        """By lane, and by that for which it waits: the number of the newest event that it waits for."""
         self._writer: dict[Buffer, Event] = {}
         self._readers: dict[Buffer, dict[Lane, Event]] = {}
         self._recorder = Recorder()
         self.judge: Callable[[BaseException], AbstractContextManager[object]] | None = None
         """Is given a failure before the launching thread raises it; inside, all lanes come to rest."""
         # Bounded, because what an exception leaves open stays at the bottom.
-        self._open_spans: dict[Lane, deque[tuple[str, Any]]] = {
+        self._open_spans: dict[Lane, deque[tuple[object, Any]]] = {
             lane: deque(maxlen=64) for lane in (Lane.COMPUTE, Lane.CALLER)
         }
 
@@ -84,7 +89,7 @@ class Lanes(ABC):
         reads: Iterable[Buffer] = (),
         writes: Iterable[Buffer] = (),
         work: float = 0.0,
-        label: str = "",
+        label: object = "",
     ) -> None:
         """Run `function` in `lane`, after everything that the buffers require.
 
@@ -95,7 +100,7 @@ class Lanes(ABC):
             writes: Buffers that it writes.
             work: Bytes that cross the link (FETCH, OFFLOAD, SAVE, RESTORE), bytes of host memory (HOST), or
                 FLOPs (COMPUTE).
-            label: Name in the record.
+            label: In the record, as `str` shows it when somebody reads that.
 
         Raises:
             BaseException: What an earlier function of any lane raised; nothing is enqueued then, and nothing
@@ -114,7 +119,7 @@ class Lanes(ABC):
             self._note(lane, reads, writes)
 
     def begin(
-        self, lane: Lane, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = (), label: str = ""
+        self, lane: Lane, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = (), label: object = ""
     ) -> None:
         """Wait for the buffers before work that the calling thread does itself; `end` with the same buffers.
 
@@ -147,7 +152,7 @@ class Lanes(ABC):
             label, start = self._open_spans[lane].pop()
             self._end_span(lane, label, start, event, work)
 
-    def begin_span(self, lane: Lane, label: str) -> None:
+    def begin_span(self, lane: Lane, label: object) -> None:
         """Note in the record what the calling thread does until `end_span`; nothing is waited for."""
         self._open_spans[lane].append((label, self._start_span(lane)))
 
@@ -243,17 +248,25 @@ class Lanes(ABC):
         """Take note that nobody may read a device buffer any more."""
 
     def _wait_for(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> None:
+        reached = self._reached[lane]
         for buffer in reads + writes:
             event = self._writer.get(buffer)
-            if event is not None and event.lane != lane:
-                self._wait(lane, event, Cause(lane, event.lane, buffer[0]))
+            if event is not None and event.lane is not lane and reached.get(event.lane, 0) < event.number:
+                self._wait_once(lane, event, buffer)
         for buffer in writes:
-            for owner, event in self._readers.get(buffer, {}).items():
-                if owner != lane:
-                    self._wait(lane, event, Cause(lane, owner, buffer[0]))
+            if buffer in self._readers:
+                for owner, event in self._readers[buffer].items():
+                    if owner is not lane and reached.get(owner, 0) < event.number:
+                        self._wait_once(lane, event, buffer)
+
+    def _wait_once(self, lane: Lane, event: Event, buffer: Buffer) -> None:
+        """Wait, also for all that the event's lane did before: nobody has to wait for that any more."""
+        self._wait(lane, event, Cause(lane, event.lane, buffer[0]))
+        self._reached[lane][event.lane] = event.number
 
     def _note(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> Event:
         event = self._record(lane)
+        self._num_events = event.number = self._num_events + 1
         for buffer in writes:
             self._writer[buffer] = event
             self._readers.pop(buffer, None)
@@ -281,16 +294,16 @@ class Lanes(ABC):
     def _start_span(self, lane: Lane) -> Any:
         return time.perf_counter()
 
-    def _end_span(self, lane: Lane, label: str, start: Any, event: Event | None, work: float) -> None:
+    def _end_span(self, lane: Lane, label: object, start: Any, event: Event | None, work: float) -> None:
         self._recorder.span(lane, label, start, time.perf_counter(), work)
 
-    def _run_now(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
+    def _run_now(self, lane: Lane, function: Callable[[], object], work: float, label: object) -> None:
         start_s = time.perf_counter()
         function()
         self._recorder.span(lane, label, start_s, time.perf_counter(), work)
 
     @abstractmethod
-    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None: ...
+    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: object) -> None: ...
 
     @abstractmethod
     def _record(self, lane: Lane) -> Event: ...
@@ -306,7 +319,7 @@ class InlineLanes(Lanes):
         """Keep device buffers in host memory, at most `device_limit` bytes of them."""
         super().__init__(torch.device("cpu"), device_limit)
 
-    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
+    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: object) -> None:
         self._run_now(lane, function, work, label)
 
     def _record(self, lane: Lane) -> Event:

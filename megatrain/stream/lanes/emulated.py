@@ -164,7 +164,7 @@ class EmulatedLanes(ThreadedLanes):
             self._clock.wait_until(time.perf_counter())
 
     def begin(
-        self, lane: Lane, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = (), label: str = ""
+        self, lane: Lane, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = (), label: object = ""
     ) -> None:
         """Wait for the buffers, and for what COMPUTE's own thread has to do: the order within a lane."""
         compute = self._workers.get(lane)
@@ -239,7 +239,7 @@ class EmulatedLanes(ThreadedLanes):
         if work and lane is Lane.COMPUTE and self.machine.compute_flops_per_s:
             self._spent = self._clock.work(self._link(lane), work)
 
-    def _end_span(self, lane: Lane, label: str, start: Any, event: Event | None, work: float) -> None:
+    def _end_span(self, lane: Lane, label: object, start: Any, event: Event | None, work: float) -> None:
         spent, self._spent = self._spent, None
         if spent is None:
             super()._end_span(lane, label, start, event, work)

@@ -68,7 +68,7 @@ class PacedWorker(Worker):
         self._until_launched(event, cause)
         self._ready_s = max(self._ready_s, event.done_s)
 
-    def _run(self, function: Callable[[], object], work: float, label: str, enqueued_s: float) -> None:
+    def _run(self, function: Callable[[], object], work: float, label: object, enqueued_s: float) -> None:
         timely_s = time.perf_counter() - self._catch_up_s
         ready_s = max(enqueued_s, self._ready_s, self._free_s, timely_s)
         if self._jitter_s:

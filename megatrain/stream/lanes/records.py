@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 from megatrain.plan.program.operations import Lane
 
@@ -42,12 +43,33 @@ class Wait(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What ended between two calls of `take_record`, each list by time of its start."""
+_Span: TypeAlias = tuple[Lane, object, float, float, float]
+_Wait: TypeAlias = tuple[Cause, float, float]
 
-    spans: list[Span]
-    waits: list[Wait]
+
+class Record:
+    """What ended between two calls of `take_record`. It is put in order when somebody looks at it."""
+
+    def __init__(self, spans: Sequence[_Span], waits: Sequence[_Wait]) -> None:
+        """Keep what was noted, as it was noted."""
+        self._spans = spans
+        self._waits = waits
+
+    def of(self, lanes: Collection[Lane]) -> Record:
+        """Return what these lanes did, and waited for."""
+        spans = [span for span in self._spans if span[0] in lanes]
+        return Record(spans, [wait for wait in self._waits if wait[0].waiting in lanes])
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """The operations, by time of their start."""
+        found = [Span(lane, str(what), *rest) for lane, what, *rest in self._spans]
+        return sorted(found, key=lambda span: span.start_s)
+
+    @cached_property
+    def waits(self) -> list[Wait]:
+        """The waits, likewise."""
+        return sorted((Wait(*wait) for wait in self._waits), key=lambda wait: wait.start_s)
 
 
 class Recorder:
@@ -58,10 +80,10 @@ class Recorder:
 
     def __init__(self) -> None:
         """Start with nothing."""
-        self._spans: deque[tuple[Lane, str, float, float, float]] = deque(maxlen=MAX_KEPT)
-        self._waits: deque[tuple[Cause, float, float]] = deque(maxlen=MAX_KEPT)
+        self._spans: deque[_Span] = deque(maxlen=MAX_KEPT)
+        self._waits: deque[_Wait] = deque(maxlen=MAX_KEPT)
 
-    def span(self, lane: Lane, label: str, start_s: float, end_s: float, work: float = 0.0) -> None:
+    def span(self, lane: Lane, label: object, start_s: float, end_s: float, work: float = 0.0) -> None:
         """Note an operation that has ended."""
         self._spans.append((lane, label, start_s, end_s, work))
 
@@ -73,8 +95,5 @@ class Recorder:
 
     def take(self) -> Record:
         """Return everything noted since the last call, and forget it."""
-        spans = [Span(*self._spans.popleft()) for _ in range(len(self._spans))]
-        waits = [Wait(*self._waits.popleft()) for _ in range(len(self._waits))]
-        spans.sort(key=lambda span: span.start_s)
-        waits.sort(key=lambda wait: wait.start_s)
-        return Record(spans, waits)
+        spans = [self._spans.popleft() for _ in range(len(self._spans))]
+        return Record(spans, [self._waits.popleft() for _ in range(len(self._waits))])

@@ -100,7 +100,7 @@ class Worker(ABC):
         """Hold up what comes after until `event`."""
         self._add(partial(self._wait, event, cause))
 
-    def submit(self, function: Callable[[], object], work: float, label: str, enqueued_s: float) -> None:
+    def submit(self, function: Callable[[], object], work: float, label: object, enqueued_s: float) -> None:
         """Run a function that was enqueued at some time, unless an operation fails before."""
         self._add(partial(self._run, function, work, label, enqueued_s), is_work=True)
 
@@ -158,7 +158,7 @@ class Worker(ABC):
     @abstractmethod
     def _wait(self, event: Event, cause: Cause) -> None: ...
 
-    def _run(self, function: Callable[[], object], work: float, label: str, enqueued_s: float) -> None:
+    def _run(self, function: Callable[[], object], work: float, label: object, enqueued_s: float) -> None:
         start_s = time.perf_counter()
         function()
         self._recorder.span(self.lane, label, start_s, time.perf_counter(), work)
@@ -255,7 +255,7 @@ class ThreadedLanes(Lanes):
         for mark in [worker.mark() for worker in self._workers.values()]:
             mark.wait()
 
-    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
+    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: object) -> None:
         if self._is_threaded(lane):
             self._worker(lane).submit(function, work, label, self._launch_s())
         else:

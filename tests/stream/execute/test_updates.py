@@ -50,12 +50,12 @@ class HeldLanes(EmulatedLanes):
         self.may_go = threading.Event()
         self.may_go.set()
 
-    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
+    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: object) -> None:
         def held() -> None:
             self.may_go.wait()
             function()
 
-        is_held = lane is Lane.HOST and label.split()[:2] == ["update", "b0"]
+        is_held = lane is Lane.HOST and str(label).split()[:2] == ["update", "b0"]
         super()._submit(lane, held if is_held else function, work, label)
 
 

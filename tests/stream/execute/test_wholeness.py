@@ -76,11 +76,11 @@ def fail_at(lanes: Lanes, label: str, *, number: int = 0) -> None:
     """Let the `number`-th operation from now on whose label begins so fail in its lane."""
     submit, left = lanes._submit, [number]
 
-    def failing(lane: Any, function: Callable[[], object], work: float, found: str) -> None:
+    def failing(lane: Any, function: Callable[[], object], work: float, found: object) -> None:
         def fail() -> None:
             raise OSError(5, f"no {label}")
 
-        if found.startswith(label):
+        if str(found).startswith(label):
             left[0] -= 1
             function = fail if left[0] == -1 else function
         submit(lane, function, work, found)

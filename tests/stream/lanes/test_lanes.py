@@ -175,12 +175,12 @@ def test_a_forgotten_ready_wait_reads_garbage_on_emulated_lanes() -> None:
             if cause != MISSING_WAITS["ready"]:
                 super()._wait(lane, event, cause)
 
-        def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
+        def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: object) -> None:
             def slow_copy() -> None:
                 visited.wait()
                 function()
 
-            is_of_a_slot = lane is Lane.FETCH and "s0" in label
+            is_of_a_slot = lane is Lane.FETCH and "s0" in str(label)
             super()._submit(lane, slow_copy if is_of_a_slot else function, work, label)
 
         def end(self, lane: Lane, **keywords: Any) -> None:
@@ -204,7 +204,9 @@ def test_an_exception_in_a_lane_reaches_the_caller(lane: Lane) -> None:
     class Failing(EmulatedLanes):
         countdown = 3
 
-        def _submit(self, submitted: Lane, function: Callable[[], object], work: float, label: str) -> None:
+        def _submit(
+            self, submitted: Lane, function: Callable[[], object], work: float, label: object
+        ) -> None:
             if submitted is lane:
                 self.countdown -= 1
                 function = fail if self.countdown == 0 else function
