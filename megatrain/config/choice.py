@@ -159,6 +159,16 @@ class Choice:
         per_layer = (self.activations, self.gradients)
         return len(self.given) == len(fields(self)) and not any(isinstance(v, str) for v in per_layer)
 
+    def is_compiled(self, setting: str, *, can_compile: bool) -> bool:
+        """Whether layers run compiled.
+
+        Args:
+            setting: `on`, `off`, or `auto`: where that is possible and nothing stands against it.
+            can_compile: The machine's device and what is installed allow it.
+        """
+        is_cheap = "recompute_cheap" in self.given.get("activations", ())
+        return setting == "on" or (setting == "auto" and can_compile and not is_cheap)
+
     def require_resolved(self, what: str) -> None:
         """Refuse a choice that is not resolved; `what` begins the sentence.
 

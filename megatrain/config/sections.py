@@ -103,7 +103,8 @@ class TrainConfig(_Section):
     deterministic forms, attention is flash and not cuDNN, and one that has no such form stops the run. Slower
     on a GPU, as `megatrain plan` says; no difference on a CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Run layers through `torch.compile`, one compilation for all of a kind. `auto` = on a GPU."""
+    """Run layers through `torch.compile`, one compilation for all of a kind: about a minute, in the first
+    step. `auto` = on a GPU, if torch has a compiler for it."""
 
 
 class OptimConfig(_Section):

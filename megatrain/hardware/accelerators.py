@@ -7,10 +7,14 @@ what looks at the hardware itself (`doctor`, sensors). None of the rows has run 
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import shutil
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import ConfigError
@@ -149,6 +153,26 @@ def vendor_of(device: torch.device) -> Vendor:
 def triton_options(kind: str) -> Mapping[str, bool] | None:
     """Return the options with which Triton's kernels run on a kind of device; None: they do not."""
     return VENDORS[kind].triton if kind in VENDORS else None
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether layers may be compiled for a device where that is left open.
+
+    On the CPU (and on the lanes of tests, which compute there) the promise is the resident model's bits, and
+    compiled kernels round differently.
+    """
+    return device.type != "cpu" and vendor_of(device).has_compiler and missing_compiler() is None
+
+
+def missing_compiler() -> str | None:
+    """Return what torch lacks here to compile for an accelerator; None: nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton"
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        return "a C compiler, by the name of cc, gcc or clang"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return f"Python's headers, {sysconfig.get_path('include')}/Python.h"
+    return None
 
 
 def device_module(kind: str) -> Any:

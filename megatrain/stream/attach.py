@@ -9,6 +9,7 @@ import torch
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.read_choice import read_choice
 from megatrain.errors import ConfigError, ModelError
+from megatrain.hardware.accelerators import can_compile
 from megatrain.hardware.determinism import set_environment
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import find_blocks
@@ -18,7 +19,7 @@ from megatrain.stream.arrange import check_choice, require_drives
 from megatrain.stream.bind import bind, plan_layouts, require_device_memory
 from megatrain.stream.engine import Engine
 from megatrain.stream.forward.arrangement import residents_of
-from megatrain.stream.forward.compiled import is_compiled
+from megatrain.stream.forward.compiled import say_how
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.lanes.devices import make_lanes
 from megatrain.stream.resolve import Conditions, resolve
@@ -59,7 +60,8 @@ def attach(
         micro_batch_size: Split a larger batch of `model(**batch)` into micro-batches of this many rows, which
             run in lockstep. None: never.
         compile: Run each layer (or fragment) through `torch.compile`, one compilation for all of a kind:
-            `on`, `off`, or `auto`, which is on accelerators. Compiled kernels round differently; what is
+            `on`, `off`, or `auto`, which is on accelerators where torch has a compiler for them. That is done
+            in the first step, which takes about a minute longer. Compiled kernels round differently; what is
             exact is that streaming, recomputation and resuming give the bits of the same compiled layers. Off
             under `recompute_cheap`.
         optimizer_state: What `engine.adamw` will keep the moments in, for which memory is planned: `fp32`, or
@@ -103,8 +105,7 @@ def attach(
     lanes = make_lanes(device, device_limit)
     if deterministic:
         set_environment(lanes.device)
-    is_cheap = "recompute_cheap" in choice.given.get("activations", ())
-    compiles = compile == "on" or (not is_cheap and is_compiled(compile, lanes.device))
+    compiles = choice.is_compiled(compile, can_compile=can_compile(lanes.device))
     given = Conditions(
         lanes=lanes,
         precision=kept,
@@ -119,6 +120,7 @@ def attach(
     tiers = None if tiers is None else tiers.as_chosen(choice)
     blocks = find_blocks(model, fragments=choice.fragments)
     check_choice(choice, blocks, compiles=compiles)
+    say_how(compile, lanes.device, compiles=compiles)
     residents = residents_of(choice, blocks)
     layouts = plan_layouts(model, blocks, kept)
     num_micro_batches = 1 if batch is None else batch.num_micro_batches

@@ -120,7 +120,7 @@ def test_norm_of_a_failed_step_raises(updates: str) -> None:
     optimizer = engine.adamw(**HYPER, updates=updates, max_grad_norm=None if updates == "immediate" else 0.5)
     submit = lanes._submit
 
-    def failing(lane: Lane, function: Any, work: float, label: str) -> None:
+    def failing(lane: Lane, function: Any, work: float, label: object) -> None:
         def fail() -> None:
             raise OSError("no more")
 

@@ -183,12 +183,12 @@ def test_deferred_updates_count_in_the_step_in_which_they_end(clocks: OwnClocks)
     gate = threading.Event()
     submit = lanes._submit
 
-    def held_back(lane: Lane, function: Any, work: float, label: str) -> None:
+    def held_back(lane: Lane, function: Any, work: float, label: object) -> None:
         def update() -> None:
             gate.wait()
             function()
 
-        submit(lane, update if label.startswith("update") else function, work, label)
+        submit(lane, update if str(label).startswith("update") else function, work, label)
 
     lanes._submit = held_back  # type: ignore[method-assign]
     engine, optimizer = start(device=lanes)

@@ -198,10 +198,9 @@ class Executor(Issuer):
         """Visit what autograd has passed unseen: fragments without trained parameters, of another call."""
         if self.open_visit is not None and self.open_visit.operation.kind is Kind.BACKWARD:
             self.close()
-        if self._pinned:
-            for visit in [visit for visit in reversed(self._pinned) if visit.call is not call]:
-                self._open(visit, is_backward=True)
-                self.close()
+        for visit in self._pinned and [visit for visit in reversed(self._pinned) if visit.call is not call]:
+            self._open(visit, is_backward=True)
+            self.close()
 
     def close(self, grads: Sequence[Tensor | None] | None = None) -> None:
         """Close the open visit, with the gradients of a backward; issue the copies that this allows."""
@@ -345,7 +344,7 @@ class Executor(Issuer):
         return operation.loads == self.gradients.has(visit.block)
 
     def _improvise(self, visit: BlockVisit, is_backward: bool, *, had_plan: bool) -> Operation:
-        block = visit.block
+        block, seen = visit.block, self.seen
         if had_plan and not self._surprised:
             self._surprised = True
             _log.debug("block %d is visited out of the foreseen order; copies go on without foresight", block)
@@ -361,12 +360,9 @@ class Executor(Issuer):
             self.gradients.buffers.num_staging = 0
         if loads or (is_backward and self.update_at_once is not None):
             self.prepare_gradients(adds_up=loads, num_rounds=2)
-        seen = self.seen
-        is_head = block in self.spec.ends.heads
-        unforeseen = Visit(
-            block, is_backward, visit.micro_batch, loads=loads, completes=not wide, is_head=is_head
-        )
-        self.foresee([unforeseen], is_whole=False)
+        heads = self.spec.ends.heads
+        found = {"loads": loads, "completes": not wide, "is_head": block in heads}
+        self.foresee([Visit(block, is_backward, visit.micro_batch, **found)], is_whole=False)
         self.seen = seen
         self._advance()
         return self._pending[0]

@@ -322,17 +322,18 @@ class Gradients:
     ) -> None:
         """Put one backward's gradients into a buffer; a parameter that has none adds `missing`, a zero."""
         targets, names = views.gradients, self._names[block]
-        given = [number for number, grad in enumerate(grads) if grad is not None]
-        if len(given) < len(targets):
+        values = [grad for grad in grads if grad is not None]
+        if len(values) < len(targets):
             if not adds:
-                for number, grad in enumerate(grads):
+                for target, grad in zip(targets, grads, strict=True):
                     if grad is None:
-                        targets[number].fill_(missing)
+                        target.fill_(missing)
+            given = [number for number, grad in enumerate(grads) if grad is not None]
             targets, names = [targets[number] for number in given], [names[number] for number in given]
-        if adds and given:
-            torch._foreach_add_(targets, [grads[number] for number in given])
-        elif given:
-            torch._foreach_copy_(targets, [grads[number] for number in given])
+        if adds and values:
+            torch._foreach_add_(targets, values)
+        elif values:
+            torch._foreach_copy_(targets, values)
         if not adds and views.padding:
             torch._foreach_zero_(views.padding)
         self.present[block].update(names)

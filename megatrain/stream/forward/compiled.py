@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
-from megatrain.hardware.accelerators import vendor_of
+from megatrain.hardware.accelerators import missing_compiler, vendor_of
 from megatrain.stream.forward.compiled_calls import aside, differentiable, kind_of, state_of, without_caches
 from megatrain.stream.forward.stream_weights import Place, swapped
 from megatrain.stream.forward.structure import Fingerprint, IndexWasRead, NotShareable, Template, places_of
@@ -33,15 +33,17 @@ _log = logging.getLogger(__name__)
 Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 
-def is_compiled(setting: str, device: torch.device) -> bool:
-    """Say whether blocks compile: `on`, `off`, or `auto`, which is on where torch compiles for the device.
-
-    On the CPU (and on the lanes of tests, which compute there) the promise is the resident model's bits, and
-    compiled kernels round differently.
-    """
-    if setting != "auto":
-        return setting == "on"
-    return device.type != "cpu" and vendor_of(device).has_compiler
+def say_how(setting: str, device: torch.device, *, compiles: bool) -> None:
+    """Say at the start what a user would wonder about: a slow first step, or layers that run uncompiled."""
+    if compiles:
+        _log.info("layers are compiled: that is done in the first step, which takes about a minute longer")
+    elif setting == "auto" and device.type != "cpu" and vendor_of(device).has_compiler:
+        missing = missing_compiler()
+        if missing is not None:
+            _log.warning(
+                "layers run uncompiled, since torch.compile needs %s; install it, or choose compile=off",
+                missing,
+            )
 
 
 class _TooLong(Exception):

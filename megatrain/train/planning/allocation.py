@@ -10,9 +10,11 @@ from megatrain.config import Config
 from megatrain.config.choice import Plan
 from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import GIB, HardwareSpec
+from megatrain.hardware.accelerators import can_compile
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, with_ways_out
 from megatrain.stream.engine import Engine
+from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.plan_run import Planned, device_type, make_request
@@ -63,7 +65,8 @@ def plan_training(config: Config, model: PlannedModel, spec: HardwareSpec) -> Pl
     if spec.is_cpu:
         spec = with_layers_timed(spec, anatomy, model.config, config)
     count_s = time.perf_counter() - began_s
-    request = make_request(config, anatomy, spec)
+    device = compute_device(config.train.device)
+    request = make_request(config, anatomy, spec, can_compile=can_compile(device))
     plan = make_plan(request)
     if not plan.fits:
         raise CapacityError(with_ways_out(plan.problem, advise(request, recount, is_running=True)))

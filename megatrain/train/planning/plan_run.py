@@ -112,8 +112,16 @@ def plan_run(
     )
 
 
-def make_request(config: Config, anatomy: Anatomy, spec: HardwareSpec) -> Request:
+def make_request(
+    config: Config, anatomy: Anatomy, spec: HardwareSpec, *, can_compile: bool | None = None
+) -> Request:
     """Return what settings ask of the planner: what is given is fixed, all else is free.
+
+    Args:
+        config: Of the run.
+        anatomy: Of its model.
+        spec: Of the machine.
+        can_compile: Layers may be compiled there; None: if it has an accelerator.
 
     Raises:
         ConfigError: More resident layers than the model has.
@@ -126,7 +134,9 @@ def make_request(config: Config, anatomy: Anatomy, spec: HardwareSpec) -> Reques
         state=config.optim.state,
         commits=config.memory.commits,
         names_drives=bool(config.memory.drives),
-        compiles=config.train.compile == "on" or (config.train.compile == "auto" and not spec.is_cpu),
+        compiles=config.choice.is_compiled(
+            config.train.compile, can_compile=spec.has_accelerator if can_compile is None else can_compile
+        ),
         fuses=config.model.kernels == "liger",
         deterministic=config.train.deterministic,
         device_limit=config.memory.device_budget,

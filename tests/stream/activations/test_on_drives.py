@@ -280,7 +280,7 @@ class HastyLanes(EmulatedLanes):
         self._restored = restored
         super().__init__()
 
-    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: str) -> None:
+    def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: object) -> None:
         def restore() -> None:
             function()
             self._restored.set()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GPT2Config, PretrainedConfig
 
+from megatrain.config.read_choice import read_choice
 from megatrain.errors import ConfigError
+from megatrain.hardware import accelerators
 from megatrain.model.blocks import find_blocks
 from megatrain.stream.engine import Engine
-from megatrain.stream.forward.compiled import Compiler, is_compiled
+from megatrain.stream.forward.compiled import Compiler, say_how
 from megatrain.stream.forward.stream_weights import stream_weights, swapped
 from megatrain.stream.forward.structure import Fingerprint, NotShareable, places_of
 from tests.families import FAMILIES
@@ -530,11 +534,52 @@ def test_runner_holds_no_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "expected"),
-    [("auto", "cpu", False), ("auto", "cuda", True), ("on", "cpu", True), ("off", "cuda", False)],
+    ("setting", "activations", "expected"),
+    [
+        ("auto", "recompute", ["cuda", "xpu"]),
+        ("auto", "recompute_cheap", []),
+        ("on", "recompute", ["cpu", "cuda", "xpu"]),
+        ("off", "recompute", []),
+    ],
 )
-def test_auto_compiles_on_accelerators(setting: str, device: str, expected: bool) -> None:
-    assert is_compiled(setting, torch.device(device)) is expected
+def test_auto_compiles_on_accelerators(
+    setting: str, activations: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerators, "missing_compiler", lambda: None)
+    choice = read_choice(None, {"activations": activations})
+    found = [
+        kind
+        for kind in ("cpu", "cuda", "xpu")
+        if choice.is_compiled(setting, can_compile=accelerators.can_compile(torch.device(kind)))
+    ]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("lacks", "sentence"),
+    [
+        ("triton", "layers run uncompiled, since torch.compile needs the package triton; install it"),
+        ("cc", "layers run uncompiled, since torch.compile needs a C compiler, by the name of cc, gcc or"),
+        ("headers", r"layers run uncompiled, since torch.compile needs Python's headers, nowhere/Python.h"),
+        ("", "layers are compiled: that is done in the first step, which takes about a minute longer"),
+    ],
+)
+def test_what_a_compiler_lacks_is_said(
+    lacks: str, sentence: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On an accelerator; nothing is said of what was never to be compiled."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if lacks == "triton" else name)
+    monkeypatch.setattr(shutil, "which", lambda name: None if lacks == "cc" else name)
+    if lacks == "headers":
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: "nowhere")
+    device = torch.device("cuda")
+    compiles = accelerators.can_compile(device)
+    assert compiles is (not lacks)
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        for kind, setting in (("cuda", "auto"), ("cuda", "off"), ("cpu", "auto")):
+            say_how(setting, torch.device(kind), compiles=compiles and (kind, setting) == ("cuda", "auto"))
+    (said,) = caplog.messages
+    assert said.startswith(sentence)
 
 
 # -- inductor -----------------------------------------------------------------------------------------------
