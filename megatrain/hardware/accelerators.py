@@ -33,7 +33,7 @@ class Vendor:
     """As in messages."""
     lock: Callable[[int, int], bool] | None = None
     """Page-locks so many bytes from an address, for copies that the host need not wait for; False where that
-    is refused. None: torch has no way to, and copies of the state hold up their lane's thread."""
+    is refused. None: torch has no way to, and copies of the state go through page-locked buffers."""
     unlock: Callable[[int], object] | None = None
     """Undoes `lock`, by the address."""
     has_compiler: bool = True
