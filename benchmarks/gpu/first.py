@@ -14,7 +14,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -152,11 +152,12 @@ def locking(record: Record, is_dry: bool) -> None:
             continue
         arena = Arena(nbytes)
         seconds = {}
-        for name, call in {
+        calls: dict[str, Callable[[], object]] = {
             "touch": arena.touch,
             "lock": partial(arena.lock, vendor),
             "unlock": arena.unlock,
-        }.items():
+        }
+        for name, call in calls.items():
             began = time.perf_counter()
             is_done = call()
             seconds[f"{name}_s"] = time.perf_counter() - began

@@ -160,7 +160,7 @@ def lanes_for(variant: str, device: Any, chance: random.Random) -> Any:
     class Slow(lanes.AcceleratorLanes):
         """Copies begin after a random delay."""
 
-        def _submit(self, lane: Any, function: Callable[[], object], work: float, label: str) -> None:
+        def _submit(self, lane: Any, function: Callable[[], object], work: float, label: object) -> None:
             def late() -> None:
                 if lane is not lanes.Lane.HOST:
                     doze(self.device, chance)
@@ -171,7 +171,7 @@ def lanes_for(variant: str, device: Any, chance: random.Random) -> Any:
     class Synchronous(lanes.AcceleratorLanes):
         """The device is idle before and after every copy."""
 
-        def _submit(self, lane: Any, function: Callable[[], object], work: float, label: str) -> None:
+        def _submit(self, lane: Any, function: Callable[[], object], work: float, label: object) -> None:
             torch.accelerator.synchronize(self.device)
             super()._submit(lane, function, work, label)
             self.drain()

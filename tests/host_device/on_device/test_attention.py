@@ -32,9 +32,11 @@ def attend(device: str, *, bias: torch.Tensor | None, **settings: Any) -> list[t
     inputs = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
     if bias is not None:
         inputs.append(bias.to(device).detach().requires_grad_(bias.is_floating_point()))
-    query, key, value, *mask = inputs
     out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, *mask, enable_gqa=True, **settings
+        *inputs[:3],
+        attn_mask=inputs[3] if bias is not None else None,
+        enable_gqa=True,
+        **settings,
     )
     out.backward(torch.randn(out.shape, generator=generator).to(device))
     gradients = [tensor.grad for tensor in inputs if tensor.requires_grad]

@@ -138,7 +138,8 @@ def test_a_gradient_that_is_missing_adds_nothing(precision: str, lockstep: int) 
             sums=sums,
             lockstep=lockstep,
         )
-        gradients, seen = engine.executor.gradients, []
+        gradients = engine.executor.gradients
+        seen: list[Any] = []
         collect = gradients.collect
 
         def changed(
