@@ -115,8 +115,10 @@ def bind(
 
 def with_gradients(tiers: Tiers, places: GradientPlaces) -> Tiers:
     """Let a placement count on the gradients that will wait in RAM; the caller may count on none at all."""
-    in_ram = frozenset(places.on_host) if tiers.keeps_gradients else frozenset()
-    return replace(tiers, gradients_in_ram=in_ram, gradients_staged=frozenset(places.staged))
+    if not tiers.keeps_gradients:  # all of them pass through the buffers
+        return replace(tiers, gradients_in_ram=frozenset())
+    staged = frozenset(places.staged)
+    return replace(tiers, gradients_in_ram=frozenset(places.on_host), gradients_staged=staged)
 
 
 def make_host(

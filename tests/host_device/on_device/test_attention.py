@@ -32,8 +32,11 @@ def attend(device: str, *, bias: torch.Tensor | None, **settings: Any) -> list[t
     inputs = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
     if bias is not None:
         inputs.append(bias.to(device).detach().requires_grad_(bias.is_floating_point()))
+    query, key, value = inputs[:3]
     out = torch.nn.functional.scaled_dot_product_attention(
-        *inputs[:3],
+        query,
+        key,
+        value,
         attn_mask=inputs[3] if bias is not None else None,
         enable_gqa=True,
         **settings,
