@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,13 @@ def interpreted() -> Iterator[None]:
         patch.setattr(builder.InterpreterBuilder, "create_fma", create_fma)
         patch.setattr(builder, "_implicit_cvt", as_argument)
         yield
+
+
+def interpreted_on_cpu() -> AbstractContextManager[None]:
+    """Return `interpreted`, or skip the test where Triton compiles."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton compiles here: kernels run on the device")
+    return interpreted()
 
 
 @contextmanager
