@@ -19,6 +19,9 @@ from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.stream_weights import Place, SavedWeight, exchange, stream_weights, swapped
 
+_STAGED_BYTES = 16 << 20
+"""Two million ids. Larger inputs, which are embeddings, would leave as much locked memory behind."""
+
 
 class Pass:
     """One forward of the model, and its backward: holds the weights of outer blocks for it."""
@@ -181,9 +184,10 @@ class OuterVisit(BlockVisit):
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Move tensors in (nested) arguments to the device; the host waits for nothing."""
+    """Move tensors in (nested) arguments to the device; for ids, labels and masks the host does not wait."""
     if isinstance(value, Tensor):
-        if value.device.type == "cpu" != device.type and not value.is_pinned():
+        is_there = device.type == "cpu" or value.device.type != "cpu"
+        if not is_there and value.nbytes <= _STAGED_BYTES and not value.is_pinned():
             # A copy of other memory waits for all that was launched before it. Torch keeps this memory, and
             # uses it again once the copies of it are done.
             value = torch.empty_like(value, pin_memory=True).copy_(value)

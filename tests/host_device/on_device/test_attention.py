@@ -29,17 +29,14 @@ def attend(device: str, *, bias: torch.Tensor | None, **settings: Any) -> list[t
     """Return the output of attention with grouped heads, and the gradients of what goes in."""
     generator = torch.Generator().manual_seed(1)
     shapes = ((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))
-    inputs = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
+    inputs: list[Any] = [
+        torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes
+    ]
     if bias is not None:
         inputs.append(bias.to(device).detach().requires_grad_(bias.is_floating_point()))
-    query, key, value = inputs[:3]
+    query, key, value, mask = [*inputs, None][:4]
     out = torch.nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=inputs[3] if bias is not None else None,
-        enable_gqa=True,
-        **settings,
+        query, key, value, attn_mask=mask, enable_gqa=True, **settings
     )
     out.backward(torch.randn(out.shape, generator=generator).to(device))
     gradients = [tensor.grad for tensor in inputs if tensor.requires_grad]

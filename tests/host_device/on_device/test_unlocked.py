@@ -13,6 +13,7 @@ import torch
 from megatrain.hardware.accelerators import VENDORS
 from megatrain.store.arena import Arena
 from megatrain.stream import machine
+from megatrain.stream.forward import passes
 from megatrain.stream.lanes import AcceleratorLanes, locked_ring
 from tests.families import FAMILIES
 from tests.host_device.device import TYPE, register
@@ -135,6 +136,18 @@ def test_the_link_is_measured_through_the_ring(monkeypatch: Patch) -> None:
     assert "copy of unlocked memory" not in counts
     assert "copy" not in counts
     assert spec.sources["h2d_bytes_per_s"] == spec.sources["d2h_bytes_per_s"] == "measured"
+
+
+@pytest.mark.parametrize("limit", [40, 39])
+def test_small_inputs_are_copied_behind_the_host_and_embeddings_as_they_are(
+    limit: int, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(passes, "_STAGED_BYTES", limit)
+    ids = torch.arange(5)
+    for _ in range(3):  # in the same memory, if the copy before is done
+        ids = ids + 1
+        assert passes.to_device({"ids": (ids,)}, DEVICE)["ids"][0].cpu().equal(ids)
+    assert host.native.take_counts().get("copy of unlocked memory", 0) == (0 if limit == 40 else 3)
 
 
 def test_refused_memory_goes_through_the_ring_too(monkeypatch: Patch) -> None:
