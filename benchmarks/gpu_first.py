@@ -38,6 +38,7 @@ STEPS: dict[str, Step] = {
     "adamw": Step("correctness", 60, 30, f"{_FIRST}:adamw"),
     "parity": Step("correctness", 110, 60, f"{_FIRST}:parity_rows"),
     "races": Step("correctness", 60, 30, f"{_FIRST}:two_races"),
+    "attention": Step("correctness", 60, 25, f"{_FIRST}:default_attention"),
     "shape": Step("speed", 260, 180, f"{_FIRST}:cell_shape"),
 }
 """In the order in which a failure explains those after it."""
@@ -95,9 +96,9 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for name, result in found.items():
         word = "ok" if is_ok(result) else "FAILED"
         why = "" if is_ok(result) else result.get("error", result["status"]).splitlines()[0][:200]
-        lines.append(f"{word:6}  {name:8} {result.get('seconds', 0.0):5.0f} s  {why or result['gist']}")
+        lines.append(f"{word:6}  {name:9} {result.get('seconds', 0.0):5.0f} s  {why or result['gist']}")
         if not is_ok(result) and "stage" in result:
-            lines.append(f"{'':26}it came as far as: {result['stage']}")
+            lines.append(f"{'':27}it came as far as: {result['stage']}")
     return lines
 
 

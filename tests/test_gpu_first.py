@@ -127,10 +127,10 @@ def test_a_failed_step_is_a_line_with_its_first_error_and_how_far_it_came() -> N
         }
     )
     assert lines == [
-        "ok      imports      3 s  every package is there",
-        "FAILED  smoke        1 s  RuntimeError: no",
-        "                          it came as far as: a copy",
-        "FAILED  rates        0 s  skipped: no time left",
+        "ok      imports       3 s  every package is there",
+        "FAILED  smoke         1 s  RuntimeError: no",
+        "                           it came as far as: a copy",
+        "FAILED  rates         0 s  skipped: no time left",
     ]
 
 

@@ -12,12 +12,12 @@ import gc
 import importlib
 import json
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from benchmarks.gpu.attention import attention
 from benchmarks.gpu.cells import STREAMED, at_the_end, raise_noted
 from benchmarks.gpu.correctness import AXES, FAMILIES_COMPARED, device_adamw, pairwise, parity
 from benchmarks.gpu.engine import Session, ours
@@ -68,12 +68,16 @@ def imports(record: Record, is_dry: bool) -> None:
             row["lost"] = OPTIONAL.get(name, "everything")
             missing += [name] if name in REQUIRED else []
         record.append("packages", {**row, "seconds": round(time.perf_counter() - began, 2)})
-    record.add(python=platform.python_version(), c_compiler=shutil.which("cc") or shutil.which("gcc"))
+    record.add(python=platform.python_version())
     if missing:
         raise RuntimeError(f"nothing runs without {', '.join(missing)}")
+    from megatrain.hardware.accelerators import missing_compiler
+
     importlib.import_module("megatrain.stream.engine")
-    record.add(hardware=hardware())
+    record.add(hardware=hardware(), missing_compiler=missing_compiler())
     lost = [f"{row['package']} ({row['lost']})" for row in record.values["packages"] if "error" in row]
+    if lacks := missing_compiler():
+        lost.append(f"{lacks} (compiled layers)")
     record.add(gist=f"missing: {', '.join(lost)}" if lost else "every package is there")
 
 
@@ -181,6 +185,7 @@ def rates(record: Record, is_dry: bool) -> None:
     from megatrain.hardware.accelerators import device_name, free_bytes
     from megatrain.hardware.machines import machine_json
     from megatrain.hardware.present import Device, describe_machine
+    from megatrain.optim.fused import fuses_updates
     from megatrain.optim.threads import worker_threads
 
     sizes = Sizes(seconds=0.3, lock_bytes=0, compresses=False)
@@ -190,7 +195,7 @@ def rates(record: Record, is_dry: bool) -> None:
             attention_tokens=128, overhead_layers=3,
         )  # fmt: skip
     device = device_of(is_dry)
-    present = Device(name=device_name(device), nbytes=free_bytes(device))
+    present = Device(name=device_name(device), nbytes=free_bytes(device), fuses_updates=fuses_updates(device))
     bench = run_bench(device, None, sizes, show=lambda what: record.add(stage=what))
     copies, products, attention = bench.copies, bench.matmul["bf16"], bench.attention["bf16"]
     machine = describe_machine(bench.measurements(), device=present, num_cores=worker_threads(), path=None)
@@ -210,7 +215,7 @@ def adamw(record: Record, is_dry: bool) -> None:
     import torch
 
     from megatrain.optim.adamw import AdamWStep, Planes
-    from megatrain.stream.execute.updates import update_on_device
+    from megatrain.optim.fused import update_resident
 
     device = device_of(is_dry)
     numel = 1 << 16 if is_dry else 1 << 28
@@ -225,7 +230,7 @@ def adamw(record: Record, is_dry: bool) -> None:
             gradient=flat(dtype=torch.bfloat16).fill_(1e-3),
         )
         hyper = AdamWStep(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
-        return best_s(device, lambda: update_on_device([(hyper, planes)]), repeats=3)
+        return best_s(device, lambda: update_resident(device, [(hyper, planes)]), repeats=3)
 
     def seconds_of_torch() -> float:
         weight = torch.nn.Parameter(flat())
@@ -235,8 +240,9 @@ def adamw(record: Record, is_dry: bool) -> None:
     device_adamw(record, is_dry)
     seconds, theirs = seconds_of_ours(), seconds_of_torch()
     record.add(parameters_per_s=numel / seconds, torch_parameters_per_s=numel / theirs)
+    equal, kernel = len(record.values["cases"]), record.values["kernel"]
     record.add(
-        gist=f"{len(record.values['cases'])} cases equal the host's bit for bit; "
+        gist=f"{equal} cases equal the host's bit for bit; Triton's kernel: {kernel}; "
         f"{numel / seconds / 1e9:.3g}e9 parameters/s, torch's fused AdamW {numel / theirs / 1e9:.3g}e9"
     )
 
@@ -267,6 +273,17 @@ def two_races(record: Record, is_dry: bool) -> None:
     """Look for races where activations leave the device, and where layers are streamed in parts."""
     race(record, is_dry, RACES[2:4], ["slow_both"], steps=3)
     record.add(gist=f"{len(record.values['runs'])} delayed runs equal those that wait, bit for bit")
+
+
+def default_attention(record: Record, is_dry: bool) -> None:
+    """Hold the attention that a run takes against itself and the resident model, with its own kernels."""
+    attention(record, is_dry)
+    words = [
+        f"{row['kernel']} at {row['seq_len']}{' deterministic' if row['is_deterministic'] else ''}: "
+        f"{'the same' if row['is_repeated'] else 'NOT the same'} twice"
+        for row in record.values["cases"]
+    ]
+    record.add(gist="; ".join(words))
 
 
 # -- one shape of real size --------------------------------------------------------------------------------

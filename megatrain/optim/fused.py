@@ -73,6 +73,14 @@ def update_fused(ranges: Iterable[tuple[AdamWStep, Planes]], rows: int = ROWS) -
         )
 
 
+def update_resident(device: torch.device, ranges: Iterable[tuple[AdamWStep, Planes]]) -> None:
+    """Update ranges whose planes are on a device: by the kernel where it runs, else by torch's operations."""
+    if fuses_updates(device):
+        update_fused(ranges)
+    else:
+        update_on_device(ranges)
+
+
 def fuses_updates(device: torch.device) -> bool:
     """Whether the kernel updates blocks on a device; else torch's operations do.
 

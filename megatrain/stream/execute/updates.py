@@ -15,8 +15,7 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MOMENT_PLANES
 from megatrain.optim.adamw import AdamWStep, Planes, update_many
 from megatrain.optim.clip import clip_coefficient
-from megatrain.optim.device import update_on_device
-from megatrain.optim.fused import fuses_updates, update_fused
+from megatrain.optim.fused import update_resident
 from megatrain.optim.pool import default_pool
 from megatrain.plan.program.operations import Operation
 from megatrain.store.state import split_gradient
@@ -130,10 +129,7 @@ class BlockUpdate:
             return
         views = _view(planes, (low, full), layout, self._ranges(scale))
         with executor.lanes.computing():
-            if fuses_updates(executor.lanes.device):
-                update_fused(views)
-            else:
-                update_on_device(views)
+            update_resident(executor.lanes.device, views)
 
     def _scale(self) -> float | None:
         if self._stats is None:
