@@ -43,8 +43,6 @@ OPTIONAL = {
 """What for."""
 GIB = 1 << 30
 LOCKED_GIB = (1, 16, 32)
-COMPILES = ("off", "on")
-"""Whether layers are compiled."""
 DEPTHS = (32, 24, 16, 8)
 """Layers of the 8B shape, until one fits into the host's memory."""
 LONGEST_SHOWN = 12
@@ -76,8 +74,7 @@ def imports(record: Record, is_dry: bool) -> None:
     importlib.import_module("megatrain.stream.engine")
     record.add(hardware=hardware(), missing_compiler=missing_compiler())
     lost = [f"{row['package']} ({row['lost']})" for row in record.values["packages"] if "error" in row]
-    if lacks := missing_compiler():
-        lost.append(f"{lacks} (compiled layers)")
+    lost += [f"{lacks} (compiled layers)"] if (lacks := missing_compiler()) else []
     record.add(gist=f"missing: {', '.join(lost)}" if lost else "every package is there")
 
 
@@ -295,8 +292,7 @@ def cell_shape(record: Record, session: Session) -> None:
     if session.is_dry:
         compile_cheaply()
     until, words = session.until, []
-    for number, compiles in enumerate(COMPILES):
-        left = len(COMPILES) - number
+    for compiles, left in (("off", 2), ("on", 1)):
         session.until = time.monotonic() + (until - time.monotonic()) / left
         with at_the_end(record, f"compile {compiles}"):
             depth, plan = planned(session, work.sized(session.is_dry), compiles == "on")
