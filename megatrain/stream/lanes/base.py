@@ -248,21 +248,25 @@ class Lanes(ABC):
         """Take note that nobody may read a device buffer any more."""
 
     def _wait_for(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> None:
-        reached = self._reached[lane]
         for buffer in reads + writes:
             event = self._writer.get(buffer)
-            if event is not None and event.lane is not lane and reached.get(event.lane, 0) < event.number:
+            if event is not None and event.lane is not lane:
                 self._wait_once(lane, event, buffer)
         for buffer in writes:
             if buffer in self._readers:
                 for owner, event in self._readers[buffer].items():
-                    if owner is not lane and reached.get(owner, 0) < event.number:
+                    if owner is not lane:
                         self._wait_once(lane, event, buffer)
 
     def _wait_once(self, lane: Lane, event: Event, buffer: Buffer) -> None:
-        """Wait, also for all that the event's lane did before: nobody has to wait for that any more."""
-        self._wait(lane, event, Cause(lane, event.lane, buffer[0]))
-        self._reached[lane][event.lane] = event.number
+        """Wait, but not for what a lane did before something that was waited for.
+
+        HOST may launch device work, which is not done when later work of HOST is.
+        """
+        reached, owner = self._reached[lane], event.lane
+        if owner is Lane.HOST or reached.get(owner, 0) < event.number:
+            self._wait(lane, event, Cause(lane, owner, buffer[0]))
+            reached[owner] = event.number
 
     def _note(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> Event:
         event = self._record(lane)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -177,3 +178,21 @@ def test_a_failure_reaches_the_caller_and_holds_up_nobody(lanes: AcceleratorLane
         lanes.begin(Lane.COMPUTE, reads=[("slot", 0)])
     lanes.drain()
     assert ran == []
+
+
+def test_device_work_that_the_host_lane_launched_is_waited_for_after_later_host_work(
+    lanes: AcceleratorLanes,
+) -> None:
+    """That the lane has done what came later does not mean that the device has."""
+    done: list[str] = []
+
+    def update() -> None:
+        with lanes.computing():
+            launch(lambda: (time.sleep(0.05), done.append("update")))
+
+    lanes.enqueue(Lane.HOST, update, writes=[("resident", 0)])
+    lanes.enqueue(Lane.HOST, lambda: None, writes=[("working", 1)])
+    lanes.enqueue(Lane.OFFLOAD, lambda: None, reads=[("working", 1)])
+    lanes.enqueue(Lane.OFFLOAD, lambda: launch(lambda: done.append("push")), reads=[("resident", 0)])
+    lanes.drain()
+    assert done == ["update", "push"]
