@@ -35,8 +35,8 @@ def test_every_script_can_be_imported(script: Path) -> None:
 def test_a_step_makes_fewer_calls_than_a_resident_one_under_torch_s_checkpoint() -> None:
     """Counts are exact on any machine; times are not asked for."""
     result = run("training.engine_over_resident", "--layers", "4", "--pairs", "1", "--warm-up", "1")
-    assert result["python_calls_ratio"] < 0.75
-    assert result["all_calls_ratio"] < 0.75
+    assert result["python_calls_ratio"] < 0.62
+    assert result["all_calls_ratio"] < 0.66
 
 
 @pytest.mark.parity
