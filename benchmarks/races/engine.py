@@ -188,10 +188,12 @@ def main() -> None:
     emit({"benchmark": "plan_race", "hardware": hardware(), "results": results}, arguments.out)
 
 
-def scale(case: Case, rates: dict[str, float], seconds: float) -> dict[str, float]:
+def scale(
+    case: Case, rates: dict[str, float], seconds: float, token_scale: int = TOKEN_SCALE
+) -> dict[str, float]:
     """Slow a machine down until a step of recomputation takes about so many seconds of compute."""
     anatomy = case.anatomy()
-    compute = rates["compute"] * 1e12 / TOKEN_SCALE
+    compute = rates["compute"] * 1e12 / token_scale
     flops = anatomy.model_flops_per_token * case.batch.tokens * 4 / 3
     factor = flops / compute / seconds
     return {

@@ -8,7 +8,7 @@
 | exp_avg_scale, exp_avg_sq_scale | 4 + 4 per 256 | trained parameters with moments in int8 |
 | gradient | 2 or 4 | trained parameters, from the backward until the update |
 | accumulator | 4 | trained bf16 parameters, only in steps of several rounds |
-| staging | 2 or 4, of a few blocks | in place of `gradient`, if that is used up at once or waits elsewhere |
+| staging | 2 or 4, of a few blocks | gradients used up at once, that wait elsewhere, or are added up here |
 """
 
 from __future__ import annotations

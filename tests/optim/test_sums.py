@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from megatrain.optim.clip import global_norm
 from megatrain.optim.pool import WorkerPool
-from megatrain.optim.sums import add, add_last, sum_of_squares
+from megatrain.optim.sums import add, add_last, squares_on_device, sum_of_squares
 from tests.optim.test_adamw import make_gradient, randn
 
 
@@ -37,6 +38,15 @@ def test_sum_of_squares_keeps_inf_and_nan(pool: WorkerPool, position: int) -> No
     assert sum_of_squares(pool, flat) == float("inf")
     flat[1234] = torch.nan
     assert str(sum_of_squares(pool, flat)) == "nan"
+
+
+def test_a_device_s_norm_is_the_host_s(pool: WorkerPool) -> None:
+    """What a device adds in another order is rounded to the same fp32 norm; it overflows no sooner either."""
+    for seed in range(100):
+        parts = [make_gradient(70_001, seed, torch.bfloat16), make_gradient(1_000, seed + 1, torch.float32)]
+        on_device = squares_on_device(parts, torch.device("cpu")).item()
+        assert global_norm([on_device]) == global_norm([sum(sum_of_squares(pool, part) for part in parts)])
+    assert squares_on_device([torch.full((4,), 1e30)], torch.device("cpu")).item() == pytest.approx(4e60)
 
 
 NUMELS = [1, 15, 16, 17, 64, 32_768, 32_769 + 64, 300_003]

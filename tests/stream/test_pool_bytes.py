@@ -48,6 +48,7 @@ CASES = {
         {"resident_layers": 2, "gradients": "device", "lockstep": 2, "activations": "recompute"}, state="int8"
     ),
     "rounds": Case({"lockstep": 1, "activations": "recompute"}),
+    "sums": Case({"lockstep": 1, "activations": "recompute", "sums": "host"}),
     "saved": Case({"boundaries": "host", "lockstep": 2, "activations": ["offload", *["recompute"] * 3]}),
     "drives": Case(
         {
@@ -89,6 +90,7 @@ REFUSALS = {
     ("device", "device"): "are needed before activations",
     ("device", "ram"): "but memory.host_limit is",
     ("rounds", "ram"): "but memory.host_limit is",
+    ("sums", "ram"): "but memory.host_limit is",
     ("saved", "saved"): "some stay on the device",
     ("drives", "saved"): "saved activations pass 3 buffers",
     ("drives", "ram"): "the part of the state that stays in RAM takes",
@@ -217,11 +219,18 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SCRATCH_CHUNK_BYTES", PAGE_BYTES)
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    ("pool", "name", "place"),
+    [*((pool, *where) for pool, where in POOLS.items()), ("gradient_staging", "sums", "ram")],
+)
 def test_what_a_pool_takes_is_said_once(
-    pool: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    pool: str,
+    name: str,
+    place: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    name, place = POOLS[pool]
     before = plain(name, tmp_path_factory.getbasetemp())
     assert before.planned == before.allocated
     original = getattr(pools, pool)

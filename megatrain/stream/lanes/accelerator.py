@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from megatrain.hardware.accelerators import free_bytes, peak_bytes, reset_peak_bytes, vendor_of
+from megatrain.optim.sums import squares_on_device
 from megatrain.plan.program.operations import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.base import Event
@@ -259,11 +260,7 @@ class AcceleratorLanes(ThreadedLanes):
 
     def sum_of_squares(self, flats: Iterable[Tensor], out: Tensor) -> None:
         """Sum on the device, in the current stream, without a wait of the host."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for flat in flats:
-            if flat.numel():
-                total += torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
-        out.copy_(total, non_blocking=True)
+        out.copy_(squares_on_device(flats, self.device), non_blocking=True)
 
     def available_bytes(self) -> int:
         """Bytes free on the device, or left of the limit."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.config.choice import Choice, Plan, StepBatch
+from megatrain.config.choice import SUMS, Choice, Plan, StepBatch
 from megatrain.errors import ConfigError
 from megatrain.hardware import Drives
 from megatrain.model.profile.anatomy import Anatomy
@@ -106,6 +106,20 @@ def test_scratch_memory_is_counted_where_torch_s_operations_update(
     pools = pools_of(request(spec=spec, anatomy=anatomy), choice)
     working = next(pool for pool in pools if pool.name.startswith("working memory"))
     assert (working.nbytes > 35 * (1 << 22)) == has_scratch
+
+
+@pytest.mark.parametrize(("link", "sums"), [(2e8, "host"), (1e12, "device")])
+def test_sums_are_where_they_are_cheapest(link: float, sums: str) -> None:
+    """Rounds of one micro-batch: on the host where the link is what a step waits for, else on the device."""
+    asked = request(spec=machine(link=link), choice=Choice(lockstep=1, resident_layers=0, num_slots=2))
+    found, there, here = (
+        make_plan(replace(asked, choice=replace(asked.choice, sums=where))) for where in ("auto", *SUMS)
+    )
+    assert found.choice.sums == sums
+    assert found.step_s <= there.step_s, "what is looked at last makes no plan slower"
+    assert found.step_s <= here.step_s * 1.001
+    if sums == "host":
+        assert found.step_s < 0.95 * there.step_s
 
 
 def steps(requests: Iterable[Request]) -> list[float]:
