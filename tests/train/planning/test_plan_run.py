@@ -461,6 +461,7 @@ def test_settings_name_the_drives_on_which_only_gradients_wait(models: Path) -> 
         choice = replace(found.plan.choice, gradients=(places,) * layers)
         changed = replace(found, plan=replace(found.plan, choice=choice))
         text = plan_text(changed, economics(changed.plan, spec, found.request.anatomy, tokens=1), [])
+        text = " ".join(text.split())
         named.append([words in text for words in ("memory.tiers='{nvme: [DIR", "memory.commit_every=null")])
     assert named == [[False, False], [True, True]]
 
