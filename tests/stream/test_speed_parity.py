@@ -40,6 +40,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "resident_layers": (0, 2, 4),
     "boundaries": ("device", "host"),
     "dropout": (False, True),
+    "sums": ("device", "host"),
     "device": ("checked", "emulated"),
 }
 """Rounds are (R, m): a step of R rounds of m micro-batches; (2, 3) has 5, so that the last one is short."""
@@ -62,7 +63,7 @@ def row_name(value: Any) -> str | None:
         return None
     policy = value["activations"] if isinstance(value["activations"], str) else "mix"
     parts = [policy, value["updates"], "R{}m{}".format(*value["rounds"]), f"r{value['resident_layers']}"]
-    flags = ["fragments"] * value["fragments"] + ["dropout"] * value["dropout"]
+    flags = ["fragments"] * value["fragments"] + ["dropout"] * value["dropout"] + [f"sums_{value['sums']}"]
     return "-".join([*parts, value["boundaries"], *flags, value["device"]])
 
 
@@ -118,6 +119,7 @@ def test_jitter_seeds_give_the_same_bits(family: str, num_seeds: int) -> None:
             boundaries=row["boundaries"],
             fragments=row["fragments"],
             resident_layers=row["resident_layers"],
+            sums=row["sums"],
             lockstep=1 + seed % 4,
         )
         engine.arrangement.offloaded._min_bytes = 1
