@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from megatrain.plan.program.operations import Lane
-from megatrain.stream.lanes import AcceleratorLanes, Cause, InlineLanes
+from megatrain.stream.lanes import AcceleratorLanes, Cause, InlineLanes, locked_ring
 from tests.clocks import watch_events
+from tests.families import FAMILIES
 from tests.host_device.device import TYPE, register
+from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.lanes.lane_programs import run_program
+from tests.stream.runs import HYPER
 
 DEVICE = torch.device(TYPE, 0)
 host = register()
@@ -186,9 +189,13 @@ def test_device_work_that_the_host_lane_launched_is_waited_for_after_later_host_
     """That the lane has done what came later does not mean that the device has."""
     done: list[str] = []
 
+    def slow_kernel() -> None:
+        time.sleep(0.05)
+        done.append("update")
+
     def update() -> None:
         with lanes.computing():
-            launch(lambda: (time.sleep(0.05), done.append("update")))
+            launch(slow_kernel)
 
     lanes.enqueue(Lane.HOST, update, writes=[("resident", 0)])
     lanes.enqueue(Lane.HOST, lambda: None, writes=[("working", 1)])
@@ -196,3 +203,27 @@ def test_device_work_that_the_host_lane_launched_is_waited_for_after_later_host_
     lanes.enqueue(Lane.OFFLOAD, lambda: launch(lambda: done.append("push")), reads=[("resident", 0)])
     lanes.drain()
     assert done == ["update", "push"]
+
+
+def test_the_whole_state_of_resident_layers_crosses_in_locked_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Remainders and moments lie in memory that is not locked."""
+    monkeypatch.setattr(locked_ring, "BUFFER_BYTES", 1024)
+    masters = []
+    for num_resident in (0, 2):
+        model = make_model(FAMILIES["llama_tied"]())
+        engine = attach_plainly(model, device=TYPE, precision="bf16", resident_layers=num_resident)
+        optimizer = engine.adamw(**HYPER)
+        host.native.take_counts()
+        for step in range(2):
+            engine.forward_backward(make_batches(1, seed=step))
+            optimizer.step()
+            engine.sync()
+            engine.weights_changed()  # the next step copies all of it to the device again
+        assert "copy of unlocked memory" not in host.native.take_counts()
+        masters.append(dict(engine.named_masters()))
+        engine.detach()
+    assert masters[0].keys() == masters[1].keys()
+    for name, master in masters[0].items():
+        assert_same_bits(masters[1][name], master, name)
