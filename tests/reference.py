@@ -102,7 +102,8 @@ class Resident:
             is_mixed = len({parameter.dtype for parameter in self.model.parameters()}) > 1
             for parameter in self.model.parameters():
                 if parameter.dtype == torch.float32 and not is_mixed:
-                    parameter.data = round_half_up(parameter.data)
+                    rounds = round_half_up if parameter.requires_grad else Tensor.bfloat16  # no master, no split
+                    parameter.data = rounds(parameter.data)
         decay = hyper.pop("weight_decay", 0.01)
         groups = [
             {"params": [self.masters[name]], "weight_decay": decay if decays(name, parameter) else 0.0}

@@ -35,9 +35,9 @@ from tests.stream.test_attack import layer_drop
 
 
 def freeze_half(model: PreTrainedModel) -> None:
-    """Freeze a part of every layer."""
+    """Freeze a part of every layer, and one whole."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad = "attn" not in name
+        parameter.requires_grad = "attn" not in name and ".0." not in name
 
 
 @every_value(
