@@ -94,6 +94,7 @@ def _run(
             "lockstep": lockstep,
             "updates": updates,
             "gradients": gradients,
+            "sums": "device",
             "tiers": place["tiers"],
             "blocks_in_ram": place["blocks_in_ram"],
             "weights_in_ram": place["weights_in_ram"],

@@ -124,7 +124,7 @@ def make_batches(number: int, rows: int, tokens: int, *, seed: int) -> list[dict
     return batches
 
 
-_ALWAYS_BEFORE = {"outer_streams": False}
+_ALWAYS_BEFORE = {"outer_streams": False, "sums": "device"}
 """What checkouts without a setting do."""
 
 

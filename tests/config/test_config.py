@@ -265,7 +265,7 @@ def test_override_by_alias_wins_over_the_file_and_conflicts_with_its_key() -> No
 
 def test_every_key_is_described_and_the_page_is_fresh() -> None:
     keys = config_keys()
-    assert len(keys) == 54
+    assert len(keys) == 55
     assert all(key.description.endswith(".") for key in keys.values())
     assert [name for name, key in keys.items() if key.default == "required"] == ["model.path", "data.path"]
     page = Path(__file__).parents[2] / "docs" / "configuration.md"

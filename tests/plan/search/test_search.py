@@ -232,7 +232,8 @@ def test_a_search_ends_when_its_budget_does(num_layers: int, spent: list[int]) -
     found = search(large_request(num_layers), budget=9_000)
     assert found is not None
     assert found.is_cut_short
-    assert sum(spent[:-1]) < 9_000 <= sum(spent)
+    passes = 2  # sums on the device, and on the host
+    assert passes * 9_000 <= sum(spent) < passes * (9_000 + max(spent))
 
 
 def test_a_search_that_comes_to_its_end_says_so(spent: list[int]) -> None:
