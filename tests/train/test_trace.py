@@ -63,6 +63,7 @@ def test_each_operation_of_the_program_is_one_span(
         "resident_blocks": 0,
         "fragments": False,
         "gradients": "host",
+        "sums": "device",
     }
     config = make_config(tmp_path, train={"device": device, "reproducible": True}, memory=memory)
     out = tmp_path / "trace.json"
