@@ -80,7 +80,8 @@ class Resident:
     """A resident model with fp32 AdamW, each parameter zero-padded to a multiple of 64 elements.
 
     The padding is the oracle's: torch's fused CPU kernel rounds a parameter's last few elements otherwise.
-    With `precision="bf16"` the model computes with bf16 weights, rounded from the fp32 masters.
+    With `precision="bf16"` the model computes with bf16 weights, rounded from the fp32 masters; frozen ones,
+    which have none, are rounded as torch does.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Resident:
             is_mixed = len({parameter.dtype for parameter in self.model.parameters()}) > 1
             for parameter in self.model.parameters():
                 if parameter.dtype == torch.float32 and not is_mixed:
-                    rounds = round_half_up if parameter.requires_grad else Tensor.bfloat16  # no master, no split
+                    rounds = round_half_up if parameter.requires_grad else Tensor.bfloat16
                     parameter.data = rounds(parameter.data)
         decay = hyper.pop("weight_decay", 0.01)
         groups = [
