@@ -64,6 +64,7 @@ class Recomputation:
         self._contexts = contexts
         self._dropped: list[tuple[weakref.ref[_Dropped], torch.Size, torch.dtype]] = []
         self._num_made = 0
+        self._is_first_run = False
         self._is_over = False
 
     def run(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -72,11 +73,15 @@ class Recomputation:
         self._args = args if self._bring is None else ()
         self._versions = _versions(self._args)
         self._kwargs = kwargs
-        with saved_tensors_hooks(self._drop, self._find):
-            if self._contexts is None:
-                return self._run(*args, **kwargs)
-            with self._contexts[0]:
-                return self._run(*args, **kwargs)
+        self._is_first_run = True
+        try:
+            with saved_tensors_hooks(self._drop, self._find):
+                if self._contexts is None:
+                    return self._run(*args, **kwargs)
+                with self._contexts[0]:
+                    return self._run(*args, **kwargs)
+        finally:
+            self._is_first_run = False
 
     def _drop(self, tensor: Tensor) -> _Dropped:
         dropped = _Dropped()
@@ -84,6 +89,11 @@ class Recomputation:
         return dropped
 
     def _find(self, dropped: _Dropped) -> Tensor:
+        if self._is_first_run:
+            raise ModelError(
+                f"{self._name} takes gradients within its own forward, before its activations can be "
+                "recomputed; use activations=keep if no weight takes part in them"
+            )
         if not self._is_over:
             self._is_over = True
             self._run_again()
@@ -91,7 +101,8 @@ class Recomputation:
         if tensor is None:
             raise ModelError(
                 f"a second backward through the same forward of block {self._name}, whose activations were "
-                "recomputed for the first one: run the forward again"
+                "recomputed for the first one: run the forward again; or a function of its own reads "
+                "ctx.saved_tensors twice in one backward: read it once"
             )
         return tensor
 

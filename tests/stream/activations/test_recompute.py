@@ -168,3 +168,33 @@ def test_a_dropped_tensor_goes_with_the_node_that_saved_it() -> None:
 
     call.run((torch.randn(3, requires_grad=True),), {}).sum().backward()
     assert alive == [0, 2, 1]
+
+
+class _ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * (ctx.saved_tensors[0] + ctx.saved_tensors[0])
+
+
+def _takes_gradients(x: Tensor) -> Tensor:
+    own = x.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(own.tanh().sum(), own)
+    return x * grad
+
+
+def test_gradients_within_a_forward_are_refused() -> None:
+    again = Recomputation("block 3", _takes_gradients, torch.device("cpu"))
+    with pytest.raises(ModelError, match="block 3 takes gradients within its own forward"):
+        again.run((torch.ones(4, requires_grad=True),), {})
+
+
+def test_saved_tensors_read_twice_are_refused() -> None:
+    again = Recomputation("block 3", _ReadsTwice.apply, torch.device("cpu"))
+    result = again.run((torch.ones(4, requires_grad=True),), {})
+    with pytest.raises(ModelError, match=r"ctx\.saved_tensors twice in one backward"):
+        result.sum().backward()
