@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from megatrain.errors import ConfigError
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 _NO_FORM = re.compile(r"^(.+?) does not have a deterministic implementation")
+_open: dict[str, tuple[int, AbstractContextManager[object]]] = {}
+"""Settings of the process that hold now, and how many hold them."""
 _TOO_LATE = "you must set an environment variable before running"
 
 
@@ -44,14 +46,23 @@ def set_environment(device: torch.device) -> None:
 def deterministic(device: torch.device) -> Iterator[None]:
     """Let every operation of the process take a form that gives the same bits in every run.
 
-    An operation that has none raises a RuntimeError: see `why_not_deterministic`.
+    An operation that has none raises a RuntimeError: see `why_not_deterministic`. Several may be open, and end
+    in any order: the last one to end puts back what was there before the first.
 
     Raises:
         ConfigError: As `set_environment`.
     """
+    set_environment(device)
+    with _shared("torch", _switched), ExitStack() as settings:
+        if device.type != "cpu":
+            settings.enter_context(_shared(device.type, vendor_of(device).repeats))
+        yield
+
+
+@contextmanager
+def _switched() -> Iterator[None]:
     import torch
 
-    set_environment(device)
     held = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     # Every torch.empty would be written to, host arenas that are larger than RAM among them, to no use here:
     # what is read before it is written would be a bug, which the checked lanes look for.
@@ -59,11 +70,28 @@ def deterministic(device: torch.device) -> Iterator[None]:
     torch._C._set_deterministic_fill_uninitialized_memory(False)
     torch.use_deterministic_algorithms(True)
     try:
-        with nullcontext() if device.type == "cpu" else vendor_of(device).repeats():
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(held[0], warn_only=held[1])
         torch._C._set_deterministic_fill_uninitialized_memory(held_fill)
+
+
+@contextmanager
+def _shared(key: str, make: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter a setting of the process with the first who asks for it, and leave it with the last."""
+    users, setting = _open.get(key, (0, None))
+    if setting is None:
+        setting = make()
+        setting.__enter__()
+    _open[key] = users + 1, setting
+    try:
+        yield
+    finally:
+        users, setting = _open.pop(key)
+        if users > 1:
+            _open[key] = users - 1, setting
+        else:
+            setting.__exit__(None, None, None)
 
 
 def why_not_deterministic(error: BaseException, device: torch.device) -> str | None:

@@ -54,3 +54,13 @@ def test_an_operation_without_a_deterministic_form_is_named() -> None:
     plain = attach_plainly(make_model(FAMILIES["llama"]()))
     assert plain.forward_backward(make_batches(1)).isfinite()
     plain.detach()
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_engines_end_in_any_order(first_out: int) -> None:
+    """One that is left keeps its bits, and the last one leaves the process as it was."""
+    engines = [attach_plainly(make_model(FAMILIES["llama"]()), deterministic=True) for _ in range(2)]
+    engines.pop(first_out).detach()
+    assert torch.are_deterministic_algorithms_enabled()
+    engines.pop().detach()
+    assert not torch.are_deterministic_algorithms_enabled()
