@@ -46,8 +46,8 @@ def set_environment(device: torch.device) -> None:
 def deterministic(device: torch.device) -> Iterator[None]:
     """Let every operation of the process take a form that gives the same bits in every run.
 
-    An operation that has none raises a RuntimeError: see `why_not_deterministic`. Several may be open, and end
-    in any order: the last one to end puts back what was there before the first.
+    An operation that has none raises a RuntimeError: see `why_not_deterministic`. Several may be open, and
+    end in any order: the last one to end puts back what was there before the first.
 
     Raises:
         ConfigError: As `set_environment`.
