@@ -4,7 +4,9 @@ import dataclasses
 import itertools
 import math
 import random
+from collections.abc import Callable, Iterable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -126,15 +128,32 @@ def check_steps(
     """Update on the host and on the device from one state, new gradients each time; compare each time."""
     split, dtype = kind
     expected = make_planes(numel, split=split, gradient=torch.zeros(numel, dtype=dtype))
+    hypers = [
+        dataclasses.replace(base, step=step, lr=base.lr * (1 + step / 7)) for step in range(1, num_steps + 1)
+    ]
+    update = partial(update_on_device, chunk_numel=chunk_numel)
+    return follow_the_host(pool, expected, device, hypers, special or [], update, assert_equal)
+
+
+def follow_the_host(
+    pool: WorkerPool,
+    expected: Planes,
+    device: torch.device,
+    hypers: Iterable[AdamWStep],
+    special: list[float],
+    update: Callable[[list[tuple[AdamWStep, Planes]]], object],
+    check: Callable[[Planes, Planes], object],
+) -> Planes:
+    """Update on the host, and a copy on the device by `update`, new gradients each time; check each time."""
+    numel, dtype = expected.gradient.numel(), expected.gradient.dtype
     actual = to(expected, device)
-    for step in range(1, num_steps + 1):
-        hyper = dataclasses.replace(base, step=step, lr=base.lr * (1 + step / 7))
-        gradient = make_gradient(numel, step, dtype, special or [])
+    for hyper in hypers:
+        gradient = make_gradient(numel, hyper.step, dtype, special)
         expected = dataclasses.replace(expected, gradient=gradient)
         actual = dataclasses.replace(actual, gradient=gradient.to(device, copy=True))
         update_many(pool, [(hyper, expected)])
-        update_on_device([(hyper, actual)], chunk_numel)
-        assert_equal(actual, expected)
+        update([(hyper, actual)])
+        check(actual, expected)
         assert torch.equal(actual.gradient.cpu().view(torch.uint8), gradient.view(torch.uint8))
     return expected
 

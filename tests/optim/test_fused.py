@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from megatrain.hardware.accelerators import VENDORS, Vendor
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.moments import MOMENT_PLANES, SCALE_NUMEL, MomentFormat, num_scales
 from megatrain.optim import fused
-from megatrain.optim.adamw import AdamWStep, Planes, rounding_key, update_many
+from megatrain.optim.adamw import AdamWStep, Planes, rounding_key
 from megatrain.optim.device import update_on_device
 from megatrain.optim.fused import update_fused
 from megatrain.optim.pool import WorkerPool
@@ -25,7 +26,7 @@ from tests.optim.test_device import (
     HYPER,
     SPECIAL,
     assert_same_masters,
-    make_gradient,
+    follow_the_host,
     numbers,
     to,
 )
@@ -111,18 +112,12 @@ def check_steps(
     """Update on the host and by the kernel from one state, new gradients each time; compare each time."""
     moments, split, dtype = form
     expected = planes_of(numel, moments, split=split, gradient=torch.zeros(numel, dtype=dtype))
-    actual = to(expected, device)
+    hypers = []
     for step in range(1, num_steps + 1):
         noise = (*rounding_key(3, "w", step), (2**32 - 1024) * (step - 1))
-        hyper = dataclasses.replace(base, step=step, lr=base.lr * (1 + step / 7), noise=noise)
-        gradient = make_gradient(numel, step, dtype, special or [])
-        expected = dataclasses.replace(expected, gradient=gradient)
-        actual = dataclasses.replace(actual, gradient=gradient.to(device, copy=True))
-        update_many(pool, [(hyper, expected)])
-        update_fused([(hyper, actual)], rows)
-        assert_same(actual, expected)
-        assert torch.equal(actual.gradient.cpu().view(torch.uint8), gradient.view(torch.uint8))
-    return expected
+        hypers.append(dataclasses.replace(base, step=step, lr=base.lr * (1 + step / 7), noise=noise))
+    update = partial(update_fused, rows=rows)
+    return follow_the_host(pool, expected, device, hypers, special or [], update, assert_same)
 
 
 FP32_TAILS = (1, 63, 65, 257, 3000)

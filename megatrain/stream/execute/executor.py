@@ -360,9 +360,11 @@ class Executor(Issuer):
             self.gradients.buffers.num_staging = 0
         if loads or (is_backward and self.update_at_once is not None):
             self.prepare_gradients(adds_up=loads, num_rounds=2)
-        heads = self.spec.ends.heads
-        found = {"loads": loads, "completes": not wide, "is_head": block in heads}
-        self.foresee([Visit(block, is_backward, visit.micro_batch, **found)], is_whole=False)
+        is_head = block in self.spec.ends.heads
+        unforeseen = Visit(
+            block, is_backward, visit.micro_batch, loads=loads, completes=not wide, is_head=is_head
+        )
+        self.foresee([unforeseen], is_whole=False)
         self.seen = seen
         self._advance()
         return self._pending[0]

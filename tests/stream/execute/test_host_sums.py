@@ -98,6 +98,11 @@ def test_loss_gradients_and_weights_equal_resident(
     engine.close(removes=True)
 
 
+def attached(**settings: Any) -> Any:
+    """Attach a small llama to lanes that look for races."""
+    return attach_plainly(make_model(FAMILIES["llama"]()), device="checked", **settings)
+
+
 def listed(engine: Any, rounds: list[int]) -> list[Operation]:
     """List a step as the planner does."""
     return list(step_program(engine.executor.spec, [[1] * count for count in rounds if count]).operations)
@@ -109,13 +114,7 @@ def test_norms_are_those_of_sums_on_the_device(precision: str, num_rounds: int, 
     """To the last bit, like everything else."""
     norms = []
     for sums in ("device", "host"):
-        engine = attach_plainly(
-            make_model(FAMILIES["llama"]()),
-            device="checked",
-            precision=precision,
-            sums=sums,
-            lockstep=lockstep,
-        )
+        engine = attached(precision=precision, sums=sums, lockstep=lockstep)
         optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
         for step in range(2):
             engine.forward_backward(make_batches(num_rounds * lockstep, seed=step))
@@ -131,13 +130,7 @@ def test_a_gradient_that_is_missing_adds_nothing(precision: str, lockstep: int) 
     name = "model.layers.1.mlp.gate_proj.weight"
     found = []
     for sums in ("device", "host"):
-        engine = attach_plainly(
-            make_model(FAMILIES["llama"]()),
-            device="checked",
-            precision=precision,
-            sums=sums,
-            lockstep=lockstep,
-        )
+        engine = attached(precision=precision, sums=sums, lockstep=lockstep)
         gradients = engine.executor.gradients
         seen: list[Any] = []
         collect = gradients.collect
