@@ -239,6 +239,7 @@ class Launch {
                 threads = at::get_num_threads()]() mutable {
       at::AutoGradMode mode(has_grad);
       if (at::get_num_threads() != threads) at::set_num_threads(threads);
+      Stack kept = stack;  // torch 2.11 gives several out= arguments back after it has dropped its stack's hold on them
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
       size_t next = 0;
       change_tensors(stack, 0, [&](const at::Tensor& result, size_t i) {
