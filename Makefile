@@ -15,7 +15,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,report,trl]'
 	touch $(STAMP)
 
 demo: setup

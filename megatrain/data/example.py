@@ -1,0 +1,101 @@
+"""What a row of data says, whatever format it came in: the one form between readers and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One turn of a conversation, in OpenAI's terms."""
+
+    role: str
+    """`system`, `user`, `assistant` or `tool`."""
+    content: str
+    reasoning: str | None = None
+    """What the assistant thought before it answered, for templates that show it."""
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    """Each `{"type": "function", "function": {"name": ..., "arguments": {...}}}`."""
+    name: str | None = None
+    """Of the tool that answers."""
+    loss_weight: float | None = None
+    """1 trains on this message, 0 does not; None: as the settings say for its role."""
+
+
+Turns = str | tuple[Message, ...]
+"""A part of an example: text that is taken as it is, or turns that a chat template renders."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where an example came from."""
+
+    file: str
+    row: int
+    """Line of a `.jsonl` or `.csv` file, row of another, from 1."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.row}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextExample:
+    """A document: all of it is trained on."""
+
+    source: Source
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatExample:
+    """A conversation, rendered by the chat template."""
+
+    source: Source
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionExample:
+    """A prompt and what should follow it, as plain text without a template."""
+
+    source: Source
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceExample:
+    """Two answers to a prompt, of which one is better."""
+
+    source: Source
+    prompt: Turns
+    chosen: Turns
+    rejected: Turns
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KtoExample:
+    """An answer to a prompt, and whether it is a good one."""
+
+    source: Source
+    prompt: Turns
+    completion: Turns
+    is_good: bool
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensExample:
+    """A row that is tokenised already."""
+
+    source: Source
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...] | None = None
+    """-100 where nothing is trained; None: everywhere."""
+
+
+Example = TextExample | ChatExample | CompletionExample | PreferenceExample | KtoExample | TokensExample
