@@ -47,4 +47,4 @@ both; overrides win. `megatrain train --help` lists the same keys. Paths are rel
 the command runs in. A value means what it looks like (YAML 1.2): `1e-3` is a number, `no` is text, `null` is
 nothing.
 
-This page is generated from `megatrain/config/sections.py`."""
+This page is generated from the sections of `megatrain/config`."""

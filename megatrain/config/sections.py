@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-)
+from pydantic import BeforeValidator, Field, ValidationError
 
 from megatrain.config.choice import (
     AUTO,
@@ -24,6 +18,8 @@ from megatrain.config.choice import (
     StepBatch,
     Updates,
 )
+from megatrain.config.data_section import DataConfig
+from megatrain.config.section import Section
 from megatrain.config.types import (
     Betas,
     Bytes,
@@ -41,11 +37,7 @@ from megatrain.config.types import (
 )
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """What is trained."""
 
     path: LocalPath
@@ -59,27 +51,7 @@ class ModelConfig(_Section):
     the model's own. `auto` = `torch`, until the others have been measured."""
 
 
-class DataConfig(_Section):
-    """The text, and how it becomes batches."""
-
-    path: Paths
-    """Text files, one or a list: `.txt` (one document), `.jsonl`, `.json` or `.parquet` (one per row)."""
-    text_column: Name = "text"
-    """Column of `.jsonl`, `.json` and `.parquet` files that holds the text."""
-    seq_len: Annotated[int, Field(ge=2)] = 512
-    """Tokens per sequence. Documents are joined and cut to this length; not beyond the model's context."""
-    tokenizer: LocalPath | None = None
-    """Tokenizer directory or hub id. null = the model's own, or one trained on the data if `model.init` is
-    `random` and the model has none."""
-    vocab_size: Annotated[int, Field(ge=257)] | None = None
-    """Entries of a tokenizer trained on the data. null = the model's vocabulary size."""
-    shuffle: bool = True
-    """Visit the sequences in a new random order in each pass over the data; false = in file order."""
-    seed: Seed | None = None
-    """Seed of the order of the data. null = `train.seed`."""
-
-
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """The step, and how many of them."""
 
     steps: Count | None = None
@@ -107,7 +79,7 @@ class TrainConfig(_Section):
     step. `auto` = on a GPU, if torch has a compiler for it."""
 
 
-class OptimConfig(_Section):
+class OptimConfig(Section):
     """AdamW and its learning rate."""
 
     lr: Rate = 5e-5
@@ -134,7 +106,7 @@ class OptimConfig(_Section):
     """Learning-rate schedule by its transformers name."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises from 0."""
-    schedule_args: dict[str, Any] = {}
+    schedule_args: dict[str, Any] = Field({})
     """Further arguments of the schedule, such as `{min_lr_rate: 0.1}` for `cosine_with_min_lr`."""
     max_skipped_steps: Count = 10
     """Stop (exit code 5) after this many steps in a row with a non-finite gradient norm; each is skipped."""
@@ -143,7 +115,7 @@ class OptimConfig(_Section):
 _TIERS = "auto or a mapping of device and ram (sizes such as 20GiB) and nvme (directories on drives)"
 
 
-class TiersConfig(_Section):
+class TiersConfig(Section):
     """What the state may take of the device, of RAM and of drives."""
 
     device: Bytes | None = None
@@ -163,7 +135,7 @@ def _tiers(value: object) -> object:
         raise ValueError(_TIERS) from error
 
 
-class MemoryConfig(_Section):
+class MemoryConfig(Section):
     """Where memory goes, and how much. What is not given is planned; `memory: auto` plans everything."""
 
     num_slots: Count | None = None
@@ -229,7 +201,7 @@ class MemoryConfig(_Section):
         return self.device_limit if self.tiers == "auto" or self.tiers.device is None else self.tiers.device
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """Checkpoints and resuming."""
 
     every: Count | None = 500
@@ -240,7 +212,7 @@ class CheckpointConfig(_Section):
     """`auto` continues from the newest whole checkpoint in `out`, `no` refuses to, a path names one."""
 
 
-class HardwareConfig(_Section):
+class HardwareConfig(Section):
     """What is known of the machine, and wished for it; nothing here is changed by megatrain."""
 
     power_cap: Rate | None = None
@@ -251,7 +223,7 @@ class HardwareConfig(_Section):
     tenth of it says so. null = not known."""
 
 
-class LogConfig(_Section):
+class LogConfig(Section):
     """What is shown and recorded."""
 
     every: Count = 1
@@ -260,7 +232,7 @@ class LogConfig(_Section):
     """A bar, plain lines, or neither. `auto` = a bar on a terminal, lines elsewhere."""
 
 
-class Config(_Section):
+class Config(Section):
     """One training run."""
 
     model: ModelConfig

@@ -1,0 +1,11 @@
+"""What every section of settings is: checked strictly, never changed, documented key by key."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A group of settings."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
