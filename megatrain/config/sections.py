@@ -19,6 +19,7 @@ from megatrain.config.choice import (
     Updates,
 )
 from megatrain.config.data_section import DataConfig
+from megatrain.config.log_section import LogConfig
 from megatrain.config.section import Section
 from megatrain.config.types import (
     Betas,
@@ -223,15 +224,6 @@ class HardwareConfig(Section):
     tenth of it says so. null = not known."""
 
 
-class LogConfig(Section):
-    """What is shown and recorded."""
-
-    every: Count = 1
-    """Steps between rows of `metrics.jsonl` and progress updates."""
-    progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """A bar, plain lines, or neither. `auto` = a bar on a terminal, lines elsewhere."""
-
-
 class Config(Section):
     """One training run."""
 
@@ -244,7 +236,7 @@ class Config(Section):
     hardware: HardwareConfig = HardwareConfig()
     log: LogConfig = LogConfig()
     out: LocalPath = "runs/train"
-    """Run directory: `config.yaml env.json metrics.jsonl checkpoints/ hf/`."""
+    """Run directory: settings, plan, metrics, events, report, `checkpoints/` and the model in `hf/`."""
 
     @property
     def choice(self) -> Choice:

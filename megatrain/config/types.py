@@ -14,7 +14,8 @@ def _one_or_more(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-def _list(value: object) -> object:
+def as_tuple(value: object) -> object:
+    """Return a list, as YAML has it, as a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -36,7 +37,7 @@ Paths = Annotated[
     Field(min_length=1),
     reads_as("a path or a list of paths"),
 ]
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_list), reads_as("a list of patterns")]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(as_tuple), reads_as("a list of patterns")]
 Bytes = Annotated[int, BeforeValidator(read_bytes), Field(ge=1), reads_as("bytes or a size such as 24GiB")]
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -47,7 +48,7 @@ Device = Annotated[
 ]
 Seed = Annotated[int, Field(ge=0, lt=2**63), reads_as("a whole number (0 to 2^63 - 1)")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list), reads_as("two numbers from 0 to below 1")]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple), reads_as("two numbers from 0 to below 1")]
 Schedule = Literal[
     "linear",
     "cosine",

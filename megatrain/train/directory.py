@@ -1,4 +1,4 @@
-"""The run directory: `config.yaml env.json metrics.jsonl checkpoints/ hf/`, and one run in it at a time.
+"""The run directory, its files, and one run in it at a time.
 
 What is made in it is for this user only, and nothing in it is reached through a link; the directory itself
 may be.
@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +28,17 @@ from megatrain.hardware.accelerators import accelerator, check_accelerator, devi
 
 _log = logging.getLogger(__name__)
 
-_OURS = {"config.yaml", "env.json", "metrics.jsonl", "metrics.damaged.jsonl", "checkpoints", "hf"}
+_OURS = {
+    "config.yaml",
+    "env.json",
+    "plan.json",
+    "metrics.jsonl",
+    "metrics.damaged.jsonl",
+    "events.jsonl",
+    "report.html",
+    "checkpoints",
+    "hf",
+}
 
 
 class RunDirectory:
@@ -39,7 +49,10 @@ class RunDirectory:
         self.path = path
         self.config = path / "config.yaml"
         self.environment = path / "env.json"
+        self.plan = path / "plan.json"
         self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
         self.model = path / "hf"
 
@@ -129,10 +142,15 @@ class RunDirectory:
                     system.unlink(self.path / name)
         remove_leftovers(self.checkpoints)
 
-    def begin(self, config: Config) -> None:
-        """Write what was asked for and where it runs."""
+    def begin(self, config: Config, plan: Mapping[str, Any] | None = None) -> None:
+        """Write what was asked for, where it runs, and what is planned; an older plan goes."""
         write_bytes_durably(self.config, dump_config(config).encode())
         write_bytes_durably(self.environment, (json.dumps(environment(), indent=2) + "\n").encode())
+        if plan is not None:
+            write_bytes_durably(self.plan, (json.dumps(plan) + "\n").encode())
+        else:
+            with os_errors("remove", self.plan), suppress(FileNotFoundError):
+                system.unlink(self.plan)
 
 
 def environment() -> dict[str, Any]:

@@ -22,7 +22,9 @@ from megatrain.files import (
     read_digests,
     remove_tree,
     rename,
+    write_bytes_durably,
 )
+from megatrain.train.report.card import model_card
 
 _log = logging.getLogger(__name__)
 
@@ -66,13 +68,19 @@ def export_run(run: Path, out: Path) -> None:
         if not out.absolute().parent.is_dir():
             make_directories(out.absolute().parent)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    export_model(source, out, partial)
+    export_model(source, out, partial, card=model_card(run))
 
 
-def export_model(source: Path, out: Path, partial: Path) -> None:
+def export_model(source: Path, out: Path, partial: Path, *, card: str) -> None:
     """Copy the model files of a whole checkpoint beside `out`, to `partial`, and then into its place.
 
     What is in either place goes; `out` is the old model, or none, until the new one is whole.
+
+    Args:
+        source: The checkpoint.
+        out: For the model.
+        partial: A place beside it.
+        card: The model card, its `README.md`.
 
     Raises:
         OutputError: It cannot be written.
@@ -90,6 +98,7 @@ def export_model(source: Path, out: Path, partial: Path) -> None:
             if not target.parent.exists():
                 make_directories(target.parent)
             copy_file_durably(source / entry.name, target)
+        write_bytes_durably(partial / "README.md", card.encode())
         fsync_directory(partial)
         if is_there:
             remove_tree(out, first="config.json")

@@ -23,6 +23,9 @@ from megatrain.train.directory import RunDirectory
 from megatrain.train.export import export_model, is_exported
 from megatrain.train.metrics import MetricsLog, Progress, StepMetrics
 from megatrain.train.planning.allocation import check_allocated
+from megatrain.train.planning.timeline import planned_run
+from megatrain.train.report.card import model_card
+from megatrain.train.report.record import recorded
 from megatrain.train.run import Run, changed_settings, prepare
 from megatrain.train.state_commits import find_commit
 from megatrain.train.way_back import way_back
@@ -53,7 +56,9 @@ def train_step(run: Run) -> StepMetrics:
         check_allocated(run.engine, run.planned.plan, run.config.memory.on_mismatch)
         run.is_checked = True
     if run.elastic is not None:
-        run.elastic.after_step(report)
+        change = run.elastic.after_step(report)
+        if change:
+            run.tell("replan", reason=change)
 
     num_tokens = sum(map(count_targets, micro_batches))
     run.step += 1
@@ -78,6 +83,7 @@ def train_step(run: Run) -> StepMetrics:
         fetch_bytes=report.fetch_bytes,
         offload_bytes=report.offload_bytes,
         waits=dict(list(report.waits.items())[:_NUM_WAITS]),
+        lane_seconds={name: round(busy_s, 6) for name, busy_s in report.lane_seconds.items()},
         power_w=vitals.power_w,
         temperature_c=vitals.temperature_c,
         throttled=vitals.throttled,
@@ -128,13 +134,14 @@ def train(
         is_own = checkpoint is not None and checkpoint.resolve().parent == directory.checkpoints.resolve()
         own = checkpoint if is_own else None
         run = prepare(config, checkpoint, meta, committed, measure=measure, counts=counts, show=_log.info)
-        directory.begin(config)
+        directory.begin(config, None if run.planned is None else planned_run(run.planned, run.num_steps))
         is_done = False
-        with way_back(run, directory):
+        with recorded(run, directory), way_back(run, directory):
             try:
                 with _stop_flag() as stop:
                     final = _train_until_done(run, directory, stop, own if step == run.step else None)
-                export_model(final, directory.model, directory.path / ".hf-partial")
+                partial = directory.path / ".hf-partial"
+                export_model(final, directory.model, partial, card=model_card(directory.path))
                 is_done = True
             finally:
                 run.engine.close(removes=is_done)
@@ -160,6 +167,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             if row.step % settings.log.every == 0 or row.step == run.num_steps or row.skipped:
                 metrics.write(row)
                 progress.update(row)
+            if row.skipped:
+                run.tell("skipped", reason="the gradient was not finite")
             if run.skipped_in_a_row >= settings.optim.max_skipped_steps:
                 raise DivergedError(
                     f"the gradient norm was not finite for {run.skipped_in_a_row} steps in a row, up to "
@@ -173,6 +182,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
     if saved is None:
         saved = _save(run, directory)
     if stop.is_set() and run.step < run.num_steps:
+        run.tell("stop", reason="a signal")
         _log.warning(
             "stopped by a signal after step %d, which is saved; the same command goes on from there", run.step
         )
@@ -181,13 +191,15 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
 
 
 def _save(run: Run, directory: RunDirectory) -> Path:
-    return save(
+    path = save(
         directory.checkpoints,
         step=run.step,
         write=run.write,
         meta=run.meta(),
         keep_last=run.config.checkpoint.keep_last or sys.maxsize,
     )
+    run.tell("checkpoint")
+    return path
 
 
 def _find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, Manifest] | None:

@@ -6,7 +6,6 @@ checkpoint, and a last line that a crash tore. A damaged row is kept aside and n
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -17,12 +16,14 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from megatrain import files
-from megatrain.errors import OutputError, os_errors
+from megatrain.errors import os_errors
+from megatrain.train.json_lines import JsonLines
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -65,6 +66,8 @@ class StepMetrics:
     """Gradients copied to the host in the step."""
     waits: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the longest waits: which lane waited, for which, with what buffer."""
+    lane_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which each lane worked; lanes work at the same time."""
     power_w: float | None = None
     """Of the device, at the end of the step. This and what follows is in a row only where it is known."""
     temperature_c: float | None = None
@@ -100,8 +103,8 @@ _ROW_STARTS = re.compile(rb'(?<=.)(?=\{"step": )', re.DOTALL)
 _NUMBERS_SHOWN = 10
 
 
-class MetricsLog:
-    """Appends rows to a JSONL file; each is handed to the system at once, so a killed run keeps them."""
+class MetricsLog(JsonLines):
+    """Appends rows to a JSONL file."""
 
     def __init__(self, path: str | os.PathLike[str], *, resume_step: int = 0) -> None:
         """Open the file, and cut what lies beyond the step that the run continues from.
@@ -115,60 +118,21 @@ class MetricsLog:
         Raises:
             OutputError: the file cannot be written.
         """
-        self._path = Path(path)
-        descriptor = files.open_to_append(self._path)
-        try:
-            if not _cut_after(descriptor, self._path, resume_step):  # another file has its name now
-                files.system.close(descriptor)
-                descriptor = files.open_to_append(self._path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                files.system.close(descriptor)
-            raise
-        self._descriptor = descriptor
+        super().__init__(Path(path), partial(_cut_after, last_step=resume_step))
 
     def write(self, row: StepMetrics) -> None:
-        """Append one row. Numbers that JSON has no form for (nan, inf) become null.
+        """Append one row.
 
         Raises:
-            OutputError: the row cannot be written; no part of it is left, if the system allows that.
+            OutputError: as `append`.
         """
-        values = {
-            name: _finite(value)
-            for name, value in asdict(row).items()
-            if value is not None or name not in _ONLY_WHERE_KNOWN
-        }
-        line = (json.dumps(values, allow_nan=False) + "\n").encode()
-        with os_errors("write", self._path):
-            size = os.fstat(self._descriptor).st_size
-        try:
-            files.write_all(self._descriptor, memoryview(line), self._path)
-        except OutputError:
-            with contextlib.suppress(OSError):
-                files.system.truncate(self._descriptor, size)
-            raise
-
-    def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            OutputError: the system could not keep what was written.
-        """
-        with os_errors("write", self._path):
-            files.system.close(self._descriptor)
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with contextlib.suppress(OutputError) if error is not None else contextlib.nullcontext():
-            self.close()  # the first error is the one to tell
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        self.append(
+            {
+                name: value
+                for name, value in asdict(row).items()
+                if value is not None or name not in _ONLY_WHERE_KNOWN
+            }
+        )
 
 
 def _cut_after(descriptor: int, path: Path, last_step: int) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.config import Config
+from megatrain.config.log_section import Event
 from megatrain.data.loader import PackedLoader
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware import measure_matmul_peak
@@ -30,6 +31,7 @@ from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.load import load
 from megatrain.stream.machine import Measure
 from megatrain.stream.optimizer import StreamedAdamW
+from megatrain.train.events import EventLog
 from megatrain.train.inputs import choose_tokenizer, make_loader, pack_data
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
@@ -68,6 +70,13 @@ class Run:
     """What was allocated is what was planned."""
     elastic: Elastic | None = None
     """Plans anew between steps; None: the plan stays."""
+    events: EventLog | None = None
+    """None: nothing is recorded, as in a dry run."""
+
+    def tell(self, event: Event, **values: Any) -> None:
+        """Record what happened after the steps so far, with what is known of it: plain values."""
+        if self.events is not None:
+            self.events.write(event, self.step, **values)
 
     def meta(self) -> dict[str, Any]:
         """Return what a manifest keeps beside the tensors; plain values."""

@@ -40,6 +40,7 @@ ROW = StepMetrics(
     fetch_bytes=3000,
     offload_bytes=2000,
     waits={"compute<-fetch slot": 0.5},
+    lane_seconds={"compute": 2.0},
 )
 
 
@@ -86,6 +87,7 @@ def test_row_has_every_number_and_is_on_disk_at_once(tmp_path: Path) -> None:
             "fetch_bytes": 3000,
             "offload_bytes": 2000,
             "waits": {"compute<-fetch slot": 0.5},
+            "lane_seconds": {"compute": 2.0},
         }
     ]
     log.close()

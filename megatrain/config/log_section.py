@@ -1,0 +1,58 @@
+"""What a run shows, records and tells others: the section `log`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import BeforeValidator, Field
+
+from megatrain.config.section import Section
+from megatrain.config.types import Count, as_tuple, reads_as
+
+Event = Literal[
+    "start",
+    "resume",
+    "checkpoint",
+    "skipped",
+    "evaluation",
+    "best",
+    "replan",
+    "sample",
+    "stop",
+    "end",
+    "error",
+]
+"""What can happen in a run.
+
+start: a new run. resume: goes on from `step`. checkpoint: `step` is saved. skipped: an update was left out,
+with the reason. evaluation: on held-out data, with `loss`, `perplexity` and the `name` of the set. best: the
+best evaluation so far. replan: a new plan, with its reason. sample: a `prompt` and the `text` after it.
+stop: a signal, or an early stop, with the reason. end: all steps are done. error: the run ended, with `text`
+and `exit_code`.
+"""
+
+EVENTS: tuple[str, ...] = get_args(Event)
+
+Address = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$"), reads_as("an http(s) address")]
+
+
+class LogConfig(Section):
+    """What is shown, recorded and told."""
+
+    every: Count = 1
+    """Steps between rows of `metrics.jsonl` and progress updates."""
+    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    """A bar, plain lines, or neither. `auto` = a bar on a terminal, lines elsewhere."""
+    report: bool = True
+    """Write `report.html` when the run ends, however it ends, if the extra `report` is installed (5 MB)."""
+    webhook: (
+        Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$"), reads_as("an http(s) address")] | None
+    ) = None
+    """Address that is told of events of the run: a POST of one JSON object with `text` and the row of
+    `events.jsonl`. A run never waits or ends because of it. null = nobody."""
+    webhook_on: Annotated[
+        tuple[Event, ...],
+        BeforeValidator(as_tuple),
+        reads_as(f"a list of {', '.join(EVENTS)}"),
+    ] = ("stop", "end", "error")
+    """Events that it is told of."""

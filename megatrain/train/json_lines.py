@@ -1,0 +1,114 @@
+"""A file of JSON rows to which a run appends; each is handed to the system at once, so a killed run keeps it.
+
+A last line without its end is what a crash tore: whoever opens the file cuts it off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from megatrain import files
+from megatrain.errors import OutputError, os_errors
+
+_Self = TypeVar("_Self", bound="JsonLines")
+
+
+def cut_torn_end(descriptor: int, path: Path) -> bool:
+    """Cut off a last line without its end; the file is the same one, so the answer is True."""
+    with os_errors("read", path), os.fdopen(os.dup(descriptor), "rb") as file:
+        content = file.read()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        with os_errors("write", path):
+            files.system.truncate(descriptor, end)
+    return True
+
+
+class JsonLines:
+    """Appends rows to a private file; use as a context manager."""
+
+    def __init__(self, path: Path, cut: Callable[[int, Path], bool] = cut_torn_end) -> None:
+        """Open the file, and cut what does not belong there.
+
+        Args:
+            path: Of the file; made if missing, refused if it is a link.
+            cut: Is given the open file and its path. False: another file has the name now.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        self._path = path
+        descriptor = files.open_to_append(path)
+        try:
+            if not cut(descriptor, path):
+                files.system.close(descriptor)
+                descriptor = files.open_to_append(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                files.system.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def append(self, values: Mapping[str, Any]) -> None:
+        """Append one row. Numbers that JSON has no form for (nan, inf) become null.
+
+        Raises:
+            OutputError: The row cannot be written; no part of it is left, if the system allows that.
+        """
+        row = {name: _finite(value) for name, value in values.items()}
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        with os_errors("write", self._path):
+            size = os.fstat(self._descriptor).st_size
+        try:
+            files.write_all(self._descriptor, memoryview(line), self._path)
+        except OutputError:
+            with contextlib.suppress(OSError):
+                files.system.truncate(self._descriptor, size)
+            raise
+
+    def close(self) -> None:
+        """Close the file.
+
+        Raises:
+            OutputError: The system could not keep what was written.
+        """
+        with os_errors("write", self._path):
+            files.system.close(self._descriptor)
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OutputError) if error is not None else contextlib.nullcontext():
+            self.close()  # the first error is the one to tell
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file that are whole, as far as they are there; what is damaged is passed over.
+
+    A run may be writing to it.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            return
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                yield row
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,160 @@
+"""The model card of a run: `README.md` of `hf/`, in the format of the Hugging Face hub.
+
+It is made to be shared: of paths only the last part is in it, of people and machines nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain import __version__
+from megatrain.train.metrics import format_bytes, format_count, format_duration
+from megatrain.train.report.collect import RunFiles, read_run
+
+_SETTINGS = ("train", "optim", "data", "lora", "memory")
+"""Sections that bear on the result or on the speed."""
+
+
+def model_card(path: Path) -> str:
+    """Return the card of a run's model.
+
+    Args:
+        path: Of the run directory.
+
+    Raises:
+        OutputError: It is no run directory, or cannot be read.
+    """
+    run = read_run(path)
+    lines = [*_text(run)]
+    return f"---\n{_data(run)}\n---\n\n" + "\n".join(lines) + "\n"
+
+
+def _data(run: RunFiles) -> str:
+    """Return the metadata, as YAML."""
+    from huggingface_hub import ModelCardData
+
+    model, is_on_hub = _model(run)
+    card = ModelCardData(
+        base_model=model if is_on_hub else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["megatrain"],
+    )
+    return str(card.to_yaml()).strip()
+
+
+def _model(run: RunFiles) -> tuple[str, bool]:
+    """Return what the model is called, and whether that is a name of the hub."""
+    place = str(run.config.get("model", {}).get("path", "a model"))
+    is_on_hub = place.count("/") <= 1 and not place.startswith((".", "/", "~")) and not Path(place).exists()
+    return (place, True) if is_on_hub else (Path(place).name, False)
+
+
+def _text(run: RunFiles) -> Iterator[str]:
+    model, _ = _model(run)
+    section = run.config.get("model", {})
+    is_random = section.get("init") == "random"
+    yield f"# {run.name}"
+    yield ""
+    start = "random weights, with the architecture of" if is_random else "the weights of"
+    yield f"Trained with megatrain {__version__} from {start} `{model}`."
+    yield ""
+    yield from _table("Training", ("what", ""), _training(run))
+    yield from _table("Loss", ("data", "step", "loss", "perplexity"), _losses(run))
+    yield from _table("Hardware", ("what", ""), _hardware(run))
+    yield from _table("Plan and fact", ("what", "planned", "seen"), plan_and_fact(run))
+    settings = [(f"`{key}`", f"`{value}`") for key, value in _settings(run)]
+    yield from _table("Settings", ("key", "value"), settings)
+
+
+def _training(run: RunFiles) -> Iterator[tuple[str, str]]:
+    train, data = run.config.get("train", {}), run.config.get("data", {})
+    paths = data.get("path") or []
+    names = [Path(str(path)).name for path in ([paths] if isinstance(paths, (str, dict)) else paths)]
+    yield "data", ", ".join(f"`{name}`" for name in names) or "-"
+    yield "steps", f"{run.step:,}"
+    if run.rows:
+        yield "tokens with a label", f"{run.rows[-1].get('tokens') or 0:,}"
+    yield "tokens per sequence", str(data.get("seq_len"))
+    sequences = (train.get("micro_batch_size") or 1) * (train.get("grad_accumulation") or 1)
+    yield "sequences per step", str(sequences)
+    yield "precision", str(train.get("precision"))
+
+
+def _losses(run: RunFiles) -> Iterator[tuple[str, ...]]:
+    if run.rows and run.last_loss is not None:
+        first = run.rows[0]
+        if isinstance(first.get("loss"), (int, float)):
+            yield "training, first step", str(first["step"]), f"{first['loss']:.4f}", ""
+        yield "training, mean of the last steps", str(run.step), f"{run.last_loss:.4f}", ""
+    for name, rows in run.evaluations().items():
+        last = rows[-1]
+        perplexity = last.get("perplexity")
+        shown = f"{perplexity:.4g}" if isinstance(perplexity, (int, float)) else ""
+        yield f"{name}, held out", str(last["step"]), f"{last['loss']:.4f}", shown
+
+
+def _hardware(run: RunFiles) -> Iterator[tuple[str, str]]:
+    environment = run.environment
+    yield "device", str(environment.get("gpu") or "CPU")
+    if "cpus" in environment:
+        yield "CPU cores", str(environment["cpus"])
+    versions = environment.get("versions")
+    if isinstance(versions, Mapping):
+        yield (
+            "software",
+            ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions),
+        )
+    if run.rows:
+        seconds = sum(run.numbers("seconds"))
+        yield "time of the steps", format_duration(seconds)
+
+
+def plan_and_fact(run: RunFiles) -> Iterator[tuple[str, str, str]]:
+    """Yield what was planned and what was seen, as text."""
+    plan = run.plan
+    if not plan or not run.rows:
+        return
+    yield "time of a step", _seconds(plan.get("step_s")), _seconds(run.step_s)
+    yield "tokens/s", f"{plan.get('tokens_per_s', 0):,.0f}", f"{run.tokens_per_s:,.0f}"
+    yield "bound by", str(plan.get("bound")), str(run.rows[-1].get("bound") or "-")
+    planned = plan.get("host_plane_bytes", 0)
+    yield "state in host memory", format_bytes(planned), format_bytes(run.most("host_bytes"))
+    device = sum(pool["nbytes"] for pool in plan.get("pools", ()) if pool["tier"] == "device")
+    if device and run.most("device_bytes"):
+        yield "device memory, peak", format_bytes(device), format_bytes(run.most("device_bytes"))
+    params = plan.get("model", {}).get("num_params")
+    if params:
+        yield "parameters", format_count(params), ""
+
+
+def _settings(run: RunFiles) -> Iterator[tuple[str, Any]]:
+    for section in _SETTINGS:
+        values = run.config.get(section)
+        for key, value in values.items() if isinstance(values, Mapping) else ():
+            if value is not None and not _is_path(value):
+                yield f"{section}.{key}", value
+
+
+def _is_path(value: object) -> bool:
+    """Whether paths are in a value: they say something of a machine, and nothing of the model."""
+    if isinstance(value, Mapping):
+        return any(map(_is_path, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_path, value))
+    return isinstance(value, str) and ("/" in value or "\\" in value)
+
+
+def _table(title: str, head: tuple[str, ...], rows: Any) -> Iterator[str]:
+    cells = [tuple(str(cell).replace("|", "\\|") for cell in row) for row in rows]
+    if not cells:
+        return
+    yield from (f"## {title}", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head))
+    yield from (f"| {' | '.join(row)} |" for row in cells)
+    yield ""
+
+
+def _seconds(value: Any) -> str:
+    return f"{value:.4g} s" if isinstance(value, (int, float)) else "-"

@@ -1,0 +1,197 @@
+"""Reads a run directory as plain values: what its report, its page, its tables and its model card show.
+
+Only files are read, and none is needed but `config.yaml`: a run may be going on, or have ended anyhow.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from megatrain.config.yaml12 import parse_yaml
+from megatrain.errors import OutputError, os_errors
+from megatrain.train.directory import RunDirectory
+from megatrain.train.json_lines import read_rows
+from megatrain.train.report.words import without_secrets
+
+_ENDS = {"end": "done", "stop": "stopped", "error": "failed"}
+_BEGINS = ("start", "resume")
+_SILENT_S = 120.0
+"""A run that has written nothing for so long, and for ten of its steps, is no longer said to be running."""
+
+_AT_END = 10
+"""Rows over which the last loss is averaged."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What the files of a run say."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """By section, without secrets."""
+    environment: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    """Empty: there is none."""
+    rows: Sequence[Mapping[str, Any]]
+    """Of `metrics.jsonl`, by step."""
+    events: Sequence[Mapping[str, Any]]
+    """Of `events.jsonl`, by time."""
+    written_s: float
+    """When the run last wrote, in seconds since 1970."""
+    has_model: bool
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return self.path.resolve().name
+
+    @cached_property
+    def num_steps(self) -> int | None:
+        """Steps of the whole run; None: not known."""
+        told = [row.get("steps") for row in self.events if row.get("event") in _BEGINS]
+        steps = told[-1] if told else self.config.get("train", {}).get("steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def step(self) -> int:
+        """Steps that have a row."""
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    def state(self, now_s: float | None = None) -> str:
+        """Return `done`, `stopped`, `failed`, `running`, or `silent`: it was killed, or its machine was."""
+        ends = [row["event"] for row in self.events if row["event"] in (*_ENDS, *_BEGINS)]
+        if ends and ends[-1] in _ENDS:
+            return _ENDS[ends[-1]]
+        if not ends and self.has_model:
+            return "done"
+        silent_s = (time.time() if now_s is None else now_s) - self.written_s
+        return "running" if silent_s < max(_SILENT_S, 10 * self.step_s) else "silent"
+
+    @cached_property
+    def step_s(self) -> float:
+        """Median seconds of a step; 0: there is none. The first step allocates, and counts only if alone."""
+        times = self.numbers("seconds")
+        return median(times[1:] or times) if times else 0.0
+
+    @cached_property
+    def tokens_per_s(self) -> float:
+        """Tokens of the steps over their time, the first left out; 0: there is none."""
+        rows = self.rows[1:] or self.rows
+        pairs = [(row.get("tokens_per_s"), row.get("seconds")) for row in rows]
+        seconds = sum(s for rate, s in pairs if rate and s)
+        return sum(rate * s for rate, s in pairs if rate and s) / seconds if seconds else 0.0
+
+    @property
+    def last_loss(self) -> float | None:
+        """Mean of the last rows' losses."""
+        losses = self.numbers("loss")[-_AT_END:]
+        return fmean(losses) if losses else None
+
+    def numbers(self, name: str) -> list[float]:
+        """Return a column where it is known."""
+        return [row[name] for row in self.rows if isinstance(row.get(name), (int, float))]
+
+    def evaluations(self) -> dict[str, list[Mapping[str, Any]]]:
+        """Return the evaluations by the name of their data, each step's last one."""
+        found: dict[str, dict[int, Mapping[str, Any]]] = {}
+        for row in self.events:
+            if row["event"] == "evaluation" and isinstance(row.get("loss"), (int, float)):
+                found.setdefault(str(row.get("name") or "eval"), {})[row["step"]] = row
+        return {name: [rows[step] for step in sorted(rows)] for name, rows in found.items()}
+
+    def most(self, name: str) -> int:
+        """Return the largest value of a column of bytes."""
+        return int(max(self.numbers(name), default=0))
+
+
+def read_run(path: Path) -> RunFiles:
+    """Read a run directory.
+
+    Raises:
+        OutputError: It is none.
+    """
+    directory = RunDirectory(path)
+    with os_errors("read", path):
+        if not directory.is_run:
+            raise OutputError(
+                f"{path} is not a run directory (one with a config.yaml); give the directory that train wrote"
+            )
+        config = parse_yaml(directory.config.read_text(encoding="utf-8"), source=str(directory.config))
+        written = [file.stat().st_mtime for file in (directory.metrics, directory.events) if file.exists()]
+        events = [row for row in read_rows(directory.events) if {"event", "time", "step"} <= row.keys()]
+        return RunFiles(
+            path=path,
+            config=without_secrets(config if isinstance(config, dict) else {}),
+            environment=_json(directory.environment),
+            plan=_json(directory.plan),
+            rows=_by_step(row for row in read_rows(directory.metrics) if isinstance(row.get("step"), int)),
+            events=events,
+            written_s=max(written, default=0.0),
+            has_model=directory.model.is_dir(),
+        )
+
+
+def _by_step(rows: Any) -> list[Mapping[str, Any]]:
+    found = {row["step"]: row for row in rows}
+    return [found[step] for step in sorted(found)]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+MOST_POINTS = 1000
+"""Of a curve; a longer one is averaged."""
+
+_COLUMNS = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_s",
+    "seconds",
+    "mfu",
+    "host_bytes",
+    "device_bytes",
+    "power_w",
+)
+_MOST_WAITS = 6
+
+
+def columns(run: RunFiles, most: int = MOST_POINTS) -> dict[str, Any]:
+    """Return the curves of a run by name, `step` and `tokens` among them; None where a value is not known."""
+    rows = run.rows
+    size = max(1, math.ceil(len(rows) / most))
+    groups = [rows[at : at + size] for at in range(0, len(rows), size)]
+    found: dict[str, Any] = {name: [group[-1].get(name) for group in groups] for name in ("step", "tokens")}
+    for name in _COLUMNS:
+        found[name] = [_mean(row.get(name) for row in group) for group in groups]
+    for name, keep in (("lane_seconds", None), ("waits", _MOST_WAITS)):
+        total: Counter[str] = Counter()
+        for row in rows:
+            total.update(row.get(name) or {})
+        found[name] = {
+            key: [_mean((row.get(name) or {}).get(key, 0.0) for row in group) for group in groups]
+            for key, _ in total.most_common(keep)
+        }
+    bounds = Counter(row["bound"] for row in rows if row.get("bound"))
+    found["bound"] = dict(bounds.most_common())
+    found["averaged"] = size
+    return found
+
+
+def _mean(values: Any) -> float | None:
+    known = [value for value in values if isinstance(value, (int, float))]
+    return float(f"{fmean(known):.6g}") if known else None

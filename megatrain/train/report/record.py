@@ -1,0 +1,68 @@
+"""Records a run from its first step to its end: events, who is told of them, and the report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from megatrain.errors import MegatrainError, OutputError
+from megatrain.train.directory import RunDirectory
+from megatrain.train.events import EventLog
+from megatrain.train.report.alerts import Alerts
+from megatrain.train.report.page import is_plotly_there, write_report
+from megatrain.train.run import Run
+
+_log = logging.getLogger(__name__)
+
+_INTERRUPTED = 130
+
+
+@contextmanager
+def recorded(run: Run, directory: RunDirectory) -> Iterator[None]:
+    """Write the events of what runs inside, its end included, and then the report.
+
+    Raises:
+        OutputError: The events cannot be written. A report that cannot be written is a warning.
+    """
+    log = run.config.log
+    try:
+        with (
+            Alerts(log.webhook, log.webhook_on, run=directory.path.name) as alerts,
+            EventLog(directory.events, listen=alerts.tell) as events,
+        ):
+            run.events = events
+            try:
+                run.tell("resume" if run.step else "start", steps=run.num_steps)
+                yield
+                run.tell("end", steps=run.num_steps)
+            except (Exception, KeyboardInterrupt) as error:
+                with suppress(OutputError):  # the first error is the one to tell
+                    run.tell("error", text=_text(error), exit_code=_exit_code(error))
+                raise
+            finally:
+                run.events = None
+    finally:
+        if log.report:
+            _report(directory)
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, MegatrainError) else f"{type(error).__name__}: {error}"
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, MegatrainError):
+        return error.exit_code
+    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _report(directory: RunDirectory) -> None:
+    """Write the report; a run is as good without it."""
+    if not is_plotly_there():
+        _log.info("no report.html: plotly is not installed (pip install 'megatrain[report]')")
+        return
+    try:
+        write_report(directory.path, directory.report)
+    except Exception as error:
+        _log.warning("%s was not written (%s); the run is as it should be", directory.report, error)

@@ -1,0 +1,35 @@
+"""Reads the first step of a `trace.json` that `megatrain trace` has written into the run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatrain.train.planning.timeline import Span, thinned
+
+_MOST_BYTES = 200 * 2**20
+"""Of a file that is read for one picture."""
+
+
+def trace_spans(path: Path) -> list[Span]:
+    """Return what each lane did in the first traced step; nothing where there is no readable trace."""
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return []
+        events = json.loads(path.read_bytes())["traceEvents"]
+        lanes = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+        begins = sorted(e["ts"] for e in events if e.get("ph") == "i")
+        first, end = begins[0], begins[1] if len(begins) > 1 else float("inf")
+        spans = [
+            (
+                str(lanes[e["tid"]]),
+                str(e["name"]).split()[0],
+                (e["ts"] - first) / 1e6,
+                (e["ts"] + e["dur"] - first) / 1e6,
+            )
+            for e in events
+            if e.get("ph") == "X" and first <= e["ts"] < end and e.get("cat") != "wait"
+        ]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return []
+    return thinned(spans)
