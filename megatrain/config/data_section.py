@@ -1,22 +1,175 @@
-"""Settings of the data: where rows come from, and how they become batches."""
+"""Settings of the data: where rows come from, what they hold, and how they become batches."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
+from pydantic_core import PydanticCustomError
 
 from megatrain.config.section import Section
-from megatrain.config.types import LocalPath, Name, Paths, Seed
+from megatrain.config.types import Count, LocalPath, Name, Rate, Seed, one_of, reads_as
+
+FORMATS = (
+    "text",
+    "alpaca",
+    "sharegpt",
+    "messages",
+    "prompt_completion",
+    "preference",
+    "kto",
+    "tokens",
+)
+"""What a row may hold, by its name in settings and logs."""
+
+COLUMNS = (
+    *("text", "instruction", "input", "output", "history", "system", "tools", "messages"),
+    *("prompt", "completion", "chosen", "rejected", "label", "input_ids", "labels"),
+    *("query", "response", "kto_tag"),  # LLaMA-Factory's names of input, output and label
+    *("images", "videos", "audios"),
+)
+"""Fields of a row, for which a data set may have columns of other names."""
+
+TAGS = (
+    *("role_tag", "content_tag", "user_tag", "assistant_tag"),
+    *("observation_tag", "function_tag", "system_tag"),
+)
+"""What the parts of a turn are called, in LLaMA-Factory's words."""
+
+Format = Annotated[str, one_of("auto", *FORMATS)]
+
+
+def _names(value: object) -> object:
+    """Read one name, several with commas between them as LLaMA-Factory has them, or a list."""
+    if isinstance(value, str):
+        return tuple(name for part in value.split(",") if (name := part.strip()))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _known(known: tuple[str, ...]) -> BeforeValidator:
+    def check(value: object) -> object:
+        for name in value if isinstance(value, Mapping) else ():
+            if name not in known:
+                raise PydanticCustomError(
+                    "said", "{name} is not one of {known}", {"name": name, "known": ", ".join(known)}
+                )
+        return value
+
+    return BeforeValidator(check)
+
+
+Columns = Annotated[
+    dict[str, Name], _known(COLUMNS), reads_as("a mapping such as {instruction: question, output: answer}")
+]
+Tags = Annotated[
+    dict[str, Name], _known(TAGS), reads_as("a mapping such as {role_tag: from, user_tag: human}")
+]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_names), reads_as("a name or a list of names")]
+
+
+class SourceConfig(Section):
+    """One source of rows, where `data.path` gives a mapping; what it does not say is as `data` says."""
+
+    path: LocalPath
+    """File, directory, pattern or hub id."""
+    name: Name | None = None
+    """What reports call it. null = the path, or the entry of `dataset_info.json`."""
+    dataset: Name | None = None
+    """Entry of the `dataset_info.json` that `path` is, or that lies in it."""
+    weight: Rate | None = None
+    """How often rows of it are drawn, relative to the other sources."""
+    format: Format | None = None
+    columns: Columns | None = None
+    tags: Tags | None = None
+    split: Name | None = None
+    subset: Name | None = None
+    folder: Name | None = None
+    """Folder inside a hub dataset."""
+    max_samples: Count | None = None
+
+
+_SOURCES = "a path, a mapping such as {path: a.jsonl, weight: 2}, or a list of these"
+
+
+def _sources(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _source(value: object) -> object:
+    """Read a path, or a mapping as a source; its first problem is said with its key."""
+    if isinstance(value, str) and value:
+        return os.path.expanduser(value)
+    if isinstance(value, SourceConfig):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(_SOURCES)
+    try:
+        return SourceConfig.model_validate(value)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        known = ", ".join(SourceConfig.model_fields)
+        text = f"unknown key {key}; a source has {known}" if problem["type"] == "extra_forbidden" else ""
+        text = text or f"{key}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+        raise PydanticCustomError("said", "{text}", {"text": text}) from error
+
+
+Sources = Annotated[
+    tuple[Annotated[SkipValidation[str | SourceConfig], BeforeValidator(_source)], ...],
+    BeforeValidator(_sources),
+    Field(min_length=1),
+    reads_as(_SOURCES),
+]
+_EVAL_SOURCES = "a path, a list of paths, or a mapping of names to these"
+
+
+def _eval_sources(value: object) -> object:
+    if value is None or isinstance(value, Mapping):
+        return value
+    return {"eval": value}
 
 
 class DataConfig(Section):
-    """The text, and how it becomes batches."""
+    """Where rows come from, what they hold, and how they become batches."""
 
-    path: Paths
-    """Text files, one or a list: `.txt` (one document), `.jsonl`, `.json` or `.parquet` (one per row)."""
+    path: Sources
+    """Files (`.txt .jsonl .json .csv .tsv .parquet .arrow`), directories of them or of a saved dataset,
+    patterns such as `data/*.jsonl`, hub ids, or a LLaMA-Factory `dataset_info.json`: one or a list. A mapping
+    `{path, weight, name, dataset, format, columns, tags, split, subset, folder, max_samples}` says more."""
+    dataset: Names = ()
+    """Entries of the `dataset_info.json` that `data.path` is, or that lies in it, such as
+    `identity, alpaca_en_demo`."""
+    format: Format = "auto"
+    """What a row holds. `auto` = as its columns say; the log names what was found."""
+    columns: Columns = Field({})
+    """Columns that have other names than the format's own: `{instruction: question, output: answer}`."""
+    tags: Tags = Field({})
+    """Words of `sharegpt` and `messages` rows that are others than usual, by LLaMA-Factory's names."""
     text_column: Name = "text"
-    """Column of `.jsonl`, `.json` and `.parquet` files that holds the text."""
+    """Column of raw text; naming another one than `text` means that rows are raw text."""
+    split: Name | None = None
+    """Split of a hub or saved dataset. null = `train`, or the only one."""
+    subset: Name | None = None
+    """Subset (configuration) of a hub dataset."""
+    streaming: bool = False
+    """Read hub datasets over the network, row by row; false = download them first. Files are always read row
+    by row."""
+    max_samples: Count | None = None
+    """Most examples to take of each source: the first usable ones. null = all."""
+    on_bad_row: Annotated[str, one_of("drop", "stop")] = "drop"
+    """What a row does that cannot be used: `drop` leaves it out, counted by reason, with file and row of the
+    first ones in the log; `stop` ends the run with its file, row and reason."""
+    mixture_ends: Annotated[str, one_of("all_exhausted", "first_exhausted")] = "all_exhausted"
+    """When a pass over weighted sources ends: when each has been read to its end (smaller ones start over
+    before), or when the first has."""
+    val_size: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Part of the examples that is held out for evaluation: a share below 1, or a number of examples."""
+    eval_path: Annotated[
+        dict[str, Sources] | None, BeforeValidator(_eval_sources), reads_as(_EVAL_SOURCES)
+    ] = None
+    """Evaluation data, as `data.path`; a mapping names several sets: `{math: a.jsonl, chat: b.jsonl}`."""
     seq_len: Annotated[int, Field(ge=2)] = 512
     """Tokens per sequence. Documents are joined and cut to this length; not beyond the model's context."""
     tokenizer: LocalPath | None = None
@@ -28,3 +181,28 @@ class DataConfig(Section):
     """Visit the sequences in a new random order in each pass over the data; false = in file order."""
     seed: Seed | None = None
     """Seed of the order of the data. null = `train.seed`."""
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """All sources of `data.path`."""
+        return self._complete(self.path, self.dataset)
+
+    @property
+    def eval_sources(self) -> Mapping[str, tuple[SourceConfig, ...]]:
+        """All sources of `data.eval_path` by the name of their set."""
+        return {name: self._complete(sources) for name, sources in (self.eval_path or {}).items()}
+
+    def _complete(
+        self, sources: tuple[str | SourceConfig, ...], entries: tuple[str, ...] = ()
+    ) -> tuple[SourceConfig, ...]:
+        """Give each source what `data` says for all; a plain path is one source for each of the entries."""
+        said: dict[str, Any] = {
+            key: getattr(self, key) for key in ("format", "columns", "tags", "split", "subset", "max_samples")
+        }
+        complete = []
+        for source in sources:
+            given = SourceConfig(path=source) if isinstance(source, str) else source
+            own = {key: value for key, value in given if value is not None}
+            datasets = (entries if isinstance(source, str) else ()) or (given.dataset,)
+            complete += [SourceConfig(**(said | own | {"dataset": dataset})) for dataset in datasets]
+        return tuple(complete)

@@ -90,6 +90,8 @@ def describe(problem: Any) -> str:
         return f"{name} is {given(problem['input'])}; it must be a section with keys from {inner}"
     kind = key.kind.replace(" | ", " or ")
     where = "".join(f"[{part}]" for part in problem["loc"][2:] if isinstance(part, int))
+    if problem["type"] == "said":  # by the setting's own reader, which knows more than its kind
+        return f"{name}{where}: {problem['msg']}"
     is_text = problem["type"] == "string_type" and problem["input"] is not None and " | " not in key.kind
     hint = "; put it in quotes" if is_text else ""
     return f"{name}{where} is {given(problem['input'])}; it must be {kind}{hint}"

@@ -279,7 +279,15 @@ _FIELDS = {field: key.split(".") for field, key in KEYS.items()}
 ALIASES: Mapping[str, str] = {
     "model_name_or_path": "model.path",
     "attn_implementation": "model.attn_implementation",
+    "dataset_name": "data.path",
+    "dataset_config": "data.subset",
+    "dataset_train_split": "data.split",
+    "dataset_streaming": "data.streaming",
     "dataset_text_field": "data.text_column",
+    "dataset_dir": "data.path",
+    "dataset": "data.dataset",
+    "max_samples": "data.max_samples",
+    "val_size": "data.val_size",
     "max_length": "data.seq_len",
     "max_seq_length": "data.seq_len",
     "max_steps": "train.steps",
@@ -306,6 +314,10 @@ def conflicts(config: Config) -> list[str]:
     """List the settings that exclude each other, each with a way out."""
     problems = []
     optim, memory = config.optim, config.memory
+    if config.data.val_size > 1 and config.data.val_size % 1:
+        problems.append(
+            f"data.val_size is {config.data.val_size}; use a share below 1, or a whole number of examples"
+        )
     if optim.updates == "immediate" and optim.max_grad_norm is not None:
         problems.append(
             f"optim.updates is immediate and optim.max_grad_norm is {optim.max_grad_norm}: a layer would be "

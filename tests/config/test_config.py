@@ -28,7 +28,8 @@ NEEDED = ["model.path=m", "data.path=a.txt"]
 
 
 def config_of(*overrides: str) -> Config:
-    return build_config(apply_overrides({}, [*NEEDED, *overrides]))
+    own = {"data.path", "dataset_dir"} & {override.partition("=")[0] for override in overrides}
+    return build_config(apply_overrides({}, [*(NEEDED[:1] if own else NEEDED), *overrides]))
 
 
 def problem_of(*overrides: str) -> str:
@@ -91,6 +92,9 @@ def test_file_then_overrides_then_defaults(tmp_path: Path) -> None:
         ("data.shuffle=false", False),
         ("data.path=[a.txt, b.jsonl]", ("a.txt", "b.jsonl")),
         ("data.path=a=b.txt", ("a=b.txt",)),
+        ("data.dataset=identity, alpaca_en_demo", ("identity", "alpaca_en_demo")),
+        ("data.eval_path=e.jsonl", {"eval": ("e.jsonl",)}),
+        ("data.eval_path={a: x, b: [y, z]}", {"a": ("x",), "b": ("y", "z")}),
         ("checkpoint.resume=no", "no"),
         ("memory.host_limit=24GiB", 24 * 2**30),
         ("memory.host_limit=1.5MiB", 3 * 2**19),
@@ -166,6 +170,12 @@ def test_sizes_are_exact(count: int, unit: str) -> None:
         ("optim.schedule=reduce_lr_on_plateau", ["optim.schedule", "warmup_stable_decay"]),
         ("data.shuffle=yes", ["data.shuffle is 'yes' (text)", "true or false"]),
         ("data.text_column=5", ["data.text_column is 5", "text; put it in quotes"]),
+        ("data.path=[a, 1]", ["data.path[1] is 1 (whole number); it must be a path, a mapping"]),
+        ("data.path={path: a, weigth: 2}", ["data.path[0]: unknown key weigth; a source has path, name"]),
+        ("data.path=[a, {path: b, weight: 0}]", ["data.path[1]: weight: ", "greater than 0"]),
+        ("data.columns={answer: output}", ["data.columns: answer is not one of text, instruction"]),
+        ("data.format=chat", ["data.format is 'chat' (text)", "auto or text or alpaca"]),
+        ("data.val_size=1.5", ["data.val_size is 1.5", "a share below 1, or a whole number of examples"]),
         ("out=5", ["out is 5", "a path; put it in quotes"]),
         ("out=null", ["out is null", "a path"]),
         ("memory.host_limit=5GX", ["memory.host_limit is '5GX'", "24GiB"]),
@@ -183,6 +193,19 @@ def test_bad_override_is_one_clear_sentence(override: str, parts: list[str]) -> 
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+def test_sources_are_complete() -> None:
+    """What a source does not say is as `data` says; each entry of a dataset_info.json is a source."""
+    config = config_of("data.path=[a, {path: b, weight: 2, format: kto}]", "data.format=text", "data.split=s")
+    assert [(source.path, source.weight, source.format, source.split) for source in config.data.sources] == [
+        ("a", None, "text", "s"),
+        ("b", 2.0, "kto", "s"),
+    ]
+    assert build_config(yaml.safe_load(dump_config(config))) == config
+    config = config_of("dataset_dir=d", "dataset=x,y", "data.eval_path={math: [m, {path: n}]}")
+    assert [(source.path, source.dataset) for source in config.data.sources] == [("d", "x"), ("d", "y")]
+    assert [source.path for source in config.data.eval_sources["math"]] == ["m", "n"]
 
 
 def test_all_problems_are_named_at_once() -> None:
@@ -265,7 +288,7 @@ def test_override_by_alias_wins_over_the_file_and_conflicts_with_its_key() -> No
 
 def test_every_key_is_described_and_the_page_is_fresh() -> None:
     keys = config_keys()
-    assert len(keys) == 55
+    assert len(keys) == 67
     assert all(key.description.endswith(".") for key in keys.values())
     assert [name for name, key in keys.items() if key.default == "required"] == ["model.path", "data.path"]
     page = Path(__file__).parents[2] / "docs" / "configuration.md"

@@ -1,0 +1,150 @@
+"""Rows that are conversations: turns, and instructions with their answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.data.example import ChatExample, CompletionExample, Message, Source, TextExample
+from megatrain.data.formats.fields import Fields, unicode_text
+from megatrain.data.formats.turns import Spelling, tools_of
+from megatrain.data.row import RowError
+
+
+def text(fields: Fields, place: Source) -> list[TextExample]:
+    """Read raw text, all of which is trained on."""
+    value = fields.get("text")
+    if value is None:
+        missing = fields.missing("text")
+        raise RowError(
+            missing.reason, f"{missing.detail}; choose one with data.text_column, or set data.format"
+        )
+    document = unicode_text(value, f'column "{fields.column("text")}"')
+    if not document.strip():
+        raise RowError("empty text", is_fault=False)
+    return [TextExample(source=place, text=document)]
+
+
+def conversation(fields: Fields, place: Source, spelling: Spelling) -> list[ChatExample]:
+    """Read turns."""
+    messages = turns_of(fields, spelling)
+    check_answered(messages)
+    return [ChatExample(source=place, messages=messages, tools=tools_of(fields))]
+
+
+def turns_of(fields: Fields, spelling: Spelling) -> tuple[Message, ...]:
+    """Return the turns of a row, after its system prompt if that has a column of its own."""
+    value = fields.get("messages")
+    if value is None:
+        raise fields.missing("messages")
+    messages = spelling.messages(value, fields, f'column "{fields.column("messages")}"')
+    return (*(system_of(fields) if messages[0].role != "system" else ()), *messages)
+
+
+def check_answered(messages: tuple[Message, ...]) -> None:
+    """Check that there is something to train on.
+
+    Raises:
+        RowError: The assistant says nothing.
+    """
+    answers = [message for message in messages if message.role == "assistant"]
+    if not answers:
+        raise RowError("no turn of the assistant")
+    if not any(message.content.strip() or message.tool_calls for message in answers):
+        raise RowError("the assistant says nothing")
+
+
+def system_of(fields: Fields) -> tuple[Message, ...]:
+    """Return the system prompt of a row that has it in a column."""
+    system = fields.optional_text("system")
+    return (Message(role="system", content=system),) if system else ()
+
+
+def instruction_of(fields: Fields) -> tuple[Message, ...]:
+    """Return system prompt, history and instruction of a row, as LLaMA-Factory joins them.
+
+    Raises:
+        RowError: It has no instruction.
+    """
+    messages = list(system_of(fields))
+    for pair in fields.as_list(fields.get("history") or [], f'column "{fields.column("history")}"'):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError("history that is not pairs of turns")
+        for role, turn in zip(("user", "assistant"), pair, strict=True):
+            messages.append(Message(role=role, content=fields.as_text(turn, "a turn of the history")))
+    parts = [part for part in (fields.text("instruction"), fields.optional_text("input")) if part]
+    if not any(part.strip() for part in parts):
+        raise RowError("an empty instruction")
+    return (*messages, Message(role="user", content="\n".join(parts)))
+
+
+def alpaca(fields: Fields, place: Source) -> list[ChatExample]:
+    """Read an instruction with its answer, or with several in `instances` (self-instruct)."""
+    instances = fields.row.get("instances")
+    if isinstance(instances, list) and fields.get("output") is None:
+        return [_answered(fields, place, one) for one in instances] or _refuse_no_instance()
+    return [_answered(fields, place, None)]
+
+
+def _refuse_no_instance() -> list[ChatExample]:
+    raise RowError("an instruction without instances")
+
+
+def _answered(fields: Fields, place: Source, instance: Any) -> ChatExample:
+    row = fields.row
+    if instance is not None:
+        if not isinstance(instance, dict):
+            raise RowError("an instance that is not an object")
+        fields.row = {**row, **instance}
+    try:
+        messages = instruction_of(fields)
+        answer = fields.text("output")
+        tools = tools_of(fields)
+    finally:
+        fields.row = row
+    if not answer.strip():
+        raise RowError("an empty answer", f'column "{fields.column("output")}" is empty')
+    messages = (*messages, Message(role="assistant", content=answer))
+    return ChatExample(source=place, messages=messages, tools=tools)
+
+
+def prompt_completion(
+    fields: Fields, place: Source, spelling: Spelling
+) -> list[CompletionExample] | list[ChatExample]:
+    """Read a prompt and what should follow it: plain text, or turns if one of them is."""
+    prompt, completion = (present(fields, name) for name in ("prompt", "completion"))
+    if not (spelling.is_of_turns(prompt) or spelling.is_of_turns(completion)):
+        end = fields.as_text(completion, f'column "{fields.column("completion")}"')
+        if not end.strip():
+            raise RowError("an empty completion", f'column "{fields.column("completion")}" is empty')
+        start = fields.as_text(prompt, f'column "{fields.column("prompt")}"')
+        return [CompletionExample(source=place, prompt=start, completion=end)]
+    asked = side(prompt, "user", fields, spelling, "prompt")
+    answer = side(completion, "assistant", fields, spelling, "completion")
+    check_answered(answer)
+    messages = (*_weighted(asked, 0.0), *_weighted(answer, 1.0))
+    return [ChatExample(source=place, messages=messages, tools=tools_of(fields))]
+
+
+def present(fields: Fields, name: str) -> Any:
+    """Return a field that must be there."""
+    value = fields.get(name)
+    if value is None:
+        raise fields.missing(name)
+    return value
+
+
+def side(value: Any, role: str, fields: Fields, spelling: Spelling, field: str) -> tuple[Message, ...]:
+    """Return turns, or text as the one turn of `role`."""
+    what = f'column "{fields.column(field)}"'
+    if isinstance(value, str) and not value.lstrip().startswith("["):
+        return (Message(role=role, content=fields.as_text(value, what)),)
+    return spelling.messages(value, fields, what)
+
+
+def _weighted(messages: tuple[Message, ...], weight: float) -> tuple[Message, ...]:
+    from dataclasses import replace
+
+    return tuple(
+        message if message.loss_weight is not None else replace(message, loss_weight=weight)
+        for message in messages
+    )

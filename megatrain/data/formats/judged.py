@@ -1,0 +1,147 @@
+"""Rows with a judgement: pairs of answers of which one is better (DPO), answers that are good or not (KTO)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.data.example import KtoExample, Message, PreferenceExample, Source, Turns
+from megatrain.data.formats.chat import instruction_of, present, side, system_of, turns_of
+from megatrain.data.formats.fields import Fields
+from megatrain.data.formats.turns import Spelling, tools_of
+from megatrain.data.row import RowError, kind
+
+
+def preference(fields: Fields, place: Source, spelling: Spelling) -> list[PreferenceExample]:
+    """Read a prompt, the chosen and the rejected answer.
+
+    The prompt is a column of text or turns, a conversation up to the answer, an instruction, or what both
+    answers begin with. Text stays text only where all three are.
+    """
+    chosen, rejected = present(fields, "chosen"), present(fields, "rejected")
+    prompt: Turns
+    if _is_whole(chosen, spelling) and _is_whole(rejected, spelling):
+        prompt, good, bad = _common_start(
+            side(chosen, "assistant", fields, spelling, "chosen"),
+            side(rejected, "assistant", fields, spelling, "rejected"),
+        )
+        prompt = prompt if prompt and prompt[0].role == "system" else (*system_of(fields), *prompt)
+    elif (asked := _prompt(fields, spelling)) is not None:
+        prompt = asked
+        if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
+            good, bad = (fields.text(name) for name in ("chosen", "rejected"))
+        else:
+            if isinstance(prompt, str):
+                prompt = (*system_of(fields), Message(role="user", content=prompt))
+            good = side(chosen, "assistant", fields, spelling, "chosen")
+            bad = side(rejected, "assistant", fields, spelling, "rejected")
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        prompt, good, bad = _common_text(fields.text("chosen"), fields.text("rejected"))
+    else:
+        raise fields.missing("prompt")
+    if good == bad:
+        raise RowError("chosen and rejected are the same")
+    for answer, name in ((good, "chosen"), (bad, "rejected")):
+        _check_answer(answer, name)
+    return [PreferenceExample(source=place, prompt=prompt, chosen=good, rejected=bad, tools=tools_of(fields))]
+
+
+def _is_whole(value: Any, spelling: Spelling) -> bool:
+    """Tell whether an answer is a conversation from its beginning."""
+    return (
+        isinstance(value, list)
+        and spelling.is_of_turns(value)
+        and any(spelling.roles.get(value[0].get(key)) in ("user", "system") for key in spelling.role_keys)
+    )
+
+
+def _prompt(fields: Fields, spelling: Spelling) -> Turns | None:
+    value = fields.get("prompt")
+    if value is not None:
+        if spelling.is_of_turns(value):
+            return side(value, "user", fields, spelling, "prompt")
+        return fields.text("prompt")
+    if fields.get("messages") is not None:
+        return turns_of(fields, spelling)
+    return instruction_of(fields) if fields.get("instruction") is not None else None
+
+
+def _common_start(
+    chosen: tuple[Message, ...], rejected: tuple[Message, ...]
+) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
+    """Split what two conversations begin with from where they part."""
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Split what two texts begin with from where they part; tokens have a space before the word."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    shared = next((at for at, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    if shared and chosen[shared - 1] == " ":
+        shared -= 1
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _check_answer(answer: Turns, name: str) -> None:
+    if isinstance(answer, str):
+        if not answer.strip():
+            raise RowError(f"an empty {name} answer")
+    elif not any(
+        message.role == "assistant" and (message.content.strip() or message.tool_calls) for message in answer
+    ):
+        raise RowError(f"an empty {name} answer", f"{name} has no turn in which the assistant says something")
+
+
+def kto(fields: Fields, place: Source, spelling: Spelling) -> list[KtoExample]:
+    """Read a prompt, an answer and whether it is good.
+
+    Prompt and answer are columns of text or turns, the turns of a conversation of which the last is the
+    answer, or an instruction and its output.
+    """
+    is_good = _label(fields)
+    prompt: Turns
+    completion: Turns
+    asked, answer = fields.get("prompt"), fields.get("completion")
+    if asked is not None and answer is not None:
+        if spelling.is_of_turns(asked) or spelling.is_of_turns(answer):
+            prompt = side(asked, "user", fields, spelling, "prompt")
+            completion = side(answer, "assistant", fields, spelling, "completion")
+        else:
+            prompt, completion = fields.text("prompt"), fields.text("completion")
+    elif fields.get("messages") is not None:
+        messages = turns_of(fields, spelling)
+        if messages[-1].role != "assistant":
+            raise RowError("the last turn is not the assistant's")
+        prompt, completion = messages[:-1], messages[-1:]
+    else:
+        prompt = instruction_of(fields)
+        completion = (Message(role="assistant", content=fields.text("output")),)
+    _check_answer(completion, "judged")
+    return [
+        KtoExample(
+            source=place, prompt=prompt, completion=completion, is_good=is_good, tools=tools_of(fields)
+        )
+    ]
+
+
+def as_label(value: Any) -> bool | None:
+    """Return a judgement: true or false, 1 or 0, or either as text; None: it is none."""
+    words = {"true": True, "1": True, "false": False, "0": False}
+    if isinstance(value, str):
+        return words.get(value.strip().lower())
+    return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
+
+
+def _label(fields: Fields) -> bool:
+    value = present(fields, "label")
+    label = as_label(value)
+    if label is None:
+        raise RowError(
+            f'column "{fields.column("label")}" is not true or false',
+            f'column "{fields.column("label")}" holds {value!r:.40} ({kind(value)}), not true or false',
+        )
+    if not isinstance(value, bool):
+        fields.repairs.append("a judgement taken from a number or text")
+    return label

@@ -1,0 +1,192 @@
+"""Turns of conversations in every spelling, as messages in OpenAI's terms.
+
+Spellings: `role` and `content` (OpenAI), `from` and `value` (sharegpt), others by tags; content as text or as
+typed parts (OpenAI's and LLaMA-Factory v1's); tool calls in `tool_calls`, `function_call`, turns of their own
+or typed parts; reasoning in `reasoning_content`, `reasoning`, `thinking` or typed parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain.data.example import Message
+from megatrain.data.formats.fields import Fields, parse
+from megatrain.data.row import RowError, kind
+
+_CALL = "call"
+_ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response", "ipython"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), _CALL),
+}
+_TAGS = {
+    "system_tag": "system",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+    "function_tag": _CALL,
+}
+_ROLE_KEYS = ("role", "from")
+_CONTENT_KEYS = ("content", "value")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_WEIGHT_KEYS = ("loss_weight", "weight", "train")
+_MEDIA_PARTS = ("image", "video", "audio")
+
+
+class Spelling:
+    """How the turns of a source are written."""
+
+    def __init__(self, tags: Mapping[str, str]) -> None:
+        own = {tags[name]: role for name, role in _TAGS.items() if name in tags}
+        self.roles = {**_ROLES, **own}
+        self.role_keys = (tags["role_tag"],) if "role_tag" in tags else _ROLE_KEYS
+        self.content_keys = (tags["content_tag"],) if "content_tag" in tags else _CONTENT_KEYS
+
+    def messages(self, value: Any, fields: Fields, what: str) -> tuple[Message, ...]:
+        """Read turns.
+
+        Args:
+            value: A list of them, or one.
+            fields: Notes what had to be repaired.
+            what: They are called so in errors.
+
+        Raises:
+            RowError: They are not turns, or one of them is not as it should be.
+        """
+        turns = [value] if isinstance(value, dict) else fields.as_list(value, what)
+        if not turns:
+            raise RowError(f"{what} has no turn")
+        names: dict[str, str] = {}
+        return tuple(self._message(turn, fields, f"turn {n}", names) for n, turn in enumerate(turns, start=1))
+
+    def is_of_turns(self, value: Any) -> bool:
+        """Tell whether a value is a list of turns, or one."""
+        turns = value if isinstance(value, list) else [value]
+        return bool(turns) and all(
+            isinstance(turn, dict) and any(key in turn for key in self.role_keys) for turn in turns
+        )
+
+    def _message(self, turn: Any, fields: Fields, what: str, names: dict[str, str]) -> Message:
+        """Read a turn; `names` holds the tool of each call so far, by its id."""
+        if not isinstance(turn, dict):
+            raise RowError("a turn that is not an object", f"{what} is {kind(turn)}, not an object")
+        spoken = next((turn[key] for key in self.role_keys if key in turn), None)
+        role = self.roles.get(spoken) if isinstance(spoken, str) else None
+        if role is None:
+            known = ", ".join(self.roles)
+            raise RowError(
+                "a role that is not known",
+                f"{what}: the role {spoken!r} is not known; known are {known}, and data.tags names others",
+            )
+        content = next((turn[key] for key in self.content_keys if turn.get(key) is not None), None)
+        calls = _calls_of(turn, what)
+        for call, one in zip(calls, _listed(turn.get("tool_calls")), strict=False):
+            if isinstance(one, dict) and isinstance(one.get("id"), str):
+                names[one["id"]] = call["function"]["name"]
+        reasoning = [fields.as_text(turn[key], what) for key in _REASONING_KEYS if turn.get(key)]
+        if role == _CALL:
+            role, calls, content = "assistant", _calls_in_text(content, what), ""
+        if isinstance(content, list):
+            content, parts_reasoning, parts_calls = _parts(content, fields, what)
+            reasoning, calls = reasoning + parts_reasoning, calls + parts_calls
+        if content is None and not calls:
+            raise RowError("a turn without content", f"{what} has no content")
+        name = turn.get("name") or names.get(str(turn.get("tool_call_id")))
+        return Message(
+            role=role,
+            content="" if content is None else fields.as_text(content, what),
+            reasoning="\n".join(reasoning) or None,
+            tool_calls=tuple(calls),
+            name=str(name) if name and role == "tool" else None,
+            loss_weight=_weight(turn, what),
+        )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _parts(parts: list[Any], fields: Fields, what: str) -> tuple[str, list[str], list[dict[str, Any]]]:
+    """Return the text, the reasoning and the tool calls of typed parts."""
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        form = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(form, str):
+            raise RowError("a part without a type", f"{what} has a part without a type")
+        if form.startswith(_MEDIA_PARTS) or form.endswith(_MEDIA_PARTS):
+            reason = "images, video or sound, which are not read"
+            raise RowError(reason, f"{reason}: {what} has a part of type {form}")
+        value = next(
+            (part[key] for key in ("value", form, "text", "content") if part.get(key) is not None), ""
+        )
+        if form == "text":
+            texts.append(fields.as_text(value, what))
+        elif form in ("reasoning", "thinking"):
+            reasoning.append(fields.as_text(value, what))
+        elif form in ("tool_call", "function_call"):
+            calls += _calls_in_text(value, what)
+        else:
+            raise RowError("a part of a type that is not known", f"{what} has a part of type {form}")
+    return "".join(texts), reasoning, calls
+
+
+def _calls_in_text(value: Any, what: str) -> list[dict[str, Any]]:
+    """Read calls of a turn or part of their own: an object, a list of them, or JSON text of either."""
+    calls = parse(value, f"a tool call of {what}") if isinstance(value, str) else value
+    return [_call(call, what) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _calls_of(turn: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
+    calls = turn.get("tool_calls") or turn.get("function_call") or []
+    if isinstance(calls, str):
+        calls = parse(calls, f"tool_calls of {what}")
+    return [_call(call, what) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _call(call: Any, what: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise RowError("a tool call without a name", f"{what} has a tool call without a name")
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = parse(arguments, "arguments of a tool call") if arguments.strip() else {}
+    if not isinstance(arguments or {}, dict):
+        raise RowError("arguments of a tool call are not an object", f"{what}: {name} has {kind(arguments)}")
+    return {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
+
+
+def _weight(turn: Mapping[str, Any], what: str) -> float | None:
+    value = next((turn[key] for key in _WEIGHT_KEYS if turn.get(key) is not None), None)
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise RowError("a loss weight that is not a number from 0", f"{what} has the loss weight {value!r}")
+    return float(value)
+
+
+def tools_of(fields: Fields) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools of a row, each `{"type": "function", "function": {...}}`.
+
+    Raises:
+        RowError: They are not JSON, or not tools.
+    """
+    tools = fields.get("tools")
+    if isinstance(tools, str):
+        tools = parse(tools, "tools") if tools.strip() else []
+    found = []
+    for tool in tools if isinstance(tools, list) else [tools] if tools else []:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError("a tool without a name")
+        found.append({"type": "function", "function": function})
+    return tuple(found)

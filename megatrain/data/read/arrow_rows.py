@@ -1,0 +1,125 @@
+"""Rows of Parquet and Arrow files, saved datasets and hub datasets, through `datasets`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatrain.data.row import Row, Start
+from megatrain.errors import DataError, MegatrainError
+
+_BATCH = 256
+
+
+def read_columnar(path: str, start: Start, *, builder: str) -> Iterator[Row]:
+    """Read a file; `builder` is `parquet` or `arrow`."""
+    import datasets
+
+    def load() -> Any:
+        return datasets.load_dataset(builder, data_files=[path], split="train", streaming=True)
+
+    yield from _rows(load, start, f"{path}: not readable as {builder}")
+
+
+def read_saved(path: str, start: Start, *, split: str | None = None) -> Iterator[Row]:
+    """Read a directory that `save_to_disk` has written."""
+    import datasets
+
+    def load() -> Any:
+        return choose_split(datasets.load_from_disk(path), split, path)
+
+    yield from _rows(load, start, f"{path}: not readable as a saved dataset")
+
+
+def read_hub(
+    path: str,
+    start: Start,
+    *,
+    split: str | None = None,
+    subset: str | None = None,
+    folder: str | None = None,
+    streaming: bool = False,
+) -> Iterator[Row]:
+    """Read a dataset of the Hugging Face hub, downloaded first or as it comes."""
+    import datasets
+
+    def load() -> Any:
+        return choose_split(
+            datasets.load_dataset(path, name=subset, data_dir=folder, streaming=streaming), split, path
+        )
+
+    yield from _rows(load, start, f"{path}: cannot be read from the Hugging Face hub", shows_progress=True)
+
+
+def choose_split(loaded: Any, split: str | None, path: str) -> Any:
+    """Return the split of a dataset that is named, or `train`, or the only one.
+
+    Raises:
+        DataError: It has no such split, or several of which none is `train`.
+    """
+    if not isinstance(loaded, dict):
+        if split is not None and str(loaded.split or split) != split:
+            raise DataError(f"{path}: holds the split {loaded.split}, not {split}; check data.split")
+        return loaded
+    names = ", ".join(map(str, loaded))
+    wanted = split or (
+        "train" if "train" in loaded else str(next(iter(loaded))) if len(loaded) == 1 else None
+    )
+    if wanted is None:
+        raise DataError(f"{path}: has the splits {names}; choose one with data.split")
+    if wanted not in loaded:
+        raise DataError(f"{path}: no split {wanted}; it has {names}; check data.split")
+    return loaded[wanted]
+
+
+def _rows(load: Any, start: Start, problem: str, *, shows_progress: bool = False) -> Iterator[Row]:
+    try:
+        with _quiet(shows_progress):
+            dataset = load()
+            # Arrow tables: images and sounds are not decoded, and no row is turned into tensors.
+            dataset = dataset.with_format("arrow")
+            if start.number:
+                dataset = dataset.skip(start.number)
+            batches = iter(dataset.iter(batch_size=_BATCH))
+        number = start.number
+        while True:
+            with _quiet(shows_progress):
+                table = next(batches, None)
+            if table is None:
+                return
+            for value in table.to_pylist():
+                number += 1
+                yield Row(number, {name: _without_none(cell) for name, cell in value.items()})
+    except MegatrainError:
+        raise
+    except Exception as error:  # pyarrow, fsspec, the hub's client and builders each have errors of their own
+        raise DataError(f"{problem} ({' '.join(str(error).split())[:300]})") from error
+
+
+def _without_none(value: Any) -> Any:
+    """Leave out the keys that a column has only because another row has them."""
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_none(inner) for inner in value]
+    return value
+
+
+@contextmanager
+def _quiet(shows_progress: bool) -> Iterator[None]:
+    """Hold back progress bars and log lines: what goes wrong is raised here, with the file."""
+    import datasets
+
+    logger = logging.getLogger("datasets")
+    level, shown = logger.level, datasets.is_progress_bar_enabled()
+    if not shows_progress:
+        datasets.disable_progress_bars()
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if shown:
+            datasets.enable_progress_bars()

@@ -1,0 +1,201 @@
+"""Examples of all sources in one stream, in order or drawn by weights, with a position to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain.config.data_section import DataConfig, SourceConfig
+from megatrain.data.example import Example
+from megatrain.data.read.parts import HoldOut, Part
+from megatrain.data.read.report import ReadReport, SourceReport
+from megatrain.data.read.source import SourcePosition, SourceReader
+from megatrain.errors import DataError
+
+
+def read_examples(
+    data: DataConfig,
+    *,
+    seed: int = 0,
+    part: Part = Part.TRAIN,
+    start: Mapping[str, Any] | None = None,
+) -> ExampleStream:
+    """Read the examples of `data.path`, one pass.
+
+    Args:
+        data: The settings.
+        seed: Decides the draws of a mixture, and what `data.val_size` holds out.
+        part: What is trained on, or what is held out of it.
+        start: As `ExampleStream.position` has returned it, to go on from there.
+
+    Raises:
+        DataError: A source is missing or of a kind that is not read; when it is read, as `ExampleStream` says.
+    """
+    readers = [SourceReader(source, data) for source in data.sources]
+    holds = _hold_outs(readers, data, seed)
+    sources = [_Source(reader, hold, part) for reader, hold in zip(readers, holds, strict=True)]
+    weights = [source.weight for source in data.sources]
+    is_drawn = part is Part.TRAIN and any(weight is not None for weight in weights)
+    stream = ExampleStream(
+        sources,
+        weights=[weight or 1.0 for weight in weights] if is_drawn else None,
+        ends_with_first=data.mixture_ends == "first_exhausted",
+        seed=seed,
+        stops=data.on_bad_row == "stop",
+    )
+    if start is not None:
+        stream.go_on(start)
+    return stream
+
+
+def read_eval_examples(data: DataConfig, *, seed: int = 0) -> dict[str, ExampleStream]:
+    """Read the evaluation sets by name: `val` is what `data.val_size` holds out, others are of `data.eval_path`.
+
+    Raises:
+        DataError: As of `read_examples`, or two sets have one name.
+    """
+    found = {}
+    if data.val_size:
+        found["val"] = read_examples(data, seed=seed, part=Part.EVAL)
+    for name, sources in data.eval_sources.items():
+        if name in found:
+            raise DataError("data.eval_path names a set val, as data.val_size does; use another name")
+        found[name] = _all_of(sources, data, seed)
+    return found
+
+
+def _all_of(sources: Sequence[SourceConfig], data: DataConfig, seed: int) -> ExampleStream:
+    """Read all examples of other sources than `data.path`."""
+    whole = HoldOut(Fraction(0), seed=seed)
+    readers = [_Source(SourceReader(source, data), whole, Part.TRAIN) for source in sources]
+    return ExampleStream(readers, seed=seed, stops=data.on_bad_row == "stop")
+
+
+def _hold_outs(readers: Sequence[SourceReader], data: DataConfig, seed: int) -> list[HoldOut]:
+    if data.val_size < 1:
+        share = Fraction(str(data.val_size))
+        return [HoldOut(share, seed=seed) for _ in readers]
+    counts = [sum(1 for _ in reader.read(SourceReport(name=reader.name))) for reader in readers]
+    if data.val_size >= sum(counts):
+        raise DataError(
+            f"data.val_size is {data.val_size:g}, and there are {sum(counts):,} examples: nothing would be "
+            "left to train on; use a smaller number, or a share below 1"
+        )
+    share = Fraction(int(data.val_size), sum(counts))
+    return [HoldOut(share, seed=seed, offset=sum(counts[:index])) for index in range(len(counts))]
+
+
+class _Source:
+    """A source while it is read: one part of it, over and over if need be."""
+
+    def __init__(self, reader: SourceReader, hold_out: HoldOut, part: Part) -> None:
+        self.report = SourceReport(name=reader.name)
+        self.position = SourcePosition()
+        self.num_passes = 0
+        """Passes that are complete."""
+        self._reader, self._hold_out, self._part = reader, hold_out, part
+        self._pending: Iterator[tuple[Example, SourcePosition]] | None = None
+
+    def next(self) -> Example | None:
+        """Return the next example of this part; None: a pass is complete, and the next call begins another."""
+        # Only the first pass is counted: a row that is read again is no other row.
+        report = self.report if self.num_passes == 0 else SourceReport(name=self.report.name)
+        self._pending = self._pending or self._reader.read(report, self.position)
+        for example, position in self._pending:
+            ordinal, self.position = self.position.ordinal, position
+            if self._hold_out.part(ordinal) is self._part:
+                report.num_kept += 1
+                return example
+            report.num_other_part += 1
+        self._pending, self.position = None, SourcePosition()
+        self.num_passes += 1
+        return None
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position."""
+        self.position = SourcePosition(**state["position"])
+        self.num_passes = state["num_passes"]
+
+
+class ExampleStream(Iterator[Example]):
+    """Examples of several sources, and what became of their rows.
+
+    While it is read it raises DataError: for a row that cannot be used where `data.on_bad_row` is `stop`, for
+    a damaged file, and for a source without a usable row.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[_Source],
+        *,
+        weights: Sequence[float] | None = None,
+        ends_with_first: bool = False,
+        seed: int,
+        stops: bool,
+    ) -> None:
+        """Put sources one after the other, or with `weights` draw from them."""
+        self.report = ReadReport(stops=stops, sources=[source.report for source in sources])
+        """What became of the rows that this stream has read; after a position, of those behind it."""
+        self._sources = sources
+        self._ends_with_first = ends_with_first
+        self._current = 0
+        self._num_draws = 0
+        self._bounds = None if weights is None else np.cumsum(weights) / np.sum(weights)
+        self._bits = np.random.PCG64(np.random.SeedSequence([seed, len(sources)]))
+        self._random = np.random.Generator(self._bits)
+
+    def __next__(self) -> Example:
+        return self._next_in_order() if self._bounds is None else self._next_drawn(self._bounds)
+
+    def _next_in_order(self) -> Example:
+        while self._current < len(self._sources):
+            example = self._sources[self._current].next()
+            if example is not None:
+                return example
+            self._current += 1
+        raise StopIteration
+
+    def _next_drawn(self, bounds: NDArray[np.float64]) -> Example:
+        while not self._is_over():
+            source = self._sources[int(np.searchsorted(bounds, self._random.random(), side="right"))]
+            self._num_draws += 1
+            example = source.next()
+            if example is None and not self._is_over():
+                example = source.next()  # it starts over
+            if example is not None:
+                return example
+        raise StopIteration
+
+    def _is_over(self) -> bool:
+        complete = (source.num_passes > 0 for source in self._sources)
+        return any(complete) if self._ends_with_first else all(complete)
+
+    def position(self) -> dict[str, Any]:
+        """Return where the next example is, as JSON values."""
+        return {
+            "current": self._current,
+            "num_draws": self._num_draws,
+            "sources": [
+                {"position": source.position.json(), "num_passes": source.num_passes}
+                for source in self._sources
+            ],
+        }
+
+    def go_on(self, start: Mapping[str, Any]) -> None:
+        """Go on from a position of a stream of the same settings.
+
+        Raises:
+            DataError: It has other sources.
+        """
+        if len(start["sources"]) != len(self._sources):
+            raise DataError(
+                f"the position is of {len(start['sources'])} sources, and data.path has {len(self._sources)}"
+            )
+        self._current, self._num_draws = start["current"], start["num_draws"]
+        self._bits.advance(self._num_draws)
+        for source, state in zip(self._sources, start["sources"], strict=True):
+            source.go_on(state)

@@ -1,0 +1,128 @@
+"""What a path stands for: files, directories of them, patterns, saved datasets, hub datasets."""
+
+from __future__ import annotations
+
+import glob
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megatrain.data.read.arrow_rows import read_columnar, read_hub, read_saved
+from megatrain.data.read.json_rows import read_json
+from megatrain.data.read.text_rows import read_csv, read_txt
+from megatrain.data.row import Row, Start
+from megatrain.errors import DataError, os_errors
+
+_READERS: dict[str, Callable[..., Iterator[Row]]] = {
+    ".txt": read_txt,
+    ".jsonl": read_json,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": partial(read_csv, delimiter="\t"),
+    ".parquet": partial(read_columnar, builder="parquet"),
+    ".arrow": partial(read_columnar, builder="arrow"),
+}
+_PACKED = (".txt", ".jsonl", ".json", ".csv", ".tsv")
+"""Kinds that may be packed: `.jsonl.gz`."""
+KINDS = ", ".join(_READERS)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SAVED = ("state.json", "dataset_dict.json")
+"""One of these makes a directory what `save_to_disk` writes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowFile:
+    """Rows of one place, in order."""
+
+    name: str
+    """In reports and errors."""
+    is_text: bool
+    """Whether it is a document and has no columns."""
+    read: Callable[[Start], Iterator[Row]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How the rows of a source are read, beside its path."""
+
+    text_column: str = "text"
+    txt_by_line: bool = False
+    """Whether each line of a `.txt` file is a document, as LLaMA-Factory has it; else the file is one."""
+    split: str | None = None
+    subset: str | None = None
+    folder: str | None = None
+    streaming: bool = False
+
+
+def row_files(path: str, how: Reading) -> list[RowFile]:
+    """List what a path stands for.
+
+    Raises:
+        DataError: Nothing, or a file of a kind that is not read.
+    """
+    place = Path(path)
+    if place.is_dir() and any((place / name).is_file() for name in _SAVED):
+        return [RowFile(name=path, is_text=False, read=_saved(path, how))]
+    if place.is_dir():
+        files = [
+            str(file) for file in sorted(place.rglob("*")) if _kind(file) and not _is_hidden(file, place)
+        ]
+        if not files:
+            raise DataError(f"{path} is a directory without a file that is read ({KINDS}); check data.path")
+        return [_file(file, how) for file in files]
+    if not place.exists() and glob.has_magic(path):
+        files = sorted(file for file in glob.glob(path, recursive=True) if Path(file).is_file())
+        if not files:
+            raise DataError(f"{path}: no file has such a name; check data.path")
+        return [_file(file, how) for file in files]
+    if not place.exists() and _HUB_ID.fullmatch(path) and not _kind(place):
+        return [RowFile(name=path, is_text=False, read=_hub(path, how))]
+    return [_file(path, how)]
+
+
+def _kind(file: Path) -> str:
+    """Return the suffix that says how a file is read; empty: it is not."""
+    suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
+    if suffixes[-1:] == [".gz"]:
+        return suffixes[0] if suffixes[0] in _PACKED else ""
+    return suffixes[-1] if suffixes and suffixes[-1] in _READERS else ""
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+
+
+def _file(path: str, how: Reading) -> RowFile:
+    file = Path(path)
+    if not file.exists():
+        raise DataError(f"{path} does not exist; check data.path")
+    kind = _kind(file)
+    if not kind:
+        raise DataError(f"{path}: files of this kind are not read; data.path takes {KINDS}")
+    if file.stat().st_size == 0:
+        raise DataError(f"{path} is empty; remove it from data.path or fill it")
+    reader = _READERS[kind]
+    if kind == ".txt":
+        reader = partial(reader, text_column=how.text_column, is_by_line=how.txt_by_line)
+
+    def read(start: Start) -> Iterator[Row]:
+        try:
+            with os_errors("read", path, DataError):
+                yield from reader(path, start)
+        except (EOFError, zlib.error) as error:
+            raise DataError(f"{path}: the packed file is damaged ({error})") from error
+
+    return RowFile(name=path, is_text=kind == ".txt", read=read)
+
+
+def _saved(path: str, how: Reading) -> Callable[[Start], Iterator[Row]]:
+    return lambda start: read_saved(path, start, split=how.split)
+
+
+def _hub(path: str, how: Reading) -> Callable[[Start], Iterator[Row]]:
+    return lambda start: read_hub(
+        path, start, split=how.split, subset=how.subset, folder=how.folder, streaming=how.streaming
+    )

@@ -1,0 +1,147 @@
+"""What became of every row: read, kept, repaired or dropped, by reason, with the first places of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatrain.data.example import Source
+from megatrain.errors import DataError
+
+_NUM_PLACES = 5
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """How many rows share a reason, and where the first of them are."""
+
+    count: int = 0
+    places: list[Source] = field(default_factory=list)
+    detail: str = ""
+    """What exactly is wrong with the first."""
+
+    def add(self, place: Source, detail: str = "") -> None:
+        """Count a row."""
+        self.detail = self.detail or detail
+        self.count += 1
+        if len(self.places) < _NUM_PLACES:
+            self.places.append(place)
+
+    def __str__(self) -> str:
+        places = ", ".join(map(str, self.places))
+        return f"{self.count:,} ({places}{', ...' * (self.count > len(self.places))})"
+
+
+@dataclass(kw_only=True, slots=True)
+class SourceReport:
+    """What became of the rows of one source."""
+
+    name: str
+    format: str = ""
+    """What its rows hold, in words."""
+    num_rows: int = 0
+    """Rows read; a row can give several examples, or none."""
+    num_kept: int = 0
+    """Examples."""
+    num_other_part: int = 0
+    """Examples that are not of this part: held out for evaluation, or trained on."""
+    dropped: dict[str, Tally] = field(default_factory=dict)
+    """By reason."""
+    repaired: dict[str, Tally] = field(default_factory=dict)
+    """By what was done."""
+    files: set[str] = field(default_factory=set)
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows, or examples of them, that were left out."""
+        return sum(tally.count for tally in self.dropped.values())
+
+    def drop(self, place: Source, reason: str, detail: str = "") -> None:
+        """Count a row that is left out."""
+        self.dropped.setdefault(reason, Tally()).add(place, detail)
+
+    def repair(self, place: Source, what: str) -> None:
+        """Count a row that is kept, but not as it was."""
+        self.repaired.setdefault(what, Tally()).add(place)
+
+    def lines(self) -> list[str]:
+        """Say it in lines: the counts, then each reason."""
+        other = f", {self.num_other_part:,} of the other part" if self.num_other_part else ""
+        lines = [
+            f"{self.name}: {self.format}; {self.num_rows:,} rows read, {self.num_kept:,} examples kept"
+            f"{other}, {self.num_dropped:,} dropped"
+        ]
+        lines += [f"  dropped: {reason}: {tally}" for reason, tally in self.dropped.items()]
+        return lines + [f"  repaired: {what}: {tally}" for what, tally in self.repaired.items()]
+
+    def json(self) -> dict[str, Any]:
+        """Return the counts and first places as plain values."""
+        return {
+            "name": self.name,
+            "format": self.format,
+            "rows": self.num_rows,
+            "kept": self.num_kept,
+            "other_part": self.num_other_part,
+            "dropped": {reason: _json(tally) for reason, tally in self.dropped.items()},
+            "repaired": {what: _json(tally) for what, tally in self.repaired.items()},
+        }
+
+
+def _json(tally: Tally) -> dict[str, Any]:
+    return {"count": tally.count, "places": [str(place) for place in tally.places]}
+
+
+@dataclass(kw_only=True, slots=True)
+class ReadReport:
+    """What became of the rows of all sources; whoever leaves out an example later counts it here too."""
+
+    stops: bool = False
+    """Whether a row that cannot be used ends the run (`data.on_bad_row: stop`)."""
+    sources: list[SourceReport] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows read."""
+        return sum(source.num_rows for source in self.sources)
+
+    @property
+    def num_kept(self) -> int:
+        """Examples kept."""
+        return sum(source.num_kept for source in self.sources)
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows or examples left out."""
+        return sum(source.num_dropped for source in self.sources)
+
+    def drop(self, place: Source, reason: str) -> None:
+        """Count an example that was read and cannot be used after all, or stop.
+
+        Raises:
+            DataError: `data.on_bad_row` is `stop`.
+        """
+        if self.stops:
+            raise DataError(f"{place}: {reason}")
+        source = self._source_of(place)
+        source.num_kept -= 1
+        source.drop(place, reason)
+
+    def repair(self, place: Source, what: str) -> None:
+        """Count an example that is kept, but not as it was."""
+        self._source_of(place).repair(place, what)
+
+    def _source_of(self, place: Source) -> SourceReport:
+        return next(source for source in self.sources if place.file in source.files)
+
+    def lines(self) -> list[str]:
+        """Say it in lines, source by source."""
+        return [line for source in self.sources for line in source.lines()]
+
+    def json(self) -> dict[str, Any]:
+        """Return the counts and first places as plain values."""
+        return {
+            "rows": self.num_rows,
+            "kept": self.num_kept,
+            "dropped": self.num_dropped,
+            "sources": [source.json() for source in self.sources],
+        }

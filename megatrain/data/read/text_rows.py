@@ -1,0 +1,125 @@
+"""Rows of plain text files and of CSV.
+
+CSV goes through the `csv` module and not through `datasets`: pandas infers types (`007` becomes 7, `NA`
+nothing), loses a whole chunk to one ragged row, and knows no line numbers. Here a cell is the text it is.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Iterator
+from typing import IO, Any
+
+from megatrain.data.row import Row, RowError, Start
+
+MOST_DOCUMENT_BYTES = 16 * 2**20
+"""Of a `.txt` file that is one document; a larger one is several, cut at ends of lines."""
+_MOST_CELL_CHARACTERS = 256 * 2**20
+
+
+def open_bytes(path: str) -> IO[bytes]:
+    """Open a file, unpacked if its name ends in `.gz`."""
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
+
+
+def decode(raw: bytes, *, offset: int = 0) -> str:
+    """Decode UTF-8, without a byte order mark at the start of a file.
+
+    Args:
+        raw: Some bytes of a file.
+        offset: How many bytes come before them.
+
+    Raises:
+        RowError: It is something else.
+    """
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RowError(
+            "not valid UTF-8",
+            f"byte {offset + error.start} is not valid UTF-8 (0x{raw[error.start]:02x}, {error.reason}); "
+            "convert the file to UTF-8",
+        ) from error
+    return text if offset else text.removeprefix("\ufeff")
+
+
+def read_txt(
+    path: str, start: Start, *, text_column: str = "text", is_by_line: bool = False
+) -> Iterator[Row]:
+    """Read a file as one document, or a large one as several; or every line as one."""
+    if is_by_line:
+        yield from _read_lines(path, start, text_column)
+        return
+    with open_bytes(path) as file:
+        number, end = (start.number, start.end) if start.end else (0, 0)
+        file.seek(end)
+        while raw := file.read(MOST_DOCUMENT_BYTES):
+            if len(raw) == MOST_DOCUMENT_BYTES:
+                raw += file.readline()
+            number += 1
+            begin, end = end, end + len(raw)
+            try:
+                yield Row(number, {text_column: decode(raw, offset=begin)}, "document", end)
+            except RowError as error:
+                line = _line_of_fault(raw) if number == 1 else 0
+                yield Row(line or number, error, "line" if line else "document", end)
+
+
+def _read_lines(path: str, start: Start, text_column: str) -> Iterator[Row]:
+    with open_bytes(path) as file:
+        offset = 0
+        for number, raw in enumerate(file, start=1):
+            if number > start.number:
+                try:
+                    value: Any = {text_column: decode(raw, offset=offset).rstrip("\r\n")}
+                except RowError as error:
+                    value = error
+                yield Row(number, value, "line")
+            offset += len(raw)
+
+
+def _line_of_fault(raw: bytes) -> int:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return 1 + raw.count(b"\n", 0, error.start)
+    return 0
+
+
+def read_csv(path: str, start: Start, *, delimiter: str = ",") -> Iterator[Row]:
+    """Read the rows behind `start`; the first line names the columns."""
+    csv.field_size_limit(_MOST_CELL_CHARACTERS)
+    with open_bytes(path) as file:
+        lines = (raw.decode("utf-8", errors="surrogateescape") for raw in file)
+        first = next(lines, "").removeprefix("\ufeff")
+        if delimiter not in first and ";" in first:  # as spreadsheets write it where a comma is in numbers
+            delimiter = ";"
+        header = next(csv.reader([first], delimiter=delimiter, strict=False), [])
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        while True:
+            number = rows.line_num + 2
+            try:
+                cells = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                fault = RowError("not readable as CSV", f"not readable as CSV ({error})")
+                yield Row(number, fault, "line")
+                continue
+            if cells and number > start.number:
+                yield Row(number, _cells(header, cells), "line")
+
+
+def _cells(header: list[str], cells: list[str]) -> dict[str, str] | RowError:
+    if len(cells) != len(header):
+        return RowError(
+            "another number of cells than the header",
+            f"{len(cells)} cells, but the header names {len(header)} columns",
+        )
+    for name, cell in zip(header, cells, strict=True):
+        if not cell.isascii() and any("\udc80" <= character <= "\udcff" for character in cell):
+            return RowError(
+                "not valid UTF-8", f'column "{name}" is not valid UTF-8; convert the file to UTF-8'
+            )
+    return dict(zip(header, cells, strict=True))
