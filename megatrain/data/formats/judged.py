@@ -1,4 +1,4 @@
-"""Rows with a judgement: pairs of answers of which one is better (DPO), answers that are good or not (KTO)."""
+"""Rows with a judgement: two answers, one of them better (DPO), or one that is good or not (KTO)."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def read_examples(
         start: As `ExampleStream.position` has returned it, to go on from there.
 
     Raises:
-        DataError: A source is missing or of a kind that is not read; when it is read, as `ExampleStream` says.
+        DataError: A source is missing or not of a kind that is read; later, as `ExampleStream` says.
     """
     readers = [SourceReader(source, data) for source in data.sources]
     holds = _hold_outs(readers, data, seed)
@@ -53,7 +53,7 @@ def read_examples(
 
 
 def read_eval_examples(data: DataConfig, *, seed: int = 0) -> dict[str, ExampleStream]:
-    """Read the evaluation sets by name: `val` is what `data.val_size` holds out, others are of `data.eval_path`.
+    """Read the evaluation sets by name: `val` is what `data.val_size` holds out, others `data.eval_path`.
 
     Raises:
         DataError: As of `read_examples`, or two sets have one name.
@@ -101,7 +101,7 @@ class _Source:
         self._pending: Iterator[tuple[Example, SourcePosition]] | None = None
 
     def next(self) -> Example | None:
-        """Return the next example of this part; None: a pass is complete, and the next call begins another."""
+        """Return the next example of this part; None: a pass is complete, the next call begins another."""
         # Only the first pass is counted: a row that is read again is no other row.
         report = self.report if self.num_passes == 0 else SourceReport(name=self.report.name)
         self._pending = self._pending or self._reader.read(report, self.position)

@@ -76,7 +76,7 @@ def _object(value: Any) -> Any:
 
 
 def _elements(file: IO[bytes], path: str) -> Iterator[Any]:
-    """Yield the elements of an array; what is wrong inside it is the file's fault, since no row begins anew."""
+    """Yield the elements of an array; a fault in it is the file's, since nothing tells where a row begins."""
     text = _Text(file, path)
     text.skip("[")
     if text.peek() == "]":
