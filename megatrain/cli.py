@@ -15,11 +15,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatrain import __version__
+from megatrain import __version__, cli_runs
+from megatrain.cli_log import log_to_stderr
 from megatrain.config import Config, build_config, combine_settings, config_keys
 from megatrain.config.sizes import parse_bytes
 from megatrain.errors import CapacityError, ConfigError, as_ours
@@ -76,7 +77,7 @@ def _options(
 ) -> None:
     global _debug
     _debug = debug
-    _log_to_stderr()
+    log_to_stderr()
 
 
 @app.command()
@@ -375,22 +376,7 @@ def _config_file(path: Path) -> Path:
     return file
 
 
-class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever standard error is now: a progress bar replaces it while it is on the screen."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stderr
-
-
-def _log_to_stderr() -> None:
-    logger = logging.getLogger("megatrain")
-    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
-        logger.addHandler(_StderrHandler())
-    logger.setLevel(logging.INFO)
+cli_runs.add_to(app)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ _SETTINGS = [
     "checkpoint.every=1",
     "checkpoint.keep_last=1",
     "log.progress=none",
+    "log.report=false",  # of a run that ends in whatever way; `test_record.py` lets it fail
 ]
 
 
@@ -148,7 +149,7 @@ class Bench:
         found = load.newest_whole(self.root / "run/checkpoints", warn=lambda _: None)
         assert found is not None
         files = [*(self.root / "run/hf").iterdir(), *(found[0] / "state").iterdir()]
-        return {path.name: _digest(path) for path in files}
+        return {path.name: _digest(path) for path in files if path.name != "README.md"}  # it has times
 
 
 @contextmanager
@@ -233,7 +234,9 @@ def state_key(root: Path) -> str:
                 value = str(error)
         elif path.name == "metrics.jsonl":
             value = str([line[:11] + line[-1:] for line in path.read_bytes().splitlines(keepends=True)])
-        elif path.is_file() and path.name != "env.json":
+        elif path.name == "events.jsonl":
+            value = str(path.read_bytes()[-1:])
+        elif path.is_file() and path.name not in ("env.json", "plan.json", "README.md"):
             value = _digest(path)
         else:
             value = ""

@@ -85,7 +85,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "metrics.damaged.jsonl", "config.yaml", "env.json", "checkpoints", "hf"]
+    "name",
+    [
+        "metrics.jsonl",
+        "metrics.damaged.jsonl",
+        "config.yaml",
+        "env.json",
+        "plan.json",
+        "events.jsonl",
+        "report.html",
+        "checkpoints",
+        "hf",
+    ],
 )
 def test_link_in_a_run_directory_is_refused_and_its_target_kept(
     trained: Path, tmp_path: Path, name: str

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain import __version__
 from megatrain.train.metrics import format_bytes, format_count, format_duration
 from megatrain.train.report.collect import RunFiles, read_run
 
@@ -59,7 +58,8 @@ def _text(run: RunFiles) -> Iterator[str]:
     yield f"# {run.name}"
     yield ""
     start = "random weights, with the architecture of" if is_random else "the weights of"
-    yield f"Trained with megatrain {__version__} from {start} `{model}`."
+    version = run.environment.get("versions", {}).get("megatrain", "")
+    yield f"Trained with megatrain {version} from {start} `{model}`."
     yield ""
     yield from _table("Training", ("what", ""), _training(run))
     yield from _table("Loss", ("data", "step", "loss", "perplexity"), _losses(run))

@@ -1,6 +1,6 @@
 "use strict";
 // Draws DATA, or, where it is null, what data.json says now, again and again.
-const PALETTE = 8, POLL_MS = 3000, NARROW_PX = 520;
+const PALETTE = 8, POLL_MS = 3000, NARROW_PX = 600;
 
 const color = (number) => theme(`--c${number % PALETTE}`);
 const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -24,12 +24,14 @@ function chart(cards, title, note, traces, axes, isWide) {
   const place = node("div", "chart");
   card(cards, title, note, isWide).append(place);
   const axis = { gridcolor: theme("--grid"), zerolinecolor: theme("--line"), linecolor: theme("--line"), automargin: true };
-  const { x, y, ...rest } = axes || {};
+  const { x, y, ...rest } = axes || {}, isNarrow = innerWidth < NARROW_PX;
+  const below = { y: -0.3, yanchor: "top" }, above = { y: 1.02, yanchor: "bottom" };
+  if (isNarrow && traces.length > 3) place.style.height = `${230 + 22 * traces.length}px`;
   const layout = {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 48, r: 12, t: 6, b: 40 },
     font: { color: theme("--text"), size: 12, family: "system-ui, sans-serif" },
     xaxis: { ...axis, title: { text: "step", standoff: 6 }, ...x }, yaxis: { ...axis, ...y },
-    showlegend: traces.length > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
+    showlegend: traces.length > 1, legend: { orientation: "h", x: 0, font: { size: 11 }, ...(isNarrow ? below : above) },
     hovermode: "x unified", hoverlabel: { bgcolor: theme("--card"), bordercolor: theme("--line"), font: { color: theme("--text") } },
     ...rest,
   };
@@ -162,9 +164,10 @@ function draw(data) {
   memory(cards, data);
   if (data.comparison.length) card(cards, "Plan and fact", "").append(table(data.comparison, ["", "planned", "seen"]));
   if (data.events.length) {
-    const rows = [...data.events].reverse().map(([at, , event, text]) => [new Date(1000 * at).toLocaleString(), text, event]);
-    card(cards, "Events", "", true).append(table(rows.map((row) => row.slice(0, 2)), null, {
-      short: innerWidth > NARROW_PX ? [0] : [], classes: ([, text]) => (text.startsWith("error") ? "error" : "") }));
+    const day = { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false };
+    const rows = [...data.events].reverse().map(([at, , , text]) => [new Date(1000 * at).toLocaleString("en", day), text]);
+    card(cards, "Events", "", true).append(table(rows, null, {
+      short: [0], classes: ([, text]) => (text.startsWith("error") ? "error" : "") }));
   }
   for (const [title, rows] of [["Settings", data.settings], ["Environment", data.environment]]) {
     if (!rows.length) continue;

@@ -102,7 +102,7 @@ def page_data(run: RunFiles) -> dict[str, Any]:
     return {
         "name": run.name,
         "state": state,
-        "facts": _facts(run, state),
+        "facts": facts_of(run, state),
         "columns": curves,
         "skipped": [row["step"] for row in run.rows if row.get("skipped")],
         "evaluations": {
@@ -127,7 +127,7 @@ def page_data(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _facts(run: RunFiles, state: str) -> list[list[str]]:
+def facts_of(run: RunFiles, state: str) -> list[list[str]]:
     """Return the few things to know first."""
     steps = run.num_steps
     of = f" of {steps:,}" if steps else ""

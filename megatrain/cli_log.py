@@ -1,0 +1,26 @@
+"""Where the command line's log goes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to whatever standard error is now: a progress bar replaces it while it is on the screen."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def log_to_stderr() -> None:
+    """Show what the library logs on standard error, from information on."""
+    logger = logging.getLogger("megatrain")
+    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+        logger.addHandler(_StderrHandler())
+    logger.setLevel(logging.INFO)

@@ -1,0 +1,100 @@
+"""Shows a run on a page that follows it: read-only, for this machine alone.
+
+Three addresses have an answer, each made here: no path of a request is looked up on the disk. A request whose
+Host is another name is refused, so that no page of the web can read a run through the browser.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import MegatrainError, OutputError
+from megatrain.train.report.collect import read_run
+from megatrain.train.report.page import live_page, page_data, plotly_file
+
+_log = logging.getLogger(__name__)
+
+ADDRESS = "127.0.0.1"
+
+
+class RunServer(ThreadingHTTPServer):
+    """Serves the page of one run; `port` is where."""
+
+    daemon_threads = True
+
+    def __init__(self, run: Path, port: int) -> None:
+        """Listen.
+
+        Args:
+            run: The run directory.
+            port: 0 takes one that is free.
+
+        Raises:
+            ConfigError: plotly is not installed.
+            OutputError: It is no run directory, or the port is taken.
+        """
+        read_run(run)
+        plotly_file()
+        self.run_path = run
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except OSError as error:
+            raise OutputError(
+                f"port {port} of {ADDRESS} cannot be used ({error.strerror}); give another with --port, "
+                "or --port 0 for one that is free"
+            ) from error
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.server_address[1])
+
+    @property
+    def address(self) -> str:
+        """What to open in a browser."""
+        return f"http://{ADDRESS}:{self.port}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: RunServer
+
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "").rpartition(":")[0]
+        if host not in (ADDRESS, "localhost"):
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"this page is for this machine alone\n")
+            return
+        try:
+            kind, content = self._content(self.path.partition("?")[0])
+        except KeyError:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"nothing here\n")
+        except (MegatrainError, OSError) as error:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n".encode())
+        else:
+            self._answer(HTTPStatus.OK, kind, content)
+
+    def _content(self, path: str) -> tuple[str, bytes]:
+        run = self.server.run_path
+        if path == "/":
+            return "text/html; charset=utf-8", live_page(read_run(run)).encode()
+        if path == "/data.json":
+            return "application/json", json.dumps(page_data(read_run(run)), allow_nan=False).encode()
+        if path == "/plotly.js":
+            return "text/javascript; charset=utf-8", plotly_file().read_bytes()
+        raise KeyError(path)
+
+    def _answer(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        _log.debug(format, *args)

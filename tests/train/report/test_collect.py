@@ -1,0 +1,99 @@
+"""Numbers of a run directory, whatever state it is in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import OutputError
+from megatrain.train.report.card import model_card
+from megatrain.train.report.collect import columns, read_run
+from megatrain.train.report.words import event_text
+from tests.train.report.run_files import write_run
+
+
+def test_speed_leaves_out_the_first_step_and_weighs_by_time(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a"))
+    assert run.step_s == 0.5
+    assert run.tokens_per_s == 2048
+    assert run.last_loss == pytest.approx(sum(4.0 - 0.1 * step for step in range(11, 21)) / 10)
+    assert (run.step, run.num_steps) == (20, 100)
+
+
+@pytest.mark.parametrize(
+    ("events", "age_s", "state"),
+    [
+        ([("start", 0, {})], 5, "running"),
+        ([("start", 0, {})], 500, "silent"),
+        ([("start", 0, {}), ("error", 3, {}), ("resume", 2, {})], 5, "running"),
+        ([("start", 0, {}), ("stop", 3, {})], 5, "stopped"),
+        ([("start", 0, {}), ("error", 3, {})], 5, "failed"),
+        ([("start", 0, {}), ("error", 3, {}), ("resume", 2, {}), ("end", 9, {})], 500, "done"),
+    ],
+)
+def test_state_is_that_of_the_last_process(
+    tmp_path: Path, events: list[tuple[str, int, dict[str, object]]], age_s: float, state: str
+) -> None:
+    run = read_run(write_run(tmp_path / "a", events=events))
+    assert run.state(run.written_s + age_s) == state
+
+
+def test_long_curves_are_means_of_equal_groups(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", num_rows=25, loss=float))
+    found = columns(run, most=10)
+    assert found["averaged"] == 3
+    assert found["step"] == [3, 6, 9, 12, 15, 18, 21, 24, 25]
+    assert found["loss"] == [2, 5, 8, 11, 14, 17, 20, 23, 25]
+    assert found["waits"] == {"compute<-fetch slot": [0.125] * 9}
+    assert found["lane_seconds"] == {"compute": [0.375] * 9, "fetch": [0.25] * 9}
+    assert found["bound"] == {"compute": 19, "copies": 6}
+
+
+def test_damaged_and_missing_files_leave_the_rest(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "plan.json").write_text('{"pools": [')
+    (run / "env.json").unlink()
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b'null\n{"step": "x"}\n{"step": 21, "loss": null}\n{"step": 22, "lo')
+    read = read_run(run)
+    assert (read.plan, read.environment, read.step) == ({}, {}, 21)
+    assert columns(read)["loss"][-1] is None
+    (run / "config.yaml").unlink()
+    with pytest.raises(OutputError, match="is not a run directory"):
+        read_run(run)
+
+
+def test_event_in_words() -> None:
+    row = {"event": "best", "time": 1.0, "step": 8, "name": "val", "loss": 2.123456789}
+    assert event_text(row) == "best at step 8: name val, loss 2.12346"
+    assert event_text({"event": "end", "time": 1.0, "step": 8}) == "end at step 8"
+    assert (
+        event_text({"event": "stop", "time": 1, "step": 8, "reason": "a signal"})
+        == "stop at step 8: a signal"
+    )
+
+
+def test_card_has_fact_beside_plan_and_no_path_of_this_machine(tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    events = [("evaluation", 20, {"name": "val", "loss": 2.5, "perplexity": 12.18})]
+    card = model_card(write_run(tmp_path / "a", events=events))
+    data = ModelCard(card).data.to_dict()
+    assert data["base_model"] == "some/model"
+    assert data["library_name"] == "transformers"
+    for line in (
+        "| data | `text.jsonl` |",
+        "| tokens with a label | 20,480 |",
+        "| val, held out | 20 | 2.5000 | 12.18 |",
+        "| device | A Card |",
+        "| time of a step | 0.5 s | 0.5 s |",
+        "| tokens/s | 2,048 | 2,048 |",
+        "| bound by | compute | copies |",
+        "| state in host memory | 3.00 GiB | 3.00 GiB |",
+        "| device memory, peak | 1.50 GiB | 1.00 GiB |",
+        "| `optim.lr` | `0.0001` |",
+    ):
+        assert line in card.splitlines(), line
+    for secret in ("somebody", str(tmp_path), "secret"):
+        assert secret not in card

@@ -1,0 +1,117 @@
+"""The page that follows a run: what it answers, to whom, and that nothing else can be read."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatrain.cli import main
+from megatrain.train.report.page import plotly_file
+from megatrain.train.report.serve import RunServer
+from tests.train.report.browser import drawn, needs_browser
+from tests.train.report.run_files import write_run
+
+
+@contextmanager
+def serving(run: Path) -> Iterator[RunServer]:
+    with RunServer(run, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(server: RunServer, path: str, method: str = "GET", host: str | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    own = f"127.0.0.1:{server.port}"
+    connection.request(method, path, headers={"Host": own if host is None else host})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, content
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "runs/a")
+
+
+def test_page_and_data_are_served_and_follow_the_run(run: Path) -> None:
+    with serving(run) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        status, text = get(server, "/")
+        assert status == 200
+        assert b"<title>a - megatrain</title>" in text
+        assert get(server, "/plotly.js") == (200, plotly_file().read_bytes())
+        first = json.loads(get(server, "/data.json")[1])
+        assert (first["state"], first["columns"]["step"][-1]) == ("running", 20)
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('{"step": 21, "loss": 1.5, "tokens": 21504}\n{"step": 22, "lo')
+        later = json.loads(get(server, "/data.json?1")[1])
+        assert (later["columns"]["step"][-1], later["columns"]["loss"][-1]) == (21, 1.5)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../env.json",
+        "/%2e%2e/secret",
+        "/config.yaml",
+        "//etc/passwd",
+        "/..%2f..%2fsecret",
+        "/plotly.js/../config.yaml",
+        "http://127.0.0.1/../secret",
+        "/data.json/",
+        "/report.html",
+    ],
+)
+def test_nothing_else_is_there(run: Path, path: str) -> None:
+    (run.parent / "secret").write_text("mine")
+    with serving(run) as server:
+        assert get(server, path) == (404, b"nothing here\n")
+
+
+def test_nothing_is_changed_and_no_other_name_is_answered(run: Path) -> None:
+    before = {file: file.read_bytes() for file in run.iterdir()}
+    with serving(run) as server:
+        assert get(server, "/data.json", host="evil.example:80")[0] == 403
+        assert get(server, "/", host="")[0] == 403
+        assert get(server, "/data.json", host=f"localhost:{server.port}")[0] == 200
+        for method in ("POST", "PUT", "DELETE"):
+            assert get(server, "/", method)[0] == 501
+    assert {file: file.read_bytes() for file in run.iterdir()} == before
+
+
+def test_run_that_goes_away_is_an_answer_and_no_end(run: Path) -> None:
+    with serving(run) as server:
+        (run / "config.yaml").rename(run / "moved")
+        assert get(server, "/data.json")[0] == 503
+        (run / "moved").rename(run / "config.yaml")
+        assert get(server, "/data.json")[0] == 200
+
+
+def test_port_in_use_is_one_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(run) as server, pytest.raises(SystemExit) as ended:
+        main(["ui", str(run), "--port", str(server.port)])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: port {server.port} of 127.0.0.1 cannot be used (Address already in use)")
+    assert error.count("\n") == 1
+
+
+@needs_browser
+def test_browser_draws_the_live_page_at_phone_width(run: Path, tmp_path: Path) -> None:
+    with serving(run) as server:
+        text = drawn(server.address, tmp_path / "profile", width=400)
+    assert 'data-drawn="yes"' in text, text[-3000:]
+    assert "CONSOLE" not in text
+    assert "<h2>Loss</h2>" in text
