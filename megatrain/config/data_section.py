@@ -94,7 +94,7 @@ _SOURCES = "a path, a mapping such as {path: a.jsonl, weight: 2}, or a list of t
 
 
 def _sources(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else (value,)
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _source(value: object) -> object:

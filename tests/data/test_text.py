@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.data.text import Document, read_texts
+from megatrain.data.example import Source, TextExample
+from megatrain.data.text import read_texts
 from megatrain.errors import DataError
 
 
@@ -19,6 +20,10 @@ def write_parquet(path: Path, columns: dict[str, Any]) -> None:
     from pyarrow import parquet
 
     parquet.write_table(pa.table(columns), path)
+
+
+def document(text: str, file: str, row: int) -> TextExample:
+    return TextExample(source=Source(file=file, row=row), text=text)
 
 
 def texts_of(path: Path, **options: str) -> list[str]:
@@ -44,12 +49,12 @@ def test_documents_come_in_order_with_their_places(tmp_path: Path) -> None:
     write_parquet(tmp_path / "d.parquet", {"text": ["", "z"], "n": [1, 2]})
     files = [str(tmp_path / name) for name in ("a.txt", "b.jsonl", "c.json", "d.parquet")]
     assert list(read_texts(files)) == [
-        Document(text="one\r\ntwo\n", file=files[0], row=1),
-        Document(text="x", file=files[1], row=1),
-        Document(text="y", file=files[1], row=4),
-        Document(text="p", file=files[2], row=1),
-        Document(text="q", file=files[2], row=2),
-        Document(text="z", file=files[3], row=2),
+        document("one\r\ntwo\n", files[0], 1),
+        document("x", files[1], 1),
+        document("y", files[1], 4),
+        document("p", files[2], 1),
+        document("q", files[2], 2),
+        document("z", files[3], 2),
     ]
 
 
@@ -96,9 +101,9 @@ def test_parquet_of_several_row_groups_and_string_types(tmp_path: Path) -> None:
         ("a.jsonl", b"", ["is empty"]),
         ("a.parquet", b"", ["is empty"]),
         ("a.txt", b" \n ", ["no text in the file"]),
-        ("a.jsonl", b"\n\n", ["no text in the file"]),
+        ("a.jsonl", b"\n\n", ["has no rows"]),
         ("a.jsonl", b'{"text": ""}\n', ["no text in the file"]),
-        ("a.json", b"[]", ["no text in the file"]),
+        ("a.json", b"[]", ["has no rows"]),
         ("a.txt", b"ab\ncd\xff\n", ["line 2: byte 5 is not valid UTF-8 (0xff"]),
         ("a.txt", "caf\u00e9".encode("utf-16"), ["line 1: byte 0 is not valid UTF-8 (0xff"]),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', ["line 2: byte 24 is not valid UTF-8 (0xe9"]),
@@ -116,7 +121,7 @@ def test_parquet_of_several_row_groups_and_string_types(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": ["a"]}\n', ['line 1: column "text" holds a list, not text']),
         ("a.jsonl", b'{"text": "\\ud800"}\n', ["line 1:", "surrogate"]),
         ("a.parquet", b"not parquet at all", ["not readable as parquet"]),
-        ("a.csv", b"text\na\n", [".txt, .jsonl, .json, .parquet"]),
+        ("a.xlsx", b"text\na\n", ["not read; data.path takes .txt, .jsonl, .json, .csv"]),
     ],
 )
 def test_bad_file_is_one_clear_sentence(tmp_path: Path, name: str, content: bytes, parts: list[str]) -> None:

@@ -16,8 +16,11 @@ _BATCH = 256
 def read_columnar(path: str, start: Start, *, builder: str) -> Iterator[Row]:
     """Read a file; `builder` is `parquet` or `arrow`."""
     import datasets
+    from pyarrow import parquet
 
     def load() -> Any:
+        if builder == "parquet" and parquet.read_metadata(path).num_rows == 0:
+            raise DataError(f"{path} has no rows; remove it from data.path")
         return datasets.load_dataset(builder, data_files=[path], split="train", streaming=True)
 
     yield from _rows(load, start, f"{path}: not readable as {builder}")

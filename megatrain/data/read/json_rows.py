@@ -106,10 +106,7 @@ class _Text:
         self._json = json.JSONDecoder()
 
     def _more(self) -> bool:
-        """Forget what has been passed, and read on; False: nothing is left."""
-        passed = self._buffer[: self.position]
-        self._line, self._column = self._place(self.position)
-        self._buffer, self.position = self._buffer[len(passed) :], 0
+        """Read on, and forget what has been passed; False, and nothing changes, if nothing is left."""
         while not self._is_at_end:
             raw = self._file.read(max(_CHUNK, len(self._buffer)))
             self._is_at_end = not raw
@@ -121,8 +118,9 @@ class _Text:
                     f"{self._path}, line {line}: not valid UTF-8 (0x{error.object[error.start]:02x}, "
                     f"{error.reason}); convert the file to UTF-8"
                 ) from error
-            self._buffer += new
             if new:
+                self._line, self._column = self._place(self.position)
+                self._buffer, self.position = self._buffer[self.position :] + new, 0
                 return True
         return False
 
