@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from megatrain.errors import DataError
+from megatrain.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +50,26 @@ def count_targets(batch: Mapping[str, Any]) -> int:
             "a micro-batch has no 'labels'; pass labels of the shape of input_ids, -100 where not trained"
         )
     return int(count)
+
+
+def read_micro_batches(
+    micro_batches: Sequence[Mapping[str, Any]],
+) -> tuple[list[Mapping[str, Any]], list[int]]:
+    """Return a step's micro-batches as a list, and the tokens to train on in each.
+
+    Raises:
+        ConfigError: There is none, or one that is not in a list.
+        DataError: No labels, or not one token to train on.
+    """
+    if isinstance(micro_batches, Mapping):
+        raise ConfigError("forward_backward takes a list of micro-batches; put the one batch into a list")
+    batches = list(micro_batches)
+    if not batches:
+        raise ConfigError("forward_backward got no micro-batch; pass a list of at least one")
+    counts = [count_targets(batch) for batch in batches]
+    if sum(counts) == 0:
+        raise DataError("the step has no token to train on: every label is -100; check the data's labels")
+    return batches, counts
 
 
 def targets_of(batch: Mapping[str, Any]) -> Tensor | None:
@@ -115,6 +135,8 @@ class Head:
         self._takes_total = "num_items_in_batch" in inspect.signature(self._original).parameters
         self.share: Share | None = None
         """The running micro-batch's; put away and back where micro-batches run in turns."""
+        self.only_loss = False
+        """Who calls the model takes nothing of its output but the loss."""
         self._adds_up: bool | None = None
         self.chunked_tokens = 0
         """Tokens that passed the head in chunks so far, and pass it again in the backward."""
@@ -136,6 +158,15 @@ class Head:
             yield
         finally:
             self.share = None
+
+    def is_own(self, forward: Callable[..., Any]) -> bool:
+        """Whether a forward is the model's own, and so is that of the model inside, if an adapter wraps it.
+
+        Others, such as the one that TRL puts on a model, have a loss of their own, and divide it themselves.
+        """
+        if getattr(forward, "__func__", None) is not type(self._model).forward:
+            return False
+        return self._owner is self._model or "forward" not in self._owner.__dict__
 
     def in_chunks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return a call's arguments by name if its batch is to pass the head in chunks; None: as a whole."""
@@ -173,7 +204,9 @@ class Head:
         labels = named.get("labels")
         if labels is None or not torch.is_grad_enabled() or not self._takes_total or self._adds_up is False:
             return False
-        if self.share is None and not self._is_explicit:  # a caller of model(...) may want the logits
+        if self.share is None and not (
+            self.only_loss or self._is_explicit
+        ):  # a caller of model(...) may want the logits
             return False
         return bool(labels.numel() > self.chunk_tokens) and self._decoder() is not None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -228,11 +228,19 @@ def host_planes(
     )
 
 
-def room_for_activations(host: HostState, planes: Mapping[str, int]) -> int:
-    """Return the host bytes that saved activations may take: most of what the state, `planes`, will leave."""
+def room_for_activations(binding: Binding, choice: Choice) -> int:
+    """Return the host bytes that saved activations may take: most of what the state will leave."""
+    host = binding.host
     if isinstance(host, TieredState):
         to_come = sum(host.on_drives.placement.ram_bytes.values()) - host.host_bytes
         return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))
+    planes = host_planes(
+        host.layouts,
+        host.precision,
+        places_of(choice, binding.blocks, host.layouts),
+        accumulates=True,
+        moments=binding.moments,
+    )
     to_come = sum(planes.values()) - planes["working"] - planes["remainder"]
     return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))
 

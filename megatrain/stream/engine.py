@@ -6,6 +6,7 @@ come in here is `ModelForward`'s; what can be changed between two steps is in an
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,17 +17,16 @@ import torch
 from torch import Tensor
 
 from megatrain.config.choice import Choice, Updates, read_member
-from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.moments import MomentFormat
-from megatrain.model.head import count_targets
+from megatrain.model.head import Share, read_micro_batches
 from megatrain.store.state import HostState
 from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import as_placed, changed, check_change, check_choice
-from megatrain.stream.bind import host_planes, room_for_activations
+from megatrain.stream.bind import room_for_activations
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Home
-from megatrain.stream.failures import explained
-from megatrain.stream.forward.arrangement import Arrangement, places_of
+from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import Binding
 from megatrain.stream.forward.attention import chosen_kernels
 from megatrain.stream.forward.compiled import Compiler
@@ -35,6 +35,7 @@ from megatrain.stream.lanes import Lanes
 from megatrain.stream.meter import StepMeter
 from megatrain.stream.optimizer import StepHooks, StreamedAdamW, check_moments, check_updates
 from megatrain.stream.report import StepReport
+from megatrain.stream.steps import Steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,16 +62,9 @@ class Engine:
         self.host: HostState = binding.host
         self.lanes = lanes
         self._tiered = self.host if isinstance(self.host, TieredState) else None
-        planes = host_planes(
-            self.host.layouts,
-            self.host.precision,
-            places_of(choice, binding.blocks, self.host.layouts),
-            accumulates=True,
-            moments=binding.moments,
-        )
+        room = room_for_activations(binding, choice)
         if self._tiered is not None:
             choice = as_placed(choice, self._tiered.on_drives.placement, len(binding.blocks))
-        room = room_for_activations(self.host, planes)
         self.arrangement = Arrangement(model, binding, lanes, choice, activation_bytes=room)
         """The parts that stream the model."""
         self.counts = self.arrangement.counts
@@ -87,6 +81,7 @@ class Engine:
             head_chunk_tokens=choice.head_chunk_tokens,
             micro_batch_size=micro_batch_size,
         )
+        self._steps = Steps(model, self._model_forward, self.arrangement, self.meter)
         self._optimizer: StreamedAdamW | None = None
         self._model_forward.override(self.compiler, self.sync, StreamedAdamW)
         self._settings.enter_context(chosen_kernels(model, lanes.device, repeats=deterministic))
@@ -159,28 +154,41 @@ class Engine:
             ConfigError: No micro-batch, or not one seed per micro-batch.
         """
         self.require_attached()
-        if isinstance(micro_batches, Mapping):
-            raise ConfigError("forward_backward takes a list of micro-batches; put the one batch into a list")
-        batches = list(micro_batches)
-        if not batches:
-            raise ConfigError("forward_backward got no micro-batch; pass a list of at least one")
-        if seeds is not None and len(seeds) != len(batches):
-            raise ConfigError(f"forward_backward got {len(seeds)} seeds for {len(batches)} micro-batches")
-        counts = [count_targets(batch) for batch in batches]
-        if sum(counts) == 0:
-            raise DataError("the step has no token to train on: every label is -100; check the data's labels")
-        if seeds is None and self.choice.lockstep > 1 and len(batches) > 1:
-            seeds = torch.randint(2**62, (len(batches),)).tolist()
-        self.zero_grad()
-        self.meter.begin(sum(counts))
-        try:
-            return self._model_forward.run_step(batches, counts, seeds)
-        except BaseException as error:
-            self._drop(error)
-            instead = explained(error, self.model, self.lanes.device)
-            if instead is not None:
-                raise instead from error
-            raise
+        batches, counts = read_micro_batches(micro_batches)
+        parts = zip(batches, (Share(sum(counts), count) for count in counts), strict=True)
+        losses = [self._model_forward.loss_of(batch, share) for batch, share in parts]
+        return functools.reduce(torch.add, self._steps.run(losses, seeds, sum(counts)))
+
+    def run_losses(
+        self,
+        losses: Sequence[Callable[[], Tensor]],
+        *,
+        seeds: Sequence[int] | None = None,
+        only_loss: bool = False,
+    ) -> list[Tensor]:
+        """Run a step as `forward_backward` does, for any loss: DPO's, label smoothing, one of yours.
+
+        Nothing is scaled: gradients add up, so each loss is divided already by what the step averages over.
+
+        Args:
+            losses: One per micro-batch. It calls the model, once or several times, with gradients or without,
+                and returns a 0-dim tensor. Those of a round take turns at every layer.
+            seeds: As in `forward_backward`.
+            only_loss: They use the model's own `loss` and no logits: its head may run in chunks of tokens.
+
+        Returns:
+            The losses, detached, in order.
+
+        Raises:
+            ConfigError: No loss, or not one seed per loss.
+        """
+        self.require_attached()
+        return self._steps.run(losses, seeds, None, only_loss=only_loss)
+
+    def adopt_forward(self) -> None:
+        """Let calls come in through the forward that was put on the model after `attach`, as TRL does."""
+        self.require_attached()
+        self._model_forward.adopt_forward()
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, gradient) lazily: fp32 host tensors, valid until `opt.step()`.
@@ -249,7 +257,7 @@ class Engine:
         self.arrangement.choice = choice
         self.executor.spec = replace(self.executor.spec, updates=updates)
         check, stepped = self._check_step, self.meter.stepped
-        hooks = StepHooks(check=check, stepped=stepped, drop=self.zero_grad, fail=self._drop)
+        hooks = StepHooks(check=check, stepped=stepped, drop=self.zero_grad, fail=self._steps.drop)
         self._optimizer = StreamedAdamW(
             self.executor,
             dict(self.model.named_parameters()),
@@ -281,14 +289,7 @@ class Engine:
         Raises:
             ConfigError: With updates=immediate, they are used up already.
         """
-        if self.arrangement.gradients.blocks:
-            self.meter.drop()
-        self.arrangement.rounds.drop_gradients()
-
-    def _drop(self, error: BaseException) -> None:
-        """Drop a step that an error has ended; a loss of the state if it was changed before."""
-        self.arrangement.rounds.drop(error)
-        self.meter.drop()
+        self._steps.zero_grad()
 
     def sync(self) -> None:
         """Wait for every update, and make the parameters whole: call it before any read of weights.

@@ -88,6 +88,10 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._max_grad_norm = max_grad_norm
         check_updates(executor.spec.updates, max_grad_norm)
         self._has_stepped = False
+        self.last_stats: StepStats | None = None
+        """Of the newest step."""
+        self.moments_are_kept_beside = False
+        """A trainer of `megatrain.hf` saves the moments itself, and `state_dict` returns everything else."""
         self.num_skipped = 0
         """Steps that changed nothing, because their norm was not finite."""
         managed = {entry.name: entry for state in executor.host.blocks for entry in state.layout.trained}
@@ -167,6 +171,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             self._hooks.fail(error)
             raise
         self._hooks.stepped()
+        self.last_stats = stats
         return stats
 
     def _issue_step(self, executor: Executor) -> StepStats:
@@ -187,22 +192,42 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._hooks.drop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state before the first step; after it, refuse: the moments are in the host planes.
+        """Return the state without the moments, which are in the host planes, for who keeps them beside.
 
-        A dictionary without the moments would lose them. Before a step there are none, and accelerate, and
-        with it Trainer, asks for the state of an optimizer that it is given.
+        To others a dictionary without the moments would lose them. Before a step there are none, and
+        accelerate, and with it Trainer, asks for the state of an optimizer that it is given.
 
         Raises:
-            ConfigError: A step was made.
+            ConfigError: A step was made, and nobody keeps the moments.
             TornStateError: An update has failed before.
         """
         self._executor.wholeness.check()
-        if not any(self.steps.values()) and not self._has_stepped:
-            return super().state_dict()
-        raise ConfigError(
-            "the optimizer's state lives in the engine's host memory; `megatrain train` saves it in its "
-            "checkpoints"
-        )
+        if self._has_stepped and not self.moments_are_kept_beside:
+            raise ConfigError(
+                "the optimizer's state lives in the engine's host memory; `megatrain train` and the trainers "
+                "of megatrain.hf save it in their checkpoints"
+            )
+        return super().state_dict() | {"steps": dict(self.steps), "num_skipped": self.num_skipped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` has returned."""
+        super().load_state_dict(state_dict)
+        self.steps = {name: int(state_dict["steps"][name]) for name in self.steps}
+        self.num_skipped = int(state_dict["num_skipped"])
+        self._has_stepped = any(self.steps.values())
+
+    def train(self) -> None:
+        """Refuse to be stepped by transformers' own Trainer, which calls this before its first forward.
+
+        Raises:
+            ConfigError: It would log a norm of 0, as gradients are in the engine, and save no moments.
+        """
+        if not self.moments_are_kept_beside:
+            raise ConfigError(
+                "transformers' Trainer, and TRL's, cannot read the norm of a streamed step or save its state; "
+                "replace Trainer(...) by megatrain.hf.StreamingTrainer(...), SFTTrainer(...) by "
+                "StreamingSFTTrainer(...), DPOTrainer(...) by StreamingDPOTrainer(...), arguments as they are"
+            )
 
     def _settle_norm(self, stats: StepStats, gradients: Gradients, blocks: Sequence[int]) -> None:
         try:

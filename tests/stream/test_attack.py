@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from transformers import (
     OPTConfig,
     PretrainedConfig,
     PreTrainedModel,
-    Trainer,
-    TrainingArguments,
 )
 
 from megatrain.errors import ModelError
@@ -173,30 +170,6 @@ def test_forwards_without_backward_leave_nothing_on_the_host(settings: dict[str,
         model(**make_batches(1, seed=step)[0])
         held.add((engine.arrangement.offloaded.host_bytes, len(engine.arrangement.offloaded._visits)))
     assert len(held) == 1
-
-
-def test_trainer_takes_the_optimizer(tmp_path: Path) -> None:
-    model = make_model(FAMILIES["llama"]())
-    engine = attach_plainly(model, micro_batch_size=1)
-    optimizer = engine.adamw(lr=1e-2)
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, VOCAB_SIZE, (12, 16))]
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(
-            str(tmp_path),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_steps=3,
-            use_cpu=True,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        ),
-        train_dataset=rows,
-        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
-    )
-    trainer.train()
-    assert set(optimizer.steps.values()) == {3}
 
 
 def test_rows_of_a_split_batch_draw_their_own_dropout() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatrain.errors import ModelError
+from megatrain.errors import ConfigError, ModelError
 from megatrain.model.head import Head, Share, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.stream.forward.arrangement import Arrangement
@@ -26,7 +27,7 @@ from megatrain.stream.forward.layer_visit import LayerVisit
 from megatrain.stream.forward.lockstep import Lockstep
 from megatrain.stream.forward.micro_batches import MicroBatchSize, join_outputs, split_batch
 from megatrain.stream.forward.overrides import Overrides
-from megatrain.stream.forward.passes import Pass, move_buffers, to_device
+from megatrain.stream.forward.passes import OuterVisit, Pass, let_reads_stream, move_buffers, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +41,21 @@ class PassWatcher(Protocol):
 
     def pause(self) -> None:
         """Take note of a pass without gradients."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A call of a step's round: its place in the round, and how often it has passed the model."""
+
+    place: int
+    num_passes: int = 0
+
+    def number(self, num_together: int) -> int:
+        """Return what names the coming pass within the round; one without gradients has no other's name."""
+        if not torch.is_grad_enabled():
+            return -1 - self.place
+        self.num_passes += 1
+        return self.place + (self.num_passes - 1) * num_together
 
 
 class ModelForward:
@@ -72,6 +88,9 @@ class ModelForward:
         self._pass: Pass | None = None
         self._part_of: Pass | None = None
         """Whose head runs a chunk."""
+        self._turn: _Turn | None = None
+        """Of a step: the call that is running; None: the model was called by somebody else."""
+        self._is_removed = False
         self._head = Head(model, head_chunk_tokens, self._stream_again)
         self.lockstep = Lockstep(self, self._device)
         self._overrides = Overrides(model)
@@ -103,10 +122,33 @@ class ModelForward:
         for block in self._arrangement.outer:
             if block.block.caller is not None:
                 self._override_outer(block, block.block.caller)
-        self._overrides.refuse_moves()
+                if block.block.is_head:
+                    self._overrides.on_removal(let_reads_stream(block, self._visit_of_read))
+        self._overrides.refuse_moves(self._device)
         blocks = self._arrangement.binding.blocks
         parameters = {name: tensor for block in blocks for name, tensor in block.parameters.items()}
         self._overrides.refuse_optimizers(parameters, optimizer)
+
+    def adopt_forward(self) -> None:
+        """Let calls come in through the forward that the model has now, put on it after `override`.
+
+        Raises:
+            ConfigError: Large batches are to be split, and nobody knows how its results are joined.
+        """
+        if self._overrides.is_own_forward():
+            return
+        if self._micro_batch_size is not None:
+            raise ConfigError(
+                f"micro_batch_size is {self._micro_batch_size}, but the model's forward was replaced by one "
+                "whose results cannot be joined; attach without it, and pass smaller batches"
+            )
+        self._overrides.replace(self._model, partial(self._enter, self._model.forward, True))
+
+    def _visit_of_read(self, block: AttachedBlock) -> OuterVisit | None:
+        """Return the visit in which a read of the head's weights streams them; None: they are there."""
+        if self._pass is None or block in self._arrangement.resident_outer:
+            return None
+        return self._pass.visit_outer(block)
 
     def _override_outer(self, block: AttachedBlock, module: nn.Module) -> None:
         inner = module.forward
@@ -122,6 +164,7 @@ class ModelForward:
 
     def remove(self) -> None:
         """Give the model its own forwards back, and its buffers."""
+        self._is_removed = True  # who replaced the model's forward goes on calling the one that was there
         self._overrides.remove()
         move_buffers(self._model, torch.device("cpu"))
         self._head.remove()
@@ -157,65 +200,80 @@ class ModelForward:
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def run_step(
-        self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int], seeds: Sequence[int] | None
-    ) -> Tensor:
-        """Run a step's micro-batches forward and backward, round by round.
+    def loss_of(self, batch: Mapping[str, Any], share: Share) -> Callable[[], Tensor]:
+        """Return what runs one micro-batch, and returns its part of the step's loss.
 
         Args:
-            batches: Keyword arguments of the model's forward.
-            counts: Tokens to train on in each.
+            batch: Keyword arguments of the model's forward.
+            share: Its share of the tokens over which the step's loss is averaged.
+        """
+
+        def loss() -> Tensor:
+            with self._head.over(share):
+                part: Tensor = share.scaled(self._model(**{**batch, "return_dict": True}).loss)
+            return part
+
+        return loss
+
+    def run_step(
+        self, losses: Sequence[Callable[[], Tensor]], seeds: Sequence[int] | None, *, only_loss: bool = False
+    ) -> list[Tensor]:
+        """Run a step's calls and their backward, round by round.
+
+        Args:
+            losses: Each runs the model on a micro-batch and returns a 0-dim loss; nothing is scaled here.
             seeds: One of torch's generators for each; None: the generators go on.
+            only_loss: They use the loss that the model returns and nothing else, so that its head may run in
+                chunks.
 
         Returns:
-            0-dim detached tensor: the loss, averaged over all trained tokens.
+            The losses, detached, in order.
         """
         self._arrangement.binding.check()
         rounds, together = self._arrangement.rounds, self._arrangement.choice.lockstep
         numbers_of_rounds = [
-            range(len(batches))[first : first + together] for first in range(0, len(batches), together)
+            range(len(losses))[first : first + together] for first in range(0, len(losses), together)
         ]
         rounds.foresee_step([len(numbers) for numbers in numbers_of_rounds])
-        total = torch.zeros((), device=self._device)
-        for numbers in numbers_of_rounds:
-            rounds.num_together = len(numbers)
-            calls = [
-                partial(
-                    self._forward,
-                    place,
-                    batches[n],
-                    Share(sum(counts), counts[n]),
-                    seeds[n] if seeds is not None else None,
-                )
-                for place, n in enumerate(numbers)
-            ]
-            losses = [calls[0]()] if len(calls) == 1 else self.lockstep.run(calls)
-            torch.autograd.backward(losses)
-            for loss in losses:
-                total = loss.detach() if numbers[0] == 0 and loss is losses[0] else total + loss.detach()
-        return total
+        found: list[Tensor] = []
+        self._head.only_loss = only_loss
+        try:
+            for numbers in numbers_of_rounds:
+                rounds.num_together = len(numbers)
+                calls = [
+                    partial(self._take_turn, place, losses[n], seeds[n] if seeds is not None else None)
+                    for place, n in enumerate(numbers)
+                ]
+                parts = [calls[0]()] if len(calls) == 1 else self.lockstep.run(calls)
+                torch.autograd.backward(parts)
+                found += [part.detach() for part in parts]
+        finally:
+            self._head.only_loss = rounds.in_step = False
+        return found
 
-    def _forward(self, place: int, batch: Mapping[str, Any], share: Share, seed: int | None) -> Tensor:
-        """Run one micro-batch, the `place`-th of its round, and return its part of the step's loss."""
+    def _take_turn(self, place: int, loss: Callable[[], Tensor], seed: int | None) -> Tensor:
+        """Run the `place`-th call of a round."""
         if seed is not None:
             torch.manual_seed(seed)
-        self._arrangement.rounds.micro_batch = place
-        with torch.enable_grad(), self._head.over(share):
-            loss: Tensor = share.scaled(self._model(**{**batch, "return_dict": True}).loss)
-        return loss
+        self._turn = _Turn(place)
+        try:
+            with torch.enable_grad():
+                return loss()
+        finally:
+            self._turn = None
 
-    def put_away(self) -> tuple[Pass | None, Share | None]:
+    def put_away(self) -> tuple[Pass | None, Share | None, _Turn | None]:
         """Take out what belongs to the running micro-batch: others run until `put_back`."""
-        kept = self._pass, self._head.share
+        kept = self._pass, self._head.share, self._turn
         if self._pass is not None:
             self._pass.restore()
-        self._pass = self._head.share = None
+        self._pass = self._head.share = self._turn = None
         return kept
 
     def put_back(self, kept: object) -> None:
         """Put in place what `put_away` returned."""
         assert isinstance(kept, tuple)
-        self._pass, self._head.share = kept
+        self._pass, self._head.share, self._turn = kept
         if self._pass is not None:
             self._pass.put()
 
@@ -223,9 +281,13 @@ class ModelForward:
 
     def _enter(self, inner: Callable[..., Any], is_causal_lm: bool, /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward of the model, or of its decoder alone, with its resident weights in place."""
+        if self._is_removed:
+            return inner(*args, **kwargs)
         if self._pass is not None:
+            if is_causal_lm:  # of a forward that has taken its place, and in which the pass has begun
+                return self._compute(inner, args, kwargs)
             output = inner(*args, **kwargs)
-            if self._arrangement.choice.outer_streams and not is_causal_lm:
+            if self._arrangement.choice.outer_streams:
                 self.lockstep.give_way(len(self._arrangement.layers))  # all have the head's weights together
             return output
         rounds, executor = self._arrangement.rounds, self._arrangement.executor
@@ -246,18 +308,19 @@ class ModelForward:
                 self._overrides.require_own_forward()
             self._watcher.forward(named, batch)
             rounds.begin_pass()
-        else:
+        elif self._turn is None:
             self._watcher.pause()
             rounds.foresee_evaluation()
+        if self._turn is not None:
+            rounds.micro_batch = self._turn.number(rounds.num_together)
         work, place = self._arrangement.work, rounds.micro_batch
         if batch is not None:
             work.begin_pass(place, batch.row_tokens, batch.positions)
         executor.begin_pass()
-        chunked = self._head.in_chunks(args, kwargs) if is_causal_lm else None
         self._pass = current = Pass(self._arrangement)
         try:
             with current:
-                output = inner(*args, **kwargs) if chunked is None else self._head.call(inner, chunked)
+                output = self._compute(inner, args, kwargs) if is_causal_lm else inner(*args, **kwargs)
             if is_causal_lm:
                 self._arrangement.counts.chunked_tokens = self._head.chunked_tokens
                 work.head_forward(place, self._head.chunked_tokens)
@@ -267,10 +330,15 @@ class ModelForward:
             self._pass = None
             executor.end_pass()
 
+    def _compute(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a CausalLM's forward, its head in chunks if it is the model's own and they are wanted."""
+        chunked = self._head.in_chunks(args, kwargs) if self._head.is_own(inner) else None
+        return inner(*args, **kwargs) if chunked is None else self._head.call(inner, chunked)
+
     @property
     def _is_whole(self) -> bool:
         """Whether a batch that comes in now is no micro-batch of the engine's own."""
-        return self._head.share is None and not self.lockstep.is_running
+        return self._turn is None and not self.lockstep.is_running
 
     def _watch_backward(self, output: Any, passes_head: Callable[[], object]) -> None:
         """Let the time that the head's backward takes count as compute's: no visit ends before it."""

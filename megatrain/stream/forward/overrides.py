@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 _USE_OURS = (
-    "use the engine's own optimizer: engine.adamw(...) in a loop of yours, "
-    "transformers.Trainer(..., optimizers=(engine.adamw(...), None)), or `megatrain train`"
+    "use megatrain.hf.StreamingTrainer in place of Trainer, StreamingSFTTrainer in place of SFTTrainer and "
+    "StreamingDPOTrainer in place of DPOTrainer; in a loop of yours, train with engine.adamw(...)"
 )
 
 
@@ -64,6 +64,11 @@ def _storage(tensor: Tensor) -> int:
         return 0
 
 
+def _is_at(device: torch.device, *places: torch.device) -> bool:
+    """Whether a device is one of some, of which one without a number is any of its kind."""
+    return any(device.type == at.type and at.index in (None, device.index) for at in places)
+
+
 class Overrides:
     """The attributes and hooks that take the place of those of a model's classes."""
 
@@ -71,24 +76,31 @@ class Overrides:
         """Override nothing yet."""
         self._model = model
         self._forward: Callable[..., Any] | None = None
-        self._modules: list[nn.Module] = []
+        self._before: dict[nn.Module, Callable[..., Any] | None] = {}
+        """By module, the forward that its instance had, if it had one."""
+        self._undo: list[Callable[[], object]] = []
         self._hooks: list[RemovableHandle] = []
         self._foreign: ForeignOptimizers | None = None
 
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Let `forward` run in place of the module's own."""
+        """Let `forward` run in place of the one that the module has now, which comes back in the end."""
+        self._before[module] = module.__dict__.get("forward")
         if module is self._model:
             self._forward = forward
         forward.__wrapped__ = module.forward  # type: ignore[attr-defined]  # inspect.signature sees the model's own
         module.__dict__["forward"] = forward
-        self._modules.append(module)
+
+    def on_removal(self, undo: Callable[[], object]) -> None:
+        """Call `undo` when the overrides are removed."""
+        self._undo.append(undo)
 
     def before_state_dict(self, module: nn.Module, function: Callable[[], None]) -> None:
         """Call `function` before the module's state is read."""
         self._hooks.append(module.register_state_dict_pre_hook(lambda *_: function()))
 
-    def refuse_moves(self) -> None:
-        """Refuse to move, cast or copy the model."""
+    def refuse_moves(self, device: torch.device) -> None:
+        """Refuse to cast or copy the model, or to move it to another device than this, where it computes."""
+        self._device = device
         self._model.__dict__["_apply"] = self._refuse_apply
         self._model.__dict__["__deepcopy__"] = self._refuse_copy
 
@@ -102,24 +114,34 @@ class Overrides:
         Raises:
             ModelError: What calls it would compute the loss from weights that the engine does not update.
         """
+        if not self.is_own_forward():
+            raise ModelError(
+                "the model's forward was replaced after megatrain.attach by one that computes the loss past "
+                f"the engine; the trainers of TRL do that: {_USE_OURS}; if the forward is yours, call "
+                "engine.adopt_forward()"
+            )
+
+    def is_own_forward(self) -> bool:
+        """Whether the model's forward is the one that `replace` put there, or leads to it."""
         found: Any = self._model.forward
         while found is not None:  # wrappers, such as accelerate's for mixed precision, lead to ours
             if getattr(found, "__func__", found) is self._forward:
-                return
+                return True
             found = getattr(found, "__wrapped__", None)
-        raise ModelError(
-            "the model's forward was replaced after megatrain.attach by one that computes the loss past the "
-            "engine; the trainers of TRL do that, SFTTrainer too, so they cannot train an attached model: "
-            f"{_USE_OURS}"
-        )
+        return False
 
     def remove(self) -> None:
         """Let the classes' own attributes be seen again."""
         if self._foreign is not None:
             self._foreign.remove()
-        for module in self._modules:
+        for module, forward in self._before.items():
             module.__dict__.pop("forward", None)
-        self._modules.clear()
+            if forward is not None:
+                module.__dict__["forward"] = forward
+        self._before.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -129,7 +151,8 @@ class Overrides:
     def _refuse_apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         probe = torch.zeros(1, dtype=next(self._model.parameters()).dtype)
         moved = function(probe)
-        if moved.device != probe.device or moved.dtype != probe.dtype:
+        # Trainer and accelerate move every model to where they compute: that is where this one computes
+        if not _is_at(moved.device, probe.device, self._device) or moved.dtype != probe.dtype:
             raise ModelError(
                 "the model is attached to an engine, which owns its device and dtype; "
                 "call engine.detach() before .to(), .cuda() or .half()"

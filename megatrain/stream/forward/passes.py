@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+from contextlib import ExitStack, nullcontext
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,8 @@ class Pass:
         self._parameters: list[Any] | None = None
         self._arrangement = arrangement
         self._head_visit: OuterVisit | None = None
+        self.until_end = ExitStack()
+        """What lasts until the forward has ended."""
 
     def visit_outer(self, block: AttachedBlock) -> OuterVisit:
         """Return the micro-batch's visit of an outer block that streams: one for all chunks of a head."""
@@ -53,7 +55,12 @@ class Pass:
             return self._head_visit
         arrangement = self._arrangement
         visit = OuterVisit(
-            block, arrangement.executor, arrangement.slots, self.micro_batch, self.begin_backward
+            block,
+            arrangement.executor,
+            arrangement.slots,
+            self.micro_batch,
+            self.begin_backward,
+            self.until_end,
         )
         self._head_visit = visit if block.block.is_head else None
         return visit
@@ -88,6 +95,7 @@ class Pass:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.until_end.close()
         self.restore()
 
     def _stream_block(self, block: AttachedBlock, arrangement: Arrangement) -> list[Tensor]:
@@ -116,8 +124,18 @@ class OuterVisit(BlockVisit):
         slots: Slots,
         micro_batch: int,
         begin_backward: Callable[[], None],
+        until_end: ExitStack,
     ) -> None:
-        """Prepare the visit of `block` by a micro-batch, by its number within the round."""
+        """Prepare the visit of `block` by a micro-batch, by its number within the round.
+
+        Args:
+            block: The embedding, or the head.
+            executor: Opens and closes visits.
+            slots: Where the block's weights are then.
+            micro_batch: Number within the round.
+            begin_backward: Called when autograd reaches the block.
+            until_end: Is closed when the pass's forward has ended.
+        """
         super().__init__(block.index, micro_batch, self)
         self._attached = block
         self._executor = executor
@@ -125,6 +143,8 @@ class OuterVisit(BlockVisit):
         self._begin_backward = begin_backward
         self._trained = block.trained_now()
         self._is_head = block.block.is_head
+        self._until_end = until_end
+        self._read: dict[str, Tensor] | None = None
 
     def run(
         self,
@@ -142,19 +162,41 @@ class OuterVisit(BlockVisit):
             kwargs: Of the call.
             in_chunk: It runs again in the backward, so that autograd keeps nothing of it until then.
         """
-        if torch._C._current_graph_task_id() != -1:
-            self._open_backward(is_again=True)
-        elif self._executor.open_visit is not self:
-            self._executor.open(self, is_backward=False, is_again=False)
-        aliases = self._slots.aliases(self.block, self.operation.slot)
-        weights = stream_weights(aliases, self._trained, self._collect)
-        places, found = self._attached.fill(weights, {})
+        places, found = self._weights()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with swapped(places, found), nullcontext() if in_chunk else hooks:
             result = inner(*args, **kwargs)
         if not self._is_head:
             self._executor.close()
         return result
+
+    def read(self) -> Mapping[str, Tensor]:
+        """Return the head's weights, for somebody who computes with them in place of the module.
+
+        What autograd saves of them until the end of the forward is their place in the block.
+
+        Raises:
+            ModelError: In a recomputation, which nobody closes.
+        """
+        if self._read is None:
+            if torch._C._current_graph_task_id() != -1:
+                raise ModelError(
+                    f"the weights of {self._attached.block.name} are read in a recomputation of the head, "
+                    "which streams; call the module, or attach with outer_streams=False"
+                )
+            places, found = self._weights()
+            self._read = {leaf: tensor for (_, leaf), tensor in zip(places, found, strict=True)}
+            self._until_end.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+        return self._read
+
+    def _weights(self) -> tuple[Sequence[Place], Sequence[Tensor]]:
+        """Open the visit, and return the places of its parameters with the tensors in the slot."""
+        if torch._C._current_graph_task_id() != -1:
+            self._open_backward(is_again=True)
+        elif self._executor.open_visit is not self:
+            self._executor.open(self, is_backward=False, is_again=False)
+        aliases = self._slots.aliases(self.block, self.operation.slot)
+        return self._attached.fill(stream_weights(aliases, self._trained, self._collect), {})
 
     def _open_backward(self, *, is_again: bool = False) -> None:
         executor = self._executor
@@ -181,6 +223,54 @@ class OuterVisit(BlockVisit):
         self._open_backward()
         assert self.place is not None
         return saved.found(self.place)
+
+
+VisitOf: TypeAlias = Callable[[AttachedBlock], "OuterVisit | None"]
+
+
+class _Parameters(dict[str, Any]):
+    """A module's parameters, of which those that a pass streams are found where they are then.
+
+    A loss that multiplies by `lm_head.weight` itself, such as TRL's, never calls the module: its dictionary
+    of parameters notices the read.
+    """
+
+    def __init__(self, held: dict[str, Any], block: AttachedBlock, visit_of: VisitOf) -> None:
+        """Stand for `held`, the module's own dictionary."""
+        super().__init__(held)
+        self._held = held
+        self._block = block
+        self._visit_of = visit_of
+
+    def __getitem__(self, leaf: str) -> Any:
+        """Return a parameter, or the streamed tensor that takes its place now."""
+        own, now = super().__getitem__(leaf), self._held[leaf]
+        if now is not own or own is None:  # the module's own forward is running
+            return now
+        visit = self._visit_of(self._block)
+        return own if visit is None else visit.read()[leaf]
+
+    def __setitem__(self, leaf: str, value: Any) -> None:
+        super().__setitem__(leaf, value)
+        self._held[leaf] = value
+
+
+def let_reads_stream(block: AttachedBlock, visit_of: VisitOf) -> Callable[[], object]:
+    """Let reads of a head's weights stream, and return what undoes it.
+
+    Args:
+        block: The head.
+        visit_of: Returns its visit in the running pass; None: it does not stream now.
+    """
+    module = block.block.caller
+    assert module is not None
+    held = module._parameters
+    module.__dict__["_parameters"] = _Parameters(held, block, visit_of)
+
+    def undo() -> None:
+        module.__dict__["_parameters"] = held
+
+    return undo
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -1,7 +1,8 @@
 """What passes of the model are expected: rounds of a step, their visits, and the passes since a backward.
 
 A round's visits are what its layers and their policies say (`round_visits`), until a round was seen to go
-another way; then the next one of as many micro-batches is expected to go as that one did.
+another way; then the next one of as many micro-batches is expected to go as that one did. So a loss that runs
+the model more than once, such as one with a reference pass, is foreseen from its second round on.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Rounds:
         """The visits of whole steps, by the micro-batches of their rounds."""
         self._passes_foreseen = 0
         self._passes_since_backward = 0
+        self.in_step = False
+        """A step was foreseen whose calls are going on: whatever passes in them belongs to its rounds."""
         self._adds_up = False
         self._in_backward = False
 
@@ -99,7 +102,7 @@ class Rounds:
                 for visit in self.visits(size, loads=number > 0, completes=number == len(sizes) - 1)
             ]
         self._executor.foresee(visits)
-        self._passes_foreseen, self.num_together = sum(sizes), sizes[0]
+        self.num_together, self.in_step = sizes[0], True
 
     def foresee_round(self, num_micro_batches: int) -> None:
         """Foresee a round that the caller begins: whether others follow is not known.
@@ -124,7 +127,9 @@ class Rounds:
         self._passes_foreseen = self.num_together = num_micro_batches
 
     def foresee_evaluation(self) -> None:
-        """Foresee one pass through all layers without a backward."""
+        """Foresee one pass through all layers without a backward, unless it is a part of a step's round."""
+        if self.in_step:
+            return
         ends = self._executor.spec.ends
         inner = [block for plan in self.plans for block in plan.blocks]
         self._executor.foresee([Visit(block) for block in (*ends.embeddings, *inner, *ends.heads)])
@@ -133,6 +138,8 @@ class Rounds:
     def begin_pass(self) -> None:
         """Count a pass with gradients; one that nobody has announced is a round of its own."""
         self._passes_since_backward += 1
+        if self.in_step:
+            return
         if not self._passes_foreseen:
             self.micro_batch = self._passes_since_backward - 1
             self.foresee_round(1)
@@ -170,7 +177,7 @@ class Rounds:
 
         That is a loss of the whole state if the step has changed some of it.
         """
-        self._in_backward = False
+        self._in_backward = self.in_step = False
         self._passes_foreseen = 0
         self._passes_since_backward = 0
         self._executor.abandon(error)
@@ -185,6 +192,7 @@ class Rounds:
         self._executor.end_backward()
         seen = self._executor.take_seen()
         passes, self._passes_since_backward = self._passes_since_backward, 0
+        passes = self.num_together if self.in_step else passes  # a call of a step may be several passes
         if passes not in self._bare:
             visits = self.visits(passes, loads=False, completes=True)
             outer = set(self._executor.spec.outer)

@@ -12,12 +12,12 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from megatrain.errors import ModelError
+from megatrain.errors import ConfigError, ModelError
 from tests.families import FAMILIES, VOCAB_SIZE
-from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
-from tests.stream.runs import HYPER, assert_same_masters
+from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
+from tests.stream.runs import HYPER
 
-USE_OURS = r"use the engine's own optimizer: engine\.adamw\(\.\.\.\)"
+USE_OURS = r"use megatrain\.hf\.StreamingTrainer in place of Trainer.*engine\.adamw\(\.\.\.\)"
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -108,40 +108,29 @@ def test_trainer_without_our_optimizer_is_refused_in_its_first_step(tmp_path: Pa
     attach_plainly(model)
     before = weights_of(model)
     trainer = Trainer(model=model, args=TrainingArguments(**arguments(tmp_path)), train_dataset=make_rows())
-    with pytest.raises(ModelError, match=rf"AdamW is to train .*{USE_OURS}.*transformers\.Trainer\("):
+    with pytest.raises(ModelError, match=rf"AdamW is to train .*{USE_OURS}"):
         trainer.train()
     assert trainer.state.global_step == 0
     assert_unchanged(model, before)
 
 
-def test_trainer_with_our_optimizer_trains_as_a_resident_loop_does(tmp_path: Path) -> None:
-    """As the refusal advises: Trainer makes the schedule, and accelerate wraps the optimizer."""
+def test_trainer_with_our_optimizer_is_refused_in_its_first_step(tmp_path: Path) -> None:
+    """It would log a norm of 0 and could not save: the message says which class to use."""
     model = make_model(FAMILIES["llama"]())
-    reference = Resident(model, **HYPER)
     engine = attach_plainly(model)
-    optimizer = engine.adamw(**HYPER, max_grad_norm=None)
-    rows = make_rows()
-    settings = arguments(tmp_path, lr_scheduler_type="constant", data_seed=0)
-    seen: list[Any] = []
-
-    def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        found = {key: torch.stack([row[key] for row in batch]) for key in batch[0]}
-        seen.append(found)
-        return found
-
+    optimizer = engine.adamw(**HYPER, max_grad_norm=None, updates="immediate")
+    before = weights_of(model)
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(**settings),
-        train_dataset=rows,
-        data_collator=collate,
+        args=TrainingArguments(**arguments(tmp_path)),
+        train_dataset=make_rows(),
         optimizers=(optimizer, None),
     )
-    trainer.train()
-    assert trainer.state.global_step == 3
-    for batch in seen[:3]:
-        reference.forward_backward([batch])
-        reference.step(reference.norm(), None)
-    assert_same_masters(engine, reference)
+    with pytest.raises(ConfigError, match=r"replace Trainer\(\.\.\.\) by megatrain\.hf\.StreamingTrainer"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert set(optimizer.steps.values()) == {0}
+    assert_unchanged(model, before)
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -217,7 +206,7 @@ def test_sft_trainer_is_refused_before_its_first_step(ours: bool, tmp_path: Path
         processing_class=tokenizer,
         optimizers=(optimizer, None),
     )
-    with pytest.raises(ModelError, match=rf"TRL.*SFTTrainer.*{USE_OURS}"):
+    with pytest.raises((ModelError, ConfigError), match="StreamingSFTTrainer"):
         trainer.train()
     assert trainer.state.global_step == 0
     assert_unchanged(model, before)
