@@ -23,7 +23,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("cli",),
         ("cli_data", "cli_runs", "cli_log"),  # groups of its commands
         ("__init__",),  # the names that users import
-        ("doctor",),
+        ("hf", "doctor"),
         ("train",),
         ("stream",),
         ("store", "optim", "plan"),

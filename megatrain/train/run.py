@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -37,6 +36,7 @@ from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.plan_run import Planned
+from megatrain.train.seeds import micro_batch_seed
 from megatrain.train.start import start_lines
 from megatrain.train.state import compact_counts, expand_counts, read_state, write_model, write_state
 from megatrain.train.state_commits import encode_buffers, laid_out_as, restore_buffers, tiers_of
@@ -144,15 +144,8 @@ class Run:
 
     def micro_batch_seeds(self) -> list[int]:
         """Return one seed of dropout per micro-batch of the next step, from the run's seed and the step."""
-        return [
-            int.from_bytes(
-                hashlib.blake2b(
-                    f"{self.config.train.seed}/{self.step}/{number}".encode(), digest_size=7
-                ).digest(),
-                "big",
-            )
-            for number in range(self.config.train.grad_accumulation)
-        ]
+        seed, count = self.config.train.seed, self.config.train.grad_accumulation
+        return [micro_batch_seed(seed, self.step, number) for number in range(count)]
 
 
 def prepare(

@@ -78,6 +78,11 @@ def write_state(engine: Engine, out: Path) -> None:
                 write_safetensors(_block_file(out, number), sources, {"format": "pt"})
 
 
+def has_state(source: Path) -> bool:
+    """Whether a directory holds what `write_state` writes."""
+    return (source / _STATE_DIR).is_dir()
+
+
 def read_state(host: HostState, source: Path) -> None:
     """Read remainders and moments back into their planes.
 

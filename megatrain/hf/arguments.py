@@ -1,0 +1,166 @@
+"""What the user says to a streaming trainer: its own arguments, and what TrainingArguments mean to it.
+
+Nothing of TrainingArguments is ignored in silence: what streaming does in another way is mapped, and said in
+the log; what it cannot do is refused before anything is loaded, with what to write in its place.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.errors import ConfigError
+from megatrain.store.placement import Tiers
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import TrainingArguments
+
+    from megatrain.stream.lanes import Lanes
+
+_log = logging.getLogger(__name__)
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+"""Values of `optim` that mean what `engine.adamw` is."""
+
+_INSTEAD = {
+    "adamw_bnb_8bit": "MegatrainArguments(optimizer_state='int8')",
+    "adamw_8bit": "MegatrainArguments(optimizer_state='int8')",
+    "paged_adamw_8bit": "MegatrainArguments(optimizer_state='int8')",
+    "paged_adamw_32bit": "optim='adamw_torch': its state is in host memory as it is",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatrainArguments:
+    """How the model of a trainer streams; every default is planned for the model and this machine."""
+
+    choice: Choice = field(default_factory=Choice)
+    """What is decided, such as `Choice(lockstep=4)`; the rest is planned."""
+    device: str | torch.device | Lanes | None = None
+    """Where to compute; None: the device of TrainingArguments."""
+    seq_len: int | None = None
+    """Tokens of the longest row, for the plan; None: `max_length` of TRL's arguments, or the model's context,
+    at most 4,096."""
+    optimizer_state: str = "fp32"
+    """What the moments are kept in: `fp32`, or `bf16` or `int8`, which are not exact."""
+    compile: str = "auto"
+    """Whether layers run through torch.compile: `on`, `off` or `auto`."""
+    deterministic: bool = False
+    """Give the same bits in every run on the same device."""
+    host_limit: int | None = None
+    """Bytes of host memory that the state may take; None: what there is."""
+    device_limit: int | None = None
+    """Bytes of device memory for what streams; None: what there is."""
+    tiers: Tiers | None = None
+    """Drives, and what of the state lives there."""
+
+    def attach_settings(self, args: TrainingArguments, context: int | None) -> dict[str, Any]:
+        """Return the keywords of `megatrain.attach`; `context`: tokens that the model can see."""
+        return {
+            "device": self.device if self.device is not None else args.device,
+            "precision": precision_of(args),
+            "batch": self.batch(args, context),
+            "compile": self.compile,
+            "optimizer_state": self.optimizer_state,
+            "host_limit": self.host_limit,
+            "device_limit": self.device_limit,
+            "tiers": self.tiers,
+            "deterministic": self.deterministic,
+        }
+
+    def load_settings(self, args: TrainingArguments, context: int | None) -> dict[str, Any]:
+        """Return the keywords of `megatrain.load`."""
+        given = self.attach_settings(args, context)
+        return {key: given[key] for key in ("precision", "batch", "optimizer_state", "host_limit", "tiers")}
+
+    def batch(self, args: TrainingArguments, context: int | None) -> StepBatch:
+        """Return what a step trains on."""
+        longest = self.seq_len or getattr(args, "max_length", None) or min(context or 4096, 4096)
+        return StepBatch(
+            micro_batch_size=args.per_device_train_batch_size,
+            seq_len=longest,
+            num_micro_batches=args.gradient_accumulation_steps,
+        )
+
+
+def precision_of(args: TrainingArguments) -> str:
+    """Return the precision that `bf16` means: bf16 weights with exact fp32 masters, in place of autocast."""
+    return "bf16" if args.bf16 else "fp32"
+
+
+def mapped(args: TrainingArguments) -> TrainingArguments:
+    """Return a copy of arguments for the plain trainer, after a check that all of them can be kept.
+
+    Raises:
+        ConfigError: One cannot.
+    """
+    _refuse(args)
+    if args.bf16:
+        _log.info("bf16=True: weights and compute are in bf16, with exact fp32 masters; there is no autocast")
+    args = copy.copy(args)
+    if args.gradient_checkpointing:
+        _log.info(
+            "gradient_checkpointing=True: the plan says what stays of each layer (recompute, offload, keep); "
+            "MegatrainArguments(choice=Choice(activations='recompute')) says it for all"
+        )
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if hasattr(args, name):
+            setattr(args, name, False)
+            setattr(args, f"{name}_kwargs", None)
+    return args
+
+
+def _refuse(args: TrainingArguments) -> None:
+    optim = str(getattr(args.optim, "value", args.optim))
+    instead = _INSTEAD.get(optim, "optim='adamw_torch'")
+    kwargs: Mapping[str, Any] = args.gradient_checkpointing_kwargs or {}
+    unknown = sorted(set(kwargs) - {"use_reentrant"})
+    problems = [
+        (optim not in _ADAMW, f"optim is {optim}, but a streamed model is trained by AdamW; use {instead}"),
+        (bool(args.optim_args), f"optim_args is {args.optim_args!r}, which AdamW of megatrain does not take"),
+        (bool(args.optim_target_modules), "optim_target_modules is for optimizers other than AdamW"),
+        (
+            args.fp16,
+            "fp16=True: loss scaling is not needed with bf16 weights and fp32 masters; use bf16=True",
+        ),
+        (
+            args.fp16_full_eval or args.bf16_full_eval,
+            "fp16_full_eval and bf16_full_eval cast a model whose weights the engine holds; leave them out",
+        ),
+        (
+            bool(unknown),
+            f"gradient_checkpointing_kwargs has {', '.join(unknown)}: what stays of each layer is "
+            "MegatrainArguments(choice=Choice(activations=...)), such as 'recompute_cheap' or 'offload'",
+        ),
+        (
+            bool(getattr(args, "activation_offloading", False)),
+            "activation_offloading=True: use MegatrainArguments(choice=Choice(activations='offload'))",
+        ),
+        (args.torch_compile, "torch_compile=True: use MegatrainArguments(compile='on')"),
+        (
+            args.use_liger_kernel,
+            "use_liger_kernel=True replaces forwards that the engine has overridden; leave it out",
+        ),
+        (args.auto_find_batch_size, "auto_find_batch_size=True: the plan fits the batch; leave it out"),
+        (
+            bool(args.deepspeed) or bool(args.fsdp),
+            "deepspeed and fsdp divide a model over GPUs; megatrain streams it through one: leave them out",
+        ),
+        (
+            args.world_size > 1,
+            f"the launcher has started {args.world_size} processes; start one: a model streams to one GPU",
+        ),
+        (
+            args.n_gpu > 1,
+            f"{args.n_gpu} GPUs are visible, over which Trainer would copy the model; make one visible "
+            "(CUDA_VISIBLE_DEVICES=0)",
+        ),
+    ]
+    for is_wrong, message in problems:
+        if is_wrong:
+            raise ConfigError(message)

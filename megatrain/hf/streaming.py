@@ -1,0 +1,267 @@
+"""What makes a trainer of Hugging Face stream its model: the parts that each of our trainers puts before it.
+
+A trainer keeps its loop, its data, its `compute_loss`, its callbacks and its logs. What changes: the model is
+attached to an engine; the micro-batches of a step run together, when the first is asked for; the optimizer is
+the engine's AdamW, which clips and knows the norm; and a checkpoint holds the engine's exact state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.utils import is_peft_available
+
+from megatrain.errors import CheckpointError, ConfigError
+from megatrain.hf.arguments import MegatrainArguments, mapped, precision_of
+from megatrain.hf.steps import StepGroup
+from megatrain.model.weights.files import load_weights
+from megatrain.model.weights.skeleton import read_config
+from megatrain.stream.attach import attach
+from megatrain.stream.engine import Engine
+from megatrain.stream.load import load
+from megatrain.stream.optimizer import StreamedAdamW
+from megatrain.train.state import has_state, read_state, write_state
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class Streaming(_Base):  # type: ignore[misc]
+    """Stands before `transformers.Trainer`, or a subclass of it, in the list of a class's bases."""
+
+    engine: Engine
+    """What the model is attached to; `trainer.engine.detach()` gives an ordinary model back."""
+
+    def __init__(self, *args: Any, megatrain: MegatrainArguments | None = None, **kwargs: Any) -> None:
+        """Make the trainer, and attach its model.
+
+        Args:
+            *args: As of the plain trainer.
+            megatrain: How the model streams; None: all is planned.
+            **kwargs: As of the plain trainer. `model` may be a path or a hub id, which is loaded straight
+                into host memory, a model on the CPU, or one that is attached already; with the latter,
+                `optimizers` may hold its `engine.adamw(...)`.
+
+        Raises:
+            ConfigError: What the arguments ask for cannot be done; nothing was loaded.
+        """
+        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        self._megatrain = megatrain or MegatrainArguments()
+        self._group = StepGroup([])
+        self._plain_args = _require(given)
+        given["args"] = mapped(self._plain_args)
+        model = given["model"]
+        if isinstance(model, (str, Path)):
+            given["model"] = self._load(str(model))
+        super().__init__(**given)
+        self._stream()
+
+    # -- the model ------------------------------------------------------------------------------------------
+
+    def _load(self, path: str) -> PreTrainedModel:
+        context = _context_of(read_config(path))
+        settings = self._megatrain.load_settings(self._plain_args, context)
+        kwargs = dict(getattr(self._plain_args, "model_init_kwargs", None) or {})
+        attention = kwargs.pop("attn_implementation", None)
+        kwargs.pop("dtype", None)  # `bf16` says it
+        if kwargs:
+            raise ConfigError(
+                f"model_init_kwargs has {', '.join(sorted(kwargs))}, which megatrain.load does not take; pass "
+                "a model in place of its path"
+            )
+        return load(path, self._megatrain.choice, attn_implementation=attention, **settings).train()
+
+    def _stream(self) -> None:
+        """Attach the model, if it is not, and let calls come in through the forward that it has now."""
+        engine: Engine | None = getattr(self.model, "_megatrain_engine", None)
+        if engine is None:
+            settings = self._megatrain.attach_settings(self._plain_args, _context_of(self.model.config))
+            engine = attach(self.model, self._megatrain.choice, **settings)
+        if engine.host.precision.value != precision_of(self._plain_args):
+            raise ConfigError(
+                f"bf16 is {bool(self._plain_args.bf16)} (TRL's default is True), but the model was attached "
+                f"with precision={engine.host.precision.value!r}; pass the bf16 that fits it"
+            )
+        engine.adopt_forward()
+        self.engine = engine
+
+    def _move_model_to_device(self, *_: Any, **__: Any) -> None:
+        """Leave the model where it is: it streams to the device."""
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        # bf16 weights take the place of autocast
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the plain trainer does."""
+        self.engine.zero_grad()
+        return super().train(*args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Collect the batches of a step, which will run together."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._group = StepGroup(batches)
+        return batches, num_items
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a batch's loss; the first of a step runs all of its batches, forward and backward."""
+        if not self._group.expects(inputs):
+            self._group = StepGroup([inputs])
+        group, step = self._group, super().training_step
+        if not group.has_run:
+            group.run(
+                self.engine,
+                self.accelerator,
+                lambda batch: step(model, batch, *args, **kwargs),
+                seed=self.args.seed,
+                number=self.state.global_step,
+                only_loss=self._uses_only_loss,
+            )
+            self._has_run(group)
+        return group.take()
+
+    def _has_run(self, group: StepGroup) -> None:
+        """Put in order what the calls of a step have left."""
+
+    @property
+    def _uses_only_loss(self) -> bool:
+        """Whether the loss is the model's own, and nothing else of its output is looked at."""
+        is_plain = type(self).compute_loss is Trainer.compute_loss
+        return is_plain and self.compute_loss_func is None and self.label_smoother is None
+
+    # -- the optimizer --------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make the engine's AdamW as `TrainingArguments` describe it, unless it was given."""
+        if self.optimizer is None:
+            self._require_streamed(None)
+            parameters = dict(self.model.named_parameters())
+            decayed = set(self.get_decay_parameter_names(self.model))
+            self.optimizer = self.engine.adamw(
+                lr=self.args.learning_rate,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                eps=self.args.adam_epsilon,
+                weight_decay=self.args.weight_decay,
+                max_grad_norm=self.args.max_grad_norm or None,
+                no_decay=[name for name in parameters if name not in decayed],
+                seed=self.args.seed,
+            )
+        self._streamed.moments_are_kept_beside = True
+        return self.optimizer
+
+    @property
+    def _streamed(self) -> StreamedAdamW:
+        """The engine's optimizer, which accelerate may have wrapped."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return self._require_streamed(optimizer)
+
+    def _require_streamed(self, optimizer: Any) -> Any:
+        if self.optimizer_cls_and_kwargs is not None or not isinstance(
+            optimizer, (StreamedAdamW, type(None))
+        ):
+            raise ConfigError(
+                f"{type(self).__name__} trains with AdamW of its engine; leave optimizers[0] and "
+                "optimizer_cls_and_kwargs out, or pass optimizers=(engine.adamw(...), None)"
+            )
+        return optimizer
+
+    def _clip_grad_norm(self, model: Any) -> None:
+        """Do nothing: the optimizer clips, and knows the norm when its step has begun."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        """Do nothing: as `_clip_grad_norm`."""
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        stats = self._streamed.last_stats
+        if stats is not None and self.control.should_log:
+            grad_norm = stats.grad_norm  # waits for it, so it is read for the log alone
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        write_state(self.engine, Path(output_dir))
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._load_weights(resume_from_checkpoint, super()._load_from_checkpoint, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._load_weights(str(self.state.best_model_checkpoint), super()._load_best_model)
+
+    def _load_weights(self, checkpoint: str, plainly: Any, *args: Any) -> None:
+        """Load weights tensor by tensor, or, into an adapter, as the plain trainer does (`plainly`)."""
+        self.engine.settle()
+        if _is_adapter(self.model):
+            plainly(*args)
+        else:
+            load_weights(self.model, checkpoint, self.engine.host)
+        self.engine.weights_changed()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        path = Path(checkpoint)
+        if not has_state(path) and (path / "optimizer.pt").exists():
+            raise CheckpointError(
+                f"{checkpoint} was saved by a plain trainer, whose optimizer state is of another form; begin "
+                "a new run from its weights, or resume it with the plain trainer"
+            )
+        if has_state(path):
+            self.engine.settle()
+            read_state(self.engine.host, path)
+            self.engine.weights_changed()
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+
+def _require(given: dict[str, Any]) -> TrainingArguments:
+    """Return the arguments for training, after a check of what they come with.
+
+    Raises:
+        ConfigError: There are none, or what cannot be streamed.
+    """
+    args, optimizers = given.get("args"), given.get("optimizers") or (None, None)
+    optimizer = optimizers[0]
+    model = given.get("model")
+    problems = [
+        (args is None, "args is missing; pass TrainingArguments, or the config of TRL's trainer"),
+        (
+            given.get("model_init") is not None or model is None,
+            "model is missing; pass a model or a path, and no model_init: a model is attached once",
+        ),
+        (
+            given.get("optimizer_cls_and_kwargs") is not None
+            or not isinstance(optimizer, (StreamedAdamW, type(None))),
+            f"optimizers holds {type(optimizer).__name__}; a streamed model is trained by AdamW of its "
+            "engine: leave it out, or pass optimizers=(engine.adamw(...), None)",
+        ),
+        (
+            given.get("quantization_config") is not None,
+            "quantization_config: streamed weights are exact and need no room on the device; leave it out",
+        ),
+    ]
+    for is_wrong, message in problems:
+        if is_wrong:
+            raise ConfigError(message)
+    assert isinstance(args, TrainingArguments)
+    return args
+
+
+def _context_of(config: Any) -> int | None:
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def _is_adapter(model: Any) -> bool:
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)

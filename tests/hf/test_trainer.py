@@ -1,0 +1,223 @@
+"""`StreamingTrainer` equals `transformers.Trainer` with the resident model, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+import megatrain
+from megatrain.errors import CheckpointError, ConfigError
+from megatrain.hf import StreamingTrainer
+from tests.hf.setups import (
+    arguments,
+    assert_same_weights,
+    logged,
+    norms_of,
+    plain,
+    planned,
+    rows,
+    tiny,
+    weights,
+)
+from tests.reference import attach_plainly
+
+
+def right_tokens(prediction: Any) -> dict[str, float]:
+    logits, labels = prediction
+    return {"right": float((np.argmax(logits, -1)[:, :-1] == labels[:, 1:]).sum())}
+
+
+def make(directory: Path, *, model: Any = None, fields: dict[str, Any] | None = None, **changes: Any) -> Any:
+    model = tiny() if model is None else model
+    kwargs = {
+        key: changes.pop(key)
+        for key in ("callbacks", "compute_metrics", "compute_loss_func")
+        if key in changes
+    }
+    return StreamingTrainer(
+        model=model,
+        args=arguments(directory, **changes),
+        train_dataset=rows(),
+        eval_dataset=rows(5, seed=1),
+        megatrain=planned(model, **(fields or {})),
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"lockstep": 3, "activations": "recompute"}, {"lockstep": 4, "updates": "immediate"}]
+)
+def test_equals_the_plain_trainer_with_evaluation(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Steps of 4, 4 and 3 micro-batches: losses, metrics and weights have the same bits."""
+    settings = {"eval_strategy": "steps", "eval_steps": 2}
+    reference = plain(
+        Trainer,
+        tiny(),
+        arguments(tmp_path / "plain", **settings),
+        train_dataset=rows(),
+        eval_dataset=rows(5, seed=1),
+        compute_metrics=right_tokens,
+    )
+    reference.train()
+    ours = make(tmp_path / "ours", fields=fields, compute_metrics=right_tokens, **settings)
+    ours.train()
+    assert ours.state.global_step == 6
+    theirs = logged(reference)
+    assert sum("eval_right" in entry for entry in theirs) == 3
+    assert logged(ours) == theirs
+    assert norms_of(ours) == pytest.approx(norms_of(reference), rel=1e-6)
+    assert_same_weights(weights(ours), weights(reference))
+
+
+def test_clips_by_the_true_norm(tmp_path: Path) -> None:
+    """Bitwise against a reference that is clipped by our norms, which are torch's within rounding."""
+    ours = make(tmp_path / "ours", max_grad_norm=0.3, fields={"lockstep": 2})
+    ours.train()
+    norms = norms_of(ours)
+    assert len(norms) == 6
+    assert min(norms) > 0.3
+    data = {"train_dataset": rows(), "eval_dataset": rows(5, seed=1)}
+    clipped = plain(Trainer, tiny(), arguments(tmp_path / "plain", max_grad_norm=0.3), norms, **data)
+    clipped.train()
+    assert logged(ours) == logged(clipped)
+    assert_same_weights(weights(ours), weights(clipped))
+    by_torch = plain(Trainer, tiny(), arguments(tmp_path / "torch", max_grad_norm=0.3), **data)
+    by_torch.train()
+    assert norms[0] == pytest.approx(norms_of(by_torch)[0], rel=1e-6)
+
+
+class Interrupt(TrainerCallback):
+    """Ends a run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_is_the_uninterrupted_one(precision: str, tmp_path: Path) -> None:
+    """From a checkpoint within an epoch; two more steps would show any bit of a moment that is lost."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5, "bf16": precision == "bf16"}
+    whole = make(tmp_path / "whole", **settings)
+    whole.train()
+    begun = make(tmp_path / "cut", callbacks=[Interrupt(4)], **settings)
+    begun.train()
+    assert begun.state.global_step == 4
+    resumed = make(tmp_path / "cut", model=tiny(seed=9), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-4"))
+    assert logged(resumed)[:-1] == logged(whole)[:-1]
+    assert_same_weights(dict(resumed.engine.named_masters()), dict(whole.engine.named_masters()))
+    assert resumed._streamed.steps == whole._streamed.steps
+
+
+def test_the_best_model_comes_back(tmp_path: Path) -> None:
+    """The best is here that of the highest loss, so an early one; its weights are those that are left."""
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best_is = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    ours = make(tmp_path, **best_is, **settings)
+    ours.train()
+    best = ours.state.best_model_checkpoint
+    losses = [entry["eval_loss"] for entry in ours.state.log_history if "eval_loss" in entry]
+    assert best == str(tmp_path / f"checkpoint-{2 * (1 + losses.index(max(losses)))}")
+    assert losses.index(max(losses)) < 2
+    loaded = megatrain.load(best)
+    assert_same_weights(weights(ours), {name: p.detach() for name, p in loaded.named_parameters()})
+    assert ours.evaluate()["eval_loss"] == max(losses)
+
+
+def test_a_loss_of_the_user_s_and_label_smoothing_are_normalised_as_they_say(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(logits, targets, reduction="sum").sqrt() / num_items_in_batch
+
+    for changes in ({"compute_loss_func": loss}, {"label_smoothing_factor": 0.2}):
+        own = {key: value for key, value in changes.items() if key == "compute_loss_func"}
+        args = {key: value for key, value in changes.items() if key not in own}
+        reference = plain(Trainer, tiny(), arguments(tmp_path / "plain", **args), train_dataset=rows(), **own)
+        reference.train()
+        ours = make(tmp_path / "ours", fields={"lockstep": 2}, **changes)
+        ours.train()
+        assert logged(ours) == logged(reference)
+        assert_same_weights(weights(ours), weights(reference))
+
+
+def test_dropout_is_the_same_in_any_lockstep(tmp_path: Path) -> None:
+    from tests.stream.runs import family_config
+
+    def train(lockstep: int) -> dict[str, torch.Tensor]:
+        from tests.reference import make_model
+
+        model = make_model(family_config("gpt2", dropout=True))
+        trainer = make(tmp_path / str(lockstep), model=model, fields={"lockstep": lockstep}, max_steps=2)
+        trainer.train()
+        return weights(trainer)
+
+    one = train(1)
+    assert_same_weights(train(4), one)
+
+
+def test_an_attached_model_brings_its_optimizer(tmp_path: Path) -> None:
+    model = tiny()
+    engine = attach_plainly(model)
+    optimizer = engine.adamw(lr=1e-2, max_grad_norm=None)
+    trainer = StreamingTrainer(
+        model=model, args=arguments(tmp_path, max_steps=2), train_dataset=rows(), optimizers=(optimizer, None)
+    )
+    assert trainer.engine is engine
+    trainer.train()
+    assert set(optimizer.steps.values()) == {2}
+    ids = rows(1)[0]["input_ids"][None]
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 19)
+    engine.detach()
+    assert float(model(**rows(1)[0] | {"input_ids": ids, "labels": ids}).loss) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"optim": "adafactor"}, "optim is adafactor.*use optim='adamw_torch'"),
+        ({"optim": "adamw_bnb_8bit"}, "MegatrainArguments\\(optimizer_state='int8'\\)"),
+        ({"torch_compile": True}, "MegatrainArguments\\(compile='on'\\)"),
+        ({"auto_find_batch_size": True}, "the plan fits the batch"),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
+            "every_n_layers.*activations=",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(changes: dict[str, Any], match: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=match):
+        make(tmp_path, **changes)
+
+
+def test_bf16_is_the_precision_of_the_engine(tmp_path: Path) -> None:
+    """It is not autocast, and an engine of another precision is refused."""
+    trainer = make(tmp_path, bf16=True, max_steps=1)
+    assert trainer.engine.host.precision.value == "bf16"
+    assert trainer.accelerator.mixed_precision == "no"
+    trainer.train()
+    model = tiny()
+    attach_plainly(model)
+    with pytest.raises(ConfigError, match=r"bf16 is True.*attached with precision='fp32'"):
+        StreamingTrainer(model=model, args=arguments(tmp_path, bf16=True), train_dataset=rows())
+
+
+def test_gradient_checkpointing_is_left_to_the_engine(tmp_path: Path) -> None:
+    trainer = make(tmp_path, activation_checkpointing=True, max_steps=1)
+    trainer.train()
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+
+
+def test_a_checkpoint_of_a_plain_trainer_is_refused(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    reference = plain(Trainer, tiny(), arguments(tmp_path, **settings), train_dataset=rows())
+    reference.train()
+    with pytest.raises(CheckpointError, match="saved by a plain trainer"):
+        make(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
