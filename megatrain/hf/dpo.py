@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+from dataclasses import replace
 from typing import Any
 
 from trl import DPOTrainer
@@ -11,6 +13,8 @@ from megatrain.errors import ConfigError
 from megatrain.hf.sft import order_metrics
 from megatrain.hf.steps import StepGroup
 from megatrain.hf.streaming import Streaming
+
+_log = logging.getLogger(__name__)
 
 
 class StreamingDPOTrainer(Streaming, DPOTrainer):
@@ -39,6 +43,20 @@ class StreamingDPOTrainer(Streaming, DPOTrainer):
                 "(peft_config=LoraConfig(...)), whose base is the reference"
             )
         super().__init__(*args, **kwargs)
+
+    def _stream(self) -> None:
+        super()._stream()
+        if (
+            hasattr(self.model, "peft_config")
+            and not self.precompute_ref_logps
+            and self.engine.choice.lockstep > 1
+        ):
+            _log.warning(
+                "the reference runs with the adapters off, which is a state of the whole model: "
+                "micro-batches pass one by one (lockstep=1); with precompute_ref_log_probs=True they pass "
+                "together"
+            )
+            self.engine.reconfigure(replace(self.engine.choice, lockstep=1))
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         self._stream()  # the plain class computes them before it is complete

@@ -24,7 +24,7 @@ from megatrain.stream.attach import attach
 from megatrain.stream.engine import Engine
 from megatrain.stream.load import load
 from megatrain.stream.optimizer import StreamedAdamW
-from megatrain.train.state import has_state, read_state, write_state
+from megatrain.train.state import has_state, read_state, remove_state, write_state
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -72,8 +72,8 @@ class Streaming(_Base):  # type: ignore[misc]
         kwargs.pop("dtype", None)  # `bf16` says it
         if kwargs:
             raise ConfigError(
-                f"model_init_kwargs has {', '.join(sorted(kwargs))}, which megatrain.load does not take; pass "
-                "a model in place of its path"
+                f"model_init_kwargs has {', '.join(sorted(kwargs))}, which megatrain.load does not take; "
+                "pass a model in place of its path"
             )
         return load(path, self._megatrain.choice, attn_implementation=attention, **settings).train()
 
@@ -188,6 +188,7 @@ class Streaming(_Base):  # type: ignore[misc]
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        remove_state(Path(output_dir))  # of an earlier run in this directory, which Trainer writes over
         write_state(self.engine, Path(output_dir))
         super()._save_optimizer_and_scheduler(output_dir)
 

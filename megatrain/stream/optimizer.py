@@ -224,7 +224,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         """
         if not self.moments_are_kept_beside:
             raise ConfigError(
-                "transformers' Trainer, and TRL's, cannot read the norm of a streamed step or save its state; "
+                "transformers' Trainer, and TRL's, cannot read a streamed step's norm or save its state; "
                 "replace Trainer(...) by megatrain.hf.StreamingTrainer(...), SFTTrainer(...) by "
                 "StreamingSFTTrainer(...), DPOTrainer(...) by StreamingDPOTrainer(...), arguments as they are"
             )

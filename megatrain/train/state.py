@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain.checkpoint.load import read_safetensors
 from megatrain.checkpoint.tensor_files import TensorSource, write_safetensors
 from megatrain.errors import CheckpointError, os_errors
-from megatrain.files import make_private_directory, matching_names
+from megatrain.files import make_private_directory, matching_names, remove_tree
 from megatrain.model.weights.export import export_weights
 from megatrain.store.state import BlockState, HostState, view_entry
 
@@ -81,6 +81,12 @@ def write_state(engine: Engine, out: Path) -> None:
 def has_state(source: Path) -> bool:
     """Whether a directory holds what `write_state` writes."""
     return (source / _STATE_DIR).is_dir()
+
+
+def remove_state(source: Path) -> None:
+    """Remove from a directory what `write_state` has written there, if anything."""
+    if has_state(source):
+        remove_tree(source / _STATE_DIR, first="block-00000.safetensors")
 
 
 def read_state(host: HostState, source: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from megatrain.config.choice import Choice
 from megatrain.hf import MegatrainArguments
@@ -43,6 +43,14 @@ def rows(count: int = 22, seed: int = 0) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer whose words are the numbers of the vocabulary."""
+    words = models.WordLevel({str(number): number for number in range(VOCAB_SIZE)}, unk_token="0")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), bos_token="1", eos_token="1", pad_token="2"
+    )
+
+
 def arguments(directory: Path, kind: Any = TrainingArguments, **changes: Any) -> Any:
     """Make the arguments of a trainer."""
     return kind(**{**ARGUMENTS, "output_dir": str(directory), **changes})
@@ -57,7 +65,7 @@ def planned(model: PreTrainedModel, **fields: Any) -> MegatrainArguments:
 
 
 class _Padded(torch.optim.AdamW):
-    """torch's AdamW on parameters padded to multiples of 64: its fused kernel rounds the last elements otherwise."""
+    """torch's AdamW on parameters padded to multiples of 64: its fused kernel rounds the last ones else."""
 
     def __init__(self, groups: list[dict[str, Any]], **kwargs: Any) -> None:
         self.theirs = [group["params"] for group in groups]
@@ -148,6 +156,3 @@ def logged(trainer: Trainer) -> list[dict[str, float]]:
 def norms_of(trainer: Trainer) -> list[float]:
     """Return the norms that a trainer has logged."""
     return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-
-
-Collect = Callable[[Any], dict[str, float]]

@@ -1,0 +1,199 @@
+"""`StreamingSFTTrainer` runs TRL's own loss, and equals `trl.SFTTrainer` and a resident model bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+from megatrain.errors import ConfigError
+from tests.families import FAMILIES, VOCAB_SIZE
+from tests.hf.setups import (
+    arguments,
+    assert_same_weights,
+    logged,
+    norms_of,
+    plain,
+    planned,
+    tiny,
+    tokenizer,
+    weights,
+)
+from tests.reference import attach_plainly, make_model
+from tests.stream.runs import HYPER
+
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'megatrain[trl]'")
+
+from datasets import Dataset  # noqa: E402
+
+from megatrain.hf import StreamingSFTTrainer  # noqa: E402
+
+
+def prompts(count: int = 22) -> Dataset:
+    """Make rows of different lengths, of which the first tokens are a prompt."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for number in range(count):
+        ids = torch.randint(3, VOCAB_SIZE, (9 + number % 7,), generator=generator).tolist()
+        found.append({"input_ids": ids, "labels": [-100] * 3 + ids[3:]})
+    return Dataset.from_list(found)
+
+
+def both(
+    directory: Path, model: Any, fields: dict[str, Any], data: dict[str, Any] | None = None, **changes: Any
+) -> tuple[Trainer, Any]:
+    """Train with TRL's own class on a resident copy, and with ours."""
+    data = {"train_dataset": prompts(), "processing_class": tokenizer()} if data is None else data
+    settings = {"bf16": False, **changes}
+    reference = plain(
+        trl.SFTTrainer, model, arguments(directory / "plain", trl.SFTConfig, **settings), **data
+    )
+    reference.train()
+    args = arguments(directory / "ours", trl.SFTConfig, **settings)
+    ours = StreamingSFTTrainer(model=model, args=args, megatrain=planned(model, **fields), **data)
+    ours.train()
+    return reference, ours
+
+
+def assert_equal(reference: Trainer, ours: Any) -> None:
+    """Assert that losses, entropies, accuracies, token counts and weights have the same bits."""
+    theirs = logged(reference)
+    assert {"loss", "entropy", "mean_token_accuracy", "num_tokens"} <= theirs[0].keys()
+    assert logged(ours) == theirs
+    assert norms_of(ours) == pytest.approx(norms_of(reference), rel=1e-6)
+    assert_same_weights(weights(ours), weights(reference))
+
+
+parity = pytest.mark.parity
+
+HEADS = {
+    "untied": ("llama", {}),
+    "tied": ("llama_tied", {}),
+    "tied resident": ("llama_tied", {"resident_layers": 4, "outer_resident": True}),
+    "untied resident": ("llama", {"resident_layers": 4, "outer_resident": True}),
+    "streamed": ("llama", {"outer_streams": True}),
+    "with a bias, streamed": ("phi", {"outer_streams": True}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")  # TRL sets it
+@pytest.mark.parametrize(
+    ("head", "lockstep"),
+    [("tied", 3), ("with a bias, streamed", 3)]
+    + [pytest.param(head, 1, marks=parity) for head in HEADS]
+    + [
+        pytest.param(head, 3, marks=parity) for head in HEADS if head not in ("tied", "with a bias, streamed")
+    ],
+)
+def test_equals_trl_with_every_head(head: str, lockstep: int, tmp_path: Path) -> None:
+    family, fields = HEADS[head]
+    model = make_model(FAMILIES[family]())
+    assert_equal(*both(tmp_path, model, {**fields, "lockstep": lockstep}))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*label_smoothing_factor. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "fields", [{"lockstep": 3, "outer_streams": True}, pytest.param({"lockstep": 1}, marks=parity)]
+)
+def test_equals_trl_with_a_second_pass_in_each_loss(fields: dict[str, Any], tmp_path: Path) -> None:
+    """With label smoothing, TRL's loss runs the model once with gradients and once without."""
+    assert_equal(*both(tmp_path, tiny(), fields, label_smoothing_factor=0.1))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*label_smoothing_factor. is deprecated:FutureWarning")
+def test_a_second_pass_is_foreseen_once_it_was_seen(tmp_path: Path) -> None:
+    """From the second step on, no visit is improvised."""
+    model = tiny()
+    args = arguments(tmp_path, trl.SFTConfig, bf16=False, label_smoothing_factor=0.1)
+    ours = StreamingSFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=prompts(16),
+        processing_class=tokenizer(),
+        megatrain=planned(model, lockstep=2),
+    )
+    improvised: list[int] = []
+    improvise = ours.engine.executor._improvise
+
+    def note(*given: Any, **named: Any) -> Any:
+        improvised.append(ours.state.global_step)
+        return improvise(*given, **named)
+
+    ours.engine.executor._improvise = note
+    ours.train()
+    assert ours.state.global_step == 4
+    assert set(improvised) == {0}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
+def test_an_attached_model_is_taken_as_it_is(tmp_path: Path) -> None:
+    """TRL replaces its forward after attach; after detach, TRL's goes on by itself."""
+    model = tiny()
+    engine = attach_plainly(model, lockstep=2)
+    args = arguments(tmp_path, trl.SFTConfig, bf16=False, max_steps=2)
+    ours = StreamingSFTTrainer(model=model, args=args, train_dataset=prompts(), processing_class=tokenizer())
+    ours.train()
+    with torch.no_grad():
+        batch = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "labels": torch.tensor([[3, 4, 5, 6]])}
+        streamed = model(**batch, fused_lm_head=True).loss
+        assert torch.equal(model(**batch).logits, model(input_ids=batch["input_ids"]).logits)
+        engine.detach()
+        assert torch.equal(model(**batch, fused_lm_head=True).loss, streamed)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
+def test_trl_s_default_of_bf16_is_mapped_or_refused(tmp_path: Path) -> None:
+    model = tiny()
+    args = arguments(tmp_path, trl.SFTConfig, max_steps=1)
+    assert args.bf16
+    data = {"train_dataset": prompts(), "processing_class": tokenizer()}
+    ours = StreamingSFTTrainer(model=model, args=args, megatrain=planned(model), **data)
+    ours.train()
+    assert ours.engine.host.precision.value == "bf16"
+    other = tiny()
+    attach_plainly(other).adamw(**HYPER)
+    with pytest.raises(ConfigError, match=r"bf16 is True \(TRL's default is True\)"):
+        StreamingSFTTrainer(model=other, args=args, **data)
+
+
+STORIES = Path(__file__).parents[3] / "shared/data/stories260K/hf"
+GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k/train.jsonl"
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.skipif(not STORIES.exists() or not GSM8K.exists(), reason=f"needs {STORIES} and {GSM8K}")
+def test_a_pretrained_model_on_gsm8k_equals_trl(tmp_path: Path) -> None:
+    """A few steps of `benchmarks/training/trl_curves.py`, with evaluation, a save and a resume in between."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = Dataset.from_json(str(GSM8K), cache_dir=str(tmp_path / "cache")).select(range(44))
+    rows = rows.rename_columns({"question": "prompt", "answer": "completion"})
+    reader = AutoTokenizer.from_pretrained(STORIES)
+    data = {"train_dataset": rows.select(range(40)), "eval_dataset": rows.select(range(40, 44))}
+    settings = {
+        "max_steps": 4,
+        "max_length": 128,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "learning_rate": 1e-3,
+    }
+    model = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
+    reference, ours = both(tmp_path, model, {"lockstep": 4}, {**data, "processing_class": reader}, **settings)
+    assert_equal(reference, ours)
+    again = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
+    resumed = StreamingSFTTrainer(
+        model=again,
+        args=arguments(tmp_path / "ours", trl.SFTConfig, bf16=False, **settings),
+        processing_class=reader,
+        megatrain=planned(again, lockstep=2),
+        **data,
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
+    assert_same_weights(weights(resumed), weights(reference))
