@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
@@ -46,9 +46,9 @@ def rows(count: int = 22, seed: int = 0) -> list[dict[str, Tensor]]:
 def tokenizer() -> PreTrainedTokenizerFast:
     """Make a tokenizer whose words are the numbers of the vocabulary."""
     words = models.WordLevel({str(number): number for number in range(VOCAB_SIZE)}, unk_token="0")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(words), bos_token="1", eos_token="1", pad_token="2"
-    )
+    made = Tokenizer(words)
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="1", eos_token="1", pad_token="2")
 
 
 def arguments(directory: Path, kind: Any = TrainingArguments, **changes: Any) -> Any:
