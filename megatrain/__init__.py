@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatrain.config.choice import Choice, StepBatch
     from megatrain.errors import (
+        CallbackError,
         CapacityError,
         CheckpointError,
         ConfigError,
@@ -36,6 +37,7 @@ _HOMES = {
     "attach": "megatrain.stream.attach",
     "load": "megatrain.stream.load",
     "MegatrainError": "megatrain.errors",
+    "CallbackError": "megatrain.errors",
     "CapacityError": "megatrain.errors",
     "CheckpointError": "megatrain.errors",
     "ConfigError": "megatrain.errors",
@@ -47,6 +49,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CallbackError",
     "CapacityError",
     "CheckpointError",
     "Choice",

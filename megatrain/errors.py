@@ -65,6 +65,10 @@ class TornStateError(MegatrainError):
         return error
 
 
+class CallbackError(MegatrainError):
+    """A callback of the run has raised; what was trained is saved."""
+
+
 class DivergedError(MegatrainError):
     """A run whose gradients stayed non-finite for too many steps in a row."""
 

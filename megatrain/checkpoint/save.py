@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,13 @@ from megatrain.errors import CheckpointError, OutputError, os_errors
 
 
 def save(
-    root: Path, *, step: int, write: Callable[[Path], None], meta: Mapping[str, Any], keep_last: int
+    root: Path,
+    *,
+    step: int,
+    write: Callable[[Path], None],
+    meta: Mapping[str, Any],
+    keep_last: int,
+    keep_too: Collection[int] = (),
 ) -> Path:
     """Write the checkpoint of a step, commit it, and remove what is older than the newest `keep_last` steps.
 
@@ -36,6 +42,7 @@ def save(
             likes.
         meta: Plain JSON values with string keys for the manifest.
         keep_last: How many steps to keep, 1 or more.
+        keep_too: Steps to keep beside these, however old.
 
     Returns:
         The directory of the whole checkpoint.
@@ -58,7 +65,7 @@ def save(
                 files.remove_tree(temporary, first=format.MANIFEST_NAME)
         raise
     try:
-        retain(path, keep_last=keep_last)
+        retain(path, keep_last=keep_last, keep_too=keep_too)
     except OutputError as error:
         raise OutputError(
             f"{path} is saved and whole, but an older checkpoint is in the way: {error}"
@@ -113,7 +120,7 @@ def commit(temporary: Path, *, step: int, meta: Mapping[str, Any]) -> Path:
     return path
 
 
-def retain(newest: Path, *, keep_last: int) -> None:
+def retain(newest: Path, *, keep_last: int, keep_too: Collection[int] = ()) -> None:
     """Remove the checkpoints that `newest`, just committed, makes unnecessary.
 
     A directory counts, and may be removed, only if its name and its manifest say that it is a checkpoint of
@@ -122,6 +129,7 @@ def retain(newest: Path, *, keep_last: int) -> None:
     root, saved = newest.parent, format.parse_directory_name(newest.name)
     assert saved is not None, newest
     kept_steps: list[int] = []
+    kept_too: list[int] = []
     unnecessary = []
     for path in load.find(root):
         name = format.parse_directory_name(path.name)
@@ -130,6 +138,8 @@ def retain(newest: Path, *, keep_last: int) -> None:
             continue
         if path == newest or (name[0] not in kept_steps and len(kept_steps) < keep_last):
             kept_steps.append(name[0])
+        elif name[0] in keep_too and name[0] not in {*kept_steps, *kept_too}:
+            kept_too.append(name[0])
         else:
             unnecessary.append(path)
     trash = []

@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megatrain.config.sections import ALIASES, Config
+from megatrain.config.aliases import ALIASES
+from megatrain.config.sections import Config
 from megatrain.config.yaml12 import dump_yaml
 
 

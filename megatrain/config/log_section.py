@@ -7,13 +7,14 @@ from typing import Annotated, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from megatrain.config.section import Section
-from megatrain.config.types import Count, as_tuple, reads_as
+from megatrain.config.types import Count, Name, as_tuple, reads_as
 
 Event = Literal[
     "start",
     "resume",
     "checkpoint",
     "skipped",
+    "spike",
     "evaluation",
     "best",
     "replan",
@@ -25,10 +26,10 @@ Event = Literal[
 """What can happen in a run.
 
 start: a new run. resume: goes on from `step`. checkpoint: `step` is saved. skipped: an update was left out,
-with the reason. evaluation: on held-out data, with `loss`, `perplexity` and the `name` of the set. best: the
-best evaluation so far. replan: a new plan, with its reason. sample: a `prompt` and the `text` after it.
-stop: a signal, or an early stop, with the reason. end: all steps are done. error: the run ended, with `text`
-and `exit_code`.
+with the reason. spike: the `loss` jumped, `above` what. evaluation: on held-out data, with `loss`,
+`perplexity` and the `name` of the set. best: the best evaluation so far. replan: a new plan, with its reason. sample: a
+`prompt` and the `text` after it. stop: a signal, or an early stop, with the reason. end: all steps are done.
+error: the run ended, with `text` and `exit_code`.
 """
 
 EVENTS: tuple[str, ...] = get_args(Event)
@@ -42,7 +43,11 @@ class LogConfig(Section):
     every: Count = 1
     """Steps between rows of `metrics.jsonl` and progress updates."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """A bar, plain lines, or neither. `auto` = a bar on a terminal, lines elsewhere."""
+    """A bar, plain lines (the first and the last step, and one every 10 s), or neither. `auto` = a bar on a
+    terminal, lines elsewhere."""
+    to: Annotated[tuple[Name, ...], BeforeValidator(as_tuple), reads_as("a list of names")] = ()
+    """Where else to log, by the names of transformers' integrations: `tensorboard`, `wandb`, `trackio`,
+    `mlflow` and others, each with its package installed."""
     report: bool = True
     """Write `report.html` when the run ends, however it ends, if the extra `report` is installed (5 MB)."""
     webhook: (

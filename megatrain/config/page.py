@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megatrain.config.aliases import ALIASES
 from megatrain.config.keys import config_keys
-from megatrain.config.sections import ALIASES, Config
+from megatrain.config.sections import Config
 
 
 def configuration_page() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megatrain.config.aliases import LEFT_OUT, hint, is_foreign, translate
 from megatrain.config.keys import describe, given
-from megatrain.config.sections import ALIASES, Config, conflicts
+from megatrain.config.sections import Config, conflicts
 from megatrain.config.yaml12 import dump_yaml, parse_yaml
 from megatrain.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -65,8 +69,13 @@ def set_keys(raw: Mapping[str, Any], settings: Sequence[tuple[str, Any]]) -> dic
     """Return `raw` with each dotted key of `settings` (or its alias) set to its value."""
     result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
     spelled: dict[str, str] = {}
+    foreign = [hint(spelling, value) for spelling, value in settings if is_foreign(spelling, value)]
+    if foreign:
+        _log.info("names of transformers: %s", ", ".join(foreign))
     for spelling, value in settings:
-        key, value = _resolve_alias(spelling, value)
+        key, value = translate(spelling, value)
+        if value is LEFT_OUT:
+            continue
         if key in spelled:
             both = "" if spelling == spelled[key] else f" (as {spelled[key]} and as {spelling})"
             raise ConfigError(f"{key} is set twice on the command line{both}; keep one")
@@ -148,21 +157,17 @@ def parse_override(override: str) -> tuple[str, Any]:
         ) from error
 
 
-def _resolve_alias(spelling: str, value: Any) -> tuple[str, Any]:
-    if spelling == "max_grad_norm" and value in (0, 0.0) and not isinstance(value, bool):
-        value = None  # transformers' way to turn clipping off
-    return ALIASES.get(spelling, spelling), value
-
-
 def _expand_aliases(raw: Mapping[Any, Any], *, source: str) -> dict[str, Any]:
     """Move top-level aliases to their nested keys; a nested key that is given as well is a conflict."""
-    nested = {key: value for key, value in raw.items() if key not in ALIASES}
-    aliased = [(key, value) for key, value in raw.items() if key in ALIASES]
+    nested = {key: value for key, value in raw.items() if not is_foreign(key, value)}
+    aliased = [(key, value) for key, value in raw.items() if is_foreign(key, value)]
     given = {key for key, value in nested.items() if not isinstance(value, dict)}
     given |= {f"{key}.{inner}" for key, value in nested.items() if isinstance(value, dict) for inner in value}
     spelled: dict[str, str] = {}
-    for spelling, _ in aliased:
-        key = ALIASES[spelling]
+    for spelling, value in aliased:
+        key, read = translate(spelling, value)
+        if read is LEFT_OUT:
+            continue
         other = key if key in given else spelled.get(key)
         if other:
             raise ConfigError(f"{source}: {spelling} and {other} both set {key}; keep one")

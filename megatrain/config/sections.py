@@ -19,6 +19,7 @@ from megatrain.config.choice import (
     Updates,
 )
 from megatrain.config.data_section import DataConfig
+from megatrain.config.eval_section import EvalConfig, eval_conflicts
 from megatrain.config.log_section import LogConfig
 from megatrain.config.section import Section
 from megatrain.config.types import (
@@ -33,6 +34,7 @@ from megatrain.config.types import (
     Rate,
     Schedule,
     Seed,
+    Steps,
     one_of,
     reads_as,
 )
@@ -56,7 +58,9 @@ class TrainConfig(Section):
     """The step, and how many of them."""
 
     steps: Count | None = None
-    """Optimizer steps. null = one pass over the data."""
+    """Optimizer steps. null = `train.epochs`."""
+    epochs: Rate | None = None
+    """Passes over the data, such as 3 or 0.5, in place of `train.steps`. null = 1."""
     micro_batch_size: Count = 1
     """Sequences in one forward and backward."""
     grad_accumulation: Count = 1
@@ -75,6 +79,10 @@ class TrainConfig(Section):
     """Give the same bits in every run on the same device with the same software: operations take their
     deterministic forms, attention is flash and not cuDNN, and one that has no such form stops the run. Slower
     on a GPU, as `megatrain plan` says; no difference on a CPU."""
+    on_spike: Literal["warn", "skip", "stop"] = "warn"
+    """What to do when the loss jumps: above the median of the last 64 steps by more than a tenth, and by
+    more than 8 robust standard deviations. `warn` says so, `skip` makes no update, `stop` ends the run (exit
+    code 5)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Run layers through `torch.compile`, one compilation for all of a kind: about a minute, in the first
     step. `auto` = on a GPU, if torch has a compiler for it."""
@@ -105,12 +113,13 @@ class OptimConfig(Section):
     (stochastic rounding; 8 bytes) and `int8` (block-wise codes; 6.03 bytes)."""
     schedule: Schedule = "cosine"
     """Learning-rate schedule by its transformers name."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises from 0."""
+    warmup_steps: Steps = 0
+    """Steps over which the learning rate rises from 0; below 1, a share of all steps, such as 0.03."""
     schedule_args: dict[str, Any] = Field({})
     """Further arguments of the schedule, such as `{min_lr_rate: 0.1}` for `cosine_with_min_lr`."""
     max_skipped_steps: Count = 10
-    """Stop (exit code 5) after this many steps in a row with a non-finite gradient norm; each is skipped."""
+    """Stop (exit code 5) after this many steps in a row that were skipped: for a gradient norm that is not
+    finite, or as `train.on_spike` says."""
 
 
 _TIERS = "auto or a mapping of device and ram (sizes such as 20GiB) and nvme (directories on drives)"
@@ -234,6 +243,7 @@ class Config(Section):
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     hardware: HardwareConfig = HardwareConfig()
+    eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     out: LocalPath = "runs/train"
     """Run directory: settings, plan, metrics, events, report, `checkpoints/` and the model in `hf/`."""
@@ -275,44 +285,10 @@ class Config(Section):
 _FIELDS = {field: key.split(".") for field, key in KEYS.items()}
 """Section and name of the settings that are fields of a choice."""
 
-# Names that users of the Hugging Face Trainer and TRL know: read at top level only, with their meaning there.
-ALIASES: Mapping[str, str] = {
-    "model_name_or_path": "model.path",
-    "attn_implementation": "model.attn_implementation",
-    "dataset_name": "data.path",
-    "dataset_config": "data.subset",
-    "dataset_train_split": "data.split",
-    "dataset_streaming": "data.streaming",
-    "dataset_text_field": "data.text_column",
-    "dataset_dir": "data.path",
-    "dataset": "data.dataset",
-    "max_samples": "data.max_samples",
-    "val_size": "data.val_size",
-    "max_length": "data.seq_len",
-    "max_seq_length": "data.seq_len",
-    "max_steps": "train.steps",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.grad_accumulation",
-    "seed": "train.seed",
-    "data_seed": "data.seed",
-    "learning_rate": "optim.lr",
-    "adam_epsilon": "optim.eps",
-    "weight_decay": "optim.weight_decay",
-    "max_grad_norm": "optim.max_grad_norm",
-    "lr_scheduler_type": "optim.schedule",
-    "lr_scheduler_kwargs": "optim.schedule_args",
-    "warmup_steps": "optim.warmup_steps",
-    "num_warmup_steps": "optim.warmup_steps",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep_last",
-    "logging_steps": "log.every",
-    "output_dir": "out",
-}
-
 
 def conflicts(config: Config) -> list[str]:
     """List the settings that exclude each other, each with a way out."""
-    problems = []
+    problems = eval_conflicts(config.eval, has_data=config.data.val_size > 0 or bool(config.data.eval_path))
     optim, memory = config.optim, config.memory
     if config.data.val_size > 1 and config.data.val_size % 1:
         problems.append(
@@ -323,6 +299,13 @@ def conflicts(config: Config) -> list[str]:
             f"optim.updates is immediate and optim.max_grad_norm is {optim.max_grad_norm}: a layer would be "
             "updated before the norm of all gradients is known; use optim.updates=deferred, or "
             "optim.max_grad_norm=null"
+        )
+    if config.train.steps is not None and config.train.epochs is not None:
+        problems.append("train.steps and train.epochs are both given; keep one")
+    if optim.updates == "immediate" and config.train.on_spike != "warn":
+        problems.append(
+            f"optim.updates is immediate and train.on_spike is {config.train.on_spike}: layers are updated "
+            "before the loss of the step is looked at; use optim.updates=deferred, or train.on_spike=warn"
         )
     if optim.updates == "immediate" and memory.gradients in ("device", "nvme"):
         problems.append(

@@ -40,6 +40,10 @@ Paths = Annotated[
 Patterns = Annotated[tuple[str, ...], BeforeValidator(as_tuple), reads_as("a list of patterns")]
 Bytes = Annotated[int, BeforeValidator(read_bytes), Field(ge=1), reads_as("bytes or a size such as 24GiB")]
 Count = Annotated[int, Field(ge=1)]
+Steps = Annotated[
+    Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)],
+    reads_as("a whole number (0 or more), or a share of all steps below 1"),
+]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Device = Annotated[
     str,

@@ -125,6 +125,13 @@ def epoch_order(num_windows: int, *, seed: int, epoch: int) -> NDArray[np.int64]
     return np.argsort(keys, kind="stable")
 
 
+def in_batches(windows: NDArray[np.int32], num_rows: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield micro-batches of windows in their order; the last one may have fewer rows."""
+    for start in range(0, len(windows), num_rows):
+        input_ids = torch.from_numpy(windows[start : start + num_rows].astype(np.int64))
+        yield {"input_ids": input_ids, "labels": input_ids.clone()}
+
+
 def fingerprint(windows: NDArray[np.int32]) -> str:
     """Return a name for exactly these windows: their shape and the hash of their bytes."""
     digest = xxhash.xxh3_128()

@@ -202,11 +202,11 @@ class Head:
 
     def _wants_chunks(self, named: Mapping[str, Any]) -> bool:
         labels = named.get("labels")
-        if labels is None or not torch.is_grad_enabled() or not self._takes_total or self._adds_up is False:
+        if labels is None or not self._takes_total or self._adds_up is False:
             return False
-        if self.share is None and not (
-            self.only_loss or self._is_explicit
-        ):  # a caller of model(...) may want the logits
+        # a caller of model(...) may want the logits
+        wants_loss = torch.is_grad_enabled() and (self.only_loss or self._is_explicit)
+        if self.share is None and not wants_loss:
             return False
         return bool(labels.numel() > self.chunk_tokens) and self._decoder() is not None
 

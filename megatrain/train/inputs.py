@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatrain.config import Config
 from megatrain.data.context import check_seq_len, context_length
-from megatrain.data.loader import PackedLoader
+from megatrain.data.loader import PackedLoader, epoch_order, in_batches
 from megatrain.data.packing import PackedWindows, pack, tokenize
 from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import (
@@ -18,6 +22,8 @@ from megatrain.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
+from megatrain.errors import DataError
+from megatrain.train.evaluate.losses import EvalSet
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -38,10 +44,54 @@ def pack_data(
     return packed
 
 
+def _hold_out(config: Config, packed: PackedWindows) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the sequences that are trained on, and those that `data.val_size` holds out, drawn by its seed.
+
+    Raises:
+        DataError: Nothing is left to train on, or nothing is held out.
+    """
+    size, windows = config.data.val_size, packed.windows
+    count = round(size * len(windows)) if size < 1 else int(size)
+    if size == 0:
+        return windows, windows[:0]
+    if not 0 < count < len(windows):
+        raise DataError(
+            f"data.val_size is {size:g} of {len(windows):,} sequences, which leaves {count:,} to evaluate on "
+            f"and {max(0, len(windows) - count):,} to train on; use a size that leaves some of both"
+        )
+    is_held_out = np.zeros(len(windows), dtype=bool)
+    is_held_out[epoch_order(len(windows), seed=config.data_seed, epoch=_HELD_OUT)[:count]] = True
+    return windows[~is_held_out], windows[is_held_out]
+
+
+_HELD_OUT = 2**64 - 1
+"""In the place of an epoch's number: draws what is held out."""
+
+
+def make_eval_sets(
+    config: Config,
+    packed: PackedWindows,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PretrainedConfig,
+) -> list[EvalSet]:
+    """Return the sets of a run: `val`, which is held out of its data, and those of `data.eval_path`.
+
+    Raises:
+        DataError: Files that cannot be read, or have too few tokens.
+    """
+    held_out = _hold_out(config, packed)[1]
+    windows = {"val": held_out} if len(held_out) else {}
+    for name, paths in (config.data.eval_path or {}).items():
+        data = config.data.model_copy(update={"path": paths})
+        windows[name] = pack_data(config.model_copy(update={"data": data}), tokenizer, model_config).windows
+    rows = config.train.micro_batch_size
+    return [EvalSet(name=name, batches=partial(in_batches, own, rows)) for name, own in windows.items()]
+
+
 def make_loader(config: Config, packed: PackedWindows) -> PackedLoader:
-    """Return the micro-batches of a run, in its order."""
+    """Return the micro-batches of a run, in its order; what is held out is not among them."""
     return PackedLoader(
-        packed.windows,
+        _hold_out(config, packed)[0],
         micro_batch_size=config.train.micro_batch_size,
         num_micro_batches=config.train.grad_accumulation,
         seed=config.data_seed,

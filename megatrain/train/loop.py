@@ -7,28 +7,36 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from megatrain.checkpoint.format import Manifest
-from megatrain.checkpoint.load import find, newest_whole, verify
+from megatrain.checkpoint.load import find
 from megatrain.checkpoint.save import save
 from megatrain.config import Config
-from megatrain.errors import CheckpointError, DivergedError, OutputError, os_errors
+from megatrain.errors import CallbackError, DivergedError
 from megatrain.model.head import count_targets
+from megatrain.stream.forward.micro_batches import MicroBatchSize
 from megatrain.stream.machine import Measure
+from megatrain.stream.report import StepReport
+from megatrain.train.callbacks.named import trackers
+from megatrain.train.changes import changed_settings
 from megatrain.train.directory import RunDirectory
-from megatrain.train.export import export_model, is_exported
+from megatrain.train.export import export_model
+from megatrain.train.going_on import best_step, find_best, find_checkpoint, is_finished
 from megatrain.train.metrics import MetricsLog, Progress, StepMetrics
 from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.planning.timeline import planned_run
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
-from megatrain.train.run import Run, changed_settings, prepare
+from megatrain.train.run import Run, prepare
 from megatrain.train.state_commits import find_commit
 from megatrain.train.way_back import way_back
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 _log = logging.getLogger(__name__)
 
@@ -42,27 +50,42 @@ EXIT_STOPPED = 75
 def train_step(run: Run) -> StepMetrics:
     """Do one optimizer step."""
     started = time.monotonic()
+    callbacks, policy = run.callbacks, run.config.train.on_spike
     micro_batches = next(run.loader)
     seeds = run.micro_batch_seeds()
     lr = float(run.scheduler.get_last_lr()[0])
 
+    callbacks.call("on_step_begin")
     loss = run.engine.forward_backward(micro_batches, seeds=seeds)
-    stats = run.optimizer.step()
+    callbacks.call("on_pre_optimizer_step")
+    # With `warn`, the loss is looked at behind the step: until then the device is still at work.
+    highest = None if policy == "warn" else run.spikes.take(float(loss))
+    grad_norm, is_skipped = None, highest is not None
+    if is_skipped:
+        run.engine.zero_grad()
+    else:
+        stats = run.optimizer.step()
     run.scheduler.step()
     # Here, where the step is over but for its updates, the launching thread waits for what compute has made.
-    loss_value, grad_norm, is_skipped = float(loss), stats.grad_norm, stats.skipped
-    report = run.engine.last_step
+    loss_value = float(loss)
+    if not is_skipped:
+        grad_norm, is_skipped = stats.grad_norm, stats.skipped
+        if policy == "warn":
+            highest = run.spikes.take(loss_value)
+    callbacks.call("on_optimizer_step")
+    report = None if highest is not None and policy != "warn" else run.engine.last_step
     if run.planned is not None and not run.is_checked:
         check_allocated(run.engine, run.planned.plan, run.config.memory.on_mismatch)
         run.is_checked = True
-    if run.elastic is not None:
+    if run.elastic is not None and report is not None:
         change = run.elastic.after_step(report)
         if change:
             run.tell("replan", reason=change)
 
-    num_tokens = sum(map(count_targets, micro_batches))
+    num_tokens = sum(map(_count_tokens, micro_batches))
     run.step += 1
     run.tokens += num_tokens
+    run.targets += sum(map(count_targets, micro_batches))
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_skipped else 0
     seconds = time.monotonic() - started
     vitals = run.care.sample()
@@ -72,18 +95,14 @@ def train_step(run: Run) -> StepMetrics:
         grad_norm=grad_norm,
         lr=lr,
         tokens=run.tokens,
+        targets=run.targets,
         tokens_per_s=num_tokens / seconds,
         seconds=seconds,
         skipped=is_skipped,
+        spike_above=highest,
         host_bytes=run.engine.host_bytes,
         device_bytes=run.engine.device_bytes_peak,
-        mfu=report.mfu,
-        bound=report.bound,
-        over_bound=report.over_bound,
-        fetch_bytes=report.fetch_bytes,
-        offload_bytes=report.offload_bytes,
-        waits=dict(list(report.waits.items())[:_NUM_WAITS]),
-        lane_seconds={name: round(busy_s, 6) for name, busy_s in report.lane_seconds.items()},
+        **({} if report is None else _where_time_went(report)),
         power_w=vitals.power_w,
         temperature_c=vitals.temperature_c,
         throttled=vitals.throttled,
@@ -94,8 +113,31 @@ def train_step(run: Run) -> StepMetrics:
     )
 
 
+def _count_tokens(batch: Mapping[str, Any]) -> int:
+    """Count the tokens of a micro-batch that are no padding."""
+    size = MicroBatchSize.of(batch)
+    return 0 if size is None else int(size.present)
+
+
+def _where_time_went(report: StepReport) -> dict[str, Any]:
+    return {
+        "mfu": report.mfu,
+        "bound": report.bound,
+        "over_bound": report.over_bound,
+        "fetch_bytes": report.fetch_bytes,
+        "offload_bytes": report.offload_bytes,
+        "waits": dict(list(report.waits.items())[:_NUM_WAITS]),
+        "lane_seconds": {name: round(busy_s, 6) for name, busy_s in report.lane_seconds.items()},
+    }
+
+
 def train(
-    config: Config, *, resume: str = "auto", measure: Measure | None = None, counts: Path | None = None
+    config: Config,
+    *,
+    resume: str = "auto",
+    measure: Measure | None = None,
+    counts: Path | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> Path:
     """Train, or go on training, and leave the model in `hf/` of the run directory.
 
@@ -104,6 +146,7 @@ def train(
         resume: `auto`, `no`, or the path of a checkpoint.
         measure: Returns this machine, for the plan; as in `machine_for`.
         counts: A folder in which counts of models are kept for the next plan; None: nowhere.
+        callbacks: Of transformers' Trainer; called after those of `log.to`.
 
     Returns:
         The run directory.
@@ -116,9 +159,9 @@ def train(
     directory.check()
     with directory.lock():
         directory.remove_leftovers()
-        found = _find_checkpoint(directory, resume)
+        found = find_checkpoint(directory, resume)
         step = 0 if found is None else found[1].step
-        if found is not None and _is_finished(directory, config, found[1]):
+        if found is not None and is_finished(directory, config, found[1]):
             _log.info("%s is finished (%d steps); nothing to do", directory.path, step)
             changed = changed_settings(found[1].meta["config"], config)
             if changed:
@@ -133,13 +176,28 @@ def train(
         checkpoint, meta = (None, None) if found is None else (found[0], found[1].meta)
         is_own = checkpoint is not None and checkpoint.resolve().parent == directory.checkpoints.resolve()
         own = checkpoint if is_own else None
-        run = prepare(config, checkpoint, meta, committed, measure=measure, counts=counts, show=_log.info)
+        members = [*trackers(config.log.to, directory.path), *callbacks]
+        run = prepare(
+            config,
+            checkpoint,
+            meta,
+            committed,
+            measure=measure,
+            counts=counts,
+            show=_log.info,
+            callbacks=members,
+        )
+        if checkpoint is not None and not is_own:
+            run.evaluator.standing.forget_best()
         directory.begin(config, None if run.planned is None else planned_run(run.planned, run.num_steps))
         is_done = False
         with recorded(run, directory), way_back(run, directory):
             try:
                 with _stop_flag() as stop:
                     final = _train_until_done(run, directory, stop, own if step == run.step else None)
+                best = best_step(config, {"evaluation": run.evaluator.standing.state()})
+                if best is not None:
+                    final = find_best(directory.checkpoints, best)
                 partial = directory.path / ".hf-partial"
                 export_model(final, directory.model, partial, card=model_card(directory.path))
                 is_done = True
@@ -155,39 +213,134 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
     Returns:
         The checkpoint of the last step.
     """
-    settings = run.config
-    every = settings.checkpoint.every
-    first_step = run.step
-    progress = Progress(num_steps=run.num_steps, first_step=first_step, mode=settings.log.progress)
+    settings, callbacks = run.config, run.callbacks
+    every, commit_every = settings.checkpoint.every, settings.memory.commit_every
+    progress = Progress(num_steps=run.num_steps, first_step=run.step, mode=settings.log.progress)
     run.care.begin()
-    with MetricsLog(directory.metrics, resume_step=first_step) as metrics, progress:
-        while run.step < run.num_steps and not stop.is_set():
+    with MetricsLog(directory.metrics, resume_step=run.step) as metrics, progress:
+        _begin(run)
+        reason = run.evaluator.stop() if run.evaluator.wants_stop else ""
+        while run.step < run.num_steps and not reason and callbacks.failure is None:
+            if stop.is_set():
+                reason = "a signal"
+                break
             row = train_step(run)
             saved = None
+            callbacks.at(run.step, tokens=run.tokens)
+            callbacks.call("on_step_end")
             if row.step % settings.log.every == 0 or row.step == run.num_steps or row.skipped:
                 metrics.write(row)
                 progress.update(row)
-            if row.skipped:
-                run.tell("skipped", reason="the gradient was not finite")
-            if run.skipped_in_a_row >= settings.optim.max_skipped_steps:
-                raise DivergedError(
-                    f"the gradient norm was not finite for {run.skipped_in_a_row} steps in a row, up to "
-                    f"step {run.step}; nothing was updated in them. Lower optim.lr, or resume from an "
-                    "earlier checkpoint"
-                )
-            if settings.memory.commit_every is not None and row.step % settings.memory.commit_every == 0:
+            if row.step % settings.log.every == 0 or callbacks.wants("should_log"):
+                callbacks.log(row.logged)
+            _judge(run, row, directory)
+            is_best = False
+            if run.evaluator.is_due(row.step) or callbacks.wants("should_evaluate"):
+                is_best = _evaluate(run)
+            if run.evaluator.wants_stop:
+                reason = run.evaluator.stop()
+            elif callbacks.wants("should_training_stop"):
+                reason = "a callback"
+            if commit_every is not None and row.step % commit_every == 0:
                 run.commit()
-            if every is not None and row.step % every == 0:
+            is_time = every is not None and row.step % every == 0
+            if is_time or (is_best and settings.eval.keep_best) or callbacks.wants("should_save"):
                 saved = _save(run, directory)
+            if row.step % run.loader.steps_per_epoch == 0:
+                callbacks.call("on_epoch_end")
+                if row.step < run.num_steps:
+                    callbacks.call("on_epoch_begin")
     if saved is None:
         saved = _save(run, directory)
-    if stop.is_set() and run.step < run.num_steps:
-        run.tell("stop", reason="a signal")
-        _log.warning(
-            "stopped by a signal after step %d, which is saved; the same command goes on from there", run.step
-        )
-        sys.exit(EXIT_STOPPED)
+    callbacks.call("on_train_end")
+    _refuse_failed_callback(run, saved)
+    if reason and run.step < run.num_steps:
+        run.tell("stop", reason=reason)
+        _end_early(run, reason)
     return saved
+
+
+def _begin(run: Run) -> None:
+    """Tell callbacks of the run, and evaluate before its first step if that is wanted."""
+    run.callbacks.at(run.step, tokens=run.tokens)
+    run.callbacks.call("on_train_begin")
+    run.callbacks.call("on_epoch_begin")
+    _refuse_failed_callback(run, None)
+    if run.evaluator.is_due(run.step):
+        _evaluate(run)
+
+
+def _evaluate(run: Run) -> bool:
+    """Evaluate, and tell everyone; returns whether the model is the best so far."""
+    outcome = run.evaluator.evaluate(run.engine, run.tokenizer, run.step)
+    for one in outcome.evaluations:
+        run.tell("evaluation", name=one.name, loss=one.loss, perplexity=one.perplexity, tokens=one.tokens)
+    for prompt, text in outcome.texts:
+        run.tell("sample", prompt=prompt, text=text)
+    standing = run.evaluator.standing
+    if outcome.is_best:
+        run.tell("best", name=standing.best_set, loss=standing.best_loss)
+    if outcome.evaluations:
+        run.callbacks.best(standing.best_loss, standing.best_step, None)
+        run.callbacks.log(outcome.numbers)
+        run.callbacks.call("on_evaluate", metrics=outcome.numbers)
+    return outcome.is_best
+
+
+def _judge(run: Run, row: StepMetrics, directory: RunDirectory) -> None:
+    """Say that a step was skipped, or its loss a jump, and end the run where its settings say so.
+
+    Raises:
+        DivergedError: They do.
+    """
+    train, optim = run.config.train, run.config.optim
+    jump = ""
+    if row.spike_above is not None:
+        run.tell("spike", loss=row.loss, above=row.spike_above)
+        jump = f"the loss jumped to {row.loss:.4g}, above {row.spike_above:.4g} (train.on_spike)"
+        _log.warning("step %d: %s%s", row.step, jump, "; it makes no update" if row.skipped else "")
+    if row.skipped:
+        run.tell("skipped", reason=jump or "the gradient was not finite")
+    if jump and train.on_spike == "stop":
+        newest = next(iter(find(directory.checkpoints)), None)
+        where = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
+        raise DivergedError(
+            f"step {row.step}: {jump}, and nothing was updated in it; {where}. Look at its data, lower "
+            "optim.lr, or go on with train.on_spike=skip"
+        )
+    if run.skipped_in_a_row >= optim.max_skipped_steps:
+        raise DivergedError(
+            f"{run.skipped_in_a_row} steps in a row were skipped, up to step {run.step}, for gradients that "
+            f"were not finite or jumps of the loss; nothing was updated in them. Lower optim.lr, or resume "
+            "from an earlier checkpoint"
+        )
+
+
+def _refuse_failed_callback(run: Run, saved: Path | None) -> None:
+    """End a run one of whose callbacks has raised; `saved` has its state, None: there is nothing new.
+
+    Raises:
+        CallbackError: One has.
+    """
+    failed = run.callbacks.failure
+    if failed is not None:
+        done = "no step was taken" if saved is None else f"step {run.step} is saved in {saved}"
+        raise CallbackError(
+            f"the callback {failed.name} failed in {failed.event} ({type(failed.error).__name__}: "
+            f"{failed.error}); {done}. The same command goes on from there; without the callback "
+            "(log.to) nothing else changes"
+        ) from failed.error
+
+
+def _end_early(run: Run, reason: str) -> None:
+    """Say why a run has ended before its last step; after a signal or a callback it is not done."""
+    if run.evaluator.standing.has_stopped:
+        _log.info("stopped after step %d: %s", run.step, reason)
+        return
+    _log.warning(
+        "stopped by %s after step %d, which is saved; the same command goes on from there", reason, run.step
+    )
+    sys.exit(EXIT_STOPPED)
 
 
 def _save(run: Run, directory: RunDirectory) -> Path:
@@ -197,49 +350,14 @@ def _save(run: Run, directory: RunDirectory) -> Path:
         write=run.write,
         meta=run.meta(),
         keep_last=run.config.checkpoint.keep_last or sys.maxsize,
+        keep_too=run.evaluator.kept_steps,
     )
     run.tell("checkpoint")
+    standing = run.evaluator.standing
+    if standing.best_step == run.step:
+        run.callbacks.best(standing.best_loss, run.step, str(path))
+    run.callbacks.call("on_save")
     return path
-
-
-def _find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, Manifest] | None:
-    """Find where to go on from: the path and the manifest, or None to begin.
-
-    Raises:
-        CheckpointError: The named checkpoint is damaged, or none of the run's is whole.
-        OutputError: `no`, and the directory holds a run.
-    """
-    if resume == "no":
-        if directory.is_run:
-            raise OutputError(
-                f"{directory.path} holds a run already; give a new directory with --out, or use --resume auto"
-            )
-        return None
-    if resume == "auto":
-        return newest_whole(directory.checkpoints, warn=_log.warning)
-    path = Path(resume)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a checkpoint directory; give one of checkpoints/step-*")
-    later = [other for other in find(directory.checkpoints) if other.name > path.name]
-    if later and path.absolute().parent == directory.checkpoints.absolute():
-        raise CheckpointError(
-            f"{directory.path} has gone on to {later[0].name}, so it cannot go back to {path.name}; "
-            "give another directory with --out, or remove the later checkpoints"
-        )
-    return path, verify(path)
-
-
-def _is_finished(directory: RunDirectory, config: Config, newest: Manifest) -> bool:
-    """Say whether the run has taken its steps, and `hf/` holds the model of the last one, byte for byte."""
-    num_steps = config.train.steps
-    is_last = bool(newest.meta.get("is_last")) if num_steps is None else newest.step >= num_steps
-    with os_errors("read", directory.model):
-        if not is_last or not directory.model.exists():
-            return False
-        if is_exported(newest, directory.model):
-            return True
-    _log.warning("%s is not the model of step %d; it is written anew", directory.model, newest.step)
-    return False
 
 
 @contextmanager

@@ -45,12 +45,16 @@ class StepMetrics:
     """Global norm before clipping. None = not computed."""
     lr: float
     tokens: int
-    """Real tokens trained on since the run began."""
+    """Tokens read since the run began, without padding."""
     tokens_per_s: float
     seconds: float
     """Duration of the step."""
+    targets: int = 0
+    """Those of them that were trained on: with a label."""
     skipped: bool = False
-    """The gradient was not finite, and nothing was updated."""
+    """The gradient was not finite, or the loss jumped, and nothing was updated."""
+    spike_above: float | None = None
+    """The loss jumped: the highest that were no jump. In a row only then."""
     host_bytes: int = 0
     device_bytes: int = 0
     """Peak of the run so far."""
@@ -82,8 +86,17 @@ class StepMetrics:
     drive_written_bytes: int | None = None
     """That the run has written to drives so far, before a resume too."""
 
+    @property
+    def logged(self) -> dict[str, float]:
+        """Numbers for callbacks, by the names that transformers gives them."""
+        numbers = {"loss": self.loss, "learning_rate": self.lr, "tokens_per_s": self.tokens_per_s}
+        if self.grad_norm is not None:
+            numbers["grad_norm"] = self.grad_norm
+        return numbers
+
 
 _ONLY_WHERE_KNOWN = {
+    "spike_above",
     "power_w",
     "temperature_c",
     "throttled",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.config import Config
 from megatrain.config.log_section import Event
 from megatrain.data.loader import PackedLoader
-from megatrain.errors import CheckpointError, ConfigError
+from megatrain.errors import ConfigError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.hardware.care import Care, power_cap_advice, sensor_of
 from megatrain.hardware.determinism import set_environment
@@ -30,19 +31,23 @@ from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.load import load
 from megatrain.stream.machine import Measure
 from megatrain.stream.optimizer import StreamedAdamW
+from megatrain.train.callbacks.calls import Callbacks
+from megatrain.train.changes import report_changes
+from megatrain.train.evaluate.evaluator import Evaluator
 from megatrain.train.events import EventLog
-from megatrain.train.inputs import choose_tokenizer, make_loader, pack_data
+from megatrain.train.inputs import choose_tokenizer, make_eval_sets, make_loader, pack_data
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.seeds import micro_batch_seed
+from megatrain.train.spikes import Spikes
 from megatrain.train.start import start_lines
 from megatrain.train.state import compact_counts, expand_counts, read_state, write_model, write_state
 from megatrain.train.state_commits import encode_buffers, laid_out_as, restore_buffers, tiers_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +64,14 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     num_steps: int
     care: Care
+    evaluator: Evaluator
+    callbacks: Callbacks
     step: int = 0
     """Steps done."""
     tokens: int = 0
-    """Real tokens trained on so far."""
+    """Tokens read so far, without padding."""
+    targets: int = 0
+    """Those of them that were trained on: with a label."""
     skipped_in_a_row: int = 0
     planned: Planned | None = None
     """None: the model could not be counted, and rules of thumb have taken the plan's place."""
@@ -70,6 +79,8 @@ class Run:
     """What was allocated is what was planned."""
     elastic: Elastic | None = None
     """Plans anew between steps; None: the plan stays."""
+    spikes: Spikes = field(default_factory=Spikes)
+    """Knows the losses of the last steps."""
     events: EventLog | None = None
     """None: nothing is recorded, as in a dry run."""
 
@@ -94,6 +105,7 @@ class Run:
             "step": self.step,
             "is_last": self.step >= self.num_steps,
             "tokens": self.tokens,
+            "targets": self.targets,
             "skipped": self.optimizer.num_skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
             "schedule": {"last_epoch": self.scheduler.last_epoch},
@@ -101,6 +113,9 @@ class Run:
             "rng": encode_rng(),
             "drive_written_bytes": self.care.written_bytes(),
             "fragments": self.engine.choice.fragments,
+            "evaluation": self.evaluator.standing.state(),
+            "losses": self.spikes.state(),
+            "callbacks": self.callbacks.saved_state(),
             "config": self.config.model_dump(mode="json"),
         }
 
@@ -130,11 +145,15 @@ class Run:
             DataError: It does not belong to this data.
         """
         self.step, self.tokens = int(meta["step"]), int(meta["tokens"])
+        self.targets = int(meta.get("targets", 0))
         self.skipped_in_a_row = int(meta["skipped_in_a_row"])
         self.optimizer.num_skipped = int(meta["skipped"])
         self.optimizer.steps = expand_counts(meta["updates"], self.optimizer.steps)
         self.care.resume(int(meta.get("drive_written_bytes") or 0))
         self.loader.restore(meta["data"])
+        self.evaluator.standing.restore(meta.get("evaluation", {}))
+        self.spikes.restore(meta.get("losses", ()))
+        self.callbacks.restore(meta.get("callbacks", {}))
         restore_rng(meta["rng"])
         with warnings.catch_warnings():
             # torch wants an optimizer step before each schedule step; those were done before the checkpoint
@@ -157,6 +176,7 @@ def prepare(
     measure: Measure | None = None,
     counts: Path | None = None,
     show: Callable[[str], object] = _log.debug,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> Run:
     """Make everything that a run needs; from a checkpoint, or from what is committed on drives, if any.
 
@@ -170,6 +190,7 @@ def prepare(
         measure: As in `machine_for`.
         counts: A folder in which counts of models are kept, as in `plan_run`.
         show: Is given the lines of `start_lines`, before memory is taken.
+        callbacks: Of transformers' Trainer, called by the run.
 
     Raises:
         MegatrainError: Its subclasses say what is wrong with the model, the data, the configuration or the
@@ -186,7 +207,13 @@ def prepare(
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
     packed = pack_data(config, tokenizer, model_config)
     loader = make_loader(config, packed)
-    num_steps = config.train.steps or loader.steps_per_epoch
+    num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * loader.steps_per_epoch)
+    evaluator = Evaluator(
+        config.eval,
+        make_eval_sets(config, packed, tokenizer, model_config),
+        num_steps=num_steps,
+        steps_per_epoch=loader.steps_per_epoch,
+    )
     if config.optim.warmup_steps > num_steps:
         raise ConfigError(
             f"optim.warmup_steps is {config.optim.warmup_steps}, but the run has {num_steps} steps; use fewer"
@@ -253,25 +280,39 @@ def prepare(
         no_decay=config.optim.no_decay,
         seed=config.train.seed,
     )
+    scheduler = _scheduler(config, optimizer, num_steps)
     run = Run(
         config=asked,
         engine=engine,
         optimizer=optimizer,
-        scheduler=_scheduler(config, optimizer, num_steps),
+        scheduler=scheduler,
         loader=loader,
         tokenizer=tokenizer,
         num_steps=num_steps,
         planned=planned,
         care=_make_care(config),
+        evaluator=evaluator,
+        callbacks=Callbacks(
+            callbacks,
+            config,
+            num_steps=num_steps,
+            steps_per_epoch=loader.steps_per_epoch,
+            objects={
+                "model": model,
+                "processing_class": tokenizer,
+                "optimizer": optimizer,
+                "lr_scheduler": scheduler,
+            },
+        ),
     )
     if planned is not None and not planned.request.spec.is_cpu and not config.train.reproducible:
         run.elastic = Elastic(engine, planned.request, planned.plan)
     if committed is not None:
-        _report_changes(config, committed.meta)
+        report_changes(config, committed.meta)
         run.restore_position(committed.meta)
     elif checkpoint is not None:
         assert meta is not None
-        _report_changes(config, meta)
+        report_changes(config, meta)
         run.restore(checkpoint, meta)
     return run
 
@@ -309,11 +350,12 @@ def _scheduler(
     from transformers import get_scheduler
 
     optim = config.optim
+    warmup = optim.warmup_steps
     try:
         scheduler: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
             optim.schedule,
             optimizer,
-            num_warmup_steps=optim.warmup_steps,
+            num_warmup_steps=warmup if isinstance(warmup, int) else math.ceil(warmup * num_steps),
             num_training_steps=num_steps,
             scheduler_specific_kwargs=dict(optim.schedule_args) or None,
         )
@@ -322,52 +364,3 @@ def _scheduler(
             f"optim.schedule {optim.schedule} does not take {optim.schedule_args} (schedule_args): {error}"
         ) from error
     return scheduler
-
-
-def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Name every setting that differs from a checkpoint's and bears on the numbers, as `key old -> new`."""
-    now = _flatten(config.model_dump(mode="json"))
-    then = {key: _default(config, key) for key in now} | _flatten(saved)  # older ones lack newer settings
-    numeric = ("model.", "data.", "train.", "optim.", "memory.head_chunk_tokens")
-    return [
-        f"{key} {then[key]} -> {value}"
-        for key, value in now.items()
-        if key.startswith(numeric) and key != "train.device" and then[key] != value
-    ]
-
-
-def _default(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return type(getattr(config, section)).model_fields[name].default
-
-
-def _report_changes(config: Config, meta: Mapping[str, Any]) -> None:
-    """Say which settings differ from the checkpoint's.
-
-    Raises:
-        CheckpointError: The precision or the optimizer's state differs: the state is of another kind.
-    """
-    precision = meta["config"]["train"]["precision"]
-    if precision != config.train.precision:
-        raise CheckpointError(
-            f"the checkpoint was trained with train.precision={precision}, not {config.train.precision}; use "
-            "the same, or start a new run from its model directory"
-        )
-    state = meta["config"]["optim"].get("state", "fp32")  # the only one there was before there was a choice
-    if state != config.optim.state:
-        raise CheckpointError(
-            f"the checkpoint was trained with optim.state={state}, not {config.optim.state}; use the same, "
-            "or start a new run from its model directory"
-        )
-    changed = changed_settings(meta["config"], config)
-    if changed:
-        _log.warning("resuming the checkpoint's weights with changed settings: %s", "; ".join(changed))
-
-
-def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        f"{section}.{key}": value
-        for section, values in tree.items()
-        if isinstance(values, Mapping)
-        for key, value in values.items()
-    }

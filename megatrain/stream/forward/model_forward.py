@@ -262,6 +262,10 @@ class ModelForward:
         finally:
             self._turn = None
 
+    def over(self, share: Share) -> AbstractContextManager[object]:
+        """Average the loss of the coming pass as a micro-batch of the engine's own: its head is in chunks."""
+        return self._head.over(share)
+
     def put_away(self) -> tuple[Pass | None, Share | None, _Turn | None]:
         """Take out what belongs to the running micro-batch: others run until `put_back`."""
         kept = self._pass, self._head.share, self._turn

@@ -1,0 +1,165 @@
+"""Calls callbacks as transformers' Trainer does: the same events, with the same objects.
+
+What a callback wants (to stop, save, log or evaluate) is in `Callbacks.control` after each step. One that
+raises is called no more; the loop asks for `failure` between two steps, when the state is whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatrain.config import Config
+from megatrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+_log = logging.getLogger(__name__)
+
+
+class Failure(NamedTuple):
+    """A callback that has raised."""
+
+    name: str
+    event: str
+    error: Exception
+
+
+class Callbacks:
+    """The callbacks of a run, with the state and the control that they are given."""
+
+    def __init__(
+        self,
+        members: Sequence[TrainerCallback],
+        config: Config,
+        *,
+        num_steps: int,
+        steps_per_epoch: int,
+        objects: Mapping[str, Any],
+    ) -> None:
+        """Make what callbacks are given; without any, nothing is made.
+
+        Args:
+            members: Called in this order.
+            config: Of the run.
+            num_steps: Of the whole run.
+            steps_per_epoch: Of one pass over the data.
+            objects: What else each call is given: model, processing_class, optimizer, lr_scheduler.
+
+        Raises:
+            ConfigError: A package that transformers' arguments need is not installed.
+        """
+        self._members = list(members)
+        self._objects = objects
+        self._steps_per_epoch = steps_per_epoch
+        self.failure: Failure | None = None
+        """The first callback that has raised."""
+        self.control: TrainerControl | None = None
+        self.state: TrainerState | None = None
+        if members:
+            from transformers import TrainerControl, TrainerState
+
+            self._arguments = training_arguments(config, num_steps)
+            self.control, self.state = TrainerControl(), TrainerState()
+            self.state.log_history = []
+            self.state.max_steps = num_steps
+            self.state.num_train_epochs = -(-num_steps // steps_per_epoch)
+            self.state.train_batch_size = config.train.micro_batch_size
+            self.state.logging_steps = config.log.every
+
+    def call(self, event: str, **values: Any) -> None:
+        """Call each callback's method of this name."""
+        for member in list(self._members):
+            try:
+                changed = getattr(member, event)(
+                    self._arguments, self.state, self.control, **self._objects, **values
+                )
+            except Exception as error:  # a user's code, or a tracker whose server is gone
+                self._members.remove(member)
+                self.failure = self.failure or Failure(type(member).__name__, event, error)
+            else:
+                self.control = changed or self.control
+
+    def at(self, step: int, *, tokens: int) -> None:
+        """Let the state say how far the run is, and forget what was wanted before."""
+        if self.state is not None and self.control is not None:
+            self.state.global_step = step
+            self.state.epoch = step / self._steps_per_epoch
+            self.state.num_input_tokens_seen = tokens
+            self.control.should_log = self.control.should_save = self.control.should_evaluate = False
+
+    def log(self, numbers: Mapping[str, float]) -> None:
+        """Hand numbers of the step to those that log."""
+        if self.state is not None:
+            logs = {**numbers, "epoch": self.state.epoch}
+            self.state.log_history.append({**logs, "step": self.state.global_step})
+            self.call("on_log", logs=logs)
+
+    def best(self, loss: float | None, step: int | None, checkpoint: str | None) -> None:
+        """Let the state say which evaluation is the best."""
+        if self.state is not None:
+            self.state.best_metric, self.state.best_global_step = loss, step
+            self.state.best_model_checkpoint = checkpoint
+
+    def wants(self, wish: str) -> bool:
+        """Say whether a callback has set this field of the control, such as `should_save`."""
+        return self.control is not None and bool(getattr(self.control, wish))
+
+    def saved_state(self) -> dict[str, Any]:
+        """Return what callbacks keep of themselves, as transformers does: those with a method `state`."""
+        return {type(one).__name__: one.state() for one in self._members if hasattr(one, "state")}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on as `saved_state` was; a callback that is new begins as it is."""
+        for number, member in enumerate(self._members):
+            state = saved.get(type(member).__name__)
+            if state is not None and hasattr(member, "state"):
+                self._members[number] = type(member).from_state(state)
+
+
+def training_arguments(config: Config, num_steps: int) -> TrainingArguments:
+    """Return a run's settings as the arguments of transformers' Trainer, for callbacks to read.
+
+    Raises:
+        ConfigError: accelerate is not installed.
+    """
+    from transformers import TrainingArguments
+
+    optim, train, held_out = config.optim, config.train, config.eval
+    try:
+        arguments = TrainingArguments(
+            output_dir=config.out,
+            per_device_train_batch_size=train.micro_batch_size,
+            per_device_eval_batch_size=train.micro_batch_size,
+            gradient_accumulation_steps=train.grad_accumulation,
+            learning_rate=optim.lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1],
+            adam_epsilon=optim.eps,
+            max_grad_norm=optim.max_grad_norm or 0.0,
+            max_steps=num_steps,
+            lr_scheduler_type=optim.schedule,
+            lr_scheduler_kwargs=dict(optim.schedule_args),
+            warmup_steps=optim.warmup_steps,
+            logging_steps=config.log.every,
+            save_total_limit=config.checkpoint.keep_last,
+            seed=train.seed,
+            data_seed=config.data_seed,
+            report_to="none",
+            use_cpu=True,  # the engine has the device
+        )
+    except ImportError as error:
+        raise ConfigError(
+            "callbacks and log.to need accelerate, which is not installed; pip install 'megatrain[hf]'"
+        ) from error
+    # Set behind its checks: those are of a Trainer that does not keep its best checkpoint by itself.
+    arguments.run_name = config.out
+    arguments.eval_strategy = "steps"
+    arguments.eval_steps = held_out.every if isinstance(held_out.every, int) else None
+    arguments.load_best_model_at_end = held_out.keep_best
+    arguments.metric_for_best_model = f"eval_{held_out.metric}_loss" if held_out.metric else "eval_loss"
+    arguments.greater_is_better = False
+    return arguments

@@ -1,0 +1,61 @@
+"""Which settings of a run differ from those that its checkpoint was made with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain.config import Config
+from megatrain.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+
+def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """Name every setting that differs from a checkpoint's and bears on the numbers, as `key old -> new`."""
+    now = _flatten(config.model_dump(mode="json"))
+    then = {key: _default(config, key) for key in now} | _flatten(saved)  # older ones lack newer settings
+    numeric = ("model.", "data.", "train.", "optim.", "memory.head_chunk_tokens")
+    return [
+        f"{key} {then[key]} -> {value}"
+        for key, value in now.items()
+        if key.startswith(numeric) and key != "train.device" and then[key] != value
+    ]
+
+
+def _default(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return type(getattr(config, section)).model_fields[name].default
+
+
+def report_changes(config: Config, meta: Mapping[str, Any]) -> None:
+    """Say which settings differ from the checkpoint's.
+
+    Raises:
+        CheckpointError: The precision or the optimizer's state differs: the state is of another kind.
+    """
+    precision = meta["config"]["train"]["precision"]
+    if precision != config.train.precision:
+        raise CheckpointError(
+            f"the checkpoint was trained with train.precision={precision}, not {config.train.precision}; use "
+            "the same, or start a new run from its model directory"
+        )
+    state = meta["config"]["optim"].get("state", "fp32")  # the only one there was before there was a choice
+    if state != config.optim.state:
+        raise CheckpointError(
+            f"the checkpoint was trained with optim.state={state}, not {config.optim.state}; use the same, "
+            "or start a new run from its model directory"
+        )
+    changed = changed_settings(meta["config"], config)
+    if changed:
+        _log.warning("resuming the checkpoint's weights with changed settings: %s", "; ".join(changed))
+
+
+def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{section}.{key}": value
+        for section, values in tree.items()
+        if isinstance(values, Mapping)
+        for key, value in values.items()
+    }

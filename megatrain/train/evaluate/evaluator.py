@@ -1,0 +1,142 @@
+"""When a run is evaluated, and what follows from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatrain.config.eval_section import EvalConfig
+from megatrain.errors import ConfigError
+from megatrain.stream.engine import Engine
+from megatrain.train.evaluate.losses import EvalSet, Evaluation, evaluate, undisturbed
+from megatrain.train.evaluate.prompts import continue_text
+from megatrain.train.evaluate.standing import Standing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What one evaluation has shown of the model after a step."""
+
+    step: int
+    evaluations: Sequence[Evaluation]
+    texts: Sequence[tuple[str, str]]
+    """Each prompt, and the text that begins with it."""
+    is_best: bool
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Return them by the names of transformers: `eval_loss`, or `eval_NAME_loss` of several sets."""
+        found = {}
+        for one in self.evaluations:
+            name = "eval" if len(self.evaluations) == 1 else f"eval_{one.name}"
+            found |= {f"{name}_loss": one.loss, f"{name}_perplexity": one.perplexity}
+            found |= {f"{name}_tokens": one.tokens, f"{name}_runtime": one.seconds}
+        return found
+
+
+class Evaluator:
+    """Evaluates a run at the steps that its settings name, and knows the best."""
+
+    def __init__(
+        self, settings: EvalConfig, sets: Sequence[EvalSet], *, num_steps: int, steps_per_epoch: int
+    ) -> None:
+        """Evaluate nothing yet.
+
+        Args:
+            settings: Of the run.
+            sets: Held-out data; none: only prompts are continued.
+            num_steps: Of the whole run.
+            steps_per_epoch: Of one pass over the data.
+
+        Raises:
+            ConfigError: `eval.metric` names no set.
+        """
+        self._settings = settings
+        self._sets = sets
+        self._num_steps = num_steps
+        self._every = steps_per_epoch if settings.every == "epoch" else settings.every
+        names = [one.name for one in sets]
+        if settings.metric is not None and settings.metric not in names:
+            raise ConfigError(f"eval.metric is {settings.metric}; the eval sets are {', '.join(names)}")
+        self._deciding = settings.metric or (names[0] if names else None)
+        self.standing = Standing()
+
+    def is_due(self, step: int) -> bool:
+        """Say whether to evaluate after `step`."""
+        if not (self._sets or self._settings.prompts) or step == self.standing.evaluated_step:
+            return False
+        if step == 0:
+            return self._settings.at_start
+        if step == self._num_steps:
+            return self._settings.at_end
+        return self._every is not None and step % self._every == 0
+
+    def evaluate(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, step: int) -> Outcome:
+        """Evaluate after `step`; no bit of training changes.
+
+        The model before the first step is no candidate for the best one.
+        """
+        settings, standing = self._settings, self.standing
+        found = evaluate(engine, self._sets, most_batches=settings.batches) if self._sets else []
+        texts = []
+        if settings.prompts:
+            engine.sync()
+            with undisturbed(engine):
+                for prompt in settings.prompts:
+                    text = continue_text(
+                        engine.model, tokenizer, prompt, max_new_tokens=settings.max_new_tokens
+                    )
+                    texts.append((prompt, text))
+        standing.evaluated_step = step
+        deciding = next((one for one in found if one.name == self._deciding), None)
+        is_best = (
+            step > 0
+            and deciding is not None
+            and standing.take(step, deciding.loss, deciding.name, min_delta=settings.min_delta)
+        )
+        outcome = Outcome(step=step, evaluations=found, texts=texts, is_best=is_best)
+        self._say(outcome)
+        return outcome
+
+    @property
+    def kept_steps(self) -> set[int]:
+        """Steps whose checkpoints are kept, however old."""
+        best = self.standing.best_step
+        return {best} if best is not None and self._settings.keep_best else set()
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether the loss has not fallen for as long as `eval.patience` says."""
+        patience = self._settings.patience
+        return patience is not None and self.standing.worse_in_a_row >= patience
+
+    def stop(self) -> str:
+        """Take note that the run ends here; returns why."""
+        standing = self.standing
+        standing.has_stopped = True
+        return (
+            f"the loss on {standing.best_set} was {standing.best_loss:.4f} after step {standing.best_step}, "
+            f"and no better in {standing.worse_in_a_row} evaluations since (eval.patience)"
+        )
+
+    def _say(self, outcome: Outcome) -> None:
+        for one in outcome.evaluations:
+            best = ", the best so far" if outcome.is_best and one.name == self._deciding else ""
+            _log.info(
+                "evaluation after step %d on %s: loss %.4f, perplexity %.4g, %s tokens%s",
+                outcome.step,
+                one.name,
+                one.loss,
+                one.perplexity,
+                f"{one.tokens:,}",
+                best,
+            )
+        for _, text in outcome.texts:
+            _log.info("sample after step %d: %s", outcome.step, text)

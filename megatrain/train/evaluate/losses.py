@@ -1,0 +1,89 @@
+"""The loss of a model on held-out sets; nothing of training changes by it, not one bit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from megatrain.checkpoint.rng import encode_rng, restore_rng
+from megatrain.errors import DataError
+from megatrain.stream.engine import Engine
+from megatrain.stream.evaluate import losses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalSet:
+    """Held-out data under a name."""
+
+    name: str
+    batches: Callable[[], Iterable[Mapping[str, Any]]]
+    """Begins a new pass over the micro-batches: `input_ids`, `labels` and what else the model takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """What one set has shown."""
+
+    name: str
+    loss: float
+    """Mean over all tokens of the set, each of the same weight."""
+    tokens: int
+    """Tokens with a label."""
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss; infinite where no number is as large."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+
+def evaluate(engine: Engine, sets: Sequence[EvalSet], *, most_batches: int | None) -> list[Evaluation]:
+    """Return the loss of each set, with the state streaming as in training.
+
+    Args:
+        engine: Between two steps.
+        sets: To evaluate on.
+        most_batches: Of each; None: all.
+
+    Raises:
+        DataError: A set has no token with a label.
+    """
+    with undisturbed(engine):
+        return [_evaluate(engine, one, most_batches) for one in sets]
+
+
+def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None) -> Evaluation:
+    began_s = time.perf_counter()
+    parts: list[torch.Tensor] = []
+    tokens = 0
+    for loss, count in losses(engine, islice(one.batches(), most_batches)):
+        parts.append(loss.double() * count)  # read only in the end: nobody waits for the device in between
+        tokens += count
+    if tokens == 0:
+        raise DataError(f"the eval set {one.name} has no token with a label; leave it out, or check its data")
+    mean = float(torch.stack(parts).sum()) / tokens
+    return Evaluation(name=one.name, loss=mean, tokens=tokens, seconds=time.perf_counter() - began_s)
+
+
+@contextmanager
+def undisturbed(engine: Engine) -> Iterator[None]:
+    """Put the model into the mode without dropout, and everything back as it was: modes and random states."""
+    modes = {module: module.training for module in engine.model.modules()}
+    states = encode_rng()
+    engine.model.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes.items():
+            module.training = is_training
+        restore_rng(states)

@@ -1,0 +1,95 @@
+"""Where a run goes on from, and whether there is anything left to do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint.format import Manifest, parse_directory_name
+from megatrain.checkpoint.load import find, newest_whole, verify
+from megatrain.config import Config
+from megatrain.errors import CheckpointError, OutputError, os_errors
+from megatrain.train.directory import RunDirectory
+from megatrain.train.export import is_exported
+
+_log = logging.getLogger(__name__)
+
+
+def find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, Manifest] | None:
+    """Find where to go on from: the path and the manifest, or None to begin.
+
+    Raises:
+        CheckpointError: The named checkpoint is damaged, or none of the run's is whole.
+        OutputError: `no`, and the directory holds a run.
+    """
+    if resume == "no":
+        if directory.is_run:
+            raise OutputError(
+                f"{directory.path} holds a run already; give a new directory with --out, or use --resume auto"
+            )
+        return None
+    if resume == "auto":
+        return newest_whole(directory.checkpoints, warn=_log.warning)
+    path = Path(resume)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a checkpoint directory; give one of checkpoints/step-*")
+    later = [other for other in find(directory.checkpoints) if other.name > path.name]
+    if later and path.absolute().parent == directory.checkpoints.absolute():
+        raise CheckpointError(
+            f"{directory.path} has gone on to {later[0].name}, so it cannot go back to {path.name}; "
+            "give another directory with --out, or remove the later checkpoints"
+        )
+    return path, verify(path)
+
+
+def is_finished(directory: RunDirectory, config: Config, newest: Manifest) -> bool:
+    """Say whether the run has ended, and `hf/` holds the model that it leaves, byte for byte."""
+    if not _has_ended(config, newest):
+        return False
+    left = newest
+    best = best_step(config, newest.meta)
+    if best is not None:
+        path = find_best(directory.checkpoints, best)
+        left = verify(path, digests=False)
+    with os_errors("read", directory.model):
+        if not directory.model.exists():
+            return False
+        if is_exported(left, directory.model):
+            return True
+    _log.warning("%s is not the model of step %d; it is written anew", directory.model, left.step)
+    return False
+
+
+def _has_ended(config: Config, newest: Manifest) -> bool:
+    """Say whether the newest checkpoint is the last one: its step, or the early stop, with these settings."""
+    meta, train = newest.meta, config.train
+    saved = meta["config"]
+    if meta.get("evaluation", {}).get("has_stopped") and saved["eval"]["patience"] == config.eval.patience:
+        return True
+    if train.steps is not None:
+        return newest.step >= train.steps
+    return bool(meta.get("is_last")) and saved["train"].get("epochs") == train.epochs
+
+
+def best_step(config: Config, meta: Mapping[str, Any]) -> int | None:
+    """Return the step whose model the run leaves in place of the last one; None: that of the last one."""
+    step = meta.get("evaluation", {}).get("best_step")
+    return int(step) if config.eval.load_best and step is not None else None
+
+
+def find_best(checkpoints: Path, step: int) -> Path:
+    """Return the kept checkpoint of the best step.
+
+    Raises:
+        CheckpointError: It is gone.
+    """
+    for path in find(checkpoints):
+        name = parse_directory_name(path.name)
+        if name is not None and name[0] == step:
+            return path
+    raise CheckpointError(
+        f"{checkpoints} has no checkpoint of step {step}, the best one; put it back, or use "
+        "eval.load_best=false to leave the last model in hf/"
+    )
