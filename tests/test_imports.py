@@ -194,7 +194,8 @@ def forbidden(source: str, module: str) -> list[str]:
         if PICKLING.intersection(name.split(".")[:1])
     ]
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Name, ast.Attribute)):
+        # a name that is given a value, such as the setting `eval`, is used by nobody there
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
             spelled = ast.unparse(node)
             first, dot, rest = spelled.partition(".")
             used = names.get(first, first) + dot + rest

@@ -82,7 +82,8 @@ def test_run_directory_holds_what_is_documented(whole: Path) -> None:
     assert {"mfu", "bound", "over_bound", "fetch_bytes", "offload_bytes", "waits"} <= rows[0].keys()
     assert {"swap_bytes", "drive_written_bytes"} <= rows[0].keys(), "what this machine tells"
     assert not {"power_w", "ecc_errors"} & rows[0].keys(), "what it does not"
-    assert rows[-1]["tokens"] == 12 * 4 * 31
+    assert rows[-1]["tokens"] == 12 * 4 * 32
+    assert rows[-1]["targets"] == 12 * 4 * 31, "the first token of a sequence follows nothing"
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert rows[0]["lr"] == 0.0
     assert rows[3]["lr"] == 1e-2

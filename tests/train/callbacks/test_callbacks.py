@@ -1,0 +1,199 @@
+"""Callbacks of transformers' Trainer in a run: what they are told, what they may ask for, failures."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from megatrain.checkpoint.load import verify
+from megatrain.errors import CallbackError, ConfigError
+from megatrain.train.loop import train
+from tests.train.project import make_config
+from tests.train.test_loop import rows_of, state_of
+
+STEPS = {"steps": 4}
+OPTIONS: dict[str, Any] = {
+    "train": STEPS,
+    "data": {"val_size": 0.1},
+    "eval": {"every": 2},
+    "checkpoint": {"every": 3},
+}
+
+
+class Listener(TrainerCallback):
+    """Notes every call, and what it was told."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.logs: list[tuple[int, dict[str, float]]] = []
+        self.seen: dict[str, Any] = {}
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def called(args: Any, state: Any, control: Any, **values: Any) -> None:
+            self.calls.append(name)
+            self.seen = {**values, "args": args, "state": state}
+            if name == "on_log":
+                self.logs.append((state.global_step, values["logs"]))
+
+        return called
+
+
+@pytest.fixture(scope="module")
+def listened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Listener]:
+    root, listener = tmp_path_factory.mktemp("listened"), Listener()
+    train(make_config(root, log={"to": ["tensorboard"]}, **OPTIONS), callbacks=[listener])
+    return root, listener
+
+
+def test_events_come_in_the_order_of_the_trainer(listened: tuple[Path, Listener]) -> None:
+    step = ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log"]
+    evaluated = [*step, "on_log", "on_evaluate", "on_save"]
+    assert listened[1].calls == [
+        *("on_train_begin", "on_epoch_begin"),
+        *step,
+        *evaluated,
+        *(*step, "on_save"),
+        *evaluated,
+        "on_train_end",
+    ]
+
+
+def test_callbacks_are_told_what_the_run_records(listened: tuple[Path, Listener]) -> None:
+    root, listener = listened
+    told = [(step, logs) for step, logs in listener.logs if "loss" in logs]
+    rows = rows_of(root / "run")
+    assert [step for step, _ in told] == [1, 2, 3, 4]
+    assert [logs["loss"] for _, logs in told] == [row["loss"] for row in rows]
+    assert [logs["grad_norm"] for _, logs in told] == [row["grad_norm"] for row in rows]
+    assert [logs["learning_rate"] for _, logs in told] == [row["lr"] for row in rows]
+    state, args = listener.seen["state"], listener.seen["args"]
+    standing = verify(max((root / "run/checkpoints").iterdir())).meta["evaluation"]
+    assert (state.best_metric, state.best_global_step) == (standing["best_loss"], standing["best_step"])
+    assert state.best_model_checkpoint == str(root / "run/checkpoints/step-00000004")
+    assert (state.global_step, state.max_steps, state.num_input_tokens_seen) == (4, 4, rows[-1]["tokens"])
+    assert (args.learning_rate, args.gradient_accumulation_steps, args.max_steps) == (1e-2, 2, 4)
+    assert {"model", "processing_class", "optimizer", "lr_scheduler"} <= listener.seen.keys()
+
+
+def test_tensorboard_s_file_has_every_number(listened: tuple[Path, Listener]) -> None:
+    root, listener = listened
+    events = EventAccumulator(str(root / "run/tensorboard"))
+    events.Reload()
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert losses == {row["step"]: pytest.approx(row["loss"], rel=1e-6) for row in rows_of(root / "run")}
+    evaluated = {event.step: event.value for event in events.Scalars("eval/loss")}
+    told = {step: logs["eval_loss"] for step, logs in listener.logs if "eval_loss" in logs}
+    assert evaluated == {step: pytest.approx(loss, rel=1e-6) for step, loss in told.items()}
+    assert sorted(evaluated) == [2, 4]
+
+
+def test_a_run_with_callbacks_equals_one_without(listened: tuple[Path, Listener], tmp_path: Path) -> None:
+    train(make_config(tmp_path, **OPTIONS))
+    left, right = state_of(listened[0] / "run"), state_of(tmp_path / "run")
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], tensor) for name, tensor in right.items())
+
+
+class Wishing(TrainerCallback):
+    """Asks for something at a step."""
+
+    def __init__(self, step: int, wish: str) -> None:
+        self.step, self.wish = step, wish
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        if state.global_step == self.step:
+            setattr(control, self.wish, True)
+        return control
+
+
+def test_a_callback_may_save_evaluate_and_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wishes = [Wishing(1, "should_save"), Wishing(2, "should_evaluate"), Wishing(3, "should_training_stop")]
+    options = {**OPTIONS, "eval": {"every": None}, "checkpoint": {"every": None, "keep_last": None}}
+    with pytest.raises(SystemExit) as ended, caplog.at_level(logging.INFO, logger="megatrain"):
+        train(make_config(tmp_path, **options), callbacks=wishes)
+    assert ended.value.code == 75
+    assert "stopped by a callback after step 3" in caplog.text
+    assert "evaluation after step 2 on val" in caplog.text
+    found = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert found == [f"step-0000000{step}" for step in (1, 2, 3)]
+
+
+class Failing(TrainerCallback):
+    """Raises in the middle of a step, before its update."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            raise ConnectionError("no server")
+
+
+def test_a_callback_that_raises_costs_no_step(tmp_path: Path, listened: tuple[Path, Listener]) -> None:
+    listener = Listener()
+    with pytest.raises(CallbackError) as caught:
+        train(make_config(tmp_path, **OPTIONS), callbacks=[Failing(), listener])
+    assert "Failing failed in on_pre_optimizer_step (ConnectionError: no server)" in str(caught.value)
+    assert f"step 2 is saved in {tmp_path / 'run/checkpoints/step-00000002'}" in str(caught.value)
+    assert listener.calls[-1] == "on_train_end"
+    train(make_config(tmp_path, **OPTIONS))
+    left, right = state_of(tmp_path / "run"), state_of(listened[0] / "run")
+    assert all(torch.equal(left[name], tensor) for name, tensor in right.items())
+
+
+def test_a_callback_that_raises_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
+    class Early(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            raise ValueError("no account")
+
+    with pytest.raises(CallbackError, match=r"Early failed in on_train_begin \(ValueError: no account\); no"):
+        train(make_config(tmp_path, **OPTIONS), callbacks=[Early()])
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+class Counting(TrainerCallback, ExportableState):
+    """Keeps a count of its own in the checkpoint."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+        self.last: list[int] = []
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"count": self.count}, "attributes": {}}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.count += 1
+
+
+def test_what_a_callback_keeps_of_itself_goes_on(tmp_path: Path) -> None:
+    every: dict[str, Any] = {**OPTIONS, "checkpoint": {"every": 1, "keep_last": None}}
+    train(make_config(tmp_path, "first", **every), callbacks=[Counting()])
+    part = tmp_path / "first/checkpoints/step-00000003"
+    assert verify(part).meta["callbacks"] == {"Counting": {"args": {"count": 3}, "attributes": {}}}
+    train(make_config(tmp_path, "second", **every), resume=str(part), callbacks=[Counting()])
+    newest = verify(tmp_path / "second/checkpoints/step-00000004")
+    assert newest.meta["callbacks"]["Counting"]["args"] == {"count": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tensorbord", r"log\.to names tensorbord; transformers knows .*tensorboard"),
+        ("wandb", r"log\.to names wandb, whose package is not installed; install it, or leave it out"),
+    ],
+)
+def test_a_tracker_that_is_not_there_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=words):
+        train(make_config(tmp_path, log={"to": [name]}))
+    assert not (tmp_path / "run").exists()
