@@ -156,7 +156,13 @@ def train(
         return
     from megatrain.train.loop import train as run
 
-    run(config, resume=config.checkpoint.resume, measure=_measure(), counts=counts_folder())
+    run(
+        config,
+        resume=config.checkpoint.resume,
+        measure=_measure(),
+        counts=counts_folder(),
+        prepared=prepared_folder(),
+    )
 
 
 def _measure() -> Callable[[], HardwareSpec] | None:
@@ -357,6 +363,11 @@ def measured_file() -> Path:
 def counts_folder() -> Path:
     """Return where counts of models are kept, for `plan` and `train`."""
     return cache_folder() / "counts"
+
+
+def prepared_folder() -> Path:
+    """Return where prepared data is kept, for `data prepare` and `train`."""
+    return cache_folder() / "data"
 
 
 def cache_folder() -> Path:

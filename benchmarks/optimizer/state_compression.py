@@ -53,7 +53,7 @@ from benchmarks.training.loss_plot import (
     text,
 )
 from megatrain.data.loader import PackedLoader
-from megatrain.data.packing import pack, tokenize
+from megatrain.data.packing import join_documents, tokenize
 from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import end_of_document, load_tokenizer, train_tokenizer
 from megatrain.layout.moments import SCALE_NUMEL
@@ -151,7 +151,8 @@ def prepare(
         tokenizer = train_tokenizer(texts, 512 if arguments.quick else 2048)
     else:
         tokenizer = load_tokenizer(str(arguments.pretrained))
-    windows = pack(tokenize(texts, tokenizer, end_id=end_of_document(tokenizer)), task.seq_len).windows
+    documents = tokenize(texts, tokenizer, end_id=end_of_document(tokenizer))
+    windows = join_documents(documents, task.seq_len)
     assert len(windows) > 2 * HELD_OUT, f"{name} has {len(windows)} sequences; use a longer text"
     loader = PackedLoader(windows[:-HELD_OUT], micro_batch_size=task.rows, num_micro_batches=1, seed=0)
     batches = [micro_batches[0] for _, micro_batches in zip(range(task.steps), loader, strict=False)]

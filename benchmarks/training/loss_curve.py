@@ -47,7 +47,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
 from benchmarks.report import emit, hardware
 from benchmarks.training.loss_plot import draw
 from megatrain.data.loader import PackedLoader
-from megatrain.data.packing import pack, tokenize
+from megatrain.data.packing import join_documents, tokenize
 from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import end_of_document, train_tokenizer
 from megatrain.optim.pool import worker_threads
@@ -320,16 +320,17 @@ def read_data(path: Path | None, shape: Shape) -> tuple[PackedLoader, dict[str, 
         texts = [document.text for document in read_texts([str(file) for file in files])]
         name = ", ".join(file.name for file in files)
     tokenizer = train_tokenizer(texts, shape.vocab_size)
-    packed = pack(tokenize(texts, tokenizer, end_id=end_of_document(tokenizer)), shape.seq_len)
+    documents = list(tokenize(texts, tokenizer, end_id=end_of_document(tokenizer)))
+    rows = join_documents(documents, shape.seq_len)
     data = {
         "name": name,
         "bytes": sum(len(text.encode()) for text in texts),
-        "documents": packed.num_documents,
-        "tokens": packed.num_tokens,
+        "documents": len(documents),
+        "tokens": sum(map(len, documents)),
         "tokenizer_size": len(tokenizer),
     }
-    print(f"data: {name}: {packed.describe()}", flush=True)
-    return PackedLoader(packed.windows, micro_batch_size=shape.rows, num_micro_batches=1, seed=SEED), data
+    print(f"data: {name}: {len(rows):,} sequences of {shape.seq_len:,}", flush=True)
+    return PackedLoader(rows, micro_batch_size=shape.rows, num_micro_batches=1, seed=SEED), data
 
 
 def library_sources(limit: int) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
 from pydantic_core import PydanticCustomError
 
 from megatrain.config.section import Section
-from megatrain.config.types import Count, LocalPath, Name, Rate, Seed, one_of, reads_as
+from megatrain.config.types import Count, LocalPath, Name, Rate, Seed, TrainedPart, one_of, reads_as
 
 FORMATS = (
     "text",
@@ -181,6 +181,26 @@ class DataConfig(Section):
     """Visit the sequences in a new random order in each pass over the data; false = in file order."""
     seed: Seed | None = None
     """Seed of the order of the data. null = `train.seed`."""
+    chat_template: LocalPath | None = None
+    """Jinja file of the chat template, or `plain` for one that needs no special tokens. null = the
+    tokenizer's own."""
+    train_on: TrainedPart = "assistant"
+    """Which part of a chat is trained on: each turn of the `assistant`, its `last` turn, `all` with the
+    prompts, or a list of roles. A message's `loss_weight` of 0 or 1 goes first. A prompt without a chat
+    template is trained on with `all` only."""
+    train_on_reasoning: bool = True
+    """Train on what the assistant thinks before it answers, where the chat template shows it."""
+    too_long: Annotated[str, one_of("auto", "split", "truncate", "drop")] = "auto"
+    """What becomes of an example longer than `data.seq_len`: `split` into pieces that do not see each other,
+    `truncate` at its end, or `drop`. `auto` = text is split, all else truncated."""
+    packing: Annotated[str, one_of("auto", "join", "best_fit", "pad")] = "auto"
+    """How examples share a sequence. `join` = one after the other without a gap, cut anywhere, seeing each
+    other; for text only. `best_fit` = whole, as many as fit, none seeing another. `pad` = one each. `auto` =
+    `join` for text, else `best_fit`, or `pad` if the model cannot keep examples apart."""
+    workers: Count = 1
+    """Processes that tokenise the data."""
+    cache: LocalPath | None = None
+    """Folder where prepared data is kept. null = `megatrain/data` in the user's cache folder."""
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:

@@ -65,3 +65,9 @@ Schedule = Literal[
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
 ]
+Role = Literal["system", "user", "assistant", "tool"]
+TrainedPart = Annotated[
+    Literal["assistant", "last", "all"] | Annotated[tuple[Role, ...], Field(min_length=1)],
+    BeforeValidator(as_tuple),
+    reads_as("assistant | last | all | a list of roles (system, user, assistant, tool)"),
+]

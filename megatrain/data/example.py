@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,3 +99,18 @@ class TokensExample:
 
 
 Example = TextExample | ChatExample | CompletionExample | PreferenceExample | KtoExample | TokensExample
+
+
+def texts_of(example: Example) -> Iterator[str]:
+    """Yield all that an example says, in words; nothing of one that is tokenised already."""
+    parts: tuple[Turns, ...] = ()
+    if isinstance(example, TextExample):
+        parts = (example.text,)
+    elif isinstance(example, ChatExample):
+        parts = (example.messages,)
+    elif isinstance(example, PreferenceExample):
+        parts = (example.prompt, example.chosen, example.rejected)
+    elif not isinstance(example, TokensExample):
+        parts = (example.prompt, example.completion)
+    for part in parts:
+        yield from [part] if isinstance(part, str) else [message.content for message in part]

@@ -1,49 +1,68 @@
-"""Windows to micro-batches, in an order that can be continued from any step.
+"""Rows to micro-batches, in an order that can be continued from any step.
 
-The order of an epoch depends on the seed and the epoch's number alone, and is drawn from the raw bits of a
+No row is ever left out: a step that an epoch's end does not fill goes on with the next epoch. The order of an
+epoch depends on the seed and the epoch's number alone, and is drawn from the raw bits of a
 counter generator, which no numpy version may change. So the position is the whole state: two integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
 
+from megatrain.data.words import split_words
 from megatrain.errors import DataError
+
+
+class Rows(Protocol):
+    """Rows of one length, in memory or in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows, and tokens of a row."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, numbers: Sequence[int], /) -> NDArray[np.int32]: ...
 
 
 class PackedLoader:
     """Iterator without end over the micro-batches of each step.
 
-    Each epoch visits every window exactly once; a step may begin in one epoch and end in the next.
+    Each epoch visits every row exactly once; a step may begin in one epoch and end in the next.
     """
 
     def __init__(
         self,
-        windows: NDArray[np.int32],
+        rows: Rows,
         *,
         micro_batch_size: int,
         num_micro_batches: int,
         seed: int,
         shuffle: bool = True,
+        packing: str = "join",
+        name: str | None = None,
     ) -> None:
-        """Start at the first window of epoch 0.
+        """Start at the first row of epoch 0.
 
         Args:
-            windows: (num_windows, T) token ids.
-            micro_batch_size: windows in a micro-batch.
+            rows: (num_rows, T) token ids, or words where they are packed otherwise than joined.
+            micro_batch_size: rows in a micro-batch.
             num_micro_batches: micro-batches in a step.
-            seed: of the order of the windows.
-            shuffle: a new random order in each epoch; else the order of `windows`.
+            seed: of the order of the rows.
+            shuffle: a new random order in each epoch; else the order of `rows`.
+            packing: `join`, `best_fit` or `pad`; see `as_batch`.
+            name: the fingerprint of the rows, if it is known.
         """
-        assert windows.ndim == 2
-        assert windows.size > 0
-        self._windows = windows
+        assert len(rows.shape) == 2
+        assert len(rows) > 0
+        self._rows = rows
+        self._packing = packing
         self._micro_batch_size = micro_batch_size
         self._num_micro_batches = num_micro_batches
         self._seed = seed
@@ -51,19 +70,19 @@ class PackedLoader:
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
-        self._fingerprint = fingerprint(windows)
+        self._fingerprint = name or fingerprint(rows[range(len(rows))])
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps until every window has been visited; the last may reach into the next epoch."""
+        """Steps until every row has been visited; the last may reach into the next epoch."""
         per_step = self._micro_batch_size * self._num_micro_batches
-        return -(-len(self._windows) // per_step)
+        return -(-len(self._rows) // per_step)
 
     def __iter__(self) -> Iterator[list[dict[str, torch.Tensor]]]:
         return self
 
     def __next__(self) -> list[dict[str, torch.Tensor]]:
-        """Return the next step's micro-batches: `input_ids` and `labels`, each (B, T) int64."""
+        """Return the next step's micro-batches, each as `as_batch` makes it."""
         return [self._micro_batch() for _ in range(self._num_micro_batches)]
 
     def state(self) -> dict[str, Any]:
@@ -84,8 +103,9 @@ class PackedLoader:
         """
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
-                "the data is not that of the run being resumed (another text, tokenizer or data.seq_len); "
-                "restore it, or start a new run in another output directory"
+                "the data is not that of the run being resumed (another text, tokenizer or data.seq_len, or "
+                "another way of packing or masking it); restore it, or start a new run in another output "
+                "directory"
             )
         for name, ours in (("seed", self._seed), ("shuffle", self._shuffle)):
             if state[name] != ours:
@@ -97,12 +117,11 @@ class PackedLoader:
         self._order = self._order_of(self._epoch)
 
     def _micro_batch(self) -> dict[str, torch.Tensor]:
-        rows = [self._next_row() for _ in range(self._micro_batch_size)]
-        input_ids = torch.from_numpy(self._windows[rows].astype(np.int64))
-        return {"input_ids": input_ids, "labels": input_ids.clone()}
+        numbers = [self._next_row() for _ in range(self._micro_batch_size)]
+        return as_batch(self._rows[numbers], self._packing)
 
     def _next_row(self) -> int:
-        if self._position == len(self._windows):
+        if self._position == len(self._rows):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._order_of(self._epoch)
         row = int(self._order[self._position])
@@ -111,29 +130,44 @@ class PackedLoader:
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         if not self._shuffle:
-            return np.arange(len(self._windows))
-        return epoch_order(len(self._windows), seed=self._seed, epoch=epoch)
+            return np.arange(len(self._rows))
+        return epoch_order(len(self._rows), seed=self._seed, epoch=epoch)
 
 
-def epoch_order(num_windows: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+def as_batch(rows: NDArray[np.int32], packing: str) -> dict[str, torch.Tensor]:
+    """Return what a model's forward takes, each (B, T) int64.
+
+    Joined rows give `input_ids` and equal `labels`. Others are words, with `labels` of -100 where nothing is
+    trained on; packed best-fit they have `position_ids` too, which begin anew with each document: by them
+    attention keeps documents apart, where no `attention_mask` is given. A row of one document that is filled
+    up at its end needs neither: no token sees what comes after it.
+    """
+    if packing == "join":
+        input_ids = torch.from_numpy(rows.astype(np.int64))
+        return {"input_ids": input_ids, "labels": input_ids.clone()}
+    ids, labels, positions = (torch.from_numpy(array) for array in split_words(rows))
+    batch = {"input_ids": ids, "labels": labels}
+    return batch if packing == "pad" else batch | {"position_ids": positions}
+
+
+def epoch_order(num_rows: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return a random permutation that depends on nothing but its arguments.
 
     It sorts random keys, since numpy promises the bits of Philox for ever, and not those of
     `Generator.permutation`. Equal keys keep their order.
     """
-    keys = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_windows)
+    keys = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_rows)
     return np.argsort(keys, kind="stable")
 
 
-def in_batches(windows: NDArray[np.int32], num_rows: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield micro-batches of windows in their order; the last one may have fewer rows."""
-    for start in range(0, len(windows), num_rows):
-        input_ids = torch.from_numpy(windows[start : start + num_rows].astype(np.int64))
-        yield {"input_ids": input_ids, "labels": input_ids.clone()}
+def in_batches(rows: Rows, num_rows: int, packing: str = "join") -> Iterator[dict[str, torch.Tensor]]:
+    """Yield micro-batches of all rows, in order, as `as_batch` makes them; the last one may be smaller."""
+    for start in range(0, len(rows), num_rows):
+        yield as_batch(rows[range(start, min(start + num_rows, len(rows)))], packing)
 
 
-def fingerprint(windows: NDArray[np.int32]) -> str:
-    """Return a name for exactly these windows: their shape and the hash of their bytes."""
+def fingerprint(rows: NDArray[np.int32]) -> str:
+    """Return a name for exactly these rows: their shape and the hash of their bytes."""
     digest = xxhash.xxh3_128()
-    digest.update(np.ascontiguousarray(windows, dtype="<i4").data)
-    return f"{windows.shape[0]}x{windows.shape[1]}-{digest.hexdigest()}"
+    digest.update(np.ascontiguousarray(rows, dtype="<i4").data)
+    return f"{rows.shape[0]}x{rows.shape[1]}-{digest.hexdigest()}"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
+from megatrain.config.data_section import SourceConfig
+from megatrain.data.cache import FORMAT
 from megatrain.data.context import check_seq_len, context_length
-from megatrain.data.loader import PackedLoader, epoch_order, in_batches
-from megatrain.data.packing import PackedWindows, pack, tokenize
-from megatrain.data.text import read_texts
+from megatrain.data.example import texts_of
+from megatrain.data.loader import PackedLoader, in_batches
+from megatrain.data.prepare import NotTextError, Packing, Prepared, is_prepared, prepare_rows
+from megatrain.data.read.content import content_of
+from megatrain.data.read.examples import ExampleStream, read_eval_examples, read_examples
 from megatrain.data.tokenizer import (
     check_vocabulary,
     end_of_document,
@@ -22,85 +25,220 @@ from megatrain.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from megatrain.errors import DataError
+from megatrain.data.tokens.encode import EncoderRecipe
+from megatrain.data.tokens.template import TrainOn, template_source
+from megatrain.errors import ConfigError
+from megatrain.model.apart import why_not_apart
 from megatrain.train.evaluate.losses import EvalSet
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+_NOT_OF_ROWS = ("shuffle", "seed", "cache", "workers", "packing")
+"""Settings of the data that change no row."""
+
 
 def pack_data(
-    config: Config, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> PackedWindows:
-    """Tokenise and pack the data, and check it against the model.
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PretrainedConfig,
+    *,
+    folder: Path | None = None,
+) -> Prepared:
+    """Tokenise and pack what is trained on, or find it prepared, and check it against the model.
+
+    Args:
+        config: Complete and checked.
+        tokenizer: Of the run.
+        model_config: Of the model.
+        folder: Of prepared data, where `data.cache` names none; None: nothing is kept.
 
     Raises:
-        DataError: The data cannot be read, or has a token that the model does not know.
-        ConfigError: Sequences longer than the model's context.
+        DataError: The data cannot be read, has nothing to train on, or a token that the model does not know.
+        ConfigError: Sequences longer than the model's context; documents that it would not keep apart; no
+            chat template for chats.
     """
-    check_seq_len(config.data.seq_len, context_length(model_config))
-    packed = pack(tokenize(_texts(config), tokenizer, end_id=end_of_document(tokenizer)), config.data.seq_len)
-    check_vocabulary(packed.max_id, model_config.get_text_config().vocab_size, tokenizer_size=len(tokenizer))
-    return packed
+    pack = _Pack(config, tokenizer, model_config, folder)
+    return pack("train", config.data.sources, lambda: read_examples(config.data, seed=config.data_seed))
 
 
-def _hold_out(config: Config, packed: PackedWindows) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the sequences that are trained on, and those that `data.val_size` holds out, drawn by its seed.
+def pack_eval_data(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PretrainedConfig,
+    *,
+    folder: Path | None = None,
+) -> dict[str, Prepared]:
+    """Tokenise and pack the evaluation sets, by name: what `data.val_size` holds out, and `data.eval_path`.
+
+    Args:
+        config: Complete and checked.
+        tokenizer: Of the run.
+        model_config: Of the model.
+        folder: As of `pack_data`.
 
     Raises:
-        DataError: Nothing is left to train on, or nothing is held out.
+        DataError: As of `pack_data`.
+        ConfigError: As of `pack_data`.
     """
-    size, windows = config.data.val_size, packed.windows
-    count = round(size * len(windows)) if size < 1 else int(size)
-    if size == 0:
-        return windows, windows[:0]
-    if not 0 < count < len(windows):
-        raise DataError(
-            f"data.val_size is {size:g} of {len(windows):,} sequences, which leaves {count:,} to evaluate on "
-            f"and {max(0, len(windows) - count):,} to train on; use a size that leaves some of both"
+    pack = _Pack(config, tokenizer, model_config, folder)
+    sources = dict(config.data.eval_sources)
+    names = [*(["val"] if config.data.val_size else []), *sources]
+
+    def read(name: str) -> ExampleStream:
+        return read_eval_examples(config.data, seed=config.data_seed)[name]
+
+    return {name: pack(name, sources.get(name, config.data.sources), partial(read, name)) for name in names}
+
+
+class _Pack:
+    """Tokenises and packs a part of the data of a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        model_config: PretrainedConfig,
+        folder: Path | None,
+    ) -> None:
+        check_seq_len(config.data.seq_len, context_length(model_config))
+        if config.model.attn_implementation is not None:
+            model_config._attn_implementation = config.model.attn_implementation
+        self._config = config
+        self._folder = folder if config.data.cache is None else Path(config.data.cache)
+        self._recipe = make_recipe(config, tokenizer)
+        self._ways = _ways(config, model_config)
+        self._vocab_size = model_config.get_text_config().vocab_size
+
+    def __call__(
+        self, part: str, sources: Sequence[SourceConfig], examples: Callable[[], ExampleStream]
+    ) -> Prepared:
+        content = content_of(sources) if self._folder is not None else None
+        folder = self._folder if content is not None else None  # not where it may have changed unseen
+        name = self._name(part, content)
+        keys = {way: f"{name}-{way}" for way in self._ways}
+        ready = [way for way, key in keys.items() if folder is not None and is_prepared(folder, key)]
+        ways = ready[-1:] or self._ways
+        for way in ways:
+            packing = Packing(
+                seq_len=self._config.data.seq_len,
+                way=way,
+                too_long=self._config.data.too_long,
+                fill_id=self._fill_id(),
+            )
+            try:
+                prepared = prepare_rows(
+                    examples,
+                    self._recipe,
+                    packing,
+                    folder=folder,
+                    key=keys[way],
+                    workers=self._config.data.workers,
+                )
+                break
+            except NotTextError:
+                if way == ways[-1]:
+                    raise
+        size = len(self._recipe.tokenizer)
+        check_vocabulary(prepared.max_id, self._vocab_size, tokenizer_size=size)
+        return prepared
+
+    def _fill_id(self) -> int:
+        pad_id: Any = self._recipe.tokenizer.pad_token_id
+        return self._recipe.end_id if pad_id is None else int(pad_id)
+
+    def _name(self, part: str, content: str | None) -> str:
+        """Return a name for all that rows are made of: files, settings, tokenizer, template and software."""
+        import tokenizers
+        import transformers
+
+        settings = self._config.data.model_dump(mode="json")
+        tokenizer: Any = self._recipe.tokenizer
+        parts = {
+            "format": FORMAT,
+            "software": [transformers.__version__, tokenizers.__version__],
+            "part": part,
+            "content": content,
+            "seed": self._config.data_seed,
+            "settings": {name: value for name, value in settings.items() if name not in _NOT_OF_ROWS},
+            "template": self._recipe.template,
+            "end_id": self._recipe.end_id,
+            "tokenizer": tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else None,
+            "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        }
+        text = json.dumps(parts, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def make_recipe(config: Config, tokenizer: PreTrainedTokenizerBase) -> EncoderRecipe:
+    """Return what the encoder of a run is made of.
+
+    Raises:
+        ConfigError: A template file that cannot be read.
+    """
+    data = config.data
+    return EncoderRecipe(
+        tokenizer=tokenizer,
+        template=template_source(data.chat_template, tokenizer),
+        train_on=TrainOn.of(data.train_on, reasoning=data.train_on_reasoning),
+        end_id=end_of_document(tokenizer),
+    )
+
+
+def _ways(config: Config, model_config: PretrainedConfig) -> list[str]:
+    """Return the ways of packing to try: the first is for text only.
+
+    Raises:
+        ConfigError: The way that is asked for is none for this model.
+    """
+    reason = why_not_apart(model_config) if config.data.packing in ("auto", "best_fit") else None
+    if config.data.packing == "auto":
+        return ["join", "best_fit" if reason is None else "pad"]
+    if reason is not None:
+        raise ConfigError(
+            f"data.packing=best_fit needs a model that keeps the documents of a sequence apart, but "
+            f"{reason}; use data.packing=pad, or join for text"
         )
-    is_held_out = np.zeros(len(windows), dtype=bool)
-    is_held_out[epoch_order(len(windows), seed=config.data_seed, epoch=_HELD_OUT)[:count]] = True
-    return windows[~is_held_out], windows[is_held_out]
-
-
-_HELD_OUT = 2**64 - 1
-"""In the place of an epoch's number: draws what is held out."""
+    return [config.data.packing]
 
 
 def make_eval_sets(
     config: Config,
-    packed: PackedWindows,
     tokenizer: PreTrainedTokenizerBase,
     model_config: PretrainedConfig,
+    *,
+    folder: Path | None = None,
 ) -> list[EvalSet]:
     """Return the sets of a run: `val`, which is held out of its data, and those of `data.eval_path`.
 
     Raises:
         DataError: Files that cannot be read, or have too few tokens.
+        ConfigError: As of `pack_data`.
     """
-    held_out = _hold_out(config, packed)[1]
-    windows = {"val": held_out} if len(held_out) else {}
-    for name, paths in (config.data.eval_path or {}).items():
-        data = config.data.model_copy(update={"path": paths})
-        windows[name] = pack_data(config.model_copy(update={"data": data}), tokenizer, model_config).windows
-    rows = config.train.micro_batch_size
-    return [EvalSet(name=name, batches=partial(in_batches, own, rows)) for name, own in windows.items()]
+    sets = pack_eval_data(config, tokenizer, model_config, folder=folder)
+    size = config.train.micro_batch_size
+    return [
+        EvalSet(name=name, batches=partial(in_batches, data.rows, size, data.packing))
+        for name, data in sets.items()
+    ]
 
 
-def make_loader(config: Config, packed: PackedWindows) -> PackedLoader:
-    """Return the micro-batches of a run, in its order; what is held out is not among them."""
+def make_loader(config: Config, prepared: Prepared) -> PackedLoader:
+    """Return the micro-batches of a run, in its order."""
     return PackedLoader(
-        _hold_out(config, packed)[0],
+        prepared.rows,
         micro_batch_size=config.train.micro_batch_size,
         num_micro_batches=config.train.grad_accumulation,
         seed=config.data_seed,
         shuffle=config.data.shuffle,
+        packing=prepared.packing,
+        name=prepared.fingerprint,
     )
 
 
 def _texts(config: Config) -> Iterator[str]:
-    return (document.text for document in read_texts(config.data.path, text_column=config.data.text_column))
+    examples = read_examples(config.data, seed=config.data_seed)
+    return (text for example in examples for text in texts_of(example))
 
 
 def choose_tokenizer(

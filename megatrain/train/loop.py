@@ -137,6 +137,7 @@ def train(
     resume: str = "auto",
     measure: Measure | None = None,
     counts: Path | None = None,
+    prepared: Path | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Path:
     """Train, or go on training, and leave the model in `hf/` of the run directory.
@@ -146,6 +147,7 @@ def train(
         resume: `auto`, `no`, or the path of a checkpoint.
         measure: Returns this machine, for the plan; as in `machine_for`.
         counts: A folder in which counts of models are kept for the next plan; None: nowhere.
+        prepared: A folder in which prepared data is kept for the next run; None: nowhere but in `data.cache`.
         callbacks: Of transformers' Trainer; called after those of `log.to`.
 
     Returns:
@@ -184,6 +186,7 @@ def train(
             committed,
             measure=measure,
             counts=counts,
+            prepared=prepared,
             show=_log.info,
             callbacks=members,
         )

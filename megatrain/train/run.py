@@ -175,6 +175,7 @@ def prepare(
     *,
     measure: Measure | None = None,
     counts: Path | None = None,
+    prepared: Path | None = None,
     show: Callable[[str], object] = _log.debug,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Run:
@@ -189,6 +190,7 @@ def prepare(
         committed: To go on from, in the place of a checkpoint.
         measure: As in `machine_for`.
         counts: A folder in which counts of models are kept, as in `plan_run`.
+        prepared: A folder in which prepared data is kept; None: nowhere but in `data.cache`.
         show: Is given the lines of `start_lines`, before memory is taken.
         callbacks: Of transformers' Trainer, called by the run.
 
@@ -205,12 +207,14 @@ def prepare(
     source = str(checkpoint) if checkpoint is not None else config.model.path
     model_config = read_config(source)
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
-    packed = pack_data(config, tokenizer, model_config)
-    loader = make_loader(config, packed)
+    data = pack_data(config, tokenizer, model_config, folder=prepared)
+    loader = make_loader(config, data)
+    for line in data.notes():
+        show(line)
     num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * loader.steps_per_epoch)
     evaluator = Evaluator(
         config.eval,
-        make_eval_sets(config, packed, tokenizer, model_config),
+        make_eval_sets(config, tokenizer, model_config, folder=prepared),
         num_steps=num_steps,
         steps_per_epoch=loader.steps_per_epoch,
     )
@@ -230,7 +234,7 @@ def prepare(
     for line in start_lines(
         config,
         planned,
-        data=packed.describe(),
+        data=data.describe(),
         num_steps=num_steps,
         first_step=first_step,
         now=datetime.now(),

@@ -1,4 +1,4 @@
-"""Packing: no token is lost but those counted, and none is changed."""
+"""Packing: no token is lost but those counted, none is changed, and none sees another document."""
 
 from __future__ import annotations
 
@@ -9,33 +9,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.data.packing import pack, tokenize
+from megatrain.data.packing import BestFit, Joining, OnePerRow, best_fit, join_documents, split_long, tokenize
 from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import end_of_document, load_tokenizer, train_tokenizer
-from megatrain.errors import DataError
+from megatrain.data.words import IDS, START, TRAINED, Words, join_words, split_words
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
 
-def test_windows_are_the_joined_documents_cut_to_length() -> None:
-    packed = pack([[1, 2, 0], [3, 0], [4, 5, 6, 0]], 4)
-    assert packed.windows.tolist() == [[1, 2, 0, 3], [0, 4, 5, 6]]
-    assert packed.windows.dtype == np.int32
-    assert (packed.num_documents, packed.num_tokens, packed.num_dropped_tokens, packed.max_id) == (3, 9, 1, 6)
-    assert packed.describe() == "3 documents, 9 tokens, 2 sequences of 4 (1 token at the end cut)"
+def words_of(ids: list[int], first_trained: int = 1) -> Words:
+    return join_words(np.array(ids), np.arange(len(ids)) >= first_trained)
+
+
+def rows_of(packer: Joining | BestFit, documents: list[Words]) -> list[list[int]]:
+    parts = [rows for words in documents for rows in packer.add(words)] + list(packer.finish())
+    return np.concatenate(parts).tolist() if parts else []
+
+
+def test_joined_rows_are_the_documents_cut_to_length() -> None:
+    rows = join_documents([[1, 2, 0], [3, 0], [4, 5, 6, 0]], 4)
+    assert rows.tolist() == [[1, 2, 0, 3], [0, 4, 5, 6]]
+    assert rows.dtype == np.int32
 
 
 @settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2**31 - 1))), st.integers(1, 9))
-def test_packing_keeps_every_token_in_order(documents: list[list[int]], seq_len: int) -> None:
+@given(st.lists(st.lists(st.integers(0, 2**28))), st.integers(1, 9))
+def test_joining_keeps_every_token_in_order(documents: list[list[int]], seq_len: int) -> None:
     joined = [token for document in documents for token in document]
-    if len(joined) < seq_len:
-        with pytest.raises(DataError, match=rf"{len(joined)} tokens, too few .* data\.seq_len {seq_len};"):
-            pack(documents, seq_len)
-        return
-    packed = pack(documents, seq_len)
-    assert packed.windows.ravel().tolist() == joined[: len(joined) // seq_len * seq_len]
-    assert packed.num_dropped_tokens == len(joined) % seq_len
+    rows = join_documents(documents, seq_len)
+    assert rows.ravel().tolist() == joined[: len(joined) // seq_len * seq_len]
+
+
+def test_joining_gives_the_same_rows_whatever_it_holds_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [list(range(n, 2 * n + 1)) for n in range(30)]
+    whole = join_documents(documents, 7)
+    monkeypatch.setattr("megatrain.data.packing._TOKENS_AT_ONCE", 8)
+    assert join_documents(documents, 7).tolist() == whole.tolist()
 
 
 def test_each_document_ends_once() -> None:
@@ -56,14 +65,94 @@ def test_document_beyond_the_context_is_tokenised_whole_and_in_silence(
     assert caplog.records == []
 
 
-def test_real_text_packs_without_loss() -> None:
+def test_real_text_joins_without_loss() -> None:
     text, model = SHARED / "text" / "tinyshakespeare.txt", SHARED / "stories260K" / "hf"
     if not (text.exists() and model.exists()):
         pytest.skip("needs tinyshakespeare and stories260K in shared/data next to the repository")
     tokenizer = load_tokenizer(str(model))
-    documents = (document.text for document in read_texts([str(text)]))
-    packed = pack(tokenize(documents, tokenizer, end_id=end_of_document(tokenizer)), 512)
-    assert (packed.num_documents, packed.num_tokens, packed.windows.shape) == (1, 693_365, (1354, 512))
-    assert packed.num_dropped_tokens == 117
-    decoded = tokenizer.decode(packed.windows.ravel().tolist(), skip_special_tokens=True)
+    texts = (document.text for document in read_texts([str(text)]))
+    documents = list(tokenize(texts, tokenizer, end_id=end_of_document(tokenizer)))
+    rows = join_documents(documents, 512)
+    assert (len(documents), sum(map(len, documents)), rows.shape) == (1, 693_365, (1354, 512))
+    decoded = tokenizer.decode(rows.ravel().tolist(), skip_special_tokens=True)
     assert text.read_text(encoding="utf-8").startswith(decoded.strip())
+
+
+# -- documents apart -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "room", "expected"),
+    [
+        ([3, 7, 5, 5, 2], 10, [[0, 1], [2, 3], [4]]),
+        ([10, 10], 10, [[0], [1]]),
+        ([1, 4, 9, 6], 10, [[0, 2], [1, 3]]),  # 1 goes to the row of 9, which it fills
+        ([6, 6, 2, 3], 10, [[0, 2], [1, 3]]),  # 3, and then the fuller row has no room for 2
+        ([], 10, []),
+    ],
+)
+def test_best_fit_takes_the_fullest_row_with_room(
+    lengths: list[int], room: int, expected: list[list[int]]
+) -> None:
+    assert best_fit(lengths, room) == expected
+
+
+@given(st.lists(st.integers(1, 20), max_size=60))
+def test_best_fit_packs_each_once_and_never_wastes_a_row(lengths: list[int]) -> None:
+    rows = best_fit(lengths, 20)
+    assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
+    filled = [sum(lengths[number] for number in row) for row in rows]
+    assert all(total <= 20 for total in filled)
+    assert sum(total <= 10 for total in filled) <= 1  # two half empty rows would be one
+
+
+def test_packed_rows_say_where_documents_begin() -> None:
+    documents = [words_of([11, 12, 13]), words_of([21, 22]), words_of([31, 32, 33, 34], first_trained=2)]
+    packer = BestFit(6, fill_id=9)
+    rows = np.array(rows_of(packer, documents), dtype=np.int32)
+    ids, labels, positions = split_words(rows)
+    assert ids.tolist() == [[11, 12, 13, 9, 9, 9], [21, 22, 31, 32, 33, 34]]
+    assert labels.tolist() == [[-100, 12, 13, -100, -100, -100], [-100, 22, -100, -100, 33, 34]]
+    assert positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]]
+    assert packer.num_filled == 3
+
+
+def test_packing_arranges_no_more_than_it_may_hold() -> None:
+    packer = BestFit(4, fill_id=0, tokens_at_once=6)
+    documents = [words_of([n] * 3) for n in range(1, 6)]
+    sizes = [len(rows) for words in documents for rows in packer.add(words)]
+    assert sizes == [2, 2]
+    assert [len(rows) for rows in packer.finish()] == [1]
+
+
+def test_one_example_per_row() -> None:
+    rows = np.array(rows_of(OnePerRow(4, fill_id=9), [words_of([1, 2]), words_of([3])]), dtype=np.int32)
+    assert (rows & IDS).tolist() == [[1, 2, 9, 9], [3, 9, 9, 9]]
+
+
+@pytest.mark.parametrize(
+    ("way", "ids", "trained", "num_cut"),
+    [
+        ("split", [[1, 2, 3], [4, 5, 6], [7, 8]], [[2, 3], [5, 6], [8]], 0),
+        ("truncate", [[1, 2, 3]], [[2, 3]], 5),
+        ("drop", [], [], 8),
+    ],
+)
+def test_long_document_is_split_truncated_or_dropped(
+    way: str, ids: list[list[int]], trained: list[list[int]], num_cut: int
+) -> None:
+    words = words_of([1, 2, 3, 4, 5, 6, 7, 8])
+    before = words.copy()
+    pieces, cut = split_long(words, 3, way)
+    assert [(piece & IDS).tolist() for piece in pieces] == ids
+    assert [(piece[piece & TRAINED != 0] & IDS).tolist() for piece in pieces] == trained
+    assert all(piece[0] & START for piece in pieces)
+    assert cut == num_cut
+    assert np.array_equal(words, before)
+
+
+def test_pieces_without_a_token_to_train_on_are_left_out() -> None:
+    pieces, cut = split_long(words_of([1, 2, 3, 4, 5, 6, 7], first_trained=4), 3, "split")
+    assert [(piece & IDS).tolist() for piece in pieces] == [[4, 5, 6]]  # 7 begins a piece and has no past
+    assert cut == 4
+    assert split_long(words_of([1, 2, 3], first_trained=3), 3, "truncate") == ([], 3)

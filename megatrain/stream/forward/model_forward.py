@@ -297,6 +297,9 @@ class ModelForward:
         rounds, executor = self._arrangement.rounds, self._arrangement.executor
         refuse_given_masks(self._model, (args, kwargs))
         args, kwargs = to_device(args, self._device), to_device(kwargs, self._device)
+        if kwargs.get("position_ids") is not None and kwargs.get("past_key_values") is None:
+            # with a cache, even an empty one, transformers does not read from positions where documents begin
+            kwargs = {"use_cache": False, **kwargs}
         rounds.recover()
         rows, is_whole = self._micro_batch_size, torch.is_grad_enabled() and self._is_whole
         if is_whole:

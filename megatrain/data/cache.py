@@ -1,0 +1,189 @@
+"""Packed rows in a file that is written once, whole or not at all, and read row by row.
+
+A folder `<key>` holds `rows.bin` (int32, little-endian) and `manifest.json`. It is made under another name
+and renamed when all of it is on the disk, under a lock, so that a run that is killed leaves nothing that
+another one would use, and two that begin together make it once. Rows are read by position and never mapped:
+the memory of a run does not grow with its data.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megatrain.errors import DataError, os_errors
+from megatrain.files import fsync_directory, make_directories, rename, seal_tree, write_bytes_durably
+
+_log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of these files, and of what is made of an example: another number makes every key another one."""
+
+_ROWS, _MANIFEST = "rows.bin", "manifest.json"
+_MAKING = ".making-"
+
+
+class RowFile:
+    """Rows of int32 in a file."""
+
+    def __init__(self, path: Path, shape: tuple[int, int]) -> None:
+        """Open it.
+
+        Args:
+            path: Of the file, which may be removed as soon as this returns.
+            shape: Rows and tokens of a row.
+
+        Raises:
+            DataError: It is not there, or has another size.
+        """
+        self.shape = shape
+        self._path = path
+        with os_errors("read", path, DataError):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            size = os.fstat(self._descriptor).st_size
+        if size != 4 * shape[0] * shape[1]:
+            raise DataError(f"{path} has {size:,} bytes, not those of {shape[0]:,} rows; remove its folder")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, numbers: Sequence[int]) -> NDArray[np.int32]:
+        """Return (len(numbers), seq_len) rows."""
+        seq_len = self.shape[1]
+        rows = np.empty((len(numbers), seq_len), dtype="<i4")
+        with os_errors("read", self._path, DataError):
+            for row, number in zip(rows, numbers, strict=True):
+                if os.preadv(self._descriptor, [row.data], 4 * seq_len * int(number)) != 4 * seq_len:
+                    raise DataError(f"{self._path} has become shorter while it was read")
+        return rows
+
+
+class RowWriter:
+    """Writes rows, and names what it has written."""
+
+    def __init__(self, folder: Path, seq_len: int) -> None:
+        """Open a new file.
+
+        Args:
+            folder: For the file.
+            seq_len: Tokens of a row.
+        """
+        self._path = folder / _ROWS
+        self._seq_len = seq_len
+        self._digest = xxhash.xxh3_128()
+        self._file = self._path.open("xb")
+        self.num_rows = 0
+
+    def write(self, rows: NDArray[np.int32]) -> None:
+        """Append (num_rows, seq_len) rows."""
+        data = np.ascontiguousarray(rows, dtype="<i4")
+        assert data.shape[1] == self._seq_len
+        with os_errors("write", self._path):
+            self._file.write(data.data)
+        self._digest.update(data.data)
+        self.num_rows += len(data)
+
+    def close(self) -> str:
+        """Close the file and return the name of exactly these rows."""
+        with os_errors("write", self._path):
+            self._file.close()
+        return f"{self.num_rows}x{self._seq_len}-{self._digest.hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Rows, and what is known of them."""
+
+    rows: RowFile
+    manifest: Mapping[str, Any]
+
+
+Make = Callable[[Path], dict[str, Any]]
+"""Writes rows into a folder with `RowWriter`, and returns the manifest with `shape`."""
+
+
+def kept_rows(folder: Path | None, key: str, make: Make) -> Kept:
+    """Return the rows of a key: those that are there, or new ones.
+
+    Args:
+        folder: Of all keys; None: the rows live as long as they are in use, and nowhere else.
+        key: Names what the rows are made of.
+        make: Makes them.
+
+    Raises:
+        DataError: They cannot be read.
+        OutputError: They cannot be written.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="megatrain-rows-") as place:
+            return _opened(Path(place), make(Path(place)))
+    make_directories(folder)
+    with _lock(folder / f".lock-{key}"):
+        found = find_rows(folder, key)
+        if found is not None:
+            return found
+        making, target = folder / f"{_MAKING}{key}", folder / key
+        with os_errors("write", making):
+            for leftover in (making, target):  # of a run that was killed, or of files that are damaged
+                shutil.rmtree(leftover, ignore_errors=not leftover.exists())
+            making.mkdir(mode=0o700)
+        try:
+            manifest = make(making)
+            write_bytes_durably(making / _MANIFEST, json.dumps(manifest).encode())
+            seal_tree(making)
+            rename(making, target)
+            fsync_directory(folder)
+        except BaseException:
+            shutil.rmtree(making, ignore_errors=True)
+            raise
+    return _opened(target, manifest)
+
+
+def find_rows(folder: Path, key: str) -> Kept | None:
+    """Return the rows of a key if they are there; None: they are not, or cannot be used."""
+    try:
+        manifest = json.loads((folder / key / _MANIFEST).read_text(encoding="utf-8"))
+        return _opened(folder / key, manifest)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, DataError) as error:
+        _log.warning("the prepared data in %s cannot be used (%s); it is made anew", folder / key, error)
+        return None
+
+
+def _opened(folder: Path, manifest: Mapping[str, Any]) -> Kept:
+    num_rows, seq_len = manifest["shape"]
+    return Kept(RowFile(folder / _ROWS, (num_rows, seq_len)), manifest)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold a lock that ends with the process, however it ends."""
+    with os_errors("lock", path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("another process prepares this data; waiting for it")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

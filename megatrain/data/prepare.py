@@ -1,0 +1,354 @@
+"""Examples to packed rows: encoded by one process or several, packed in the data's order, and counted."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.data.cache import Kept, RowFile, RowWriter, find_rows, kept_rows
+from megatrain.data.example import ChatExample, Example, TextExample
+from megatrain.data.packing import BestFit, Joining, OnePerRow, Packer, split_long
+from megatrain.data.read.examples import ExampleStream
+from megatrain.data.read.report import ReadReport
+from megatrain.data.tokens.encode import Encoder, EncoderRecipe, Refused, show
+from megatrain.data.words import IDS, Words, num_trained
+from megatrain.errors import DataError
+
+if TYPE_CHECKING:
+    from multiprocessing.pool import AsyncResult
+
+_log = logging.getLogger(__name__)
+
+_EXAMPLES_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 1 << 20
+_SAMPLE_TOKENS = 2000
+_SHOWN_CHARACTERS = 300
+_PROGRESS_S = 10.0
+
+ALL_MASKED = "no token of it is trained on"
+
+
+class NotTextError(DataError):
+    """Documents are to be joined, and one is not plain text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """How examples become rows."""
+
+    seq_len: int
+    """Tokens of a row."""
+    way: str
+    """`join`, `best_fit` or `pad`."""
+    too_long: str
+    """`split`, `truncate`, `drop`, or `auto`: text is split, all else truncated."""
+    fill_id: int
+    """Of the token that fills rows up."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Counts:
+    """What became of the examples."""
+
+    examples: int = 0
+    kept: int = 0
+    tokens: int = 0
+    """Of the documents in the rows; joined, of all documents."""
+    trained: int = 0
+    """Of these, on how many the loss averages."""
+    too_long: int = 0
+    """Examples of more tokens than a row has."""
+    cut_tokens: int = 0
+    """Of these, and of pieces without a token to train on."""
+    filled: int = 0
+    """Tokens of the rows that belong to no document."""
+    max_id: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """Packed rows, and what became of the examples."""
+
+    rows: RowFile
+    """Of words."""
+    packing: str
+    """`join`, `best_fit` or `pad`."""
+    fingerprint: str
+    """A name for exactly these rows."""
+    counts: Counts
+    sample: list[tuple[str, bool]]
+    """The first example that was kept, decoded in pieces, each with whether it is trained on."""
+    read: list[str]
+    """What became of the rows that were read, in lines."""
+
+    @property
+    def max_id(self) -> int:
+        """Largest token id."""
+        return self.counts.max_id
+
+    def describe(self) -> str:
+        """Return the counts as one line."""
+        counts, (num_rows, seq_len) = self.counts, self.rows.shape
+        sequences = f"{_number(num_rows, 'sequence')} of {seq_len:,}"
+        if self.packing == "join":
+            left = counts.tokens - num_rows * seq_len
+            return (
+                f"{_number(counts.examples, 'document')}, {_number(counts.tokens, 'token')}, {sequences} "
+                f"({_number(left, 'token')} at the end cut)"
+            )
+        how = "packed best-fit, documents apart" if self.packing == "best_fit" else "one example in each"
+        return (
+            f"{counts.kept:,} of {_number(counts.examples, 'example')}, {_number(counts.tokens, 'token')}, "
+            f"{counts.trained:,} trained on ({counts.trained / counts.tokens:.1%}), {sequences} ({how}, "
+            f"{counts.filled / (num_rows * seq_len):.1%} filled up)"
+        )
+
+    warning: str | None
+    """What is wrong with the chat template."""
+
+    def show_sample(self) -> str:
+        """Return the first example as one line, what is trained on between double brackets."""
+        parts = []
+        for text, is_trained in self.sample:
+            line = text.replace("\\", "\\\\").replace("\n", "\\n")
+            if len(line) > _SHOWN_CHARACTERS:
+                half = _SHOWN_CHARACTERS // 2
+                line = f"{line[:half]} ... {line[-half:]}"
+            parts.append(f"[[{line}]]" if is_trained else line)
+        return "".join(parts)
+
+    def notes(self) -> list[str]:
+        """Return what the rows held, what was cut, dropped and why, and a sample, a line each.
+
+        Of text that is trained on as it is, and all of it, there is nothing to say.
+        """
+        counts = self.counts
+        if self.packing == "join":
+            return self.read if any(line.startswith(" ") for line in self.read) else []
+        lines = list(self.read)
+        if counts.too_long:
+            lines.append(
+                f"{_number(counts.too_long, 'example')} longer than data.seq_len {self.rows.shape[1]:,}; "
+                f"{_number(counts.cut_tokens, 'token')} cut (data.too_long)"
+            )
+        return [*lines, f"first example, trained on what is in [[ ]]: {self.show_sample()}"]
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def prepare_rows(
+    examples: Callable[[], ExampleStream],
+    recipe: EncoderRecipe,
+    packing: Packing,
+    *,
+    folder: Path | None,
+    key: str,
+    workers: int = 1,
+    show_progress: Callable[[str], object] = _log.info,
+) -> Prepared:
+    """Return the packed rows of examples: those that are kept under a key, or new ones.
+
+    Args:
+        examples: Called if they have to be read.
+        recipe: Of the encoder.
+        packing: How they become rows.
+        folder: Of all that is kept; None: nothing is.
+        key: Names the files, settings and software that the rows come from.
+        workers: Processes that encode; with 1, this one.
+        show_progress: Is given a line from time to time.
+
+    Raises:
+        DataError: Not one row, or nothing to train on.
+        ConfigError: The examples need a chat template, and there is none.
+        OutputError: The rows cannot be written.
+    """
+
+    def make(place: Path) -> dict[str, Any]:
+        return _make(place, examples(), recipe, packing, workers, show_progress)
+
+    prepared = _as_prepared(kept_rows(folder, key, make))
+    if prepared.warning is not None:
+        _log.warning("%s", prepared.warning)
+    return prepared
+
+
+def is_prepared(folder: Path, key: str) -> bool:
+    """Whether the rows of a key are there."""
+    return find_rows(folder, key) is not None
+
+
+def _as_prepared(kept: Kept) -> Prepared:
+    manifest = kept.manifest
+    return Prepared(
+        rows=kept.rows,
+        packing=manifest["packing"],
+        fingerprint=manifest["fingerprint"],
+        counts=Counts(**manifest["counts"]),
+        sample=[(text, is_trained) for text, is_trained in manifest["sample"]],
+        read=manifest["read"],
+        warning=manifest["warning"],
+    )
+
+
+def _make(
+    place: Path,
+    examples: ExampleStream,
+    recipe: EncoderRecipe,
+    packing: Packing,
+    workers: int,
+    show_progress: Callable[[str], object],
+) -> dict[str, Any]:
+    """Write the rows; return the manifest."""
+    writer, packer, counts = RowWriter(place, packing.seq_len), _packer(packing), Counts()
+    sample: list[tuple[str, bool]] = []
+    has_chats = False
+    started = shown = time.monotonic()
+    for example, encoded in _encoded(examples, recipe, workers):
+        counts.examples += 1
+        has_chats = has_chats or isinstance(example, ChatExample)
+        pieces = _pieces(example, encoded, packing, counts, examples.report)
+        if pieces and not sample:
+            sample = show(pieces[0][:_SAMPLE_TOKENS], recipe.tokenizer)
+        for piece in pieces:
+            for rows in packer.add(piece):
+                writer.write(rows)
+        now = time.monotonic()
+        if now - shown > _PROGRESS_S:
+            shown = now
+            rate = counts.tokens / (now - started)
+            show_progress(
+                f"preparing data: {counts.examples:,} examples, {counts.tokens:,} tokens, {rate:,.0f}/s"
+            )
+    for rows in packer.finish():
+        writer.write(rows)
+    counts.filled = packer.num_filled
+    fingerprint = writer.close()
+    if writer.num_rows == 0:
+        raise _no_rows(counts, packing, examples.report)
+    return {
+        "packing": packing.way,
+        "shape": [writer.num_rows, packing.seq_len],
+        "fingerprint": fingerprint,
+        "counts": asdict(counts),
+        "sample": sample,
+        "read": examples.report.lines(),
+        "warning": recipe.make().untrained_end() if has_chats else None,
+    }
+
+
+def _packer(packing: Packing) -> Packer:
+    if packing.way == "join":
+        return Joining(packing.seq_len)
+    kind = {"best_fit": BestFit, "pad": OnePerRow}[packing.way]
+    return kind(packing.seq_len, packing.fill_id)
+
+
+def _pieces(
+    example: Example, encoded: Words | Refused, packing: Packing, counts: Counts, report: ReadReport
+) -> list[Words]:
+    """Return what of an example goes into rows, and count it."""
+    if isinstance(encoded, Refused):
+        report.drop(example.source, encoded.reason)
+        return []
+    counts.max_id = max(counts.max_id, int((encoded & IDS).max()))
+    if packing.way == "join":
+        if not isinstance(example, TextExample):
+            raise NotTextError(
+                f"{example.source}: data.packing=join is for plain text, and this row is none; use best_fit"
+            )
+        counts.kept += 1
+        counts.tokens += len(encoded)
+        counts.trained += len(encoded)
+        return [encoded & IDS]
+    way = packing.too_long
+    if way == "auto":
+        way = "split" if isinstance(example, TextExample) else "truncate"
+    pieces, num_cut = split_long(encoded, packing.seq_len, way)
+    is_long = len(encoded) > packing.seq_len
+    counts.too_long += is_long
+    if pieces:
+        counts.kept += 1
+        counts.tokens += sum(map(len, pieces))
+        counts.trained += sum(map(num_trained, pieces))
+        counts.cut_tokens += num_cut
+    elif is_long and way == "drop":
+        counts.cut_tokens += num_cut
+    elif is_long and num_trained(encoded):
+        report.drop(example.source, f"{ALL_MASKED} within data.seq_len")
+    else:
+        report.drop(example.source, ALL_MASKED)
+    return pieces
+
+
+def _no_rows(counts: Counts, packing: Packing, report: ReadReport) -> DataError:
+    if packing.way == "join":
+        return DataError(
+            f"the data has {counts.tokens} tokens, too few for one sequence of data.seq_len "
+            f"{packing.seq_len}; add text or lower data.seq_len"
+        )
+    return DataError(
+        f"none of {_number(counts.examples, 'example')} can be trained on ({counts.too_long:,} longer than "
+        f"data.seq_len {packing.seq_len:,}): {'; '.join(map(str.strip, report.lines()))}; see "
+        "data.train_on, data.too_long and data.chat_template"
+    )
+
+
+# -- encoding, here or in other processes -------------------------------------------------------------------
+
+
+def _encoded(
+    examples: Iterable[Example], recipe: EncoderRecipe, workers: int
+) -> Iterator[tuple[Example, Words | Refused]]:
+    """Yield each example with its words, in order."""
+    chunks = _chunks(examples)
+    if workers == 1:
+        encoder = recipe.make()
+        for chunk in chunks:
+            yield from zip(chunk, encoder.encode(chunk), strict=True)
+        return
+    # spawn, since torch's threads do not survive a fork
+    with multiprocessing.get_context("spawn").Pool(workers, _begin_worker, (recipe,)) as pool:
+        waiting: deque[tuple[Sequence[Example], AsyncResult[list[Words | Refused]]]] = deque()
+        for chunk in chunks:
+            waiting.append((chunk, pool.apply_async(_encode, (chunk,))))
+            if len(waiting) > 2 * workers:  # and no more, or all the data would wait in memory
+                done, result = waiting.popleft()
+                yield from zip(done, result.get(), strict=True)
+        for done, result in waiting:
+            yield from zip(done, result.get(), strict=True)
+
+
+def _chunks(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    chunk: list[Example] = []
+    characters = 0
+    for example in examples:
+        chunk.append(example)
+        characters += len(example.text) if isinstance(example, TextExample) else 0
+        if len(chunk) >= _EXAMPLES_AT_ONCE or characters >= _CHARACTERS_AT_ONCE:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+_encoder: Encoder | None = None
+"""Of a worker process."""
+
+
+def _begin_worker(recipe: EncoderRecipe) -> None:
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each of the processes
+    _encoder = recipe.make()
+
+
+def _encode(examples: Sequence[Example]) -> list[Words | Refused]:
+    assert _encoder is not None
+    return _encoder.encode(examples)

@@ -1,0 +1,53 @@
+"""What sources hold, as one name: equal names, equal bytes."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import xxhash
+
+from megatrain.config.data_section import SourceConfig
+from megatrain.data.read.dataset_info import entry_of, registry
+from megatrain.errors import DataError, os_errors
+
+_PIECE_BYTES = 1 << 24
+
+
+def content_of(sources: Sequence[SourceConfig]) -> str | None:
+    """Return a name for the bytes of all files of sources; None: some are not files of this machine.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for source in sources:
+        info = registry(source.path)
+        path = source.path if source.dataset is None and info is None else entry_of(source).path
+        files = list(_files(path))
+        if not files:
+            return None
+        for file in files if info is None else [info, *files]:
+            with os_errors("read", file, DataError):
+                digest.update(f"{file.name} {_digest(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _files(path: str) -> Iterator[Path]:
+    place = Path(path)
+    if place.is_file():
+        yield place
+    elif place.is_dir():
+        yield from sorted(file for file in place.rglob("*") if file.is_file())
+    else:
+        yield from sorted(Path(file) for file in glob.glob(path, recursive=True) if Path(file).is_file())

@@ -1,0 +1,1 @@
+"""Examples to token ids, each with a flag that says whether it is trained on."""

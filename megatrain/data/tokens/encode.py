@@ -1,0 +1,288 @@
+"""Examples to words: rendered, tokenised once as a whole, and what is trained on found by offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain.data.example import (
+    ChatExample,
+    CompletionExample,
+    Example,
+    KtoExample,
+    Message,
+    PreferenceExample,
+    TextExample,
+    TokensExample,
+)
+from megatrain.data.tokens.rendering import RenderError, Span
+from megatrain.data.tokens.template import ChatTemplate, TrainOn
+from megatrain.data.words import IDS, TRAINED, Words, join_words
+from megatrain.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NO_TEMPLATE = (
+    "the data holds conversations, but the tokenizer has no chat template; set data.chat_template to a "
+    "template file, or to plain, which needs no special tokens"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An example that cannot be trained on."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderRecipe:
+    """What an `Encoder` is made of, in every process the same one."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: str | Mapping[str, str] | None
+    """Of chats, or several by name; None: there is none."""
+    train_on: TrainOn
+    end_id: int
+    """Of the token that ends a document."""
+
+    def make(self) -> Encoder:
+        """Compile the template and return the encoder.
+
+        Raises:
+            ConfigError: The template cannot be used.
+        """
+        names = dict(self.tokenizer.special_tokens_map)
+        template = None if self.template is None else ChatTemplate(self.template, names)
+        return Encoder(self.tokenizer, template, train_on=self.train_on, end_id=self.end_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """What is to be tokenised, and which spans of it are trained on."""
+
+    text: str
+    spans: Sequence[Span]
+    is_rendered: bool
+    """It has its special tokens; else the tokenizer adds its own, and the end of the document comes after."""
+
+
+class Encoder:
+    """Turns examples into words; the same in every process."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate | None,
+        *,
+        train_on: TrainOn,
+        end_id: int,
+    ) -> None:
+        """Take what examples are encoded with.
+
+        Args:
+            tokenizer: With offsets: a fast one.
+            template: Of chats; None: there is none.
+            train_on: Which part of a chat or a completion.
+            end_id: Of the token that ends a document.
+        """
+        self._tokenizer = tokenizer
+        self._template = template
+        self._train_on = train_on
+        self._end_id = end_id
+
+    def encode(self, examples: Sequence[Example]) -> list[Words | Refused]:
+        """Return each example's words, with its first token's START, or why there are none.
+
+        Raises:
+            ConfigError: A chat, and no template; or a tokenizer without offsets.
+            DataError: Pairs of answers, which are not trained on as text.
+        """
+        results: list[Words | Refused | None] = [None] * len(examples)
+        texts: dict[int, _Text] = {}
+        for number, example in enumerate(examples):
+            if isinstance(example, TokensExample):
+                results[number] = _of_tokens(example)
+                continue
+            try:
+                texts[number] = self._text(example)
+            except RenderError as error:
+                results[number] = Refused(str(error))
+        for is_rendered in (True, False):
+            some = {number: text for number, text in texts.items() if text.is_rendered is is_rendered}
+            for number, words in zip(some, self._tokenise(list(some.values()), is_rendered), strict=True):
+                results[number] = words
+        return [result for result in results if result is not None]
+
+    def untrained_end(self) -> str | None:
+        """Say which token ends an assistant's turn and is not trained on; None: it is, or there is no chat.
+
+        A model that is never trained to end its turn does not stop.
+        """
+        if self._template is None or self._train_on.everything or "assistant" not in self._train_on.roles:
+            return None
+        text, turns = self._template.probe()
+        encoding: Any = self._tokenizer([text], add_special_tokens=False).encodings[0]
+        ends = {*self._tokenizer.get_added_vocab().values(), *self._tokenizer.all_special_ids}
+        trained = _trained(encoding.offsets, turns, len(encoding.ids))
+        last = [place for place in np.flatnonzero(trained) if not np.all(trained[place : place + 2])]
+        for place in last:
+            while place and trained[place] and not self._tokenizer.decode([encoding.ids[place]]).strip():
+                place -= 1  # the line break that follows an end
+            if encoding.ids[place] in ends:
+                continue
+            rest = [number for number in encoding.ids[place + 1 :] if number in ends]
+            token = self._tokenizer.decode(rest[:1]) if rest else None
+            what = f"ends with {token}, which is not trained on" if token else "has no token that ends it"
+            return (
+                f"in this chat template a turn of the assistant's {what}: the model does not learn to stop; "
+                "let {% generation %} enclose it in a template file (data.chat_template)"
+            )
+        return None
+
+    def encode_pair(self, example: PreferenceExample | KtoExample) -> dict[str, list[int]]:
+        """Return the ids of a prompt and of each answer to it, as losses over pairs take them.
+
+        Returns:
+            `prompt_ids`, and `chosen_ids` and `rejected_ids` or `completion_ids`, ended by the template or by
+            the token that ends a document.
+
+        Raises:
+            ConfigError: A chat, and no template.
+            DataError: The template refuses it, or the prompt reads otherwise before another answer.
+        """
+        if isinstance(example, KtoExample):
+            answers = {"completion_ids": example.completion}
+        else:
+            answers = {"chosen_ids": example.chosen, "rejected_ids": example.rejected}
+        found: dict[str, list[int]] = {}
+        for name, answer in answers.items():
+            try:
+                text = self._answer(example.prompt, answer, example.tools)
+            except RenderError as error:
+                raise DataError(f"{example.source}: {error}") from error
+            (words,) = self._tokenise([text], text.is_rendered)
+            first = int(np.argmax(words & TRAINED != 0)) if (words & TRAINED).any() else len(words)
+            prompt, ids = (words[:first] & IDS).tolist(), (words[first:] & IDS).tolist()
+            if found.get("prompt_ids", prompt) != prompt:
+                raise DataError(
+                    f"{example.source}: the prompt is tokenised otherwise before the other answer"
+                )
+            found |= {"prompt_ids": prompt, name: ids}
+        return found
+
+    # -- text ------------------------------------------------------------------------------------------------
+
+    def _text(self, example: Example) -> _Text:
+        if isinstance(example, TextExample):
+            return _Text(example.text, [(0, len(example.text))], False)
+        if isinstance(example, CompletionExample):
+            text = example.prompt + example.completion
+            start = 0 if self._train_on.everything else len(example.prompt)
+            return _Text(text, [(start, len(text))], False)
+        if isinstance(example, ChatExample):
+            text, spans = self._require_template().spans(example.messages, example.tools, self._train_on)
+            return _Text(text, spans, True)
+        kind = (
+            "preference pairs"
+            if isinstance(example, PreferenceExample)
+            else "answers marked good or bad (KTO)"
+        )
+        raise DataError(
+            f"{example.source}: the data holds {kind}, which plain fine-tuning would train on as if all were "
+            "good; use them with TRL's DPO or KTO trainer, or keep the good answers as prompt and completion"
+        )
+
+    def _answer(
+        self,
+        prompt: str | tuple[Message, ...],
+        answer: str | tuple[Message, ...],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> _Text:
+        if isinstance(prompt, str) and isinstance(answer, str):
+            return _Text(prompt + answer, [(len(prompt), len(prompt) + len(answer))], False)
+        asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+        told = (Message(role="assistant", content=answer),) if isinstance(answer, str) else answer
+        text, start = self._require_template().answer(asked, told, tools)
+        return _Text(text, [(start, len(text))], True)
+
+    def _require_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise ConfigError(_NO_TEMPLATE)
+        return self._template
+
+    # -- tokens ----------------------------------------------------------------------------------------------
+
+    def _tokenise(self, texts: Sequence[_Text], is_rendered: bool) -> Iterator[Words]:
+        if not texts:
+            return
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise ConfigError(
+                "this tokenizer does not say which characters its tokens stand for; use a directory with a "
+                "tokenizer.json (data.tokenizer)"
+            )
+        # verbose=False: texts longer than the model's context are expected here, and cut or dropped later
+        encoded: Any = self._tokenizer(
+            [text.text for text in texts],
+            add_special_tokens=not is_rendered,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        for text, encoding in zip(texts, encoded.encodings, strict=True):
+            ids = np.array(encoding.ids, dtype=np.int32)
+            if text.spans == [(0, len(text.text))]:
+                trained = np.ones(len(ids), dtype=np.bool_)
+            else:
+                trained = _trained(encoding.offsets, text.spans, len(ids))
+            if not is_rendered and (len(ids) == 0 or ids[-1] != self._end_id):
+                ids, trained = np.append(ids, np.int32(self._end_id)), np.append(trained, True)
+            yield join_words(ids, trained)
+
+
+def _trained(offsets: Sequence[Span], spans: Sequence[Span], count: int) -> NDArray[np.bool_]:
+    """Tell which tokens hold a character of the spans, and which lie between two that do.
+
+    Tokens that stand for no character, such as those that a tokenizer adds itself, are not trained on before
+    the text, and are trained on after it if its end is.
+    """
+    trained = np.zeros(count, dtype=np.bool_)
+    if not spans or not count:
+        return trained
+    places = np.array(offsets, dtype=np.int64)
+    ends = np.maximum.accumulate(places[:, 1])
+    starts = np.maximum.accumulate(places[:, 0])
+    for start, end in spans:
+        first = int(np.searchsorted(ends, start, side="right"))
+        last = int(np.searchsorted(starts, end, side="left"))
+        trained[first:last] = True
+    return trained
+
+
+def show(words: Words, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """Decode words in pieces; return each with whether it is trained on."""
+    trained = words & TRAINED != 0
+    changes = np.flatnonzero(np.diff(trained)) + 1
+    pieces = np.split(words & IDS, changes)
+    flags = [bool(trained[place]) for place in (0, *changes)] if len(words) else []
+    return [(tokenizer.decode(piece.tolist()), flag) for piece, flag in zip(pieces, flags, strict=False)]
+
+
+def _of_tokens(example: TokensExample) -> Words | Refused:
+    ids = np.array(example.input_ids, dtype=np.int64)
+    if len(ids) == 0 or ids.min() < 0 or ids.max() > IDS:
+        return Refused(f"input_ids must be whole numbers from 0 to {IDS:,}")
+    if example.labels is None:
+        return join_words(ids, np.ones(len(ids), dtype=np.bool_))
+    labels = np.array(example.labels, dtype=np.int64)
+    if labels.shape != ids.shape:
+        return Refused(f"{len(ids)} input_ids and {len(labels)} labels; each token has one label")
+    trained = labels != -100
+    if (labels[trained] != ids[trained]).any():
+        return Refused("a label differs from its token; labels are the input_ids, or -100 where not trained")
+    return join_words(ids, trained)

@@ -1,0 +1,47 @@
+"""Tokens as they are kept and packed: a token id and two flags in one int32."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+TRAINED: Final = 1 << 30
+"""The model is trained to predict this token."""
+START: Final = 1 << 29
+"""The first token of a document, or of a piece of one: it is not predicted, and sees nothing before it."""
+IDS: Final = START - 1
+"""Bits of the token id."""
+
+Words = NDArray[np.int32]
+
+
+def join_words(ids: NDArray[np.integer], trained: NDArray[np.bool_]) -> Words:
+    """Return a document's tokens with their flags; the first has nothing that it could be predicted from."""
+    words = ids.astype(np.int32)
+    words[trained] |= TRAINED
+    if len(words):
+        words[0] = (words[0] & IDS) | START
+    return words
+
+
+def num_trained(words: Words) -> int:
+    """Count the tokens that are trained on."""
+    return int(np.count_nonzero(words & TRAINED))
+
+
+def split_words(words: Words) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return token ids, labels and positions of rows of words, each of their shape.
+
+    Args:
+        words: (B, T); each row begins with a START.
+
+    Returns:
+        `input_ids`, `labels` (-100 where not trained) and `position_ids`, which begin at 0 with every START.
+    """
+    ids = (words & IDS).astype(np.int64)
+    labels = np.where(words & TRAINED, ids, -100)
+    places = np.broadcast_to(np.arange(words.shape[-1], dtype=np.int64), words.shape)
+    starts = np.maximum.accumulate(np.where(words & START, places, 0), axis=-1)
+    return ids, labels, places - starts

@@ -1,0 +1,81 @@
+"""Whether a model keeps documents that share a row apart, by their positions alone.
+
+transformers makes a mask of blocks from `position_ids` that begin anew, where the model's own code gives them
+to what makes its masks, and no layer carries a state or a bias from one token to the next past the mask. That
+is read from the code, without running it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def why_not_apart(config: PretrainedConfig) -> str | None:
+    """Say why documents in one row would see each other; None: they do not.
+
+    Args:
+        config: Of the model, with its attention implementation.
+    """
+    text_config = config.get_text_config()
+    name = text_config.model_type
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        return f"the code of the {name} model is not known"
+    others = sorted(set(getattr(text_config, "layer_types", None) or ()) - _ATTENTION)
+    if others or getattr(model_class, "_is_stateful", False):
+        kinds = f" ({', '.join(others)})" if others else ""
+        return f"the {name} model has layers that carry a state from token to token{kinds}"
+    if (
+        getattr(text_config, "alibi", False)
+        or "position_ids" not in inspect.signature(model_class.forward).parameters
+    ):
+        return f"the {name} model takes no positions"
+    if (getattr(text_config, "_attn_implementation", None) or "").startswith("flash"):
+        return None  # it reads where documents begin from the positions itself
+    calls = list(_mask_calls(model_class))
+    if not calls or not all(calls):
+        return f"the {name} model makes its masks without positions"
+    return None
+
+
+def _mask_calls(model_class: type) -> Iterator[bool]:
+    """Yield for each call that makes a mask, in the file of a model, whether it is given positions."""
+    module = sys.modules[model_class.__module__]
+    for _, member in inspect.getmembers(module, inspect.isclass):
+        if member.__module__ != module.__name__ or "forward" not in vars(member):
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(member.forward))))
+        nodes = list(ast.walk(tree))
+        keys = {
+            key.value
+            for node in nodes
+            if isinstance(node, ast.Dict)
+            for key in node.keys
+            if isinstance(key, ast.Constant)
+        }
+        makers = {  # such as `make = create_causal_mask if window is None else create_...`
+            node.targets[0].id
+            for node in nodes
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+            if not isinstance(node.value, (ast.Call, ast.Dict)) and any(map(_is_maker, ast.walk(node.value)))
+        }
+        for call in nodes:
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+                continue
+            if _is_maker(call.func) or call.func.id in makers:
+                named = {keyword.arg for keyword in call.keywords}
+                yield "position_ids" in (named | keys if None in named else named)
+
+
+def _is_maker(node: ast.AST) -> bool:
+    name = node.id if isinstance(node, ast.Name) else ""
+    return name.startswith("create_") and "mask" in name and "bidirectional" not in name

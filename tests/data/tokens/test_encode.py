@@ -1,0 +1,341 @@
+"""Masks: equal to TRL's where TRL has them, exact by offsets, and refused where they could not be."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatrain.data.example import (
+    ChatExample,
+    CompletionExample,
+    Example,
+    KtoExample,
+    Message,
+    PreferenceExample,
+    Source,
+    TextExample,
+    TokensExample,
+)
+from megatrain.data.packing import split_long
+from megatrain.data.tokenizer import load_tokenizer, train_tokenizer
+from megatrain.data.tokens.encode import EncoderRecipe, Refused, show
+from megatrain.data.tokens.template import TrainOn, as_mapping, template_source
+from megatrain.data.words import IDS, START, TRAINED, Words
+from megatrain.errors import ConfigError, DataError
+
+TOKENIZERS = Path(__file__).parents[3].parent / "shared" / "data" / "tokenizers"
+needs_tokenizers = pytest.mark.skipif(
+    not TOKENIZERS.is_dir(), reason="needs the tokenizers in shared/data next to the repository"
+)
+WHERE = Source(file="chats.jsonl", row=7)
+TAGGED = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A template as most are."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(["<user>hello<assistant>world and more\n"] * 9, 300)
+
+
+def recipe(tokenizer: Any, template: str | None = TAGGED, **train_on: Any) -> EncoderRecipe:
+    return EncoderRecipe(
+        tokenizer=tokenizer,
+        template=template,
+        train_on=TrainOn(**train_on),
+        end_id=tokenizer.eos_token_id,
+    )
+
+
+def chat(*turns: tuple[str, str], **more: Any) -> ChatExample:
+    messages = tuple(Message(role=role, content=text, **more) for role, text in turns)
+    return ChatExample(source=WHERE, messages=messages)
+
+
+def encoded(tokenizer: Any, example: Example, template: str | None = TAGGED, **train_on: Any) -> Words:
+    (words,) = recipe(tokenizer, template, **train_on).make().encode([example])
+    assert not isinstance(words, Refused), words
+    return words
+
+
+def shown(tokenizer: Any, *arguments: Any, **more: Any) -> str:
+    pieces = show(encoded(tokenizer, *arguments, **more), tokenizer)
+    return "".join(f"[[{text}]]" if is_trained else text for text, is_trained in pieces)
+
+
+def refusal(tokenizer: Any, example: Example, template: str | None = TAGGED, **train_on: Any) -> str:
+    (result,) = recipe(tokenizer, template, **train_on).make().encode([example])
+    assert isinstance(result, Refused)
+    return result.reason
+
+
+# -- TRL -------------------------------------------------------------------------------------------------
+
+
+def random_chats(count: int, *, calls_tools: bool) -> list[ChatExample]:
+    draw = random.Random(0)
+    words = [
+        "the",
+        "a",
+        "naïve",
+        "\U0001f600",
+        "snow",
+        "\n\n",
+        "  ",
+        "x=1;",
+        "你好",
+        "end.",
+        "<b>",
+        "\t",
+        "ok",
+    ]
+
+    def text(most: int) -> str:
+        return " ".join(draw.choice(words) for _ in range(draw.randrange(1, most)))
+
+    examples = []
+    for row in range(count):
+        turns = [Message(role="system", content=text(9))] if draw.random() < 0.3 else []
+        has_tools = calls_tools and draw.random() < 0.4
+        for _ in range(draw.randrange(1, 5)):
+            turns.append(Message(role="user", content=text(40)))
+            if has_tools and draw.random() < 0.6:
+                call = {"type": "function", "function": {"name": "find", "arguments": {"what": text(4)}}}
+                said = draw.choice(["", text(5)])
+                turns.append(
+                    Message(role="assistant", content=said, tool_calls=(call,) * draw.randrange(1, 3))
+                )
+                turns += [Message(role="tool", content=text(6), name="find")] * draw.randrange(1, 3)
+            turns.append(Message(role="assistant", content=text(60)))
+        tools = ({"type": "function", "function": {"name": "find", "parameters": {}}},) if has_tools else ()
+        source = Source(file="chats.jsonl", row=row)
+        examples.append(ChatExample(source=source, messages=tuple(turns), tools=tools))
+    return examples
+
+
+@needs_tokenizers
+@pytest.mark.parametrize(("name", "calls_tools"), [("llama3.1", False), ("qwen2.5", True)])
+def test_ids_and_masks_equal_trl_s(name: str, calls_tools: bool) -> None:
+    """500 rows of several turns and tools, each whole and truncated."""
+    utils = pytest.importorskip("trl.chat_template_utils")
+    tokenizer: Any = load_tokenizer(str(TOKENIZERS / name))
+    examples = random_chats(500, calls_tools=calls_tools)
+    training = utils.get_training_chat_template(tokenizer)
+    assert training is not None
+    assert training != tokenizer.chat_template
+    num_truncated = 0
+    results = recipe(tokenizer, tokenizer.chat_template).make().encode(examples)
+    for example, words in zip(examples, results, strict=True):
+        assert not isinstance(words, Refused)
+        theirs = tokenizer.apply_chat_template(
+            [as_mapping(message) for message in example.messages],
+            tools=list(example.tools) or None,
+            chat_template=training,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        ids, mask = np.array(theirs["input_ids"]), np.array(theirs["assistant_masks"]) == 1
+        assert np.array_equal(words & IDS, ids), example.source
+        assert np.array_equal(words & TRAINED != 0, mask), example.source
+        pieces, _ = split_long(words, 150, "truncate")
+        assert len(pieces) == int(mask[:150].any())  # TRL too drops a row that is all masked
+        for piece in pieces:
+            num_truncated += len(words) > 150
+            assert np.array_equal(piece & IDS, ids[:150])
+            assert np.array_equal(piece & TRAINED != 0, mask[:150])
+    assert num_truncated > 100
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("name", ["llama3.1", "qwen2.5"])
+def test_spans_of_a_template_equal_those_of_its_generation_marks(name: str) -> None:
+    """TRL's training templates by their marks, and without them by what each message wrote."""
+    utils = pytest.importorskip("trl.chat_template_utils")
+    tokenizer: Any = load_tokenizer(str(TOKENIZERS / name))
+    training = utils.get_training_chat_template(tokenizer)
+    examples = random_chats(40, calls_tools=name == "qwen2.5")
+    marked = recipe(tokenizer, training).make().encode(examples)
+    own = recipe(tokenizer, tokenizer.chat_template).make().encode(examples)
+    for with_marks, without in zip(marked, own, strict=True):
+        assert np.array_equal(with_marks, without)  # type: ignore[arg-type]
+
+
+# -- what is trained on ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [
+        ({}, "<user>a<assistant>[[b<|endoftext|>]]<user>c<assistant>[[d<|endoftext|>]]"),
+        ({"last_only": True}, "<user>a<assistant>b<|endoftext|><user>c<assistant>[[d<|endoftext|>]]"),
+        ({"roles": ("user",)}, "<user>[[a]]<assistant>b<|endoftext|><user>[[c]]<assistant>d<|endoftext|>"),
+    ],
+)
+def test_roles_and_the_last_turn(tokenizer: Any, train_on: dict[str, Any], expected: str) -> None:
+    example = chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    assert shown(tokenizer, example, **train_on) == expected
+
+
+def test_settings_are_read() -> None:
+    assert TrainOn.of("assistant", reasoning=True) == TrainOn()
+    assert TrainOn.of("last", reasoning=False) == TrainOn(last_only=True, reasoning=False)
+    assert TrainOn.of("all", reasoning=True) == TrainOn(everything=True)
+    assert TrainOn.of(("user", "tool"), reasoning=True) == TrainOn(roles=("user", "tool"))
+
+
+def test_generation_marks_go_before_what_is_found(tokenizer: Any) -> None:
+    """The template says that the model writes the content alone; the end token is then named in a warning."""
+    template = (
+        "{% for message in messages %}<{{ message.role }}>"
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}"
+        "<|endoftext|>"
+        "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    example = chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    text = "<user>a<assistant>[[b]]<|endoftext|><user>c<assistant>[[d]]<|endoftext|>"
+    assert shown(tokenizer, example, template) == text
+    warning = recipe(tokenizer, template).make().untrained_end()
+    assert warning is not None
+    assert "ends with <|endoftext|>, which is not trained on" in warning
+    assert recipe(tokenizer).make().untrained_end() is None
+
+
+def test_template_without_an_end_is_named(tokenizer: Any) -> None:
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    assert "has no token that ends it" in str(recipe(tokenizer, template).make().untrained_end())
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "qwen2.5"])
+@needs_tokenizers
+def test_real_templates_train_on_their_end(name: str) -> None:
+    tokenizer: Any = load_tokenizer(str(TOKENIZERS / name))
+    assert recipe(tokenizer, tokenizer.chat_template).make().untrained_end() is None
+    assert recipe(tokenizer, template_source("plain", tokenizer)).make().untrained_end() is None
+
+
+def test_weights_are_0_or_1(tokenizer: Any) -> None:
+    example = chat(("user", "a"), ("assistant", "b"), loss_weight=0.5)
+    assert refusal(tokenizer, example).startswith("loss_weight 0.5 is neither 0 nor 1")
+
+
+def test_reasoning_that_the_template_changes_is_refused_where_it_is_not_trained_on(tokenizer: Any) -> None:
+    thought = "{{ message.reasoning_content | default('') | FILTER }}"
+    content = "{{ message['content'] }}"
+    messages = (Message(role="user", content="a"), Message(role="assistant", content="b", reasoning=" why "))
+    example = ChatExample(source=WHERE, messages=messages)
+    trims, shouts = (
+        TAGGED.replace(content, thought.replace("FILTER", name) + content) for name in ("trim", "upper")
+    )
+    assert shown(tokenizer, example, trims) == "<user>a<assistant>[[whyb<|endoftext|>]]"
+    assert shown(tokenizer, example, trims, reasoning=False) == "<user>a<assistant>why[[b<|endoftext|>]]"
+    assert shown(tokenizer, example, shouts) == "<user>a<assistant>[[ WHY b<|endoftext|>]]"
+    assert "changes what it has written" in refusal(tokenizer, example, shouts, reasoning=False)
+
+
+# -- templates that are not understood, or fail ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for n in range(messages|length) %}{{ messages[n].content }}{% endfor %}", "writes nothing"),
+        ("{{ messages | map(attribute='content') | join(' ') }}", "writes nothing"),
+    ],
+)
+def test_template_that_does_not_go_through_the_messages_is_refused(
+    tokenizer: Any, template: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        recipe(tokenizer, template).make()
+
+
+def test_template_that_is_none_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match="the chat template is not one"):
+        recipe(tokenizer, "{% for %}").make()
+
+
+def test_row_that_the_template_refuses_is_dropped_with_its_words(tokenizer: Any) -> None:
+    template = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('begin with a user') }}{% endif %}" + TAGGED
+    )
+    assert refusal(tokenizer, chat(("assistant", "b")), template) == (
+        "the chat template refuses it (begin with a user)"
+    )
+
+
+def test_text_that_holds_a_mark_is_refused(tokenizer: Any) -> None:
+    assert "U+FDD0" in refusal(tokenizer, chat(("user", "a\ufdd0b1:0\ufdd1"), ("assistant", "b")))
+
+
+def test_chats_without_a_template_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"has no chat template; set data\.chat_template"):
+        recipe(tokenizer, None).make().encode([chat(("user", "a"), ("assistant", "b"))])
+
+
+# -- other examples --------------------------------------------------------------------------------------
+
+
+def test_completion_is_trained_on_and_its_prompt_with_all(tokenizer: Any) -> None:
+    example = CompletionExample(source=WHERE, prompt="hello", completion=" world")
+    assert shown(tokenizer, example) == "hello[[ world<|endoftext|>]]"
+    assert shown(tokenizer, example, everything=True).replace("]]", "").replace("[[", "") == (
+        "hello world<|endoftext|>"
+    )
+    words = encoded(tokenizer, example, everything=True)
+    assert words[0] & START
+    assert not words[0] & TRAINED
+    assert (words[1:] & TRAINED).all()
+
+
+def test_text_is_trained_on_but_for_its_first_token(tokenizer: Any) -> None:
+    words = encoded(tokenizer, TextExample(source=WHERE, text="hello world"))
+    assert words[-1] & IDS == tokenizer.eos_token_id
+    assert ((words & TRAINED) != 0).tolist() == [False, *[True] * (len(words) - 1)]
+
+
+def test_tokens_keep_their_labels(tokenizer: Any) -> None:
+    words = encoded(tokenizer, TokensExample(source=WHERE, input_ids=(5, 6, 7), labels=(-100, -100, 7)))
+    assert (words & IDS).tolist() == [5, 6, 7]
+    assert ((words & TRAINED) != 0).tolist() == [False, False, True]
+    for ids, labels, reason in [
+        ((5, 6), (5,), "2 input_ids and 1 labels"),
+        ((5, 6), (5, 9), "a label differs from its token"),
+        ((5, -6), None, "input_ids must be whole numbers from 0"),
+        ((), None, "input_ids must be whole numbers from 0"),
+    ]:
+        assert reason in refusal(tokenizer, TokensExample(source=WHERE, input_ids=ids, labels=labels))
+
+
+PAIR = PreferenceExample(
+    source=WHERE,
+    prompt=(Message(role="user", content="a"),),
+    chosen=(Message(role="assistant", content="good"),),
+    rejected=(Message(role="assistant", content="bad"),),
+)
+
+
+def test_pairs_are_encoded_as_prompt_and_answers(tokenizer: Any) -> None:
+    ids = recipe(tokenizer).make().encode_pair(PAIR)
+    assert {name: tokenizer.decode(part) for name, part in ids.items()} == {
+        "prompt_ids": "<user>a<assistant>",
+        "chosen_ids": "good<|endoftext|>",
+        "rejected_ids": "bad<|endoftext|>",
+    }
+    kto = KtoExample(source=WHERE, prompt="hello", completion=" world", is_good=False)
+    ids = recipe(tokenizer, None).make().encode_pair(kto)
+    assert {name: tokenizer.decode(part) for name, part in ids.items()} == {
+        "prompt_ids": "hello",
+        "completion_ids": " world<|endoftext|>",
+    }
+
+
+def test_pairs_are_not_trained_on_as_text(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"chats\.jsonl:7: the data holds preference pairs, .* DPO or KTO"):
+        recipe(tokenizer).make().encode([PAIR])
