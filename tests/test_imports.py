@@ -21,7 +21,7 @@ OWN = "."
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "megatrain": (
         ("cli",),
-        ("cli_data", "cli_runs", "cli_log"),  # groups of its commands
+        ("cli_config", "cli_data", "cli_runs", "cli_log"),  # groups of its commands
         ("__init__",),  # the names that users import
         ("hf", "doctor"),
         ("train",),

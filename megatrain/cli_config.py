@@ -1,0 +1,35 @@
+"""Commands about configuration files: `import`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def add_to(app: typer.Typer) -> None:
+    """Give the command line these commands."""
+    app.command("import")(import_)
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Training YAML of LLaMA-Factory or axolotl.")],
+    out: Annotated[Path | None, typer.Option(help="New file for it; default: print it.")] = None,
+) -> None:
+    """Turn a training file of LLaMA-Factory or axolotl into one of megatrain, and list what was left out."""
+    from megatrain.config.foreign.importing import import_file
+    from megatrain.errors import OutputError, os_errors
+
+    imported = import_file(file)
+    text = imported.yaml(file.name)
+    if out is None:
+        print(text, end="")
+        return
+    if out.exists():
+        raise OutputError(f"{out} is there already; give a new file with --out")
+    with os_errors("write", out):
+        out.write_text(text, encoding="utf-8")
+    for line in imported.left_out:
+        print(f"left out: {line}")
+    print(out)

@@ -1,0 +1,229 @@
+"""Training files of axolotl: flat keys, data sets as a list of mappings.
+
+Source: its configuration reference and examples, version 0.13 to 0.19.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.config.foreign.translation import (
+    NEEDLESS_MEMORY,
+    ONE_DEVICE,
+    QUANTISED,
+    Translation,
+    common,
+    lora_modules,
+    optimizer,
+    refuse_method,
+    schedule,
+)
+
+_REASONS = {
+    "model_type": "the class is the one that config.json names",
+    "tokenizer_type": "the tokenizer is the directory's own",
+    "trust_remote_code": "code in a model directory is never run",
+    "strict": "unknown keys are always an error",
+    "dataset_prepared_path": "prepared data is kept and found again by itself; data.cache says where",
+    "dataset_processes": "data.workers is the number of processes that tokenise",
+    "eval_sample_packing": "data.packing is for evaluation too",
+    "pad_to_sequence_len": "sequences are as long as what is in them",
+    "group_by_length": "sequences are full, so there is nothing to group",
+    "special_tokens": "tokens are the tokenizer's own; change them there",
+    "tokens": "tokens are the tokenizer's own; add them there, and embeddings are resized",
+    "gradient_checkpointing": NEEDLESS_MEMORY,
+    "gradient_checkpointing_kwargs": NEEDLESS_MEMORY,
+    "activation_offloading": NEEDLESS_MEMORY,
+    "layer_offloading": NEEDLESS_MEMORY,
+    "deepspeed": ONE_DEVICE,
+    "fsdp": ONE_DEVICE,
+    "fsdp_config": ONE_DEVICE,
+    "fsdp_version": ONE_DEVICE,
+    "tensor_parallel_size": ONE_DEVICE,
+    "load_in_8bit": QUANTISED,
+    "load_in_4bit": QUANTISED,
+    "tf32": "precision is fp32 or bf16",
+    "eval_batch_size": "evaluation takes train.micro_batch_size",
+    "eval_table_size": "eval.prompts are continued at each evaluation",
+    "eval_max_new_tokens": "eval.max_new_tokens is for eval.prompts",
+    "wandb_entity": "WANDB_ENTITY in the environment says it",
+    "wandb_name": "WANDB_NAME in the environment says it",
+    "wandb_watch": "gradients are not there to be watched",
+    "wandb_log_model": "WANDB_LOG_MODEL in the environment says it",
+    "hub_model_id": "megatrain export has the switch for it",
+    "save_first_step": "checkpoint.every is a number of steps",
+    "save_safetensors": "files are always safetensors",
+    "train_on_eos": "the end of each turn that is trained on is trained on",
+    "lora_model_dir": "adapters begin anew; merge the old ones into the model first",
+    "qlora_sharded_model_loading": QUANTISED,
+    "auto_resume_from_checkpoints": "the same command goes on from the newest checkpoint",
+    "debug": "megatrain --debug shows tracebacks",
+}
+_FORMATS = {
+    "alpaca": "alpaca",
+    "alpaca_chat": "alpaca",
+    "chat_template": "messages",
+    "sharegpt": "sharegpt",
+    "completion": "text",
+    "pretrain": "text",
+}
+_COLUMNS = {
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "field_system": "system",
+    "field_messages": "messages",
+    "field_tools": "tools",
+    "field": "text",
+}
+_TAGS = {"role": "role_tag", "content": "content_tag"}
+
+
+def translate(t: Translation) -> None:
+    """Translate a file of axolotl.
+
+    Raises:
+        ConfigError: Preference training.
+    """
+    method = t.take("rl")
+    if method is not None:
+        refuse_method("rl", method)
+    t.rename(
+        {
+            "base_model": "model.path",
+            "tokenizer_config": "data.tokenizer",
+            "micro_batch_size": "train.micro_batch_size",
+            "val_set_size": "data.val_size",
+            "streaming": "data.streaming",
+            "attn_implementation": "model.attn_implementation",
+        }
+    )
+    t.set("data.seq_len", t.take("sequence_len", 512))
+    t.set("data.packing", "best_fit" if t.take("sample_packing") else "pad")
+    if t.take("shuffle_merged_datasets") is False:
+        t.set("data.shuffle", False)
+    for key, name in (
+        ("flash_attention", "flash_attention_2"),
+        ("sdp_attention", "sdpa"),
+        ("eager_attention", "eager"),
+    ):
+        if t.take(key):
+            t.set("model.attn_implementation", name)
+    kernels = [t.take(key) for key in list(t.theirs) if key.startswith("liger_")]
+    if any(kernels):
+        t.set("model.kernels", "liger")
+    _data(t)
+    _adapters(t)
+    least = t.take("cosine_min_lr_ratio")
+    schedule(t, "lr_scheduler")
+    if least is not None and t.settings["optim.schedule"] == "cosine":
+        t.set("optim.schedule", "cosine_with_min_lr")
+        t.set("optim.schedule_args", {"min_lr_rate": least})
+    optimizer(t, "optimizer")
+    t.theirs.setdefault("num_epochs", 1)
+    common(t)
+    _times(t)
+    if t.take("wandb_project"):
+        t.set("log.to", ["wandb"])
+        t.leave_out(
+            "wandb_project", "given", "log.to=[wandb] is set; WANDB_PROJECT in the environment names it"
+        )
+    t.refuse(_REASONS)
+    t.refuse_rest(lambda key: "there is nothing like it here")
+
+
+def _data(t: Translation) -> None:
+    sources = t.take("datasets", t.take("pretraining_dataset", []))
+    found = [_source(t, source) for source in ([sources] if isinstance(sources, (str, dict)) else sources)]
+    if found:
+        t.set("data.path", found)
+    held_out = t.take("test_datasets", [])
+    if held_out:
+        t.set("data.eval_path", {f"eval{n}": _source(t, source) for n, source in enumerate(held_out)})
+    if t.take("train_on_inputs"):
+        t.set("data.train_on", "all")
+    template = t.take("chat_template")
+    jinja = t.take("chat_template_jinja")
+    if template not in (None, "tokenizer_default"):
+        t.leave_out("chat_template", template, "the tokenizer's own is used; data.chat_template takes a file")
+    t.leave_out("chat_template_jinja", jinja, "data.chat_template takes a file with it")
+
+
+def _source(t: Translation, source: Any) -> dict[str, Any]:
+    if isinstance(source, str):
+        return {"path": source}
+    given = {key: value for key, value in source.items() if value not in (None, "", [], {})}
+    made: dict[str, Any] = {"path": given.pop("path", None)}
+    files = given.pop("data_files", None)
+    if files:
+        made["path"] = files if isinstance(files, str) else files[0]
+        if not isinstance(files, str) and len(files) > 1:
+            t.leave_out("datasets.data_files", files[1:], "each file is a source of its own in data.path")
+    kind = given.pop("type", None)
+    base = kind.partition(".")[0] if isinstance(kind, str) else None
+    if base in _FORMATS:
+        made["format"] = _FORMATS[base]
+    elif kind is not None:
+        t.leave_out("datasets.type", kind, "what a row holds is found from its columns; data.format says it")
+    for theirs, ours in (("split", "split"), ("name", "subset")):
+        if theirs in given:
+            made[ours] = given.pop(theirs)
+    columns = {ours: given.pop(theirs) for theirs, ours in _COLUMNS.items() if theirs in given}
+    if columns:
+        made["columns"] = columns
+    mappings = given.pop("message_property_mappings", {})
+    mappings |= {
+        name: given.pop(key)
+        for key, name in (("message_field_role", "role"), ("message_field_content", "content"))
+        if key in given
+    }
+    tags = {_TAGS[name]: value for name, value in mappings.items() if name in _TAGS and value != name}
+    if tags:
+        made["tags"] = tags
+    roles = given.pop("roles_to_train", None)
+    if roles not in (None, ["assistant"]):
+        t.set("data.train_on", roles)
+    for key in ("ds_type", "train_on_eos"):
+        given.pop(key, None)
+    for key, value in given.items():
+        t.leave_out(f"datasets.{key}", value, "a source has no such setting")
+    return made
+
+
+def _adapters(t: Translation) -> None:
+    kind = t.take("adapter")
+    values = {
+        "lora.r": t.take("lora_r", 8),
+        "lora.alpha": t.take("lora_alpha"),
+        "lora.dropout": t.take("lora_dropout"),
+        "lora.dora": t.take("peft_use_dora"),
+        "lora.rslora": t.take("peft_use_rslora"),
+        "lora.modules_to_save": t.take("lora_modules_to_save"),
+    }
+    is_linear, modules = t.take("lora_target_linear"), t.take("lora_target_modules")
+    if kind not in ("lora", "qlora"):
+        t.leave_out("adapter", kind, "adapters are LoRA")
+        return
+    if kind == "qlora":
+        t.leave_out("adapter", kind, f"lora is taken: {QUANTISED}")
+    for key, value in values.items():
+        if value:
+            t.set(key, value)
+    t.set("lora.target_modules", ["all-linear"] if is_linear or not modules else lora_modules(modules))
+
+
+def _times(t: Translation) -> None:
+    """Read how often in an epoch to save and evaluate; here that is said in steps."""
+    saves, evaluations = t.take("saves_per_epoch"), t.take("evals_per_epoch")
+    t.leave_out("saves_per_epoch", saves, "checkpoint.every is a number of steps; the last one is saved")
+    if evaluations:
+        t.set("eval.every", "epoch")
+        if evaluations != 1:
+            t.leave_out("evals_per_epoch", evaluations, "eval.every is epoch, or a number of steps")
+
+
+def is_one(theirs: dict[str, Any]) -> bool:
+    """Say whether a file looks like one of theirs."""
+    return "base_model" in theirs and bool(
+        {"datasets", "pretraining_dataset", "sequence_len"} & theirs.keys()
+    )

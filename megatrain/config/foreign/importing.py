@@ -1,0 +1,84 @@
+"""`megatrain import`: a file of another trainer in, our YAML out, with what was left out and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain.config.foreign import axolotl, llamafactory
+from megatrain.config.foreign.translation import Translation
+from megatrain.config.keys import config_keys
+from megatrain.config.reading import build_config, set_keys
+from megatrain.config.yaml12 import dump_yaml, parse_yaml
+from megatrain.errors import ConfigError
+
+_TRAINERS = {"LLaMA-Factory": llamafactory, "axolotl": axolotl}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What a file of another trainer has become."""
+
+    trainer: str
+    settings: Mapping[str, Any]
+    """Nested, as a CONFIG has them."""
+    left_out: tuple[str, ...]
+    """Sentences: what was left out, and why."""
+
+    def yaml(self, source: str) -> str:
+        """Return our file, with its origin and what was left out as comments."""
+        lines = [f"# From {source}, a file of {self.trainer}, by megatrain import."]
+        if self.left_out:
+            lines += ["# Left out:", *(f"#   {line}" for line in self.left_out)]
+        return "\n".join(lines) + "\n\n" + dump_yaml(self.settings)
+
+
+def import_file(path: Path) -> Imported:
+    """Translate a training file of LLaMA-Factory or axolotl.
+
+    Raises:
+        ConfigError: It cannot be read, is of neither, or trains in a way that is no run here.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the file ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    theirs = parse_yaml(text, source=str(path))
+    if not isinstance(theirs, dict):
+        raise ConfigError(f"{path}: expected keys and values of a training file")
+    return import_settings(theirs, source=str(path))
+
+
+def import_settings(theirs: Mapping[str, Any], *, source: str) -> Imported:
+    """Translate settings of LLaMA-Factory or axolotl; the arguments and errors are those of `import_file`."""
+    for trainer, module in _TRAINERS.items():
+        if not module.is_one(dict(theirs)):
+            continue
+        translation = Translation(dict(theirs))
+        try:
+            module.translate(translation)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+        known = config_keys()
+        for key in [key for key in translation.settings if key not in known]:
+            value = translation.settings.pop(key)
+            translation.leave_out(key, value, "this version of megatrain has no such setting")
+        settings = set_keys({}, list(translation.settings.items()))
+        build_config(settings, source=source)  # what is wrong with it is said here, and not by `train`
+        left_out = tuple(_sentence(*entry) for entry in translation.left_out)
+        return Imported(trainer, settings, left_out)
+    raise ConfigError(
+        f"{source} is a training file of neither LLaMA-Factory (model_name_or_path, dataset, ...) nor "
+        "axolotl (base_model, datasets, ...)"
+    )
+
+
+def _sentence(key: str, value: Any, reason: str) -> str:
+    shown = dump_yaml(value, flow=True) if isinstance(value, (bool, int, float)) else str(value)
+    shown = " ".join(shown.split())
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return f"{key}: {shown} ({reason})"

@@ -1,0 +1,181 @@
+"""Training files of LLaMA-Factory: flat keys, data sets by their names in `dataset_info.json`.
+
+Source: the fields and defaults of its hparams, version 0.9, and transformers' TrainingArguments.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+from megatrain.config.foreign.translation import (
+    NEEDLESS_MEMORY,
+    ONE_DEVICE,
+    QUANTISED,
+    Translation,
+    common,
+    lora_modules,
+    optimizer,
+    refuse_method,
+    schedule,
+)
+from megatrain.errors import ConfigError
+
+MARKS = frozenset({"stage", "finetuning_type", "dataset", "cutoff_len", "dataset_dir", "template"})
+"""Keys by which a file is known as one of theirs."""
+
+_REASONS = {
+    "template": "the tokenizer's own chat template is used; data.chat_template takes a file",
+    "trust_remote_code": "code in a model directory is never run",
+    "overwrite_cache": "prepared data is found again by what it was made of",
+    "overwrite_output_dir": "a run that is there is gone on with; give another directory for a new one",
+    "plot_loss": "report.html is written at the end of each run",
+    "preprocessing_batch_size": "rows are read one by one",
+    "tokenized_path": "prepared data is kept and found again by itself; data.cache says where",
+    "dataloader_num_workers": "data.workers is for tokenising; batches need no process",
+    "ddp_timeout": ONE_DEVICE,
+    "deepspeed": ONE_DEVICE,
+    "fsdp": ONE_DEVICE,
+    "fsdp_config": ONE_DEVICE,
+    "gradient_checkpointing": NEEDLESS_MEMORY,
+    "disable_gradient_checkpointing": NEEDLESS_MEMORY,
+    "use_unsloth": NEEDLESS_MEMORY,
+    "use_unsloth_gc": NEEDLESS_MEMORY,
+    "per_device_eval_batch_size": "evaluation takes train.micro_batch_size",
+    "eval_accumulation_steps": "losses are added up as they come",
+    "include_num_input_tokens_seen": "metrics.jsonl counts the tokens with a label",
+    "do_eval": "data.val_size and data.eval_path say what is evaluated on",
+    "do_predict": "megatrain sample continues a prompt",
+    "predict_with_generate": "evaluation is loss and perplexity; eval.prompts are continued",
+    "run_name": "the run directory is the name",
+    "push_to_hub": "megatrain export has the switch for it",
+    "hub_model_id": "megatrain export has the switch for it",
+    "save_only_model": "a checkpoint always has the whole state; hf/ is the model alone",
+    "quantization_bit": QUANTISED,
+    "quantization_method": QUANTISED,
+    "quantization_type": QUANTISED,
+    "double_quantization": QUANTISED,
+    "pissa_init": "adapters begin at zero",
+    "loraplus_lr_ratio": "all adapter matrices have one learning rate",
+    "neftune_noise_alpha": "no noise is added to embeddings",
+    "resize_vocab": "embeddings are resized where tokens were added",
+    "rope_scaling": "a model's positions are as its config.json says",
+}
+_ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager"}
+
+
+def translate(t: Translation) -> None:
+    """Translate a file of LLaMA-Factory.
+
+    Raises:
+        ConfigError: A stage, or a kind of fine-tuning, that is not there.
+    """
+    if t.take("do_train") is False:
+        raise ConfigError("do_train is false: this is no file of a training run")
+    t.rename(
+        {
+            "model_name_or_path": "model.path",
+            "per_device_train_batch_size": "train.micro_batch_size",
+            "max_samples": "data.max_samples",
+            "val_size": "data.val_size",
+            "streaming": "data.streaming",
+            "preprocessing_num_workers": "data.workers",
+            "data_seed": "data.seed",
+        }
+    )
+    t.settings.setdefault("train.micro_batch_size", 8)
+    t.set("data.seq_len", t.take("cutoff_len", 2048))
+    attention = t.take("flash_attn", "auto")
+    if attention in _ATTENTION:
+        t.set("model.attn_implementation", _ATTENTION[attention])
+    elif attention != "auto":
+        t.leave_out("flash_attn", attention, "transformers chooses the attention")
+    if t.take("enable_liger_kernel"):
+        t.set("model.kernels", "liger")
+    _data(t, _stage(t))
+    _adapters(t)
+    schedule(t, "lr_scheduler_type")
+    optimizer(t, "optim")
+    common(t)
+    t.refuse(_REASONS)
+    t.refuse_rest(_reason)
+
+
+def _stage(t: Translation) -> str:
+    stage = str(t.take("stage", "sft"))
+    if stage in ("dpo", "kto"):
+        refuse_method("stage", stage)
+    if stage not in ("pt", "sft"):
+        raise ConfigError(f"stage is {stage}; megatrain trains pt and sft files, and dpo and kto in Python")
+    return stage
+
+
+def _data(t: Translation, stage: str) -> None:
+    registry = str(PurePosixPath(str(t.take("dataset_dir", "data"))) / "dataset_info.json")
+    names = lora_modules(t.take("dataset", []))
+    weights, strategy = t.take("interleave_probs"), t.take("mix_strategy", "concat")
+    if weights is not None and strategy != "concat":
+        shares = [float(share) for share in (weights.split(",") if isinstance(weights, str) else weights)]
+        t.set(
+            "data.path",
+            [
+                {"path": registry, "dataset": name, "weight": share}
+                for name, share in zip(names, shares, strict=True)
+            ],
+        )
+        t.set("data.mixture_ends", "first_exhausted" if strategy == "interleave_under" else "all_exhausted")
+    elif names:
+        t.set("data.path", registry)
+        t.set("data.dataset", names)
+    held_out = lora_modules(t.take("eval_dataset", []))
+    if held_out:
+        t.set("data.eval_path", {name: {"path": registry, "dataset": name} for name in held_out})
+    if t.take("train_on_prompt"):
+        t.set("data.train_on", "all")
+    elif t.take("mask_history"):
+        t.set("data.train_on", "last")
+    neat, packs = t.take("neat_packing"), t.take("packing", stage == "pt")
+    t.set("data.packing", "best_fit" if neat or (packs and stage == "sft") else "join" if packs else "pad")
+    if packs and not neat and stage == "sft":
+        t.leave_out("packing", True, "examples share a sequence, but none sees another, as with neat_packing")
+
+
+def _adapters(t: Translation) -> None:
+    kind = str(t.take("finetuning_type", "lora"))
+    rank, alpha = t.take("lora_rank", 8), t.take("lora_alpha")
+    target, more = t.take("lora_target", "all"), t.take("additional_target")
+    options = {"dropout": t.take("lora_dropout"), "rslora": t.take("use_rslora"), "dora": t.take("use_dora")}
+    if kind == "lora":
+        t.set("lora.r", rank)
+        if alpha is not None:
+            t.set("lora.alpha", alpha)
+        t.set("lora.target_modules", ["all-linear"] if target == "all" else lora_modules(target))
+        for name, value in options.items():
+            if value:
+                t.set(f"lora.{name}", value)
+        if more:
+            t.set("lora.modules_to_save", lora_modules(more))
+    elif kind == "freeze":
+        t.leave_out(
+            "finetuning_type",
+            kind,
+            "all parameters are trained; name those that should be in train.only=[PATTERNS]",
+        )
+    elif kind != "full":
+        raise ConfigError(f"finetuning_type is {kind}; megatrain trains full, lora and, by train.only, parts")
+
+
+def _reason(key: str) -> str:
+    for part, what in (("galore", "GaLore"), ("apollo", "APOLLO"), ("badam", "BAdam"), ("muon", "Muon")):
+        if part in key:
+            return f"AdamW is the only optimizer; {what} is not there"
+    if key.startswith(("pref_", "kto_", "ppo_", "ref_", "reward_", "dpo_", "simpo_")):
+        return "only of preference training"
+    if key.startswith(("image_", "video_", "audio_", "media_")):
+        return "text is trained"
+    return "there is nothing like it here"
+
+
+def is_one(theirs: dict[str, Any]) -> bool:
+    """Say whether a file looks like one of theirs."""
+    return "model_name_or_path" in theirs and bool(MARKS & theirs.keys())

@@ -1,0 +1,179 @@
+"""What a translation is made of: settings by our dotted keys, and what was left out with its reason.
+
+What must stay true: a key of theirs that is given and not obeyed is named, unless it asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatrain.errors import ConfigError
+
+_NOTHING: tuple[Any, ...] = (None, False, "", "none", "no")
+"""Values with which a key asks for nothing."""
+
+PREFERENCES = (
+    "{key} is {value}: preference losses are no setting here but classes of Python, "
+    "megatrain.hf.StreamingDPOTrainer for DPO and KTO; see docs/recipes.md"
+)
+
+
+@dataclass
+class Translation:
+    """A file of theirs that becomes settings of ours, key by key."""
+
+    theirs: dict[str, Any]
+    """What has not been looked at yet."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """By our dotted keys."""
+    left_out: list[tuple[str, Any, str]] = field(default_factory=list)
+    """Key, value and reason."""
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Return a value of theirs, and count it as looked at."""
+        value = self.theirs.pop(key, None)
+        return default if value is None else value
+
+    def set(self, key: str, value: Any) -> None:
+        """Give a setting of ours."""
+        self.settings[key] = value
+
+    def leave_out(self, key: str, value: Any, reason: str) -> None:
+        """Say why a key of theirs is not obeyed, if it asks for something."""
+        if value not in _NOTHING and value != [] and value != {}:
+            self.left_out.append((key, value, reason))
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Take over values that mean the same under another name."""
+        for theirs, ours in names.items():
+            value = self.take(theirs)
+            if value is not None:
+                self.set(ours, value)
+
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Leave out what has no meaning here."""
+        for key, reason in reasons.items():
+            if key in self.theirs:
+                self.leave_out(key, self.theirs.pop(key), reason)
+
+    def refuse_rest(self, reasons: Callable[[str], str]) -> None:
+        """Leave out whatever is left, each key with a reason."""
+        for key in list(self.theirs):
+            self.leave_out(key, self.theirs.pop(key), reasons(key))
+
+
+NEEDLESS_MEMORY = "memory is planned: `megatrain plan` shows where everything goes"
+ONE_DEVICE = "one device trains here; what does not fit waits in host memory"
+OPTIMISER = (
+    "AdamW is the only optimizer; optim.state=int8 is what 8-bit AdamW is for (2 of 8 bytes, not exact)"
+)
+QUANTISED = (
+    "the base is never quantised: it waits in host memory in bf16, 2 bytes per parameter, and passes the "
+    "device layer by layer"
+)
+_ADAMS = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf")
+
+
+def common(t: Translation) -> None:
+    """Translate what both have from transformers' TrainingArguments, with the defaults of these."""
+    t.rename(
+        {
+            "gradient_accumulation_steps": "train.grad_accumulation",
+            "learning_rate": "optim.lr",
+            "adam_epsilon": "optim.eps",
+            "output_dir": "out",
+            "logging_steps": "log.every",
+            "save_total_limit": "checkpoint.keep_last",
+            "early_stopping_patience": "eval.patience",
+            "load_best_model_at_end": "eval.load_best",
+        }
+    )
+    t.set("train.seed", t.take("seed", 42))
+    t.set("optim.weight_decay", t.take("weight_decay", 0.0))
+    t.set("optim.betas", [t.take("adam_beta1", 0.9), t.take("adam_beta2", 0.999)])
+    norm = t.take("max_grad_norm", 1.0)
+    t.set("optim.max_grad_norm", norm or None)
+    _lengths(t)
+    _checkpoints(t)
+    _precision(t)
+
+
+def optimizer(t: Translation, key: str) -> None:
+    """Leave out an optimizer that is another than AdamW."""
+    name = t.take(key)
+    if name is not None and str(name) not in _ADAMS:
+        t.leave_out(key, name, OPTIMISER)
+
+
+def _lengths(t: Translation) -> None:
+    steps, epochs = t.take("max_steps", -1), t.take("num_train_epochs", t.take("num_epochs", 3.0))
+    if isinstance(steps, int) and steps > 0:
+        t.set("train.steps", steps)
+    else:
+        t.set("train.epochs", float(epochs))
+    ratio, warmup = t.take("warmup_ratio"), t.take("warmup_steps")
+    if warmup:
+        t.set("optim.warmup_steps", warmup)
+        t.leave_out("warmup_ratio", ratio, "warmup_steps goes first")
+    elif ratio:
+        t.set("optim.warmup_steps", ratio)
+
+
+def _checkpoints(t: Translation) -> None:
+    strategy, every = t.take("save_strategy", "steps"), t.take("save_steps")
+    if strategy == "no":
+        t.set("checkpoint.every", None)
+    elif isinstance(every, int) and every >= 1:
+        t.set("checkpoint.every", every)
+    elif every is not None:
+        t.leave_out("save_steps", every, "checkpoint.every is a number of steps")
+    if strategy not in ("steps", "no"):
+        t.leave_out("save_strategy", strategy, "checkpoint.every is a number of steps; the last one is saved")
+    strategy, every = t.take("eval_strategy", t.take("evaluation_strategy")), t.take("eval_steps")
+    if strategy == "epoch":
+        t.set("eval.every", "epoch")
+    elif isinstance(every, int) and every >= 1 and strategy != "no":
+        t.set("eval.every", every)
+    elif every is not None and strategy != "no":
+        t.leave_out("eval_steps", every, "eval.every is a number of steps, or epoch")
+    resume = t.take("resume_from_checkpoint")
+    if isinstance(resume, str) and resume != "auto":
+        t.leave_out("resume_from_checkpoint", resume, "only checkpoints of megatrain can be gone on from")
+    report = t.take("report_to")
+    if report not in _NOTHING:
+        t.set("log.to", [report] if isinstance(report, str) else report)
+
+
+def _precision(t: Translation) -> None:
+    halves = {key: t.take(key) for key in ("bf16", "fp16", "pure_bf16", "bfloat16", "float16")}
+    asked = {key for key, value in halves.items() if value not in _NOTHING}
+    t.set("train.precision", "bf16" if asked else "fp32")
+    if "pure_bf16" in asked:
+        t.leave_out("pure_bf16", True, "the masters that AdamW updates are fp32, at the same bytes")
+    for key in ("fp16", "float16"):
+        if key in asked:
+            t.leave_out(key, True, "bf16 is taken, which needs no scaling of losses")
+
+
+def schedule(t: Translation, key: str) -> None:
+    """Translate the schedule; transformers' default is linear."""
+    t.set("optim.schedule", t.take(key, "linear"))
+    arguments = t.take("lr_scheduler_kwargs")
+    if arguments:
+        t.set("optim.schedule_args", arguments)
+
+
+def lora_modules(value: Any) -> list[str]:
+    """Return names of modules, given as a list or with commas between them."""
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
+
+
+def refuse_method(key: str, value: Any) -> None:
+    """Refuse a method of training that is none of a run here.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(PREFERENCES.format(key=key, value=value))
