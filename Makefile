@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # compiled once, not by each process that a test starts
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test check lint parity triton clean
+.PHONY: setup demo test check lint docs pages parity triton clean
 
 setup: $(STAMP)
 
@@ -30,7 +30,16 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test
+check: lint test docs
+
+# The site in build/site; `make test` builds it too.
+docs: setup
+	$(BIN)/mkdocs build --strict --quiet
+
+# What is generated from the code, in docs/.
+pages: setup
+	$(BIN)/python -c "from megatrain.config.page import *; write_configuration_page()"
+	$(BIN)/python -c "from megatrain.cli_page import *; write_cli_page()"
 
 # 0.7 GB, which `make setup` leaves out: without it the tests of kernels are skipped.
 triton: setup

@@ -1,4 +1,4 @@
-"""Links that leave docs/ are links in the repository only: on the site they become the path that they name."""
+"""Links that leave docs/ are of the repository only: on the site they become the path that they name."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ _INTRODUCTION = """\
 # Commands
 
 Results go to standard output, progress and errors to standard error; what each exit code means is in
-[training](training.md#exit-codes). `--help` says the same as this page, which is generated from the code. The keys of
-CONFIG and of overrides are in [configuration](configuration.md).
+[training](training.md#exit-codes). `--help` says the same as this page, which is generated from the code. The
+keys of CONFIG and of overrides are in [configuration](configuration.md).
 """
 
 

@@ -9,25 +9,32 @@ import inspect
 import io
 import re
 import shlex
+import shutil
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import typer
 
 import megatrain
+import megatrain.hf as megatrain_hf
 from megatrain.cli import main
-from megatrain.config import Config, config_keys, load_config
+from megatrain.cli_page import cli_page
+from megatrain.config import Config, build_config, config_keys, load_config
+from megatrain.config.yaml12 import parse_yaml
 from megatrain.errors import MegatrainError
+from megatrain.hardware import load_machine
 from megatrain.train.loop import EXIT_STOPPED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     ROOT.glob("docs/*.md")
 )
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -76,6 +83,10 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ("trace", "describe"),
         ("planning.plan_run", "plan_run"),
         ("planning.plan_report", "report"),
+        ("report.page", "write_report"),
+        ("report.runs", "list_runs"),
+        ("report.runs", "show_run"),
+        ("report.runs", "compare_runs"),
     ):
         name_of = f"megatrain.train.{module}"
         fake = sys.modules.get(name_of)
@@ -84,9 +95,17 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             fakes.append(fake)
         setattr(fake, name, lambda *arguments, name=name, **_: seen.append((name, *arguments)))
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    serve = types.ModuleType("megatrain.train.report.serve")
+    serve.__dict__.update(RunServer=MagicMock())
+    monkeypatch.setitem(sys.modules, serve.__name__, serve)
+    importing = types.ModuleType("megatrain.config.foreign.importing")
+    importing.__dict__.update(import_file=MagicMock(side_effect=typer.Exit))  # or a file would be written
+    monkeypatch.setitem(sys.modules, importing.__name__, importing)
     doctor = types.ModuleType("megatrain.doctor")
     report = types.SimpleNamespace(machine=None, text=str, json=dict, exit_code=lambda strict: 0)
-    doctor.__dict__.update(examine=lambda *_, **__: report, keep=None)
+    doctor.__dict__.update(
+        examine=lambda *_, **__: report, keep=None, this_machine=lambda *_: load_machine("cpu-laptop")
+    )
     monkeypatch.setitem(sys.modules, "megatrain.doctor", doctor)
     planned = types.SimpleNamespace(plan=types.SimpleNamespace(fits=True))
     monkeypatch.setattr(
@@ -108,10 +127,18 @@ def test_there_is_a_config_for_fine_tuning_and_one_for_pre_training() -> None:
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: page_name(value) or " ".join(value))
 def test_command_parses(
-    page: Path, words: list[str], called: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    page: Path,
+    words: list[str],
+    called: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """The real command line, with its library calls replaced; a run gets its checked settings."""
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for run in ("runs/mine", "RUN"):
+        (tmp_path / run).mkdir(parents=True)
+        shutil.copy(ROOT / "configs/finetune.yaml", tmp_path / run / "config.yaml")
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert not ended.value.code
@@ -158,6 +185,32 @@ def test_relative_link_resolves(page: Path) -> None:
         assert there.is_relative_to(ROOT), target
         if anchor:
             assert anchor in anchors(there), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_yaml_block_is_a_part_of_a_configuration(page: Path) -> None:
+    for number, block in enumerate(blocks(page, "yaml"), start=1):
+        needed = {"model": {"path": "DIR"}, "data": {"path": "my.txt"}}
+        build_config({**needed, **parse_yaml(block, source=page.name)}, source=f"{page.name} block {number}")
+
+
+def test_reference_of_commands_is_what_they_say() -> None:
+    page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    assert page == cli_page(), "renew it: make pages"
+    assert {"train", "runs compare", "ui", "import"} <= set(re.findall(r"^## (.*)$", page, re.MULTILINE))
+
+
+def test_names_of_the_trainers_in_the_pages_exist() -> None:
+    named = {
+        alias.name
+        for page in PAGES
+        for block in blocks(page, "python")
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.ImportFrom) and node.module == "megatrain.hf"
+        for alias in node.names
+    }
+    assert "StreamingSFTTrainer" in named
+    assert named <= set(megatrain_hf.__all__)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

@@ -20,6 +20,7 @@ OWN = "."
 
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "megatrain": (
+        ("cli_page",),
         ("cli",),
         ("cli_config", "cli_data", "cli_runs", "cli_log"),  # groups of its commands
         ("__init__",),  # the names that users import

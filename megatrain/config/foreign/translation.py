@@ -16,7 +16,7 @@ _NOTHING: tuple[Any, ...] = (None, False, "", "none", "no")
 
 PREFERENCES = (
     "{key} is {value}: preference losses are no setting here but classes of Python, "
-    "megatrain.hf.StreamingDPOTrainer for DPO and KTO; see docs/recipes.md"
+    "megatrain.hf.StreamingDPOTrainer for DPO; see docs/recipes.md"
 )
 
 
