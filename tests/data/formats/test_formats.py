@@ -1,0 +1,302 @@
+"""Each format by hand: what a row means, and how a source's format is told from its columns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.config.data_section import DataConfig
+from megatrain.data.example import (
+    ChatExample,
+    CompletionExample,
+    Example,
+    KtoExample,
+    Message,
+    PreferenceExample,
+    Source,
+    TokensExample,
+)
+from megatrain.data.read.examples import read_examples
+
+
+def system(content: str) -> Message:
+    return Message(role="system", content=content)
+
+
+def user(content: str, weight: float | None = None) -> Message:
+    return Message(role="user", content=content, loss_weight=weight)
+
+
+def assistant(content: str, weight: float | None = None, **more: Any) -> Message:
+    return Message(role="assistant", content=content, loss_weight=weight, **more)
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+SEARCH = {"type": "function", "function": {"name": "search", "parameters": {}}}
+ASKED = [{"role": "user", "content": "q"}]
+GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
+
+# A row, what it is called, and what it means: a kind of example and its fields.
+CASES: dict[str, tuple[dict[str, Any], str, type, dict[str, Any]]] = {
+    "alpaca": (
+        {"instruction": "add", "input": "1 2", "output": "3", "system": "s", "history": [["a", "b"]]},
+        "alpaca",
+        ChatExample,
+        {"messages": (system("s"), user("a"), assistant("b"), user("add\n1 2"), assistant("3"))},
+    ),
+    "alpaca with the text it was made into": (
+        {"instruction": "add", "input": "", "output": "3", "text": "### Instruction: add"},
+        "alpaca",
+        ChatExample,
+        {"messages": (user("add"), assistant("3"))},
+    ),
+    "question and answer": (
+        {"question": "q", "answer": "a", "source": "book"},
+        "alpaca (instruction in question, output in answer)",
+        ChatExample,
+        {"messages": (user("q"), assistant("a"))},
+    ),
+    "input and output": (
+        {"input": "q", "output": "a"},
+        "alpaca (instruction in input, input in no further input)",
+        ChatExample,
+        {"messages": (user("q"), assistant("a"))},
+    ),
+    "prompt and response": (
+        {"prompt": "q", "response": "a"},
+        "alpaca (instruction in prompt, output in response)",
+        ChatExample,
+        {"messages": (user("q"), assistant("a"))},
+    ),
+    "sharegpt": (
+        {
+            "conversations": [
+                {"from": "human", "value": "q"},
+                {"from": "function_call", "value": '{"name": "search", "arguments": {"for": "x"}}'},
+                {"from": "observation", "value": "found"},
+                {"from": "gpt", "value": "a"},
+            ],
+            "system": "s",
+            "tools": '[{"name": "search", "parameters": {}}]',
+        },
+        "sharegpt (messages in conversations)",
+        ChatExample,
+        {
+            "messages": (
+                system("s"),
+                user("q"),
+                assistant("", tool_calls=(call("search", **{"for": "x"}),)),
+                Message(role="tool", content="found"),
+                assistant("a"),
+            ),
+            "tools": (SEARCH,),
+        },
+    ),
+    "a system turn goes before the column": (
+        {"messages": [{"role": "system", "content": "turn"}, *ASKED, GOOD], "system": "column"},
+        "messages",
+        ChatExample,
+        {"messages": (system("turn"), user("q"), assistant("good"))},
+    ),
+    "messages with tool calls": (
+        {
+            "messages": [
+                {"role": "developer", "content": "s"},
+                *ASKED,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {"id": "c1", "function": {"name": "search", "arguments": '{"n": 1}'}},
+                        {"id": "c2", "function": {"name": "open", "arguments": {}}},
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c2", "content": "opened"},
+                {"role": "assistant", "content": "a", "reasoning_content": "hm", "weight": 0},
+            ],
+            "tools": [SEARCH],
+        },
+        "messages",
+        ChatExample,
+        {
+            "messages": (
+                system("s"),
+                user("q"),
+                assistant("", tool_calls=(call("search", n=1), call("open"))),
+                Message(role="tool", content="opened", name="open"),
+                assistant("a", 0.0, reasoning="hm"),
+            ),
+            "tools": (SEARCH,),
+        },
+    ),
+    "typed parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "value": "q"}], "loss_weight": 0.0},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "reasoning", "value": "hm"},
+                        {"type": "tool_call", "value": '{"name": "search", "arguments": {}}'},
+                        {"type": "text", "text": "a"},
+                        {"type": "text", "text": "b"},
+                    ],
+                    "loss_weight": 0.5,
+                },
+            ]
+        },
+        "messages",
+        ChatExample,
+        {
+            "messages": (
+                user("q", 0.0),
+                assistant("ab", 0.5, reasoning="hm", tool_calls=(call("search"),)),
+            )
+        },
+    ),
+    "prompt and completion": (
+        {"prompt": "p", "completion": " c"},
+        "prompt_completion",
+        CompletionExample,
+        {"prompt": "p", "completion": " c"},
+    ),
+    "prompt and completion of turns": (
+        {"prompt": ASKED, "completion": [GOOD], "tools": [SEARCH]},
+        "prompt_completion",
+        ChatExample,
+        {"messages": (user("q", 0.0), assistant("good", 1.0)), "tools": (SEARCH,)},
+    ),
+    "preference of text": (
+        {"prompt": "p", "chosen": "good", "rejected": "bad"},
+        "preference",
+        PreferenceExample,
+        {"prompt": "p", "chosen": "good", "rejected": "bad"},
+    ),
+    "preference of turns": (
+        {"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]},
+        "preference",
+        PreferenceExample,
+        {"prompt": (user("q"),), "chosen": (assistant("good"),), "rejected": (assistant("bad"),)},
+    ),
+    "preference of whole conversations": (
+        {"prompt": "q", "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD], "messages": [*ASKED, GOOD]},
+        "preference",
+        PreferenceExample,
+        {"prompt": (user("q"),), "chosen": (assistant("good"),), "rejected": (assistant("bad"),)},
+    ),
+    "preference of whole texts": (
+        {"chosen": "Human: q Assistant: good", "rejected": "Human: q Assistant: bad"},
+        "preference",
+        PreferenceExample,
+        {"prompt": "Human: q Assistant:", "chosen": " good", "rejected": " bad"},
+    ),
+    "preference after a conversation": (
+        {
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"from": "gpt", "value": "bad"},
+        },
+        "preference (messages in conversations)",
+        PreferenceExample,
+        {"prompt": (user("q"),), "chosen": (assistant("good"),), "rejected": (assistant("bad"),)},
+    ),
+    "preference after an instruction": (
+        {"instruction": "q", "input": "i", "chosen": "good", "rejected": "bad"},
+        "preference",
+        PreferenceExample,
+        {"prompt": (user("q\ni"),), "chosen": (assistant("good"),), "rejected": (assistant("bad"),)},
+    ),
+    "judged text": (
+        {"prompt": "p", "completion": "good", "label": True},
+        "kto",
+        KtoExample,
+        {"prompt": "p", "completion": "good", "is_good": True},
+    ),
+    "judged turns": (
+        {"messages": [*ASKED, BAD], "label": False},
+        "kto",
+        KtoExample,
+        {"prompt": (user("q"),), "completion": (assistant("bad"),), "is_good": False},
+    ),
+    "a judged answer to an instruction": (
+        {"instruction": "q", "output": "good", "kto_tag": True},
+        "kto (label in kto_tag)",
+        KtoExample,
+        {"prompt": (user("q"),), "completion": (assistant("good"),), "is_good": True},
+    ),
+    "token ids": (
+        {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "text": "abc"},
+        "tokens",
+        TokensExample,
+        {"input_ids": (1, 2, 3), "labels": (-100, 2, 3)},
+    ),
+    "token ids with TRL's mask": (
+        {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]},
+        "tokens",
+        TokensExample,
+        {"input_ids": (1, 2, 3), "labels": (-100, 2, 3)},
+    ),
+}
+
+
+def read(folder: Path, *rows: dict[str, Any], **settings: Any) -> tuple[list[Example], str]:
+    path = folder / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    stream = read_examples(DataConfig(path=(str(path),), **settings))
+    return list(stream), stream.report.sources[0].format
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_means_what_its_columns_say(tmp_path: Path, case: str) -> None:
+    row, name, form, fields = CASES[case]
+    examples, found = read(tmp_path, row)
+    assert found == name
+    assert examples == [form(source=Source(file=str(tmp_path / "a.jsonl"), row=1), **fields)]
+
+
+def test_a_class_label_is_no_judgement(tmp_path: Path) -> None:
+    """0 and 1 beside text or an answer are classes; only a prompt and its completion are judged by them."""
+    assert read(tmp_path, {"text": "x", "label": 1})[1] == "text"
+    assert read(tmp_path, {"instruction": "i", "output": "o", "label": 0})[1] == "alpaca"
+    assert read(tmp_path, {"prompt": "p", "completion": "c", "label": 0})[1] == "kto"
+
+
+def test_most_of_the_first_rows_decide(tmp_path: Path) -> None:
+    chat = {"messages": [*ASKED, GOOD]}
+    examples, name = read(tmp_path, {"text": "a line of its own"}, chat, chat)
+    assert (name, [example.source.row for example in examples]) == ("messages", [2, 3])
+
+
+def test_settings_go_before_what_is_found(tmp_path: Path) -> None:
+    row = {"q": "q", "a": "a", "text": "x", "title": "t"}
+    examples, name = read(tmp_path, row, columns={"instruction": "q", "output": "a"})
+    assert (name, type(examples[0])) == ("alpaca (instruction in q, output in a)", ChatExample)
+    examples, _ = read(tmp_path, row, columns={"prompt": "q", "response": "a"})  # LLaMA-Factory's names
+    assert examples[0] == ChatExample(source=examples[0].source, messages=(user("q"), assistant("a")))
+    assert read(tmp_path, row, text_column="title")[1] == "text (text in title)"
+    assert read(tmp_path, {"prompt": "p", "completion": "c"}, format="alpaca")[1] == (
+        "alpaca (instruction in prompt, output in completion)"
+    )
+
+
+def test_tags_name_the_parts_of_turns(tmp_path: Path) -> None:
+    row = {"talk": [{"who": "Q", "says": "q"}, {"who": "A", "says": "a"}]}
+    tags = {"role_tag": "who", "content_tag": "says", "user_tag": "Q", "assistant_tag": "A"}
+    (example,), _ = read(tmp_path, row, columns={"messages": "talk"}, tags=tags)
+    assert example == ChatExample(source=example.source, messages=(user("q"), assistant("a")))
+
+
+def test_a_self_instruct_row_is_an_example_for_each_instance(tmp_path: Path) -> None:
+    row = {"instruction": "add", "instances": [{"input": "1 2", "output": "3"}, {"input": "", "output": "0"}]}
+    examples, _ = read(tmp_path, row)
+    place = Source(file=str(tmp_path / "a.jsonl"), row=1)
+    assert examples == [
+        ChatExample(source=place, messages=(user("add\n1 2"), assistant("3"))),
+        ChatExample(source=place, messages=(user("add"), assistant("0"))),
+    ]
