@@ -1,4 +1,4 @@
-"""What surrounds the steps of a streaming trainer is the plain one's: events, data without a length, drives."""
+"""What surrounds a streaming trainer's steps is the plain one's: events, data without a length, drives."""
 
 from __future__ import annotations
 
