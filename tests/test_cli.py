@@ -94,8 +94,8 @@ def test_train_from_flags(calls: list[tuple[Any, ...]], tmp_path: Path) -> None:
     numbers = ["--steps", "3", "--seq-len", "64", "--lr", "1e-3", "--precision", "bf16", "--device", "cpu"]
     assert run("train", *files, *numbers, "--resume", "no", "optim.weight_decay=0", "log.every=2") == 0
     ((name, config, options),) = calls
-    counts = tmp_path / "megatrain/counts"
-    assert (name, options) == ("train", {"resume": "no", "measure": None, "counts": counts})
+    folders = {"counts": tmp_path / "megatrain/counts", "prepared": tmp_path / "megatrain/data"}
+    assert (name, options) == ("train", {"resume": "no", "measure": None, **folders})
     assert (config.model.path, config.data.path, config.out) == ("m", ("a.txt", "b.txt"), "o")
     assert (config.train.steps, config.data.seq_len, config.optim.lr) == (3, 64, 1e-3)
     assert (config.train.precision, config.train.device, config.checkpoint.resume) == ("bf16", "cpu", "no")
@@ -111,7 +111,12 @@ def test_train_from_a_file_with_overrides_and_flags(tmp_path: Path, calls: list[
         2.0,
         1e-6,
         7,
-        {"resume": "auto", "measure": None, "counts": tmp_path / "megatrain/counts"},
+        {
+            "resume": "auto",
+            "measure": None,
+            "counts": tmp_path / "megatrain/counts",
+            "prepared": tmp_path / "megatrain/data",
+        },
     )
 
 
