@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatrain import __version__, cli_config, cli_runs
+from megatrain import __version__, cli_config, cli_data, cli_runs
 from megatrain.cli_log import log_to_stderr
 from megatrain.config import Config, build_config, combine_settings, config_keys
 from megatrain.config.sizes import parse_bytes
@@ -387,6 +387,7 @@ def _config_file(path: Path) -> Path:
     return file
 
 
+cli_data.add_to(app)
 cli_runs.add_to(app)
 cli_config.add_to(app)
 

@@ -1,0 +1,64 @@
+"""Commands for data: what is in it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from megatrain.config import build_config, combine_settings, set_keys
+from megatrain.errors import DataError
+
+data = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
+
+_NO_MODEL = "no model is named"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Give the command line these commands."""
+    app.add_typer(data, name="data")
+
+
+@data.command("inspect")
+def data_inspect(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CONFIG | section.key=value", help="As of train; the model may be left out."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model directory or hub id (model.path).")] = None,
+    path: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="File, directory or hub id; may be repeated (data.path)."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Examples to show.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    colour: Annotated[
+        bool | None,
+        typer.Option("--colour/--no-colour", help="Green for what is trained on; default: on a terminal."),
+    ] = None,
+) -> None:
+    """Read data as a run would: rows kept and dropped with reasons, lengths, what is trained on.
+
+    Without a model there are no tokens: lengths are in characters. Nothing is written. Exit code 4 if nothing
+    is left to train on.
+    """
+    flags: dict[str, Any] = {"model.path": model, "data.path": path or None}
+    given = {key: value for key, value in flags.items() if value is not None}
+    raw, source = combine_settings(arguments or [], given)
+    named = raw.get("model")
+    has_model = isinstance(named, dict) and named.get("path") is not None
+    raw = raw if has_model else set_keys(raw, [("model.path", _NO_MODEL)])
+    config = build_config(raw, source=source or "command line")
+    from megatrain.train.inspect import inspect_data
+
+    found = inspect_data(config, has_model=has_model, num_samples=samples)
+    if as_json:
+        print(json.dumps({name: one.json() for name, one in found.items()}))
+    else:
+        colour = sys.stdout.isatty() if colour is None else colour
+        for name, one in found.items():
+            print("\n".join([*([f"\n{name}:"] if name != "train" else []), *one.lines(colour=colour)]))
+    if not all(one.is_trainable for one in found.values()):
+        raise typer.Exit(DataError.exit_code)

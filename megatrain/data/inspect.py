@@ -1,0 +1,193 @@
+"""What data would be trained on: rows kept and dropped, lengths, examples with their trained parts marked."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatrain.data.example import Example, KtoExample, PreferenceExample, texts_of
+from megatrain.data.read.examples import ExampleStream
+from megatrain.data.read.report import ReadReport
+from megatrain.data.tokens.encode import Encoder, Refused, show
+from megatrain.data.words import num_trained
+from megatrain.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_EXAMPLES_AT_ONCE = 256
+_BAR = 40
+_MOST_TOKENS_SHOWN = 1024
+_MOST_CHARACTERS_SHOWN = 4000
+
+Pieces = list[tuple[str, bool]]
+"""Text, and whether it is trained on."""
+
+
+@dataclass(kw_only=True)
+class Inspection:
+    """What was found in one set of data."""
+
+    report: ReadReport
+    unit: str
+    """Of lengths: `tokens`, or `characters` where no tokenizer is known."""
+    seq_len: int | None
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    num_trained: int = 0
+    """Tokens."""
+    samples: list[tuple[str, Pieces]] = field(default_factory=list)
+    """Each with its place."""
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether there is anything to train on."""
+        return bool(self.lengths) and (self.unit == "characters" or self.num_trained > 0)
+
+    def lines(self, *, colour: bool) -> list[str]:
+        """Say it in lines; with `colour` what is trained on is green, else it is in double brackets."""
+        lines = self.report.lines()
+        if not self.lengths:
+            return [*lines, "nothing is left to train on"]
+        lengths = np.frombuffer(self.lengths, dtype=np.int64)
+        total = f"{lengths.sum():,} {self.unit}"
+        if self.unit == "tokens":
+            share = self.num_trained / max(1, int(lengths.sum()))
+            total += f", {self.num_trained:,} trained on ({share:.1%})"
+        median, most, longest = (int(np.quantile(lengths, share)) for share in (0.5, 0.95, 1))
+        lines += ["", f"{total}; of an example: median {median:,}, 95 % up to {most:,}, longest {longest:,}"]
+        lines += [f"  {line}" for line in _histogram(lengths)]
+        if self.seq_len is not None and longest > self.seq_len:
+            beyond = int((lengths > self.seq_len).sum())
+            lines.append(f"  {beyond:,} longer than data.seq_len {self.seq_len:,} (data.too_long)")
+        for place, pieces in self.samples:
+            marked = "green" if colour else "in [[ ]]"
+            trained_on = f", trained on what is {marked}" if self.unit == "tokens" else ""
+            lines += [
+                "",
+                f"example {place}{trained_on}:",
+                "".join(_marked(*piece, colour) for piece in pieces),
+            ]
+        return lines
+
+    def json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        lengths = np.frombuffer(self.lengths, dtype=np.int64) if self.lengths else np.zeros(0, np.int64)
+        return {
+            **self.report.json(),
+            "unit": self.unit,
+            "total": int(lengths.sum()),
+            "trained": self.num_trained if self.unit == "tokens" else None,
+            "longer_than_seq_len": None if self.seq_len is None else int((lengths > self.seq_len).sum()),
+            "lengths": [{"most": most, "examples": count} for most, count in _bins(lengths)],
+            "samples": [{"place": place, "pieces": pieces} for place, pieces in self.samples],
+        }
+
+
+def inspect_examples(
+    stream: ExampleStream,
+    *,
+    encoder: Encoder | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    seq_len: int | None,
+    num_samples: int = 1,
+) -> Inspection:
+    """Read all examples, and look at them as training would.
+
+    Args:
+        stream: Of examples.
+        encoder: Makes tokens of them; None: lengths are of characters.
+        tokenizer: Of the encoder.
+        seq_len: Tokens of a sequence.
+        num_samples: Examples to show, the first that are kept.
+
+    Raises:
+        DataError: As the stream says.
+        ConfigError: The examples need a chat template, and there is none.
+    """
+    found = Inspection(
+        report=stream.report, unit="characters" if encoder is None else "tokens", seq_len=seq_len
+    )
+    while examples := list(islice(stream, _EXAMPLES_AT_ONCE)):
+        if encoder is None or tokenizer is None:
+            for example in examples:
+                _add_text(found, example, num_samples)
+        else:
+            _add_tokens(found, examples, encoder, tokenizer, num_samples)
+    return found
+
+
+def _add_text(found: Inspection, example: Example, num_samples: int) -> None:
+    texts = list(texts_of(example))
+    found.lengths.append(sum(map(len, texts)))
+    if len(found.samples) < num_samples:
+        text = "\n".join(texts)
+        more = len(text) - _MOST_CHARACTERS_SHOWN
+        end = f" ... ({more:,} characters more)" if more > 0 else ""
+        found.samples.append((str(example.source), [(text[:_MOST_CHARACTERS_SHOWN] + end, False)]))
+
+
+def _add_tokens(
+    found: Inspection,
+    examples: Sequence[Example],
+    encoder: Encoder,
+    tokenizer: PreTrainedTokenizerBase,
+    num_samples: int,
+) -> None:
+    pairs = [example for example in examples if isinstance(example, (PreferenceExample, KtoExample))]
+    plain = [example for example in examples if not isinstance(example, (PreferenceExample, KtoExample))]
+    for pair in pairs:
+        try:
+            ids = encoder.encode_pair(pair)
+        except DataError as error:
+            found.report.drop(pair.source, str(error).removeprefix(f"{pair.source}: "))
+            continue
+        prompt = ids.pop("prompt_ids")
+        found.lengths.append(max(len(prompt) + len(answer) for answer in ids.values()))
+        found.num_trained += sum(map(len, ids.values()))
+        if len(found.samples) < num_samples:
+            pieces = [(tokenizer.decode(prompt), False)]
+            for name, answer in ids.items():
+                pieces += [(f"\n<{name.removesuffix('_ids')}> ", False), (tokenizer.decode(answer), True)]
+            found.samples.append((str(pair.source), pieces))
+    for example, words in zip(plain, encoder.encode(plain), strict=True):
+        if isinstance(words, Refused):
+            found.report.drop(example.source, words.reason)
+            continue
+        found.lengths.append(len(words))
+        found.num_trained += num_trained(words)
+        if len(found.samples) < num_samples:
+            pieces = show(words[:_MOST_TOKENS_SHOWN], tokenizer)
+            more = len(words) - _MOST_TOKENS_SHOWN
+            pieces += [(f" ... ({more:,} tokens more)", False)] if more > 0 else []
+            found.samples.append((str(example.source), pieces))
+
+
+def _marked(text: str, is_trained: bool, colour: bool) -> str:
+    if not is_trained:
+        return text
+    return f"\x1b[32m{text}\x1b[0m" if colour else f"[[{text}]]"
+
+
+def _bins(lengths: Any) -> list[tuple[int, int]]:
+    """Count lengths by powers of two: the most that a bin holds, and how many do."""
+    if not len(lengths):
+        return []
+    powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    counts = np.bincount(powers)
+    first = int(powers.min())
+    return [(2**power, int(count)) for power, count in enumerate(counts) if power >= first]
+
+
+def _histogram(lengths: Any) -> list[str]:
+    bins = _bins(lengths)
+    largest = max(count for _, count in bins)
+    wide = len(f"{bins[-1][0]:,}")
+    return [
+        f"<= {most:{wide},}  {'#' * -(-_BAR * count // largest):{_BAR}}  {count:,}".rstrip()
+        for most, count in bins
+    ]

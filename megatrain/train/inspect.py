@@ -1,0 +1,45 @@
+"""Looks at the data of a run as the run would read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatrain.config import Config
+from megatrain.data.inspect import Inspection, inspect_examples
+from megatrain.data.read.examples import read_eval_examples, read_examples
+from megatrain.data.tokenizer import load_tokenizer
+from megatrain.model.weights.skeleton import read_config
+from megatrain.train.inputs import choose_tokenizer, make_recipe
+
+
+def inspect_data(config: Config, *, has_model: bool = True, num_samples: int = 1) -> Mapping[str, Inspection]:
+    """Read what is trained on and the evaluation sets; return what is in them by name, `train` first.
+
+    Args:
+        config: Complete and checked.
+        has_model: Whether it names a model. Without one, and without a tokenizer, characters are counted.
+        num_samples: Examples of `train` to show.
+
+    Raises:
+        DataError: The data cannot be read.
+        ModelError: The model has no tokenizer.
+        ConfigError: The examples need a chat template, and there is none.
+    """
+    tokenizer = None
+    if config.data.tokenizer is not None:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    elif has_model:
+        tokenizer = choose_tokenizer(config, None, read_config(config.model.path))
+    encoder = None if tokenizer is None else make_recipe(config, tokenizer).make()
+    seed = config.data_seed
+    streams = {"train": read_examples(config.data, seed=seed), **read_eval_examples(config.data, seed=seed)}
+    return {
+        name: inspect_examples(
+            stream,
+            encoder=encoder,
+            tokenizer=tokenizer,
+            seq_len=None if tokenizer is None else config.data.seq_len,
+            num_samples=num_samples if name == "train" else 0,
+        )
+        for name, stream in streams.items()
+    }
