@@ -139,6 +139,7 @@ def test_command_parses(
     for run in ("runs/mine", "RUN"):
         (tmp_path / run).mkdir(parents=True)
         shutil.copy(ROOT / "configs/finetune.yaml", tmp_path / run / "config.yaml")
+    (tmp_path / "my.jsonl").write_text('{"text": "looked at by data inspect"}')
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert not ended.value.code

@@ -83,6 +83,15 @@ def test_without_a_tokenizer_characters_are_counted(
     assert inspect(capsys, "--data", long).endswith("x ... (1,000 characters more)\n")
 
 
+def test_the_page_shows_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, CHAT, '{"messages"\n', CHAT, name="my.jsonl")
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    assert f"```text\n{inspect(capsys, '--data', 'my.jsonl')}```\n" in page
+
+
 def test_evaluation_sets_are_looked_at_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, other = write(tmp_path, *[CHAT] * 10), write(tmp_path, CHAT, CHAT, name="b.jsonl")
     settings = ("data.val_size=3", f"data.eval_path={{other: {other}}}")

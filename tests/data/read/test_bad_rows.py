@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -450,6 +451,14 @@ def test_every_row_is_kept_repaired_or_dropped(tmp_path: Path, case: str) -> Non
         assert str(path) in str(caught.value)
     else:
         assert len(list(read_examples(config_of(path, "stop")))) == kept
+
+
+def test_the_page_names_every_reason() -> None:
+    page = " ".join((Path(__file__).parents[3] / "docs" / "data.md").read_text().split())
+    for _, _, _, *by_reason in CASES.values():
+        for reason in (reason for reasons in by_reason for reason in reasons):
+            general = re.sub(r"^turn \d+", "turn N", re.sub(r'column "\w+"', 'column "X"', reason))
+            assert f"`{general}`" in page, reason
 
 
 REFUSED: dict[str, tuple[str, bytes, str]] = {
