@@ -1,0 +1,39 @@
+"""The examples of docs/huggingface.md run as they are, beside a tiny model and a few rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.hf.setups import tiny, tokenizer
+from tests.test_docs import ROOT, blocks
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install 'megatrain[trl]'")
+
+EXAMPLES = blocks(ROOT / "docs/huggingface.md", "python")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing[a-z_]*. is deprecated:FutureWarning"
+)  # TRL sets it
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator:UserWarning")  # Trainer's default, on a CPU
+@pytest.mark.parametrize(
+    "number",
+    [
+        number if number == len(EXAMPLES) - 1 else pytest.param(number, marks=pytest.mark.parity)
+        for number in range(len(EXAMPLES))
+    ],
+)
+def test_example_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # they are for a machine with a GPU; on one without, transformers wants to hear use_cpu=True
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    tiny().save_pretrained("path/to/model")
+    tokenizer().save_pretrained("path/to/model")
+    rows = [{"prompt": f"{n} {n + 1}", "completion": f" {n + 2} {n + 3} {n + 4}"} for n in range(3, 19)]
+    pairs = [{**row, "chosen": row["completion"], "rejected": " 3 4"} for row in rows]
+    for name, lines in (("train.jsonl", rows), ("pairs.jsonl", pairs)):
+        Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    exec(compile(EXAMPLES[number], f"example {number}", "exec"), {})
