@@ -24,7 +24,7 @@ RECIPES = {
     for match in re.finditer(
         r"^megatrain plan configs/recipes/(\S+)\.yaml --hf-config (\S+) --machine (\S+) --ram (\S+)"
         r" --nvme (\S+)$",
-        PAGE.read_text(encoding="utf-8"),
+        re.sub(r"\s*\\\n\s*", " ", PAGE.read_text(encoding="utf-8")),
         re.MULTILINE,
     )
 }
@@ -56,7 +56,7 @@ def row(name: str, found: dict[str, Any]) -> str:
     """Return the row of the table in the page."""
     recipe = RECIPES[name]
     cells = (
-        f"[{name}](../configs/recipes/{name}.yaml)",
+        f"`{name}`",
         f"{found['model'] / 1e9:.3g}B",
         f"{recipe['machine']}, {recipe['ram']}",
         f"{found['tokens']:,}",
@@ -70,7 +70,7 @@ def row(name: str, found: dict[str, Any]) -> str:
 
 
 def shown(name: str) -> list[str]:
-    (line,) = re.findall(rf"^\| \[{name}\].*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    (line,) = re.findall(rf"^\| `{name}` .*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
