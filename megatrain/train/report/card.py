@@ -76,7 +76,9 @@ def _training(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "data", ", ".join(f"`{name}`" for name in names) or "-"
     yield "steps", f"{run.step:,}"
     if run.rows:
-        yield "tokens with a label", f"{run.rows[-1].get('tokens') or 0:,}"
+        yield "tokens", f"{run.rows[-1].get('tokens') or 0:,}"
+        if run.rows[-1].get("targets"):
+            yield "of these trained on", f"{run.rows[-1]['targets']:,}"
     yield "tokens per sequence", str(data.get("seq_len"))
     sequences = (train.get("micro_batch_size") or 1) * (train.get("grad_accumulation") or 1)
     yield "sequences per step", str(sequences)

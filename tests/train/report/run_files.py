@@ -58,6 +58,7 @@ def write_run(
             "grad_norm": 0.5,
             "lr": 1e-4,
             "tokens": 1024 * step,
+            "targets": 1000 * step,
             "tokens_per_s": 1024 / (9.0 if step == 1 else 0.5),
             "seconds": 9.0 if step == 1 else 0.5,
             "host_bytes": 3 * 2**30,

@@ -84,7 +84,8 @@ def test_card_has_fact_beside_plan_and_no_path_of_this_machine(tmp_path: Path) -
     assert data["library_name"] == "transformers"
     for line in (
         "| data | `text.jsonl` |",
-        "| tokens with a label | 20,480 |",
+        "| tokens | 20,480 |",
+        "| of these trained on | 20,000 |",
         "| val, held out | 20 | 2.5000 | 12.18 |",
         "| device | A Card |",
         "| time of a step | 0.5 s | 0.5 s |",
