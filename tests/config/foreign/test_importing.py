@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from megatrain.cli import main
 from megatrain.config import config_keys, load_config
-from megatrain.config.foreign import axolotl, llamafactory
+from megatrain.config.foreign import axolotl, llamafactory, translation
 from megatrain.config.foreign.importing import import_settings
 from megatrain.config.foreign.translation import Translation
 from megatrain.config.yaml12 import parse_yaml
@@ -141,10 +142,10 @@ def translated(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return settings by our keys, whether they are there already or not, and reasons by their keys."""
     theirs = parse_yaml(text, source="their.yaml")
     module = llamafactory if llamafactory.is_one(theirs) else axolotl
-    translation = Translation(theirs)
-    module.translate(translation)
-    assert not translation.theirs, "every key is looked at"
-    return translation.settings, {key: reason for key, _, reason in translation.left_out}
+    made = Translation(theirs)
+    module.translate(made)
+    assert not made.theirs, "every key is looked at"
+    return made.settings, {key: reason for key, _, reason in made.left_out}
 
 
 def test_llamafactory_full() -> None:
@@ -338,3 +339,12 @@ def test_what_is_printed_is_a_configuration_that_says_what_was_left_out(
     with pytest.raises(SystemExit) as ended:
         main(["import", str(tmp_path / "their.yaml"), "--out", str(tmp_path / "ours.yaml")])
     assert ended.value.code == 2
+
+
+def test_every_setting_that_can_come_out_is_one_of_ours() -> None:
+    """Or a run would silently lack what the file asked for."""
+    sources = [Path(str(module.__file__)).read_text() for module in (axolotl, llamafactory, translation)]
+    sections = {key.partition(".")[0] for key in config_keys() if "." in key} | {"lora"}
+    named = set(re.findall(rf'"((?:{"|".join(sections)})\.[a-z_]+)"', "".join(sources)))
+    assert len(named) > 35
+    assert {key for key in named if key not in config_keys() and not key.startswith("lora.")} == set()
