@@ -75,6 +75,27 @@ class RowFile:
         return rows
 
 
+class SomeRows:
+    """Some rows of a file."""
+
+    def __init__(self, rows: RowFile, numbers: NDArray[np.int64]) -> None:
+        """Take these rows.
+
+        Args:
+            rows: All of them.
+            numbers: Of those that are taken, in their order.
+        """
+        self.shape = (len(numbers), rows.shape[1])
+        self._rows, self._numbers = rows, numbers
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, numbers: Sequence[int]) -> NDArray[np.int32]:
+        """Return (len(numbers), seq_len) rows."""
+        return self._rows[[int(self._numbers[number]) for number in numbers]]
+
+
 class RowWriter:
     """Writes rows, and names what it has written."""
 

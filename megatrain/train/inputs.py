@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megatrain.config import Config
 from megatrain.config.data_section import SourceConfig
-from megatrain.data.cache import FORMAT
+from megatrain.data.cache import FORMAT, SomeRows
 from megatrain.data.context import check_seq_len, context_length
 from megatrain.data.example import texts_of
-from megatrain.data.loader import PackedLoader, in_batches
+from megatrain.data.loader import PackedLoader, Rows, epoch_order, in_batches
 from megatrain.data.prepare import NotTextError, Packing, Prepared, is_prepared, prepare_rows
 from megatrain.data.read.content import content_of
 from megatrain.data.read.examples import ExampleStream, read_eval_examples, read_examples
@@ -27,7 +29,7 @@ from megatrain.data.tokenizer import (
 )
 from megatrain.data.tokens.encode import EncoderRecipe
 from megatrain.data.tokens.template import TrainOn, template_source
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, DataError
 from megatrain.model.apart import why_not_apart
 from megatrain.train.evaluate.losses import EvalSet
 
@@ -58,37 +60,66 @@ def pack_data(
         ConfigError: Sequences longer than the model's context; documents that it would not keep apart; no
             chat template for chats.
     """
-    pack = _Pack(config, tokenizer, model_config, folder)
-    return pack("train", config.data.sources, lambda: read_examples(config.data, seed=config.data_seed))
+    return _Pack(config, tokenizer, model_config, folder)("train", config.data.sources)
 
 
-def pack_eval_data(
+def make_eval_sets(
     config: Config,
+    prepared: Prepared,
     tokenizer: PreTrainedTokenizerBase,
     model_config: PretrainedConfig,
     *,
     folder: Path | None = None,
-) -> dict[str, Prepared]:
-    """Tokenise and pack the evaluation sets, by name: what `data.val_size` holds out, and `data.eval_path`.
+) -> list[EvalSet]:
+    """Return the sets of a run: `val`, which is held out of its data, and those of `data.eval_path`.
 
     Args:
         config: Complete and checked.
+        prepared: What `pack_data` has returned.
         tokenizer: Of the run.
         model_config: Of the model.
         folder: As of `pack_data`.
 
     Raises:
-        DataError: As of `pack_data`.
+        DataError: As of `pack_data`, or nothing is left to train on, or nothing is held out.
         ConfigError: As of `pack_data`.
     """
     pack = _Pack(config, tokenizer, model_config, folder)
-    sources = dict(config.data.eval_sources)
-    names = [*(["val"] if config.data.val_size else []), *sources]
+    sets: dict[str, tuple[Rows, str]] = {}
+    if config.data.val_size and prepared.packing == "join":
+        sets["val"] = _hold_out(config, prepared)[1], "join"
+    elif config.data.val_size:
+        held_out = pack("val", config.data.sources)
+        sets["val"] = held_out.rows, held_out.packing
+    for name, sources in config.data.eval_sources.items():
+        other = pack(name, sources)
+        sets[name] = other.rows, other.packing
+    size = config.train.micro_batch_size
+    return [
+        EvalSet(name=name, batches=partial(in_batches, rows, size, way)) for name, (rows, way) in sets.items()
+    ]
 
-    def read(name: str) -> ExampleStream:
-        return read_eval_examples(config.data, seed=config.data_seed)[name]
 
-    return {name: pack(name, sources.get(name, config.data.sources), partial(read, name)) for name in names}
+def _hold_out(config: Config, prepared: Prepared) -> tuple[Rows, Rows]:
+    """Return the rows of joined text that are trained on, and those that are held out, drawn by the seed.
+
+    Raises:
+        DataError: Nothing is left to train on, or nothing is held out.
+    """
+    size, rows = config.data.val_size, prepared.rows
+    count = round(size * len(rows)) if size < 1 else int(size)
+    if not 0 < count < len(rows):
+        raise DataError(
+            f"data.val_size is {size:g} of {len(rows):,} sequences, which leaves {count:,} to evaluate on "
+            f"and {max(0, len(rows) - count):,} to train on; use a size that leaves some of both"
+        )
+    is_held_out = np.zeros(len(rows), dtype=bool)
+    is_held_out[epoch_order(len(rows), seed=config.data_seed, epoch=_HELD_OUT)[:count]] = True
+    return SomeRows(rows, np.flatnonzero(~is_held_out)), SomeRows(rows, np.flatnonzero(is_held_out))
+
+
+_HELD_OUT = 2**64 - 1
+"""In the place of an epoch's number: draws what is held out."""
 
 
 class _Pack:
@@ -110,9 +141,7 @@ class _Pack:
         self._ways = _ways(config, model_config)
         self._vocab_size = model_config.get_text_config().vocab_size
 
-    def __call__(
-        self, part: str, sources: Sequence[SourceConfig], examples: Callable[[], ExampleStream]
-    ) -> Prepared:
+    def __call__(self, part: str, sources: Sequence[SourceConfig]) -> Prepared:
         content = content_of(sources) if self._folder is not None else None
         folder = self._folder if content is not None else None  # not where it may have changed unseen
         name = self._name(part, content)
@@ -128,7 +157,7 @@ class _Pack:
             )
             try:
                 prepared = prepare_rows(
-                    examples,
+                    partial(self._read, part, way),
                     self._recipe,
                     packing,
                     folder=folder,
@@ -142,6 +171,14 @@ class _Pack:
         size = len(self._recipe.tokenizer)
         check_vocabulary(prepared.max_id, self._vocab_size, tokenizer_size=size)
         return prepared
+
+    def _read(self, part: str, way: str) -> ExampleStream:
+        data, seed = self._config.data, self._config.data_seed
+        if way == "join":  # sequences are held out of joined text, and not documents: it may be one
+            data = data.model_copy(update={"val_size": 0.0})
+        return (
+            read_examples(data, seed=seed) if part == "train" else read_eval_examples(data, seed=seed)[part]
+        )
 
     def _fill_id(self) -> int:
         pad_id: Any = self._recipe.tokenizer.pad_token_id
@@ -202,37 +239,21 @@ def _ways(config: Config, model_config: PretrainedConfig) -> list[str]:
     return [config.data.packing]
 
 
-def make_eval_sets(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    model_config: PretrainedConfig,
-    *,
-    folder: Path | None = None,
-) -> list[EvalSet]:
-    """Return the sets of a run: `val`, which is held out of its data, and those of `data.eval_path`.
-
-    Raises:
-        DataError: Files that cannot be read, or have too few tokens.
-        ConfigError: As of `pack_data`.
-    """
-    sets = pack_eval_data(config, tokenizer, model_config, folder=folder)
-    size = config.train.micro_batch_size
-    return [
-        EvalSet(name=name, batches=partial(in_batches, data.rows, size, data.packing))
-        for name, data in sets.items()
-    ]
-
-
 def make_loader(config: Config, prepared: Prepared) -> PackedLoader:
-    """Return the micro-batches of a run, in its order."""
+    """Return the micro-batches of a run, in its order; what is held out is not among them."""
+    rows: Rows = prepared.rows
+    name = prepared.fingerprint
+    if config.data.val_size and prepared.packing == "join":
+        rows = _hold_out(config, prepared)[0]
+        name = f"{len(rows)}x{name.partition('x')[2]}-less-{config.data.val_size:g}"
     return PackedLoader(
-        prepared.rows,
+        rows,
         micro_batch_size=config.train.micro_batch_size,
         num_micro_batches=config.train.grad_accumulation,
         seed=config.data_seed,
         shuffle=config.data.shuffle,
         packing=prepared.packing,
-        name=prepared.fingerprint,
+        name=name,
     )
 
 

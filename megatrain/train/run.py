@@ -214,7 +214,7 @@ def prepare(
     num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * loader.steps_per_epoch)
     evaluator = Evaluator(
         config.eval,
-        make_eval_sets(config, tokenizer, model_config, folder=prepared),
+        make_eval_sets(config, data, tokenizer, model_config, folder=prepared),
         num_steps=num_steps,
         steps_per_epoch=loader.steps_per_epoch,
     )

@@ -123,15 +123,16 @@ def test_a_prompt_is_continued_as_by_the_saved_model(evaluated: Path) -> None:
 def test_what_is_held_out_is_trained_on_by_nobody(evaluated: Path) -> None:
     config = make_config(evaluated, data=HELD_OUT)
     tokenizer = load_tokenizer(str(evaluated / "run/hf"))
-    packed = pack_data(config, tokenizer, AutoModelForCausalLM.from_pretrained(evaluated / "run/hf").config)
-    (held_out,) = make_eval_sets(config, packed, tokenizer, None)  # type: ignore[arg-type]
+    model_config = AutoModelForCausalLM.from_pretrained(evaluated / "run/hf").config
+    packed = pack_data(config, tokenizer, model_config)
+    (held_out,) = make_eval_sets(config, packed, tokenizer, model_config)
     rows = torch.cat([batch["input_ids"] for batch in held_out.batches()])
-    assert len(rows) == round(0.1 * len(packed.windows))
+    assert len(rows) == round(0.1 * len(packed.rows))
     meta = verify(max((evaluated / "run/checkpoints").iterdir())).meta
-    kept = len(packed.windows) - len(rows)
+    kept = len(packed.rows) - len(rows)
     assert meta["data"]["fingerprint"].startswith(f"{kept}x32-")
     with pytest.raises(DataError, match="leaves 0 to evaluate on"):
-        make_eval_sets(make_config(evaluated, data={"val_size": 1e-9}), packed, tokenizer, None)  # type: ignore[arg-type]
+        make_eval_sets(make_config(evaluated, data={"val_size": 1e-9}), packed, tokenizer, model_config)
 
 
 def test_random_states_and_modes_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
