@@ -191,14 +191,16 @@ class WholePassTracer:
 
     def _pass(self, number: int, call: LayerCall) -> Any:
         hidden = call.hidden
-        if not hidden.requires_grad:  # nothing is trained so far, but later layers send gradients
+        # nothing is trained so far: a first layer that is sends no gradient further, but later ones send one
+        wants = hidden.requires_grad or not any(p.requires_grad for p in call.module.parameters())
+        if not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()
         self._note_what_is_held(number, hidden)
-        key = _kind_of(call)
+        key = (_kind_of(call), wants)
         if key not in self._kinds:
             self._kinds[key] = len(self._kinds)
             with self._meter.pausing():
-                copied = torch.empty_like(hidden).requires_grad_()
+                copied = torch.empty_like(hidden).requires_grad_(wants)
             again = LayerCall(call.module, *call.given(copied))
             self.result.calls.append(again)
             self.result.traces.append(self._trace(again))
@@ -243,7 +245,8 @@ def _kind_of(call: LayerCall) -> Hashable:
             type(module),
             tuple((name, value) for name, value in vars(module).items() if _is_setting(name, value)),
             tuple(
-                (name, tensor.shape, tensor.dtype) for name, tensor in module.named_parameters(recurse=False)
+                (name, tensor.shape, tensor.dtype, tensor.requires_grad)
+                for name, tensor in module.named_parameters(recurse=False)
             ),
         )
         for module in call.module.modules()

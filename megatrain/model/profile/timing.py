@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
+from megatrain.config.adaptation import Adaptation
 from megatrain.model.caches import with_own_caches
 from megatrain.model.profile.count import Counter
 from megatrain.model.profile.metering import known_value
@@ -52,6 +53,7 @@ def time_layers(
     seq_len: int,
     precision: Literal["fp32", "bf16"],
     attn_implementation: str | None = None,
+    adaptation: Adaptation | None = None,
 ) -> list[LayerSeconds]:
     """Run a layer of every kind on the CPU, with torch's threads of now; one layer's memory is taken.
 
@@ -63,6 +65,7 @@ def time_layers(
         seq_len: Tokens of a row.
         precision: How weights are kept.
         attn_implementation: As in transformers; None takes its default.
+        adaptation: What of the model is trained; None: all of it.
 
     Raises:
         ModelError: As `count_anatomy`.
@@ -73,6 +76,7 @@ def time_layers(
         seq_len=seq_len,
         precision=precision,
         attn_implementation=attn_implementation,
+        adaptation=adaptation,
     )
     whole = counter.run(None, device_type="cpu", policies=("keep",))
     found = []
@@ -131,7 +135,7 @@ def _time_layer(call: LayerCall, blocks: Sequence[FakeBlock]) -> tuple[float, fl
 
 
 def _pass(call: LayerCall, blocks: Sequence[FakeBlock]) -> tuple[float, float]:
-    hidden = call.hidden.detach().requires_grad_()
+    hidden = call.hidden.detach().requires_grad_(call.hidden.requires_grad)
     args, kwargs = with_own_caches(*call.given(hidden))
     for block in blocks:
         block.stream_weights(lambda _: None)

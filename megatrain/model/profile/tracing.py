@@ -191,8 +191,9 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: str, meter
     base = meter.settle()
     saved = _Saved(meter, blocks)
     entered = _Entered(call.module, blocks, meter)
-    hidden = _Source.apply(torch.zeros((), requires_grad=True), call.hidden)
-    hidden.register_hook(lambda grad: meter.write([grad]))
+    hidden = _Source.apply(torch.zeros((), requires_grad=call.hidden.requires_grad), call.hidden)
+    if hidden.requires_grad:
+        hidden.register_hook(lambda grad: meter.write([grad]))
     sink = _end(_run(call, hidden, policy, entered, saved), trace)
     trace.forward_peak_bytes = meter.peak_bytes - base
     trace.forward = entered.take_costs()

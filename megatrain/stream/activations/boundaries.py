@@ -44,10 +44,13 @@ class Packed(NamedTuple):
     """With nothing in the boundary's place."""
     place: int
     boundary: Boundary
+    has_gradient: bool
+    """The boundary wants one: nothing before a first layer may be trained."""
 
     def with_boundary(self, hidden: Tensor) -> tuple[Any, ...]:
         """Return the arguments with the boundary in its place, which wants a gradient as it did."""
-        boundary = hidden.detach().requires_grad_()  # with a graph, libraries choose the forward's kernels
+        # with a graph, libraries choose the forward's kernels
+        boundary = hidden.detach().requires_grad_(self.has_gradient)
         return (*self.args[: self.place], boundary, *self.args[self.place + 1 :])
 
 
@@ -159,7 +162,13 @@ class Boundaries:
         self._has_warned = False
 
     def pack(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, key: Hashable, last: LastCall
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        key: Hashable,
+        last: LastCall,
+        is_trained: bool,
     ) -> Packed | None:
         """Pack the boundary of the call that follows; None: it stays among the arguments.
 
@@ -168,16 +177,21 @@ class Boundaries:
             kwargs: Of the call.
             key: Names what the call saves.
             last: Of the pass.
+            is_trained: Something of the layer is, so it has a backward whatever its boundary wants.
         """
         if not self._packs:
             return None
-        place = next((n for n, value in enumerate(args) if _is_boundary(value)), None)
+        floats = [n for n, value in enumerate(args) if _is_float(value)]
+        place = next((n for n in floats if args[n].requires_grad), None)
+        if place is None and is_trained and floats and not any(map(_is_boundary, kwargs.values())):
+            place = floats[0]
         if place is None:
             if (self._on_host or self._drops) and any(map(_is_boundary, kwargs.values())):
                 self._say_kept("its input is given by name, so it stays on the device")
             return None
         others = (*args[:place], None, *args[place + 1 :])
-        return Packed(others, place, self._packed(args[place], key, last))
+        hidden = args[place]
+        return Packed(others, place, self._packed(hidden, key, last), hidden.requires_grad)
 
     def bring(self, packed: Packed) -> tuple[Any, ...]:
         """Return the arguments of a call with their boundary, for its recomputation."""
@@ -260,5 +274,9 @@ def output_of(result: Any) -> Tensor:
     return hidden
 
 
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _is_boundary(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
+    return _is_float(value) and bool(value.requires_grad)

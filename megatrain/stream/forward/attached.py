@@ -140,6 +140,11 @@ class AttachedLayer:
         self.boundaries = boundaries
 
     @property
+    def is_trained(self) -> bool:
+        """Whether anything of the layer is trained at this moment."""
+        return any(parameter.requires_grad for block in self.blocks for parameter in block.parameters)
+
+    @property
     def name(self) -> str:
         """Name of the layer, or of its first fragment."""
         return self.blocks[0].block.name

@@ -85,7 +85,9 @@ class LayerVisit:
         current.note(layer)
         self._key = layer.offloaded.name_visit(layer.blocks[-1].index, current.micro_batch)
         boundaries, device = layer.boundaries, layer.executor.lanes.device
-        packed = boundaries.pack(args, kwargs, key=self._key, last=current.last_call)
+        packed = boundaries.pack(
+            args, kwargs, key=self._key, last=current.last_call, is_trained=layer.is_trained
+        )
         call = boundaries.call_of(packed, kwargs, micro_batch=current.micro_batch, run=self._run_again)
         if layer.policy.is_recomputed:
             bring = None if packed is None else partial(boundaries.bring, packed)
