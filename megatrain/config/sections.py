@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
+from megatrain.config.adaptation import Adaptation
 from megatrain.config.choice import (
     AUTO,
     BOUNDARIES,
@@ -21,6 +22,7 @@ from megatrain.config.choice import (
 from megatrain.config.data_section import DataConfig
 from megatrain.config.eval_section import EvalConfig, eval_conflicts
 from megatrain.config.log_section import LogConfig
+from megatrain.config.lora_section import LoraConfig
 from megatrain.config.section import Section
 from megatrain.config.types import (
     Betas,
@@ -86,6 +88,11 @@ class TrainConfig(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """Run layers through `torch.compile`, one compilation for all of a kind: about a minute, in the first
     step. `auto` = on a GPU, if torch has a compiler for it."""
+    freeze: Patterns = ()
+    """Shell patterns of the names of parameters that are not trained, such as `["model.embed_tokens*"]`. They
+    take 2 bytes each in bf16, and no gradient of theirs is made."""
+    only: Patterns = ()
+    """Shell patterns of the names of the parameters that are trained, and no others. [] = all."""
 
 
 class OptimConfig(Section):
@@ -239,6 +246,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
     optim: OptimConfig = OptimConfig()
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -256,6 +264,12 @@ class Config(Section):
             **{field: AUTO if value is None else value for field, value in values.items()},
             head_chunk_tokens=self.memory.head_chunk_tokens or AUTO,
         )
+
+    @property
+    def adaptation(self) -> Adaptation | None:
+        """What of the model is trained; None: all of it."""
+        lora, freeze, only = self.lora.chosen, self.train.freeze, self.train.only
+        return Adaptation(lora=lora, freeze=freeze, only=only) if lora or freeze or only else None
 
     @property
     def batch(self) -> StepBatch:
@@ -288,8 +302,10 @@ _FIELDS = {field: key.split(".") for field, key in KEYS.items()}
 
 def conflicts(config: Config) -> list[str]:
     """List the settings that exclude each other, each with a way out."""
-    problems = eval_conflicts(config.eval, has_data=config.data.val_size > 0 or bool(config.data.eval_path))
-    optim, memory = config.optim, config.memory
+    train, optim, memory = config.train, config.optim, config.memory
+    is_random = config.model.init == "random"
+    problems = [*config.lora.problems(freezes=bool(train.freeze or train.only), is_random=is_random)]
+    problems += eval_conflicts(config.eval, has_data=config.data.val_size > 0 or bool(config.data.eval_path))
     if config.data.val_size > 1 and config.data.val_size % 1:
         problems.append(
             f"data.val_size is {config.data.val_size}; use a share below 1, or a whole number of examples"

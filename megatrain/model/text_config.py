@@ -47,10 +47,10 @@ def build_language_model(
     text = config.get_text_config()
     if text is config:
         model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
-        return Built(model, "", _count(model))
+        return Built(model, "", num_parameters(model))
     part = "language tower (text_config)"
     whole = _build_whole(config, dtype, attn_implementation)
-    num_params = _count(whole)
+    num_params = num_parameters(whole)
     if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         model = build_skeleton(text, dtype=dtype, attn_implementation=attn_implementation)
         return Built(model, part, num_params)
@@ -82,5 +82,6 @@ def _build_whole(
     return model
 
 
-def _count(model: PreTrainedModel) -> int:
+def num_parameters(model: PreTrainedModel) -> int:
+    """Count the elements of all parameters, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())

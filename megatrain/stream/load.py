@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.adaptation import Adaptation
 from megatrain.config.choice import AUTO, Choice, StepBatch
 from megatrain.config.read_choice import read_choice
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.layout.moments import MomentFormat
+from megatrain.model.adapters import adapt, add_adapters, initialise, is_adapter, read_adapter, saved_config
 from megatrain.model.blocks import find_blocks, group_layers
-from megatrain.model.weights.files import (
-    checkpoint_files,
-    load_weights,
-    model_directory,
-    take_generation_config,
-)
+from megatrain.model.weights.convert import Region
+from megatrain.model.weights.files import PlannedWeights, model_directory, take_generation_config
 from megatrain.model.weights.initialise import initialise_weights
 from megatrain.model.weights.skeleton import build_skeleton, read_config
 from megatrain.store.arena import Arena
@@ -47,6 +45,8 @@ def load(
     optimizer_state: str = "fp32",
     host_limit: int | None = None,
     tiers: Tiers | None = None,
+    adaptation: Adaptation | None = None,
+    adapter: str | Path | None = None,
     **fields: Any,
 ) -> PreTrainedModel:
     """Load a Hugging Face causal LM into host state, ready for `megatrain.attach` with the same precision.
@@ -55,8 +55,9 @@ def load(
     its fp32 masters are drawn, which is less than its optimizer takes later.
 
     Args:
-        path: Directory with config.json and safetensors, or a hub id. Nothing is unpickled and no remote
-        code is run.
+        path: Directory with config.json and safetensors, or a hub id; or a directory with LoRA adapters that
+            PEFT or a run has saved: then their base is loaded, and they are put into it. Nothing is unpickled
+            and no remote code is run.
         choice: As in `attach`. Weights are laid out for its `fragments`, so that they need not be moved
             later; where that is open, in whole layers, and a plan keeps to it.
         config: Instead of `path`: start from this configuration with random weights.
@@ -68,6 +69,8 @@ def load(
         host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
         tiers: As in `attach`: each block goes straight to where it belongs. With `tiers.resumes`, weights are
             what is committed on the drives, and `path` gives the configuration.
+        adaptation: What of the model is trained, adapters among it; None: all of it.
+        adapter: Directory with the weights of the adapters; None: they begin as PEFT begins, by `seed`.
         **fields: Fields of `Choice` by name.
 
     Returns:
@@ -84,14 +87,27 @@ def load(
     Tiers.check(tiers)
     tiers = None if tiers is None else tiers.as_chosen(choice)
     kept = read_precision(precision)
+    lora = None
+    if path is not None and adapter is None and is_adapter(Path(path)):
+        path, adapter = None, path
+    if adapter is not None and adaptation is None:
+        lora = saved_config(Path(adapter))
+        path = path or lora.base_model_name_or_path
     if path is not None:
         config = read_config(path)
         path = model_directory(path)
-        if tiers is None or not tiers.resumes:
-            checkpoint_files(path)
-    assert config is not None
+    if config is None or (path is None and adaptation is not None and adaptation.lora is not None):
+        raise ConfigError("adapters need a base with weights; give load the path of one")
     dtype = torch.float32 if kept is Precision.FP32 else torch.bfloat16
     model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
+    resumes = tiers is not None and tiers.resumes
+    weights = None if path is None or resumes else PlannedWeights(model, path)
+    plain_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if lora is not None:
+        add_adapters(model, lora)
+    elif adaptation is not None:
+        adapt(model, adaptation)
+    now = {plain_names[id(p)]: name for name, p in model.named_parameters() if id(p) in plain_names}
     blocks = find_blocks(model, fragments=choice.fragments is True)
     layouts = plan_layouts(model, blocks, kept)
     number = 1 if batch is None else batch.num_micro_batches
@@ -118,14 +134,37 @@ def load(
         _bind_parameters(model, lambda name: _working(host, name))
         if path is not None:
             take_generation_config(model, path)
-    elif path is not None:
+    elif weights is not None:
         _bind_parameters(model, lambda name: _working(host, name))
-        load_weights(model, path, host)
+        weights.read(_Renamed(host, now))
+        _fill_adapters(model, host, adapter, seed)
     else:
         _draw(model, host, seed)
         _bind_parameters(model, lambda name: _working(host, name))
     model.__dict__["_megatrain_host"] = host
     return model
+
+
+class _Renamed:
+    """Takes parameters under the names that they had before there were adapters."""
+
+    def __init__(self, host: HostState, names: Mapping[str, str]) -> None:
+        self._host, self._names = host, names
+
+    def put(self, name: str, value: Tensor, region: Region = ()) -> None:
+        self._host.put(self._names[name], value, region)
+
+
+def _fill_adapters(model: PreTrainedModel, host: HostState, adapter: str | Path | None, seed: int) -> None:
+    """Give the adapters of a loaded model, if it has any, the saved values or those that they begin with."""
+    if adapter is not None:
+        read_adapter(model, Path(adapter), host.put)
+        return
+
+    def read(name: str) -> Tensor:
+        return next(host.masters([name]))[1]
+
+    initialise(model, read, host.put, seed=seed)
 
 
 def _draw(model: PreTrainedModel, host: HostState, seed: int) -> None:

@@ -21,6 +21,7 @@ from megatrain.errors import ConfigError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.hardware.care import Care, power_cap_advice, sensor_of
 from megatrain.hardware.determinism import set_environment
+from megatrain.model.adapters import has_adapters
 from megatrain.model.liger import apply_liger, uses_liger
 from megatrain.model.weights.skeleton import read_config
 from megatrain.optim.threads import update_threads, worker_threads
@@ -31,6 +32,7 @@ from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.load import load
 from megatrain.stream.machine import Measure
 from megatrain.stream.optimizer import StreamedAdamW
+from megatrain.train.adapters import base_of, check_base, write_adapter
 from megatrain.train.callbacks.calls import Callbacks
 from megatrain.train.changes import report_changes
 from megatrain.train.evaluate.evaluator import Evaluator
@@ -83,6 +85,8 @@ class Run:
     """Knows the losses of the last steps."""
     events: EventLog | None = None
     """None: nothing is recorded, as in a dry run."""
+    base: str | None = None
+    """Fingerprint of the model that has adapters; None: the run trains the model itself."""
 
     def tell(self, event: Event, **values: Any) -> None:
         """Record what happened after the steps so far, with what is known of it: plain values."""
@@ -117,14 +121,17 @@ class Run:
             "losses": self.spikes.state(),
             "callbacks": self.callbacks.saved_state(),
             "config": self.config.model_dump(mode="json"),
-        }
+        } | ({} if self.base is None else {"base": self.base})
 
     def _counts(self) -> dict[str, Any]:
         return {"updates": compact_counts(self.optimizer.steps)}
 
     def write(self, directory: Path) -> None:
-        """Write the tensors and the model files of a checkpoint."""
-        write_model(self.engine, self.tokenizer, directory)
+        """Write the tensors and the files of a checkpoint: the model, or its adapters alone."""
+        if has_adapters(self.engine.model):
+            write_adapter(self.engine, self.tokenizer, directory, base=base_of(self.config))
+        else:
+            write_model(self.engine, self.tokenizer, directory)
         write_state(self.engine, directory)
 
     def restore(self, source: Path, meta: Mapping[str, Any]) -> None:
@@ -204,7 +211,9 @@ def prepare(
     if config.train.deterministic:
         set_environment(device)  # before the first product: `_measure_peak`
     liger = uses_liger(config.model.kernels, device.type)
-    source = str(checkpoint) if checkpoint is not None else config.model.path
+    earlier = meta if committed is None else committed.meta
+    base = check_base(config, earlier)
+    source = str(checkpoint) if checkpoint is not None and base is None else config.model.path
     model_config = read_config(source)
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
     data = pack_data(config, tokenizer, model_config, folder=prepared)
@@ -229,7 +238,6 @@ def prepare(
     # the counts that are kept are of transformers' own modules
     counted = PlannedModel(source, None if liger else counts, _log.debug, model_config)
     planned = plan_memory(config, counted, measure)
-    earlier = meta if committed is None else committed.meta
     first_step = 0 if earlier is None else int(earlier["step"])
     for line in start_lines(
         config,
@@ -256,6 +264,8 @@ def prepare(
         config=model_config if is_random else None,
         seed=config.train.seed,
         attn_implementation=config.model.attn_implementation,
+        adaptation=config.adaptation,
+        adapter=None if base is None else checkpoint,
         **settings,
     )
     if committed is not None:
@@ -308,6 +318,7 @@ def prepare(
                 "lr_scheduler": scheduler,
             },
         ),
+        base=base,
     )
     if planned is not None and not planned.request.spec.is_cpu and not config.train.reproducible:
         run.elastic = Elastic(engine, planned.request, planned.plan)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import ModelError
+from megatrain.model.adapters import is_adapter
 from megatrain.train.evaluate.prompts import continue_text
 from megatrain.train.export import newest_model
 
@@ -33,6 +34,6 @@ def sample(path: str, prompt: str, *, max_new_tokens: int = 100, temperature: fl
 
 def _model_of(run: Path) -> Path | None:
     """Return where a run's model is; None if `run` is no run directory."""
-    if (run / "hf" / "config.json").is_file():
+    if (run / "hf" / "config.json").is_file() or is_adapter(run / "hf"):
         return run / "hf"
     return newest_model(run) if (run / "checkpoints").is_dir() else None

@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
+from megatrain.config.adaptation import Adaptation, LoraChoice
 from megatrain.config.choice import StepBatch
 from megatrain.layout.moments import MomentFormat
+from megatrain.model.adapters import adapt
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.cost.rates import Rates
@@ -53,7 +56,11 @@ AXES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "fp32"),
     "clips": (True, False),
     "sums": ("device", "host"),
+    "trained": ("all", "adapters"),
 }
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ADAPTERS = Adaptation(lora=LoraChoice(r=4, alpha=8.0, target_modules=("q_proj", "down_proj")))
 
 
 def is_allowed(row: dict[str, Any]) -> bool:
@@ -148,9 +155,14 @@ def settings_of(row: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
 
 
 @lru_cache
-def anatomy(precision: Any) -> Anatomy:
+def anatomy(precision: Any, trained: str) -> Anatomy:
     return count_anatomy(
-        CONFIG, micro_batch_size=ROWS, seq_len=TOKENS, precision=precision, device_type="cpu"
+        CONFIG,
+        micro_batch_size=ROWS,
+        seq_len=TOKENS,
+        precision=precision,
+        device_type="cpu",
+        adaptation=ADAPTERS if trained == "adapters" else None,
     )
 
 
@@ -164,7 +176,7 @@ def program_of(engine: Engine, row: dict[str, Any]) -> list[Operation]:
     if engine.executor.drives is not None and not choice.tiers:  # RAM holds all, and commits all
         planes = frozenset({("remainder", "nvme"), ("moments", "nvme")})
         choice = replace(choice, tiers=planes, blocks_in_ram=len(engine.arrangement.binding.blocks))
-    step = Step(rates, anatomy(row["precision"]), choice, batch, clips=row["clips"])
+    step = Step(rates, anatomy(row["precision"], row["trained"]), choice, batch, clips=row["clips"])
     return list(step.program().operations)
 
 
@@ -181,10 +193,11 @@ def run(row: dict[str, Any], tmp_path: Path) -> tuple[list[Event], list[Operatio
     """Take two steps; return what was seen of the second, what the planner lists, and the engine's spec."""
     recorder = Recorder()
     forced = partial(as_told, where=row["place"])
+    model = make_model(CONFIG)
+    if row["trained"] == "adapters":  # in fp32, as PEFT makes them, beside a base in the run's precision
+        adapt(model.to(PRECISIONS[row["precision"]]), ADAPTERS)
     with mock.patch.object(on_drives, "place", forced):
-        engine = attach_plainly(
-            make_model(CONFIG), device=RecordingLanes(recorder), **settings_of(row, tmp_path)
-        )
+        engine = attach_plainly(model, device=RecordingLanes(recorder), **settings_of(row, tmp_path))
     optimizer = engine.adamw(lr=1e-3, max_grad_norm=1.0 if row["clips"] else None, updates=row["updates"])
     batches = make_batches(row["rounds"][0] * row["rounds"][1], rows=ROWS, tokens=TOKENS)
 
@@ -257,9 +270,9 @@ def expected_of(operation: Operation, spec: StepSpec) -> list[Expected]:
             return [plain._replace(reads=frozenset(), may_read=reads)]
         case Kind.WRITE if operation.piece >= 0:
             return [plain._replace(writes=frozenset())]
-        case Kind.ROUND if not spec.splits:
+        case Kind.ROUND if is_exact(spec, block):
             return []  # an fp32 sum is what it is
-        case Kind.HOLD if not spec.splits and operation.gradient_buffer < 0:
+        case Kind.HOLD if is_exact(spec, block) and operation.gradient_buffer < 0:
             return []
         case Kind.LOAD if operation.waiting >= 0:
             return [plain._replace(nbytes=None)]  # it does not cross the link
@@ -271,6 +284,11 @@ def expected_of(operation: Operation, spec: StepSpec) -> list[Expected]:
             return []
         case _:
             return [plain]
+
+
+def is_exact(spec: StepSpec, block: int) -> bool:
+    """Whether a block's complete gradient is in fp32, as its sum is."""
+    return spec.sizes[block].offload_bytes == spec.sizes[block].accumulator_bytes
 
 
 def differences(events: list[Event], operations: list[Operation], spec: StepSpec) -> list[str]:
@@ -323,6 +341,7 @@ def name_of(row: Any) -> str:
     flags = ["fragments"] * row["fragments"] + ["clips"] * row["clips"] + [f"sums_{row['sums']}"]
     rounds = "R{}m{}".format(*row["rounds"])
     parts = [policy, row["updates"], rounds, row["place"], row["boundaries"], row["precision"], *flags]
+    parts += ["adapters"] * (row["trained"] == "adapters")
     return "-".join(parts).replace(" ", "_")
 
 

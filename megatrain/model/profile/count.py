@@ -18,6 +18,7 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 from unittest import mock
@@ -31,9 +32,12 @@ from torch._subclasses.fake_tensor import (
 )
 from transformers.utils import import_utils
 
+from megatrain.config.adaptation import Adaptation
 from megatrain.errors import ConfigError, MegatrainError, ModelError
 from megatrain.layout.block_bytes import aligned
 from megatrain.layout.blocks import BlockLayout
+from megatrain.model.adapted_parameters import ATTRIBUTE, adapters_of_parameters
+from megatrain.model.adapters import adapt
 from megatrain.model.blocks import Block, find_blocks, group_layers
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
@@ -43,7 +47,7 @@ from megatrain.model.profile.flops import ALL_EXPERTS, active_parameters, count_
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.passing import Traces, WholePass, WholePassTracer
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_layer
-from megatrain.model.text_config import Built, build_language_model
+from megatrain.model.text_config import Built, build_language_model, num_parameters
 from megatrain.model.weights.skeleton import first_line, skeleton_of
 
 if TYPE_CHECKING:
@@ -65,6 +69,7 @@ def count_anatomy(
     attn_implementation: str | None = None,
     head_chunk_tokens: int | None = None,
     device_type: str = "accelerator",
+    adaptation: Adaptation | None = None,
 ) -> Anatomy:
     """Count what a model costs for one shape of micro-batch.
 
@@ -76,6 +81,7 @@ def count_anatomy(
         attn_implementation: As in transformers; None takes its default.
         head_chunk_tokens: As in `attach`.
         device_type: `cpu` or `accelerator`.
+        adaptation: What of the model is trained, adapters among it; None: all of it.
 
     Raises:
         ModelError: The model cannot be built or streamed, or decides by values what it computes.
@@ -87,6 +93,7 @@ def count_anatomy(
         seq_len=seq_len,
         precision=precision,
         attn_implementation=attn_implementation,
+        adaptation=adaptation,
     )
     return _count(counter, config.model_type, precision, head_chunk_tokens, device_type)
 
@@ -108,7 +115,7 @@ def count_model(
         ModelError: It cannot be streamed, or what it computes cannot be followed without its weights.
         ConfigError: A shape or a precision that there is not.
     """
-    num_params = sum(parameter.numel() for parameter in model.parameters())
+    num_params = num_parameters(model)
     try:
         built = Built(skeleton_of(model), "", num_params)
         counter = Counter(built, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
@@ -131,7 +138,7 @@ def _count(
     micro_batch_size, seq_len = counter.shape
     flops = count_flops(model, counter.layers)
     num_active = active_parameters(model)
-    num_own = sum(parameter.numel() for parameter in model.parameters())
+    num_own = num_parameters(model)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     whole = counter.run(head_chunk_tokens, device_type=device_type)
@@ -237,12 +244,18 @@ class Counter:
         seq_len: int,
         precision: Literal["fp32", "bf16"],
         attn_implementation: str | None = None,
+        adaptation: Adaptation | None = None,
     ) -> Counter:
         """Build a model; see `count_anatomy` for the arguments and what is raised."""
         if precision not in ("fp32", "bf16"):
             raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         built = build_language_model(config, dtype=dtype, attn_implementation=attn_implementation)
+        if adaptation is not None:
+            before = num_parameters(built.model)
+            adapt(built.model, adaptation)
+            added = num_parameters(built.model) - before
+            built = replace(built, num_params=built.num_params + added)
         return cls(built, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
 
     def run(
@@ -274,6 +287,8 @@ class Counter:
                 for leaf, buffer in module._buffers.items():
                     if buffer is not None:
                         module._buffers[leaf] = mode.from_tensor(buffer)
+            for module, activate in adapters_of_parameters(self.model):
+                module.__dict__[ATTRIBUTE] = activate
             outer = [self._fake(n) for n, block in enumerate(self.blocks) if block.module is None]
             with Meter() as meter:
 

@@ -36,6 +36,7 @@ _BUILDERS = (
     "causal-conv1d",
     "mamba-ssm",
     "liger-kernel",
+    "peft",
 )
 """Packages whose version, or absence, may change what a model's own modules run."""
 

@@ -97,15 +97,7 @@ def checkpoint_files(path: str | Path) -> list[Path]:
 
 
 def load_weights(model: PreTrainedModel, path: str | Path, sink: ParameterSink) -> list[str]:
-    """Read a checkpoint into a model's parameters and persistent buffers.
-
-    A tied parameter is written once, under the first of its names. The model also takes the generation
-    settings of the directory.
-
-    Args:
-        model: From `build_skeleton`; its parameters may be on any device, for the sink alone writes them.
-        path: Model directory.
-        sink: Receives every parameter: whole, or in regions that cover it.
+    """Read a checkpoint into a model's parameters and persistent buffers: `PlannedWeights`, in one go.
 
     Returns:
         Keys of the checkpoint that the model has no place for; they are also logged once.
@@ -114,28 +106,55 @@ def load_weights(model: PreTrainedModel, path: str | Path, sink: ParameterSink) 
         ModelError: The files or their tensors do not fit the model. The sink has been given nothing, unless
             a file changes while it is read.
     """
-    files = checkpoint_files(path)
-    sources = _read_headers(files)
-    _check_index(Path(path), sources)
-    conversions, unexpected = plan_conversions(model, sources)
-    _check_targets(model, conversions, Path(path))
-    generation = _read_generation_config(Path(path))
-    first_names = {alias: name for name, aliases in tied_names(model).items() for alias in aliases}
-    buffers = persistent_buffers(model)
-    with contextlib.ExitStack() as stack:
-        handles = {file: stack.enter_context(_open(file)) for file in files}
-        duplicates = _check_ties(model, conversions, first_names, handles)
-        for conversion in conversions:
-            for target, value, region in _values(model, conversion, handles):
-                if target in duplicates:
-                    continue
-                if target in buffers:
-                    buffers[target][region if region else ...].copy_(value)
-                else:
-                    sink.put(first_names[target], value, region)
-    if generation is not None and model.can_generate():
-        model.generation_config = generation
-    return _report_unexpected(model, unexpected, Path(path))
+    return PlannedWeights(model, path).read(sink)
+
+
+class PlannedWeights:
+    """What of a checkpoint goes where in a model. The model may get further parameters before it is read."""
+
+    def __init__(self, model: PreTrainedModel, path: str | Path) -> None:
+        """Plan for a model from `build_skeleton`, and make every check that needs no tensor's values.
+
+        Raises:
+            ModelError: The files or their tensors do not fit the model.
+        """
+        self._model, self._path = model, Path(path)
+        self._files = checkpoint_files(path)
+        sources = _read_headers(self._files)
+        _check_index(self._path, sources)
+        self._conversions, self._unexpected = plan_conversions(model, sources)
+        _check_targets(model, self._conversions, self._path)
+        self._generation = _read_generation_config(self._path)
+        names = tied_names(model)
+        self._first_names = {alias: name for name, aliases in names.items() for alias in aliases}
+        self._buffers = persistent_buffers(model)
+
+    def read(self, sink: ParameterSink) -> list[str]:
+        """Read the weights; the model also takes the generation settings of the directory.
+
+        A tied parameter is written once, under the first of its names.
+
+        Args:
+            sink: Receives every parameter, under its name of when this was planned: whole, or in regions that
+                cover it.
+
+        Raises:
+            ModelError: Copies of a tied parameter differ, or a file has changed.
+        """
+        with contextlib.ExitStack() as stack:
+            handles = {file: stack.enter_context(_open(file)) for file in self._files}
+            duplicates = _check_ties(self._model, self._conversions, self._first_names, handles)
+            for conversion in self._conversions:
+                for target, value, region in _values(self._model, conversion, handles):
+                    if target in duplicates:
+                        continue
+                    if target in self._buffers:
+                        self._buffers[target][region if region else ...].copy_(value)
+                    else:
+                        sink.put(self._first_names[target], value, region)
+        if self._generation is not None and self._model.can_generate():
+            self._model.generation_config = self._generation
+        return _report_unexpected(self._model, self._unexpected, self._path)
 
 
 def take_generation_config(model: PreTrainedModel, path: str | Path) -> None:

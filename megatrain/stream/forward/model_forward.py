@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatrain.errors import ConfigError, ModelError
+from megatrain.model.adapted_parameters import ATTRIBUTE, adapters_of_parameters
 from megatrain.model.head import Head, Share, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.stream.forward.arrangement import Arrangement
@@ -124,6 +125,8 @@ class ModelForward:
                 self._override_outer(block, block.block.caller)
                 if block.block.is_head:
                     self._overrides.on_removal(let_reads_stream(block, self._visit_of_read))
+        for module, activate in adapters_of_parameters(self._model):
+            self._overrides.put(module, ATTRIBUTE, activate)
         self._overrides.refuse_moves(self._device)
         blocks = self._arrangement.binding.blocks
         parameters = {name: tensor for block in blocks for name, tensor in block.parameters.items()}

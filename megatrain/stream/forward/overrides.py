@@ -94,6 +94,11 @@ class Overrides:
         """Call `undo` when the overrides are removed."""
         self._undo.append(undo)
 
+    def put(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        """Put a method over one of the module's class."""
+        module.__dict__[name] = method
+        self._undo.append(lambda: module.__dict__.pop(name, None))
+
     def before_state_dict(self, module: nn.Module, function: Callable[[], None]) -> None:
         """Call `function` before the module's state is read."""
         self._hooks.append(module.register_state_dict_pre_hook(lambda *_: function()))

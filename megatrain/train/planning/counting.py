@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +74,9 @@ class PlannedModel:
             ModelError: It cannot be read, built or counted.
         """
         shape = shape_of(config, device_type, **changes)
-        key, kept = self._load(shape)
+        adaptation = shape.get("adaptation")
+        plain = shape if adaptation is None else {**shape, "adaptation": asdict(adaptation)}
+        key, kept = self._load(plain)
         if kept is not None:
             return _remembered((key,), partial(_read, kept))
         model_config = self.config
@@ -117,6 +120,7 @@ def shape_of(config: Config, device_type: str, **changes: Any) -> dict[str, Any]
         "attn_implementation": config.model.attn_implementation,
         "head_chunk_tokens": config.memory.head_chunk_tokens or None,
         "device_type": device_type,
+        **({} if config.adaptation is None else {"adaptation": config.adaptation}),
         **changes,
     }
 

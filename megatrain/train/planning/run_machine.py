@@ -74,5 +74,6 @@ def _time(spec: HardwareSpec, anatomy: Anatomy, model_config: PretrainedConfig, 
         seq_len=anatomy.seq_len,
         precision=config.train.precision,
         attn_implementation=config.model.attn_implementation,
+        adaptation=config.adaptation,
     )
     return Measured.of_layers(rates, anatomy, timed)

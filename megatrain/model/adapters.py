@@ -1,0 +1,285 @@
+"""Decides what of a model is trained: freezes parameters by name, or puts PEFT's adapters into its modules.
+
+The model may have weights or be on the meta device. Adapters are PEFT's own modules, so that its file format,
+its merging and its forward are the ones that everybody knows. A module that is trained whole beside them is
+simply not frozen: PEFT would keep a second copy of it, which takes memory and does not stream; in the file it
+has PEFT's name all the same.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from megatrain.config.adaptation import ALL_LINEAR, Adaptation, LoraChoice
+from megatrain.errors import ConfigError, ModelError, os_errors
+from megatrain.files import open_safetensors
+from megatrain.model.weights.skeleton import first_line, tied_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+_NAME = "default"
+"""PEFT's name for the one adapter that a model gets here."""
+_PREFIX = "base_model.model."
+"""Before the names of parameters in PEFT's files."""
+_KEPT = "_megatrain_adapter"
+_NEEDLESS_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    ("`is_gradient_checkpointing`", FutureWarning),  # PEFT asks transformers the old way
+    ("fan_in_fan_out is set to False", UserWarning),  # and corrects it
+    ("The following rank_pattern keys.*gate_up_proj", RuntimeWarning),  # which it has made itself
+)
+"""What PEFT warns of and users cannot change."""
+
+
+def adapt(model: PreTrainedModel, adaptation: Adaptation) -> None:
+    """Leave of a model only that trained which a run trains, in place.
+
+    Args:
+        model: With weights, or without: then `initialise` comes once it has memory.
+        adaptation: What is trained.
+
+    Raises:
+        ConfigError: Names that the model does not have, or nothing is left to train.
+        ModelError: PEFT is not installed, or refuses.
+    """
+    if adaptation.lora is not None:
+        add_adapters(model, lora_config(model, adaptation.lora))
+    names = tied_names(model)
+    for key, patterns in (("train.freeze", adaptation.freeze), ("train.only", adaptation.only)):
+        for pattern in patterns:
+            if not any(_matches(aliases, [pattern]) for aliases in names.values()):
+                raise ConfigError(
+                    f"{key} has {pattern!r}, which is the name of no parameter; the model has "
+                    f"{', '.join(list(names)[:3])} and {len(names) - 3} more"
+                )
+    parameters = dict(model.named_parameters())
+    for name, aliases in names.items():
+        if _matches(aliases, adaptation.freeze) or (
+            adaptation.only and not _matches(aliases, adaptation.only)
+        ):
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError("train.freeze and train.only leave no parameter to train; freeze fewer")
+
+
+def _matches(aliases: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in aliases for pattern in patterns)
+
+
+def lora_config(model: PreTrainedModel, lora: LoraChoice) -> Any:
+    """Return the `peft.LoraConfig` of a choice."""
+    is_short = lora.target_modules == (ALL_LINEAR,)
+    return _peft().LoraConfig(
+        r=lora.r,
+        lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=ALL_LINEAR if is_short else list(lora.target_modules),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        modules_to_save=list(lora.modules_to_save) or None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def add_adapters(model: PreTrainedModel, config: Any) -> None:
+    """Put adapters into a model, in place, and freeze the rest but for what `config.modules_to_save` names.
+
+    Args:
+        model: With weights, or without.
+        config: A `peft.LoraConfig`; it is changed.
+
+    Raises:
+        ConfigError: Names that the model does not have.
+        ModelError: PEFT refuses.
+    """
+    whole = _whole_modules(model, config.modules_to_save or ())
+    config.modules_to_save, config.inference_mode = None, False
+    is_empty = next(model.parameters()).is_meta
+    try:
+        with _quiet():
+            adapted = _peft().get_peft_model(model, config, low_cpu_mem_usage=is_empty)
+    except Exception as error:  # PEFT checks in its own ways
+        raise ModelError(f"lora: PEFT cannot add these adapters: {first_line(error)}") from error
+    for path in whole:
+        module = model.get_submodule(path)
+        if any("lora_" in name for name, _ in module.named_parameters()):
+            raise ConfigError(
+                f"{path} is in lora.modules_to_save and has an adapter (lora.target_modules); keep one"
+            )
+        module.requires_grad_(True)
+    config.modules_to_save = whole or None
+    model.train(model.training)  # PEFT's new modules begin in training mode
+    model.__dict__[_KEPT] = adapted
+
+
+def saved_config(directory: Path) -> Any:
+    """Read the `peft.LoraConfig` of a directory with adapters.
+
+    Raises:
+        ModelError: It cannot be read, is not of LoRA, or names no base.
+    """
+    try:
+        config = _peft().PeftConfig.from_pretrained(str(directory))
+    except Exception as error:  # whatever a damaged file makes PEFT raise
+        raise ModelError(f"{directory}: {CONFIG_NAME} cannot be read: {first_line(error)}") from error
+    if getattr(config.peft_type, "value", config.peft_type) != "LORA":
+        raise ModelError(f"{directory} has adapters of type {config.peft_type}; only LoRA is read")
+    return config
+
+
+def _whole_modules(model: PreTrainedModel, ends: Sequence[str]) -> list[str]:
+    """Return the paths of the modules that are trained whole, and of those that share parameters with them.
+
+    Raises:
+        ConfigError: There is no such module.
+    """
+    paths = [path for path, _ in model.named_modules()]
+    found: list[str] = []
+    for end in ends:
+        matching = [path for path in paths if path == end or path.endswith(f".{end}")]
+        if not matching:
+            raise ConfigError(
+                f"lora.modules_to_save has {end!r}, which is no module of the model; try embed_tokens or "
+                "lm_head, or the end of another module's name"
+            )
+        found += matching
+    inside = tuple(f"{path}." for path in found)
+    for aliases in tied_names(model).values():
+        if len(aliases) > 1 and any(name.startswith(inside) for name in aliases):
+            found += [name.rpartition(".")[0] for name in aliases]
+    return list(dict.fromkeys(found))
+
+
+def initialise(
+    model: PreTrainedModel, read: Callable[[str], Tensor], put: Callable[[str, Tensor], None], *, seed: int
+) -> None:
+    """Give adapters that `adapt` has made without memory the values with which PEFT begins.
+
+    Args:
+        model: Its base has its weights.
+        read: Returns the fp32 value of a parameter.
+        put: Writes a parameter.
+        seed: Of the draws; the same seed gives the same values, whatever the model's own seed.
+    """
+    adapted = model.__dict__.get(_KEPT)
+    if adapted is None:
+        return
+    generator = torch.Generator().manual_seed(seed)
+    magnitudes = []
+    for name, parameter in model.named_parameters():
+        if f".lora_A.{_NAME}." in name:
+            drawn = torch.empty(parameter.shape)
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)  # as PEFT draws it
+            put(name, drawn)
+        elif f".lora_B.{_NAME}." in name or f".lora_embedding_A.{_NAME}" in name:
+            put(name, torch.zeros(parameter.shape))
+        elif f".lora_embedding_B.{_NAME}" in name:
+            put(name, torch.randn(parameter.shape, generator=generator))
+        elif f".lora_magnitude_vector.{_NAME}." in name:
+            magnitudes.append(name)
+    for name in magnitudes:
+        path = name.partition(".lora_magnitude_vector.")[0]
+        weight = read(f"{path}.base_layer.weight")
+        if getattr(model.get_submodule(path), "fan_in_fan_out", False):
+            weight = weight.T
+        put(name, torch.linalg.norm(weight, dim=1))
+
+
+def adapter_tensors(model: PreTrainedModel) -> dict[str, str]:
+    """Map the names in PEFT's file of the adapters to names of the model's parameters; empty: it has none."""
+    adapted = model.__dict__.get(_KEPT)
+    if adapted is None:
+        return {}
+    names = {
+        f"{_PREFIX}{name}": nn.Parameter(torch.empty(0, device="meta"))
+        for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    by_id = {id(stand_in): name.removeprefix(_PREFIX) for name, stand_in in names.items()}
+    with _quiet():
+        saved = _peft().get_peft_model_state_dict(adapted, state_dict=names, save_embedding_layers=False)
+    found = {key: by_id[id(stand_in)] for key, stand_in in saved.items()}
+    first = {alias: name for name, aliases in tied_names(model).items() for alias in aliases}
+    for path in adapted.peft_config[_NAME].modules_to_save or ():
+        for leaf, _ in model.get_submodule(path).named_parameters():
+            found[f"{_PREFIX}{path}.{leaf}"] = f"{path}.{leaf}"
+    return {key: first[name] for key, name in found.items()}
+
+
+def read_adapter(model: PreTrainedModel, directory: Path, put: Callable[[str, Tensor], None]) -> None:
+    """Read saved adapters into a model that has the same.
+
+    Raises:
+        ModelError: They are of other modules, or another rank.
+    """
+    names = adapter_tensors(model)
+    parameters = dict(model.named_parameters())
+    file = directory / WEIGHTS_NAME
+    try:
+        with os_errors("read", file, ModelError), open_safetensors(file) as tensors:
+            found = set(tensors.keys())
+            for key in sorted(names.keys() ^ found):
+                where = "lacks" if key in names else "has, for which the model has no place,"
+                raise ModelError(f"{file} {where} {key}; use the lora settings that it was trained with")
+            for key, name in names.items():
+                value = tensors.get_tensor(key)
+                if value.shape != parameters[name].shape:
+                    raise ModelError(
+                        f"{file}: {key} is {list(value.shape)}, and the model's is "
+                        f"{list(parameters[name].shape)}; use the lora settings that it was trained with"
+                    )
+                put(name, value)
+    except SafetensorError as error:
+        raise ModelError(f"{file} is truncated or no safetensors file: {first_line(error)}") from error
+
+
+def adapter_config(model: PreTrainedModel, base: str) -> bytes:
+    """Return what PEFT calls adapter_config.json.
+
+    Args:
+        model: With adapters.
+        base: Where their base is found: a directory or a hub id.
+    """
+    config = model.__dict__[_KEPT].peft_config[_NAME].to_dict()
+    values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+    values |= {"inference_mode": True, "base_model_name_or_path": base}
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether `adapt` has put adapters into a model."""
+    return _KEPT in model.__dict__
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds adapters and no model."""
+    return (directory / CONFIG_NAME).is_file()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what PEFT warns of and users cannot change."""
+    with warnings.catch_warnings():
+        for pattern, kind in _NEEDLESS_WARNINGS:
+            warnings.filterwarnings("ignore", pattern, kind)
+        yield
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ModelError("lora.r needs peft, which is not installed: pip install 'megatrain[hf]'") from error
+    return peft

@@ -1,0 +1,94 @@
+"""Runs that train adapters: what their checkpoints hold, and that they go on beside the same base.
+
+A checkpoint has PEFT's two files, `adapter_config.json` and `adapter_model.safetensors`, in the place of a
+model's. The base is not copied: it is named, and its fingerprint is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megatrain.checkpoint.tensor_files import TensorSource, write_safetensors
+from megatrain.config import Config
+from megatrain.errors import CheckpointError, os_errors
+from megatrain.files import write_bytes_durably
+from megatrain.model.adapters import CONFIG_NAME, WEIGHTS_NAME, adapter_config, adapter_tensors
+from megatrain.model.weights.files import model_directory
+from megatrain.model.weights.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megatrain.stream.engine import Engine
+
+
+def base_of(config: Config) -> str:
+    """Return where the base of a run's adapters is found: a whole path, or a hub id."""
+    path = Path(config.model.path)
+    return str(path.absolute()) if path.is_dir() else config.model.path
+
+
+def check_base(config: Config, meta: Mapping[str, Any] | None) -> str | None:
+    """Return the fingerprint of the base of a run's adapters; None: the run has none.
+
+    Args:
+        config: Of the run.
+        meta: Of the checkpoint or commit that it goes on from, if any.
+
+    Raises:
+        CheckpointError: One of the two has adapters and the other has none, or their bases differ.
+    """
+    was = None if meta is None else meta.get("base")
+    if config.lora.r is None:
+        if was is not None:
+            raise CheckpointError(
+                "the checkpoint holds adapters, but lora.r is null; use the lora settings of the run, or "
+                "train what `megatrain export RUN OUT --merge` writes, in a new run"
+            )
+        return None
+    if meta is not None and was is None:
+        raise CheckpointError(
+            "the checkpoint holds a whole model and lora.r is given; for adapters beside it, begin a new "
+            "run with model.path set to the checkpoint"
+        )
+    found = fingerprint(model_directory(config.model.path))
+    if was not in (None, found):
+        raise CheckpointError(
+            f"the adapters of the checkpoint were trained beside another model than the one that is now in "
+            f"{config.model.path}; set model.path to that one"
+        )
+    return found
+
+
+def write_adapter(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path, *, base: str) -> None:
+    """Write the working weights of the adapters as PEFT saves them, with the tokenizer.
+
+    Raises:
+        OutputError: The directory cannot be written.
+    """
+    engine.settle()
+    host = engine.host
+
+    def value(name: str) -> Tensor:
+        with host.borrow(host.number_of(name)) as block:
+            return block.weight(block.entries[name]).clone()
+
+    sources = []
+    for key, name in sorted(adapter_tensors(engine.model).items()):
+        _, entry = host.find(name)
+        sources.append(
+            TensorSource(
+                name=key,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                get=lambda name=name: value(name),  # type: ignore[misc]
+            )
+        )
+    write_safetensors(out / WEIGHTS_NAME, sources, {"format": "pt"})
+    write_bytes_durably(out / CONFIG_NAME, adapter_config(engine.model, base))
+    with os_errors("write the tokenizer to", out):
+        tokenizer.save_pretrained(out)

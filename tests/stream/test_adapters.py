@@ -1,0 +1,211 @@
+"""Adapters and frozen weights that stream: equal to resident PEFT, in the bytes that are planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import megatrain
+from megatrain.config.adaptation import Adaptation, LoraChoice
+from megatrain.layout.block_bytes import aligned
+from megatrain.model.adapters import adapt, adapter_tensors
+from tests.families import FAMILIES
+from tests.products import every_pair
+from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
+
+peft = pytest.importorskip("peft")
+
+HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def adapted(family: str, *, dtype: torch.dtype = torch.float32, **lora: Any) -> PreTrainedModel:
+    """Make a model with adapters whose second matrices are not zero, so that the first have gradients."""
+    model = make_model(FAMILIES[family](), dtype=dtype)
+    torch.manual_seed(1)
+    adapt(model, Adaptation(lora=LoraChoice(**{"r": 4, "alpha": 8.0, **lora})))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.1)
+    return model.train()
+
+
+def assert_same_training(model: PreTrainedModel, steps: int = 2, **settings: Any) -> dict[str, Any]:
+    """Train a model streamed and resident, with dropout; return the bytes of the planes on the host."""
+    reference = Resident(model, **HYPER)
+    engine = attach_plainly(model, device="checked", num_micro_batches=3, **settings)
+    optimizer = engine.adamw(**HYPER, max_grad_norm=None)
+    for step in range(steps):
+        batches, seeds = make_batches(3, seed=step, padded=True), [7 * step + n for n in range(3)]
+        loss = engine.forward_backward(batches, seeds=seeds)
+        assert_same_bits(loss, reference.forward_backward(batches, seeds), "loss")
+        gradients = dict(engine.named_gradients())
+        assert gradients.keys() == reference.sums.keys()
+        for name, gradient in gradients.items():
+            assert_same_bits(gradient, reference.sums[name], name)
+        optimizer.step()
+        reference.step(0.0, None)
+    for name, master in engine.named_masters():
+        if name in reference.parameters:
+            assert_same_bits(master, reference.master(name), name)
+    planes = engine.host.plane_bytes
+    engine.detach()
+    return planes
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"dropout": 0.1},
+    "rslora": {"rslora": True, "dropout": 0.1},
+    "dora": {"dora": True, "target_modules": ("q_proj", "c_attn", "down_proj")},
+    "with head": {"modules_to_save": ("lm_head",), "dropout": 0.1},
+}
+DENSE = ["llama", "llama_tied", "gpt2", "qwen2", "gemma2"]
+
+
+@every_pair(
+    family=DENSE,
+    variant=list(VARIANTS),
+    activations=["keep", "offload", "recompute_cheap", "recompute", "drop_boundary"],
+    boundaries=["device", "host"],
+    lockstep=[1, 3],
+    fragments=[False, True],
+)
+def test_streamed_adapters_equal_resident_ones(
+    family: str,
+    variant: str,
+    activations: str,
+    boundaries: str,
+    lockstep: int,
+    fragments: bool,
+) -> None:
+    assert_same_training(
+        adapted(family, **VARIANTS[variant]),
+        activations=activations,
+        boundaries=boundaries,
+        lockstep=lockstep,
+        fragments=fragments,
+        num_slots=2,
+    )
+
+
+@pytest.mark.parametrize("whole", [(), ("embed_tokens",), ("embed_tokens", "lm_head")])
+def test_modules_that_are_trained_whole_stream(whole: tuple[str, ...]) -> None:
+    model = adapted("llama", dropout=0.1, modules_to_save=whole)
+    assert model.lm_head.weight.requires_grad == ("lm_head" in whole)
+    assert model.model.embed_tokens.weight.requires_grad == bool(whole)
+    assert_same_training(model, outer_streams=True, num_slots=2, lockstep=3)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_adapters_of_fused_experts_equal_resident_ones(family: str, activations: str) -> None:
+    """PEFT adapts whole parameters there, by parametrizations, which streamed weights cannot have."""
+    model = adapted(family)
+    assert any("experts" in name and "lora_A" in name for name, _ in model.named_parameters())
+    assert_same_training(model, activations=activations)
+    assert not any("_activate_lora" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2"])
+def test_loaded_adapters_begin_as_peft_s_and_take_what_is_planned(
+    family: str, precision: str, tmp_path: Path
+) -> None:
+    """The base takes its working weights alone: 2 bytes per parameter in bf16, and no other plane."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    make_model(FAMILIES[family]()).to(dtype).save_pretrained(tmp_path)
+    lora = LoraChoice(r=4, alpha=8.0, dora=family == "llama", target_modules=("q_proj", "c_attn"))
+    model = megatrain.load(tmp_path, precision=precision, adaptation=Adaptation(lora=lora), seed=3)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    own = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if "lora_" not in name}
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        name for name, _ in model.named_parameters() if "lora_" in name
+    }
+    for name, value in base.named_parameters():
+        assert_same_bits(own[name].data, value.data, name)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, use_dora=lora.dora, target_modules=list(lora.target_modules), task_type="CAUSAL_LM"
+    )
+    with pytest.warns(UserWarning, match="fan_in") if family == "gpt2" else _no_warnings():
+        theirs = peft.get_peft_model(base, config)
+    resident = dict(theirs.get_base_model().named_parameters())
+    for name, value in model.named_parameters():
+        if "lora_B" in name or (precision == "fp32" and "magnitude" in name):
+            assert_same_bits(value.data, resident[name].data, name)
+        elif "magnitude" in name:  # PEFT's went through bf16
+            torch.testing.assert_close(value.data, resident[name].data, rtol=2**-8, atol=0)
+        if "lora_A" in name:  # other draws of the same distribution
+            limit = resident[name].shape[1] ** -0.5
+            assert value.abs().max() <= limit
+            assert float(value.detach().std()) == pytest.approx(limit / 3**0.5, rel=0.2)
+    engine = attach_plainly(model.train(), device="checked", precision=precision)
+    optimizer = engine.adamw(**HYPER)
+    engine.forward_backward(make_batches(1))
+    optimizer.step()
+    engine.settle()
+    trained = sum(aligned(p.numel()) for p in model.parameters() if p.requires_grad)
+    frozen = sum(aligned(p.numel()) for p in model.parameters() if not p.requires_grad)
+    found = {name: nbytes for name, nbytes in engine.host.plane_bytes.items() if nbytes}
+    adapters = dict.fromkeys(("exp_avg", "exp_avg_sq", "gradient"), 4 * trained)
+    assert found == {"working": dtype.itemsize * frozen + 4 * trained} | adapters
+
+
+def _no_warnings() -> Any:
+    return pytest.MonkeyPatch.context()
+
+
+def test_saved_adapters_come_back(tmp_path: Path) -> None:
+    """Those of PEFT, in PEFT's own files, with ranks that no setting of ours gives."""
+    make_model(FAMILIES["llama_tied"]()).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(
+        r=4,
+        rank_pattern={"layers.1.self_attn.q_proj": 2},
+        target_modules=["q_proj", "v_proj"],
+        task_type="CAUSAL_LM",
+    )
+    theirs = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.normal_()
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = megatrain.load(tmp_path / "adapter")
+    ids = make_batches(1)[0]["input_ids"]
+    assert_same_bits(ours(ids).logits, theirs.eval()(ids).logits, "logits")
+    names = adapter_tensors(ours)
+    assert len(names) == 4 * 2 * 2
+    broken = {key: torch.zeros(1) for key in names}
+    save_file(broken, tmp_path / "adapter/adapter_model.safetensors")
+    with pytest.raises(megatrain.MegatrainError, match=r"is \[1\], and the model's is \[4, 32\]"):
+        megatrain.load(tmp_path / "adapter")
+    save_file({**broken, "other": torch.zeros(1)}, tmp_path / "adapter/adapter_model.safetensors")
+    with pytest.raises(megatrain.MegatrainError, match="has, for which the model has no place, other"):
+        megatrain.load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("adaptation", "words"),
+    [
+        (Adaptation(freeze=("nothing*",)), "train.freeze has 'nothing.', which is the name of no parameter"),
+        (Adaptation(freeze=("*",)), "leave no parameter to train"),
+        (Adaptation(lora=LoraChoice(r=4, alpha=8.0, modules_to_save=("hed",))), "'hed', which is no module"),
+        (Adaptation(lora=LoraChoice(r=4, alpha=8.0, target_modules=("nose",))), "PEFT cannot add these"),
+        (
+            Adaptation(
+                lora=LoraChoice(
+                    r=4, alpha=8.0, target_modules=("lm_head", "q_proj"), modules_to_save=("lm_head",)
+                )
+            ),
+            "lm_head is in lora.modules_to_save and has an adapter",
+        ),
+    ],
+)
+def test_names_that_do_not_fit_the_model_are_refused(adaptation: Adaptation, words: str) -> None:
+    with pytest.raises(megatrain.MegatrainError, match=words):
+        adapt(make_model(FAMILIES["llama"]()), adaptation)
