@@ -39,7 +39,7 @@ _KEPT = "_megatrain_adapter"
 _NEEDLESS_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     ("`is_gradient_checkpointing`", FutureWarning),  # PEFT asks transformers the old way
     ("fan_in_fan_out is set to False", UserWarning),  # and corrects it
-    ("The following rank_pattern keys.*gate_up_proj", RuntimeWarning),  # which it has made itself
+    ("The following (rank|alpha)_pattern keys.*gate_up_proj", RuntimeWarning),  # which it has made itself
 )
 """What PEFT warns of and users cannot change."""
 
