@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,12 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatrain import __version__, cli_config, cli_data, cli_runs
+from megatrain.cli_help import SettingsCommand, show_all_keys
 from megatrain.cli_log import log_to_stderr
-from megatrain.config import Config, build_config, combine_settings, config_keys
-from megatrain.config.sizes import parse_bytes
 from megatrain.errors import CapacityError, ConfigError, as_ours
 
 if TYPE_CHECKING:
+    from megatrain.config import Config
     from megatrain.hardware import HardwareSpec
 
 app = typer.Typer(
@@ -37,8 +36,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-_INDENT = " " * 6
-_KEEP_LINES = "\b"  # click's mark: the lines of this paragraph stay as they are
 _debug = False
 
 
@@ -92,17 +89,7 @@ def quickstart(
     run(out, print)
 
 
-def _list_keys() -> str:
-    """Return every configuration key as help text."""
-    lines = [_KEEP_LINES, "Keys of CONFIG and of overrides, with their defaults:"]
-    for key in config_keys().values():
-        lines.append(f"  {key.name} = {key.default}")
-        text = f"{key.description} [{key.kind}]"
-        lines += textwrap.wrap(text, width=104, initial_indent=_INDENT, subsequent_indent=_INDENT)
-    return "\n".join(lines)
-
-
-@app.command(epilog=_list_keys())
+@app.command(cls=SettingsCommand)
 def train(
     arguments: Annotated[
         list[str] | None,
@@ -112,6 +99,7 @@ def train(
     data: Annotated[list[str] | None, typer.Option(help="Text file; may be repeated (data.path).")] = None,
     out: Annotated[str | None, typer.Option(help="Run directory (out).")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps (train.steps).")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data (train.epochs).")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence (data.seq_len).")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate (optim.lr).")] = None,
     precision: Annotated[str | None, typer.Option(metavar="fp32|bf16", help="(train.precision)")] = None,
@@ -128,6 +116,9 @@ def train(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Say also what was measured, planned and arranged.")
     ] = False,
+    help_all: Annotated[
+        bool, typer.Option("--help-all", is_eager=True, callback=show_all_keys, help="Show every setting.")
+    ] = False,
 ) -> None:
     """Train a model from a CONFIG file, from flags, or from both; flags and overrides win.
 
@@ -142,6 +133,7 @@ def train(
         "data.path": data or None,
         "out": out,
         "train.steps": steps,
+        "train.epochs": epochs,
         "data.seq_len": seq_len,
         "optim.lr": lr,
         "train.precision": precision,
@@ -178,11 +170,13 @@ def _measure() -> Callable[[], HardwareSpec] | None:
 
 def read_settings(arguments: Sequence[str], flags: dict[str, Any]) -> Config:
     """Combine the arguments of `train`: at most one file, overrides, and flags by the key that each sets."""
+    from megatrain.config import build_config, combine_settings
+
     raw, source = combine_settings(arguments, flags)
     return build_config(raw, source=source or "command line")
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def plan(
     arguments: Annotated[
         list[str] | None,
@@ -231,6 +225,8 @@ def plan(
     given: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     if clip is not None:
         given["optim.max_grad_norm"] = 1.0 if clip else None
+    from megatrain.config import combine_settings
+
     raw, source = combine_settings(arguments or [], given)
     spec = _machine(machine, ram, nvme)
     from megatrain.train.planning.plan_report import report
@@ -262,6 +258,7 @@ def plan(
 
 def _machine(name: str | None, ram: str | None, nvme: str | None) -> HardwareSpec:
     """Return a named machine, or this one, with the memory and the drives that options say."""
+    from megatrain.config.sizes import parse_bytes
     from megatrain.hardware import load_machine
 
     host_bytes = None if ram is None else parse_bytes(ram, "--ram")

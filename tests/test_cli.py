@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatrain.cli import main, read_settings
+from megatrain.cli_help import MOST_USED
 from megatrain.config import config_keys
 from megatrain.errors import CapacityError, ConfigError, DataError, DivergedError, MegatrainError, OutputError
 
@@ -65,7 +66,7 @@ def test_import_help_and_usage_errors_load_nothing_heavy(arguments: list[str] | 
         f"    {call}\n"
         "except SystemExit:\n"
         "    pass\n"
-        "heavy = {'torch', 'transformers', 'numba', 'datasets', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'numba', 'datasets', 'numpy', 'tensorboard'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -81,12 +82,38 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "megatrain 0.1.0\n"
 
 
-def test_train_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_help_is_short_and_help_all_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train", "--help") == 0
     lines = capsys.readouterr().out.split("\n")
+    assert len(lines) <= 50
+    assert all(any(line.startswith(f"  {name} ") for line in lines) for name in MOST_USED)
+    assert run("train", "--help-all") == 0
+    everything = capsys.readouterr().out.split("\n")
+    assert everything[:20] == lines[:20]
     for key in config_keys().values():
-        assert f"    {key.name} = {key.default}" in lines
-    assert max(map(len, lines)) <= 110
+        assert f"  {key.name} = {key.default}" in everything
+    assert max(map(len, everything)) <= 110
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--learning_rate", "did you mean the setting optim.lr=VALUE (no dashes)?"),
+        ("--learning-rate=1e-4", "did you mean the setting optim.lr=VALUE"),
+        ("--num_train_epochs", "did you mean the setting train.epochs=VALUE"),
+        ("--optim.weight_decay", "did you mean the setting optim.weight_decay=VALUE"),
+        ("--report_to", "did you mean the setting log.to=VALUE"),
+        ("--sequence-len", "did you mean --seq-len?"),
+        ("--xyzzy", "--help lists the options"),
+    ],
+)
+def test_an_option_that_there_is_not_is_a_setting(
+    capsys: pytest.CaptureFixture[str], option: str, words: str
+) -> None:
+    for command in ("train", "plan"):
+        assert run(command, "--model", "m", option, "3") == 2
+        shown = capsys.readouterr().err
+        assert f"No such option: {option.partition('=')[0]}; {words}" in " ".join(shown.split())
 
 
 def test_train_from_flags(calls: list[tuple[Any, ...]], tmp_path: Path) -> None:

@@ -98,18 +98,26 @@ def describe(problem: Any) -> str:
     return f"{name}{where} is {given(problem['input'])}; it must be {kind}{hint}"
 
 
-def _suggestion(name: str) -> str:
+def suggested_key(name: str) -> str | None:
+    """Return the key that a wrong one, or a name of transformers, most likely means."""
     keys = list(config_keys())
-    section, _, leaf = name.rpartition(".")
+    leaf = name.rpartition(".")[2]
     by_leaf = {key.rpartition(".")[2]: key for key in keys}
     targets = {**{key: key for key in keys}, **ALIASES}
-    close = [leaf] if leaf in by_leaf else difflib.get_close_matches(name, targets, n=1, cutoff=0.75)
+    close = [name] if name in targets else [leaf] if leaf in targets or leaf in by_leaf else []
+    close = close or difflib.get_close_matches(name, targets, n=1, cutoff=0.75)
     close = close or difflib.get_close_matches(leaf, by_leaf, n=1)
-    if close:
-        return f"did you mean {targets.get(close[0]) or by_leaf[close[0]]}?"
-    inside = [key.removeprefix(f"{section}.") for key in keys if section and key.startswith(f"{section}.")]
+    return (targets.get(close[0]) or by_leaf[close[0]]) if close else None
+
+
+def _suggestion(name: str) -> str:
+    key = suggested_key(name)
+    if key is not None:
+        return f"did you mean {key}?"
+    section = name.rpartition(".")[0]
+    inside = [key.removeprefix(f"{section}.") for key in config_keys() if key.startswith(f"{section}.")]
     return (
         f"{section} has {', '.join(inside)}"
-        if inside
+        if section and inside
         else f"the sections are {', '.join(Config.model_fields)}"
     )
