@@ -26,6 +26,7 @@ from megatrain.errors import CapacityError, ConfigError, as_ours
 if TYPE_CHECKING:
     from megatrain.config import Config
     from megatrain.hardware import HardwareSpec
+    from megatrain.train.screen.doing import Doing
 
 app = typer.Typer(
     name="megatrain",
@@ -141,20 +142,30 @@ def train(
         "checkpoint.resume": resume,
     }
     config = read_settings(arguments or [], {key: value for key, value in flags.items() if value is not None})
-    if dry_run:
-        from megatrain.train.dry_run import dry_run as try_out
+    with _doing("train") as doing:
+        doing("loading torch and transformers")
+        if dry_run:
+            from megatrain.train.dry_run import dry_run as try_out
 
-        try_out(config, print, measure=_measure())
-        return
-    from megatrain.train.loop import train as run
+            try_out(config, print, measure=_measure(), progress=doing)
+            return
+        from megatrain.train.loop import train as run
 
-    run(
-        config,
-        resume=config.checkpoint.resume,
-        measure=_measure(),
-        counts=counts_folder(),
-        prepared=prepared_folder(),
-    )
+        run(
+            config,
+            resume=config.checkpoint.resume,
+            measure=_measure(),
+            counts=counts_folder(),
+            prepared=prepared_folder(),
+            progress=doing,
+        )
+
+
+def _doing(name: str) -> Doing:
+    """Say on standard error what a command does, if it takes a while."""
+    from megatrain.train.screen.doing import Doing
+
+    return Doing(name, lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def _measure() -> Callable[[], HardwareSpec] | None:
@@ -231,9 +242,8 @@ def plan(
     spec = _machine(machine, ram, nvme)
     from megatrain.train.planning.plan_report import report
     from megatrain.train.planning.plan_run import plan_run
-    from megatrain.train.planning.progress import Doing
 
-    with Doing(lambda line: print(line, file=sys.stderr, flush=True)) as doing:
+    with _doing("plan") as doing:
         planned = plan_run(
             raw,
             spec,
@@ -319,10 +329,12 @@ def trace(
     The run directory is only read, and what the steps train is not kept.
     """
     config = read_settings([str(_config_file(path)), *(overrides or [])], {})
-    from megatrain.train.trace import describe
-    from megatrain.train.trace import trace as run
+    with _doing("trace") as doing:
+        doing("loading torch and transformers")
+        from megatrain.train.trace import describe
+        from megatrain.train.trace import trace as run
 
-    reports = run(config, out, steps=steps)
+        reports = run(config, out, steps=steps, progress=doing)
     print(describe(reports))
     print(out)
 
@@ -340,10 +352,13 @@ def doctor(
     ] = None,
 ) -> None:
     """Look at this machine: what is wrong with it for training, and with --bench how fast it is."""
-    from megatrain.doctor import examine, keep
-    from megatrain.hardware import save_machine
+    with _doing("doctor") as doing:
+        doing("loading torch")
+        from megatrain.doctor import examine, keep
+        from megatrain.hardware import save_machine
 
-    report = examine(path, omp_num_threads=os.environ.get("OMP_NUM_THREADS"), bench=bench or out is not None)
+        threads, measures = os.environ.get("OMP_NUM_THREADS"), bench or out is not None
+        report = examine(path, omp_num_threads=threads, bench=measures, progress=doing)
     print(json.dumps(report.json()) if as_json else report.text())
     if report.machine is not None:
         if out is not None:

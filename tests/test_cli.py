@@ -121,6 +121,7 @@ def test_train_from_flags(calls: list[tuple[Any, ...]], tmp_path: Path) -> None:
     numbers = ["--steps", "3", "--seq-len", "64", "--lr", "1e-3", "--precision", "bf16", "--device", "cpu"]
     assert run("train", *files, *numbers, "--resume", "no", "optim.weight_decay=0", "log.every=2") == 0
     ((name, config, options),) = calls
+    options.pop("progress")
     folders = {"counts": tmp_path / "megatrain/counts", "prepared": tmp_path / "megatrain/data"}
     assert (name, options) == ("train", {"resume": "no", "measure": None, **folders})
     assert (config.model.path, config.data.path, config.out) == ("m", ("a.txt", "b.txt"), "o")
@@ -134,6 +135,7 @@ def test_train_from_a_file_with_overrides_and_flags(tmp_path: Path, calls: list[
     path.write_text("model: {path: m}\ndata: {path: d}\noptim: {lr: 1.0, eps: 1e-6}\n")
     assert run("train", str(path), "optim.lr=2.0", "--steps", "7") == 0
     ((_, config, options),) = calls
+    options.pop("progress")
     assert (config.optim.lr, config.optim.eps, config.train.steps, options) == (
         2.0,
         1e-6,

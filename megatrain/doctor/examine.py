@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,12 @@ class Report:
 
 
 def examine(
-    path: Path, *, omp_num_threads: str | None = None, bench: bool = False, sizes: Sizes | None = None
+    path: Path,
+    *,
+    omp_num_threads: str | None = None,
+    bench: bool = False,
+    sizes: Sizes | None = None,
+    progress: Callable[[str], object] = lambda doing: None,
 ) -> Report:
     """Look at this machine.
 
@@ -89,10 +94,12 @@ def examine(
         omp_num_threads: the environment's; None: not set.
         bench: measure rates too, for up to a minute; writes and removes a file in `path`.
         sizes: of the bench.
+        progress: is told what takes time, before it begins.
 
     Raises:
         ConfigError: The bench cannot write to `path`.
     """
+    progress("looking at versions, memory, threads and disks")
     device = compute_device()
     on_gpu = device.type == "cuda"
     checks = [check_versions(), check_device(device)]
@@ -113,6 +120,7 @@ def examine(
     ]
     if not bench:
         return Report(checks=tuple(checks))
+    progress("measuring rates")
     found = run_bench(device, path, sizes, show=_log.info)
     checks += check_bench(found, on_gpu)
     return Report(checks=tuple(checks), bench=found, machine=machine_of(found, path, sensor))

@@ -23,24 +23,37 @@ _LANES = {
 }
 
 
-def dry_run(config: Config, show: Callable[[str], object], *, measure: Measure | None = None) -> None:
+def dry_run(
+    config: Config,
+    show: Callable[[str], object],
+    *,
+    measure: Measure | None = None,
+    progress: Callable[[str], object] = lambda doing: None,
+) -> None:
     """Plan a run, take two steps of it, and show both side by side; nothing is written.
 
     Args:
         config: Of a run; its `out` is neither read nor written.
         show: Is given lines.
         measure: As in `machine_for`.
+        progress: Is told what takes time, before it begins.
 
     Raises:
         MegatrainError: As `prepare`.
     """
     with drives_apart(config) as apart:  # what a run has committed stays as it is
-        _try(apart, show, measure)
+        _try(apart, show, measure, progress)
 
 
-def _try(config: Config, show: Callable[[str], object], measure: Measure | None) -> None:
+def _try(
+    config: Config,
+    show: Callable[[str], object],
+    measure: Measure | None,
+    progress: Callable[[str], object],
+) -> None:
     began = resident_bytes()
-    run = prepare(config, None, None, measure=measure)
+    run = prepare(config, None, None, measure=measure, progress=progress)
+    progress("taking two steps")
     try:
         train_step(run)  # allocates, compiles, and touches memory for the first time
         row = train_step(run)

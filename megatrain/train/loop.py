@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -26,12 +26,13 @@ from megatrain.train.changes import changed_settings
 from megatrain.train.directory import RunDirectory
 from megatrain.train.export import export_model
 from megatrain.train.going_on import best_step, find_best, find_checkpoint, is_finished
-from megatrain.train.metrics import MetricsLog, Progress, StepMetrics
+from megatrain.train.metrics import MetricsLog, StepMetrics
 from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.planning.timeline import planned_run
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
 from megatrain.train.run import Run, prepare
+from megatrain.train.screen.progress import Progress
 from megatrain.train.state_commits import find_commit
 from megatrain.train.way_back import way_back
 
@@ -139,6 +140,7 @@ def train(
     counts: Path | None = None,
     prepared: Path | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    progress: Callable[[str], object] = _log.debug,
 ) -> Path:
     """Train, or go on training, and leave the model in `hf/` of the run directory.
 
@@ -149,6 +151,7 @@ def train(
         counts: A folder in which counts of models are kept for the next plan; None: nowhere.
         prepared: A folder in which prepared data is kept for the next run; None: nowhere but in `data.cache`.
         callbacks: Of transformers' Trainer; called after those of `log.to`.
+        progress: Is told what takes time before the first step; nothing, when that begins.
 
     Returns:
         The run directory.
@@ -189,7 +192,9 @@ def train(
             prepared=prepared,
             show=_log.info,
             callbacks=members,
+            progress=progress,
         )
+        progress("")
         if checkpoint is not None and not is_own:
             run.evaluator.standing.forget_best()
         directory.begin(config, None if run.planned is None else planned_run(run.planned, run.num_steps))
@@ -231,9 +236,10 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             saved = None
             callbacks.at(run.step, tokens=run.tokens)
             callbacks.call("on_step_end")
-            if row.step % settings.log.every == 0 or row.step == run.num_steps or row.skipped:
+            is_last = row.step == run.num_steps or stop.is_set()
+            if row.step % settings.log.every == 0 or is_last or row.skipped:
                 metrics.write(row)
-                progress.update(row)
+                progress.update(row, is_last=is_last)
             if row.step % settings.log.every == 0 or callbacks.wants("should_log"):
                 callbacks.log(row.logged)
             _judge(run, row, directory)

@@ -11,22 +11,15 @@ import logging
 import math
 import os
 import re
-import sys
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TextIO
 
 from megatrain import files
 from megatrain.errors import os_errors
 from megatrain.train.json_lines import JsonLines
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
 
 logger = logging.getLogger(__name__)
 
@@ -223,101 +216,6 @@ def _keep_aside(aside: Path, rows: Mapping[int, bytes]) -> None:
     known = set(there.decode("latin-1").splitlines())
     added = "".join(f"{entry}\n" for entry in entries if entry not in known)
     files.write_bytes_durably(aside, there + added.encode())
-
-
-class Progress:
-    """Shows a run: a bar on a terminal, log lines elsewhere. Use as a context manager.
-
-    The time left counts the steps of this process only: those before a resume took none of its time.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_steps: int,
-        first_step: int = 0,
-        mode: Literal["auto", "bar", "lines", "none"] = "auto",
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Start the clock.
-
-        Args:
-            num_steps: steps of the whole run.
-            first_step: steps done before this process.
-            mode: `auto` takes a bar if `stream` is a terminal.
-            stream: where the bar is drawn; standard error if None.
-            clock: seconds, for tests.
-        """
-        self._num_steps = num_steps
-        self._first_step = first_step
-        self._stream = stream or sys.stderr
-        self._mode = mode if mode != "auto" else "bar" if self._stream.isatty() else "lines"
-        self._clock = clock
-        self._started_s = clock()
-        self._bar: RichProgress | None = None
-
-    def __enter__(self) -> Progress:
-        self._started_s = self._clock()
-        if self._mode == "bar":
-            self._bar = _make_bar(self._stream)
-            self._bar.add_task("", total=self._num_steps, completed=self._first_step, text="")
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def update(self, row: StepMetrics) -> None:
-        """Show a step."""
-        if self._mode == "none":
-            return
-        text = describe_step(row, eta_s=self.eta_s(row.step))
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=row.step, text=text, refresh=True)
-        else:
-            logger.info("step %d/%d %s", row.step, self._num_steps, text)
-
-    def eta_s(self, step: int) -> float | None:
-        """Return the seconds left after `step`, at the pace of this process; None before its first step."""
-        done = step - self._first_step
-        if done <= 0:
-            return None
-        return (self._clock() - self._started_s) / done * (self._num_steps - step)
-
-
-def _make_bar(stream: TextIO) -> RichProgress:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as RichProgress
-    from rich.table import Column
-
-    numbers = TextColumn(
-        "{task.fields[text]}", markup=False, table_column=Column()
-    )  # wraps: nothing is cut off
-    return RichProgress(MofNCompleteColumn(), BarColumn(bar_width=20), numbers, console=Console(file=stream))
-
-
-def describe_step(row: StepMetrics, *, eta_s: float | None) -> str:
-    """Return a step as one line, without its number."""
-    norm = "-" if row.grad_norm is None else f"{row.grad_norm:.3g}"
-    parts = [f"loss {row.loss:.4f}", f"norm {norm}", f"lr {row.lr:.3g}", f"{row.tokens_per_s:,.0f} tok/s"]
-    if row.mfu is not None:
-        parts.append(f"mfu {row.mfu:.1%}")
-    if row.bound is not None and row.over_bound is not None:
-        parts.append(f"{row.bound}-bound x{row.over_bound:.2f}")
-    parts.append(f"host {format_bytes(row.host_bytes)}")
-    parts.append(f"device {format_bytes(row.device_bytes)}")
-    if row.power_w is not None:
-        parts.append(f"{row.power_w:.0f} W")
-    if row.throttled:
-        parts.append(f"throttled: {', '.join(row.throttled)}")
-    parts.append(f"eta {format_duration(eta_s)}")
-    return "  ".join([*parts, "SKIPPED: gradient not finite"] if row.skipped else parts)
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -42,9 +42,9 @@ from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.plan_run import Planned
+from megatrain.train.screen.start import start_lines
 from megatrain.train.seeds import micro_batch_seed
 from megatrain.train.spikes import Spikes
-from megatrain.train.start import start_lines
 from megatrain.train.state import compact_counts, expand_counts, read_state, write_model, write_state
 from megatrain.train.state_commits import encode_buffers, laid_out_as, restore_buffers, tiers_of
 
@@ -185,6 +185,7 @@ def prepare(
     prepared: Path | None = None,
     show: Callable[[str], object] = _log.debug,
     callbacks: Sequence[TrainerCallback] = (),
+    progress: Callable[[str], object] = _log.debug,
 ) -> Run:
     """Make everything that a run needs; from a checkpoint, or from what is committed on drives, if any.
 
@@ -200,6 +201,7 @@ def prepare(
         prepared: A folder in which prepared data is kept; None: nowhere but in `data.cache`.
         show: Is given the lines of `start_lines`, before memory is taken.
         callbacks: Of transformers' Trainer, called by the run.
+        progress: Is told what takes time, before it begins.
 
     Raises:
         MegatrainError: Its subclasses say what is wrong with the model, the data, the configuration or the
@@ -215,6 +217,7 @@ def prepare(
     base = check_base(config, earlier)
     source = str(checkpoint) if checkpoint is not None and base is None else config.model.path
     model_config = read_config(source)
+    progress("reading and tokenising the data")
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
     data = pack_data(config, tokenizer, model_config, folder=prepared)
     loader = make_loader(config, data)
@@ -234,9 +237,10 @@ def prepare(
     _choose_threads()
     if liger:
         apply_liger(model_config.get_text_config().model_type)
+    progress("planning where memory goes")
     _measure_peak(config)
     # the counts that are kept are of transformers' own modules
-    counted = PlannedModel(source, None if liger else counts, _log.debug, model_config)
+    counted = PlannedModel(source, None if liger else counts, progress, model_config)
     planned = plan_memory(config, counted, measure)
     first_step = 0 if earlier is None else int(earlier["step"])
     for line in start_lines(
@@ -248,6 +252,7 @@ def prepare(
         now=datetime.now(),
     ):
         show(line)
+    progress("loading the model")
     choice = config.choice if planned is None else planned.plan.choice
     tiers = tiers_of(config, choice, resumes=committed is not None)
     settings: dict[str, Any] = {

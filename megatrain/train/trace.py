@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ _PID = 1
 _KINDS = frozenset(kind.value for kind in Kind)
 
 
-def trace(config: Config, out: Path, *, steps: int = 2) -> list[StepReport]:
+def trace(
+    config: Config, out: Path, *, steps: int = 2, progress: Callable[[str], object] = lambda doing: None
+) -> list[StepReport]:
     """Run one step to warm up and `steps` more, and write the trace of these.
 
     With deferred updates each step's host lane works for the step before; the trace goes on until the last
@@ -41,6 +43,7 @@ def trace(config: Config, out: Path, *, steps: int = 2) -> list[StepReport]:
         config: Of a run; its `out` is neither read nor written.
         out: The JSON file to write.
         steps: How many to trace.
+        progress: Is told what takes time, before it begins.
 
     Returns:
         The report of each traced step.
@@ -50,11 +53,12 @@ def trace(config: Config, out: Path, *, steps: int = 2) -> list[StepReport]:
     """
     _check_writable(out)
     with drives_apart(config) as apart:
-        return _trace(apart, out, steps)
+        return _trace(apart, out, steps, progress)
 
 
-def _trace(config: Config, out: Path, steps: int) -> list[StepReport]:
-    run = prepare(config, None, None)
+def _trace(config: Config, out: Path, steps: int, progress: Callable[[str], object]) -> list[StepReport]:
+    run = prepare(config, None, None, progress=progress)
+    progress(f"taking {1 + steps} steps")
     meter = run.engine.meter
     records: list[Record] = []
     reports, began_s = [], []

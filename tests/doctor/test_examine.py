@@ -34,7 +34,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     """A stand-in for the examination with one failure, and a cache of the test's own."""
     seen: list[dict[str, Any]] = []
 
-    def fake(path: Path, **options: Any) -> Report:
+    def fake(path: Path, *, progress: Any, **options: Any) -> Report:
         seen.append({"path": path, **options})
         if not options["bench"]:
             return Report(checks=(*FINDINGS, FAILURE))

@@ -26,7 +26,12 @@ ON_DRIVES: dict[str, dict[str, Any]] = {
     "train": {"device": "emulated", "precision": "bf16"},
     "memory": {"activations": "recompute", "lockstep": 2, "fragments": False},
 }
-IN_RAM: dict[str, dict[str, Any]] = {"train": {}, "checkpoint": {"every": 5}}
+IN_RAM: dict[str, dict[str, Any]] = {
+    "train": {},
+    "checkpoint": {"every": 5},
+    "data": {"val_size": 0.05},
+    "eval": {"every": 3, "load_best": True},
+}
 
 
 def sections_of(root: Path, out: str, steps: int, *, drives: bool) -> dict[str, dict[str, Any]]:

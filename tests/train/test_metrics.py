@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
-import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +16,7 @@ from megatrain.errors import OutputError
 from megatrain.model.head import count_targets
 from megatrain.train.metrics import (
     MetricsLog,
-    Progress,
     StepMetrics,
-    describe_step,
     format_duration,
 )
 
@@ -30,6 +26,7 @@ ROW = StepMetrics(
     grad_norm=0.714,
     lr=9.9e-6,
     tokens=4096,
+    targets=4080,
     tokens_per_s=1652.4,
     seconds=2.5,
     host_bytes=3 * 2**29,
@@ -42,18 +39,6 @@ ROW = StepMetrics(
     waits={"compute<-fetch slot": 0.5},
     lane_seconds={"compute": 2.0},
 )
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def rows_of(path: Path) -> list[dict[str, object]]:
@@ -78,6 +63,7 @@ def test_row_has_every_number_and_is_on_disk_at_once(tmp_path: Path) -> None:
             "tokens": 4096,
             "tokens_per_s": 1652.4,
             "seconds": 2.5,
+            "targets": 4080,
             "skipped": False,
             "host_bytes": 1610612736,
             "device_bytes": 268435456,
@@ -93,7 +79,7 @@ def test_row_has_every_number_and_is_on_disk_at_once(tmp_path: Path) -> None:
     log.close()
 
 
-def test_what_the_machine_tells_is_in_the_row_and_shown(tmp_path: Path) -> None:
+def test_what_the_machine_tells_is_in_the_row(tmp_path: Path) -> None:
     row = replace(ROW, power_w=312.4, throttled=("power cap",), energy_j_per_token=0.2, swap_bytes=0)
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         log.write(row)
@@ -105,7 +91,6 @@ def test_what_the_machine_tells_is_in_the_row_and_shown(tmp_path: Path) -> None:
     )
     assert written["swap_bytes"] == 0
     assert not {"temperature_c", "ecc_errors", "drive_written_bytes"} & written.keys()
-    assert "312 W  throttled: power cap  eta" in describe_step(row, eta_s=None)
 
 
 def test_loss_survives_bit_for_bit(tmp_path: Path) -> None:
@@ -163,62 +148,6 @@ def test_real_tokens_are_those_with_a_loss() -> None:
     labels = torch.tensor([[5, 6, 7, 8], [-100, 6, -100, 8], [5, -100, -100, -100]])
     # The first position of a row is never predicted: 3 + 2 + 0.
     assert count_targets({"input_ids": labels, "labels": labels}) == 5
-
-
-def test_eta_counts_the_steps_of_this_process_only() -> None:
-    clock = Clock()
-    clock.now_s = 1000.0
-    with Progress(num_steps=100, first_step=90, mode="none", clock=clock) as progress:
-        assert progress.eta_s(90) is None
-        clock.now_s += 4
-        assert progress.eta_s(92) == 16.0
-        clock.now_s += 16
-        assert progress.eta_s(100) == 0.0
-
-
-def test_lines_show_every_number(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
-    with (
-        caplog.at_level(logging.INFO, logger="megatrain"),
-        Progress(num_steps=3, stream=io.StringIO(), clock=clock) as progress,
-    ):
-        clock.now_s = 60.0
-        progress.update(ROW)
-    assert caplog.messages == [
-        "step 1/3 loss 1.8342  norm 0.714  lr 9.9e-06  1,652 tok/s  "
-        "mfu 41.2%  copies-bound x1.25  host 1.50 GiB  device 256.0 MiB  eta 2m 00s"
-    ]
-
-
-def test_skipped_step_and_unknown_norm_are_said() -> None:
-    text = describe_step(replace(ROW, grad_norm=None, skipped=True), eta_s=None)
-    assert "norm -" in text
-    assert text.endswith("eta -  SKIPPED: gradient not finite")
-
-
-def test_what_is_not_known_is_not_shown() -> None:
-    text = describe_step(replace(ROW, mfu=None, bound=None, over_bound=None), eta_s=None)
-    assert "mfu" not in text
-    assert "bound" not in text
-
-
-@pytest.mark.parametrize("columns", ["60", "200"])
-def test_bar_shows_every_number_at_any_width(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal()
-    with Progress(num_steps=3, stream=terminal, clock=Clock()) as progress:
-        progress.update(ROW)
-    shown = terminal.getvalue()
-    for number in ("1/3", "1.8342", "0.714", "9.9e-06", "1,652", "41.2%", "x1.25", "1.50", "256.0", "0s"):
-        assert number in shown
-
-
-def test_none_shows_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    terminal = Terminal()
-    with caplog.at_level(logging.INFO), Progress(num_steps=3, stream=terminal, mode="none") as progress:
-        progress.update(ROW)
-    assert (terminal.getvalue(), caplog.messages) == ("", [])
 
 
 @pytest.mark.parametrize(

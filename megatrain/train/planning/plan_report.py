@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -189,7 +190,9 @@ def explain(planned: Planned) -> list[str]:
             )
         )
     lines += _needs(request)
-    lines += [text for name, other in _variants(request) if (text := _compare(plan, name, other))]
+    lines += [
+        text for name, other in _variants(request, fits=plan.fits) if (text := _compare(plan, name, other))
+    ]
     return lines
 
 
@@ -294,6 +297,7 @@ def _settings(planned: Planned) -> str:
         f"{section}.{name}={str(value).lower() if isinstance(value, bool) else value}"
         for section, values in policy(plan).items()
         for name, value in values.items()
+        if value != "auto"  # not the same for all layers: left out, it is chosen again
     ]
     counts = Counter(plan.choice.activations)
     if len(counts) > 1:
@@ -329,13 +333,14 @@ def _needs(request: Request) -> Iterator[str]:
             yield f"{where} {ram.text} of host memory are enough."
 
 
-def _variants(request: Request) -> Iterator[tuple[str, Request]]:
+def _variants(request: Request, *, fits: bool) -> Iterator[tuple[str, Request]]:
     spec = request.spec
     ram = 2 * spec.host_bytes
-    yield (
-        f"With twice the host memory ({binary(ram)})",
-        replace(request, spec=spec.with_ram(ram), host_limit=None),
-    )
+    if fits:  # else the least memory that is enough has been said
+        yield (
+            f"With twice the host memory ({binary(ram)})",
+            replace(request, spec=spec.with_ram(ram), host_limit=None),
+        )
     if request.clips:
         yield "Without clipping", replace(request, clips=False)
     if spec.drives is None:
@@ -367,11 +372,18 @@ def _seconds(seconds: float) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    """Return three digits, never as a power of ten."""
+    if value >= 999.5:
+        return f"{value:,.0f}"
+    digits = 2 if value <= 0 else max(0, 2 - math.floor(math.log10(value)))
+    text = f"{value:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _tera(nbytes: float) -> str:
-    """Return bytes in TB or GB of 10^9, and in binary units."""
+    """Return bytes in TB or GB of 10^9, and in binary units; what is less in binary units only."""
     if nbytes >= 1e12:
-        return f"{nbytes / 1e12:,.3g} TB ({nbytes / (1 << 40):,.3g} TiB)"
-    return f"{nbytes / 1e9:,.3g} GB ({nbytes / GIB:,.3g} GiB)"
+        return f"{_number(nbytes / 1e12)} TB ({_number(nbytes / (1 << 40))} TiB)"
+    if nbytes >= 1e9:
+        return f"{_number(nbytes / 1e9)} GB ({_number(nbytes / GIB)} GiB)"
+    return binary(round(nbytes))

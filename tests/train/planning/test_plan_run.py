@@ -23,10 +23,11 @@ from megatrain.plan.cost.economics import economics
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_DEVICE, USABLE_HOST
 from megatrain.train.loop import train
-from megatrain.train.planning import plan_report, progress
+from megatrain.train.planning import plan_report
 from megatrain.train.planning import plan_run as planning
 from megatrain.train.planning.plan_report import parse_tokens, plan_text
 from megatrain.train.planning.plan_run import plan_run
+from megatrain.train.screen import doing
 from tests.plan.anatomies import Shape, llama_like
 from tests.train.project import make_config
 
@@ -36,7 +37,7 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
     """No counts of an earlier test, nor of the user, and no word of how long a plan takes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr("megatrain.train.planning.counting._COUNTED", {})
-    monkeypatch.setattr(progress, "AFTER_S", 1e6)
+    monkeypatch.setattr(doing, "AFTER_S", 1e6)
 
 
 @pytest.fixture
@@ -508,3 +509,17 @@ def test_what_a_deterministic_run_costs_is_in_its_time_or_said_to_be_unknown(
     )
     assert "on mi300x in bf16 is not known, and not in these times" in str(unknown["notes"])
     assert unknown["step_s"] == known["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (8, "8 bytes"),
+        (3 << 20, "3.00 MiB"),
+        (34_359_738_368, "34.4 GB (32 GiB)"),
+        (1.63e15, "1,630 TB (1,482 TiB)"),
+        (999.7e12, "1,000 TB (909 TiB)"),
+    ],
+)
+def test_sizes_are_in_units_that_people_read(nbytes: float, text: str) -> None:
+    assert plan_report._tera(nbytes) == text

@@ -24,7 +24,7 @@ from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.run_machine import machine_for
 from megatrain.train.run import prepare
-from megatrain.train.start import start_lines
+from megatrain.train.screen.start import start_lines
 from tests.train.project import make_config
 
 NOON = datetime(2026, 2, 3, 12, 0)
@@ -60,7 +60,8 @@ def test_four_lines_say_what_where_how_fast_and_whereto(tmp_path: Path) -> None:
         f"training: {config.model.path} ({count / 1000:.1f} K parameters), from random weights, in fp32, on "
         "5 documents",
         "memory: 3.50 GiB of 20.00 GiB in RAM",
-        "speed: about 12,346 tokens/s, 36 s a step, bound by compute; 100 steps take 1h 00m, until 13:00",
+        "speed: about 12,346 tokens/s, 36 s a step (what takes longest: compute); 100 steps take "
+        "1h 00m, until 13:00",
         f"results: in {config.out}, the model in {config.out}/hf at the end",
     ]
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from megatrain.cli import main
-from megatrain.train.planning import progress
-from megatrain.train.planning.progress import Doing
+from megatrain.train.screen import doing as progress
+from megatrain.train.screen.doing import Doing
 from tests.families import FAMILIES
 
 
 def test_nothing_is_said_of_what_is_soon_done() -> None:
     said: list[str] = []
-    with Doing(said.append, after_s=1e6) as doing:
+    with Doing("plan", said.append, after_s=1e6) as doing:
         doing("counting")
         doing("searching")
     assert said == []
@@ -30,7 +30,7 @@ def test_what_goes_on_is_said_and_then_what_follows() -> None:
         said.append(line)
         spoken.set()
 
-    with Doing(say, after_s=0.01) as doing:
+    with Doing("plan", say, after_s=0.01) as doing:
         doing("counting")
         assert spoken.wait(60)
         doing("searching")

@@ -1,4 +1,4 @@
-"""Says on standard error what a plan takes its time for, once it has taken some."""
+"""Says on standard error what a command takes its time for, once it has taken some."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from collections.abc import Callable
 from types import TracebackType
 
 AFTER_S = 2.0
-"""Seconds in which nothing is said: most plans are done by then."""
+"""Seconds in which nothing is said: most of it is done by then."""
 
 
 class Doing:
     """Takes what is being done now, and says it if that still goes on after a while; later steps at once."""
 
-    def __init__(self, say: Callable[[str], None], *, after_s: float | None = None) -> None:
-        """Begin to count the seconds, `AFTER_S` if not told; `say` prints a line, on another thread too."""
+    def __init__(self, name: str, say: Callable[[str], None], *, after_s: float | None = None) -> None:
+        """Begin to count the seconds.
+
+        Args:
+            name: What all lines begin with: the command.
+            say: Prints a line, on another thread too.
+            after_s: Seconds in which nothing is said; None: `AFTER_S`.
+        """
+        self._name = name
         self._say = say
         self._began_s = time.perf_counter()
         self._lock = threading.Lock()
@@ -38,10 +45,12 @@ class Doing:
             self._now = ""
 
     def __call__(self, doing: str) -> None:
-        """Take what is done now."""
+        """Take what is done now; nothing: there is no more to say."""
+        if not doing:
+            self._timer.cancel()
         with self._lock:
             self._now = doing
-            if self._is_late:
+            if self._is_late and doing:
                 self._print()
 
     def _speak_up(self) -> None:
@@ -51,4 +60,4 @@ class Doing:
                 self._print()
 
     def _print(self) -> None:
-        self._say(f"plan: {self._now} ({time.perf_counter() - self._began_s:.0f} s so far)")
+        self._say(f"{self._name}: {self._now} ({time.perf_counter() - self._began_s:.0f} s so far)")

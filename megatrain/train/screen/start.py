@@ -60,10 +60,15 @@ def _share(plan: Plan, tier: str, place: str) -> str:
 
 
 def _speed(plan: Plan, num_steps: int, first_step: int, now: datetime) -> str:
-    left_s = plan.step_s * (num_steps - first_step)
+    left = num_steps - first_step
+    left_s = plan.step_s * left
     end = now + timedelta(seconds=left_s)
     when = f"{end:%H:%M}" if end.date() == now.date() else f"{end:%Y-%m-%d %H:%M}"
-    return (
-        f"about {plan.tokens_per_s:,.0f} tokens/s, {plan.step_s:.3g} s a step, bound by {plan.bound}; "
-        f"{num_steps - first_step:,} steps take {format_duration(left_s)}, until {when}"
-    )
+    step_s = f"{plan.step_s:.3g} s" if plan.step_s >= 0.1 else f"{plan.step_s * 1e3:.3g} ms"
+    limit = "" if plan.bound == _NO_OVERLAP else f" (what takes longest: {plan.bound})"
+    lasts = "less than a second" if left_s < 1 else f"{format_duration(left_s)}, until {when}"
+    return f"about {plan.tokens_per_s:,.0f} tokens/s, {step_s} a step{limit}; {left:,} steps take {lasts}"
+
+
+_NO_OVERLAP = "everything in turn"
+"""The bound of a plan for a machine without a device: nothing runs beside anything else."""

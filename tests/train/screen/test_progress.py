@@ -1,0 +1,103 @@
+"""The steps of a run on the screen: few lines, every number, the time that is left."""
+
+from __future__ import annotations
+
+import io
+import logging
+from dataclasses import replace
+
+import pytest
+
+from megatrain.train.screen.progress import INTERVAL_S, Progress, describe_step
+from tests.train.test_metrics import ROW
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_eta_counts_the_steps_of_this_process_only() -> None:
+    clock = Clock()
+    clock.now_s = 1000.0
+    with Progress(num_steps=100, first_step=90, mode="none", clock=clock) as progress:
+        assert progress.eta_s(90) is None
+        clock.now_s += 4
+        assert progress.eta_s(92) == 16.0
+        clock.now_s += 16
+        assert progress.eta_s(100) == 0.0
+
+
+def test_a_line_shows_the_numbers_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    with (
+        caplog.at_level(logging.INFO, logger="megatrain"),
+        Progress(num_steps=3, stream=io.StringIO(), clock=clock) as progress,
+    ):
+        clock.now_s = 60.0
+        progress.update(ROW)
+    assert caplog.messages == [
+        "step 1/3 loss 1.8342  norm 0.714  lr 9.9e-06  1,652 tokens/s  mfu 41.2%  2m 00s left"
+    ]
+
+
+def test_there_is_one_line_per_interval(caplog: pytest.LogCaptureFixture) -> None:
+    """And one for the first step, the last one, and a step that is skipped."""
+    clock = Clock()
+    with (
+        caplog.at_level(logging.INFO, logger="megatrain"),
+        Progress(num_steps=200, first_step=100, stream=io.StringIO(), clock=clock) as progress,
+    ):
+        for step in range(101, 201):
+            clock.now_s += INTERVAL_S / 16
+            progress.update(replace(ROW, step=step, skipped=step == 105))
+    steps = [int(message.split()[1].partition("/")[0]) for message in caplog.messages]
+    assert steps == [101, 105, 121, 137, 153, 169, 185, 200]
+
+
+def test_an_early_end_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, logger="megatrain"),
+        Progress(num_steps=200, stream=io.StringIO(), clock=Clock()) as progress,
+    ):
+        for step in (1, 2, 3):
+            progress.update(replace(ROW, step=step), is_last=step == 3)
+    assert [message.split()[1] for message in caplog.messages] == ["1/200", "3/200"]
+
+
+def test_skipped_step_and_unknown_norm_are_said() -> None:
+    text = describe_step(replace(ROW, grad_norm=None, skipped=True), eta_s=None)
+    assert "norm -" in text
+    assert text.endswith("- left  SKIPPED")
+
+
+def test_what_is_not_known_is_not_shown() -> None:
+    assert "mfu" not in describe_step(replace(ROW, mfu=None), eta_s=None)
+    row = replace(ROW, power_w=312.4, throttled=("power cap",))
+    assert "312 W  throttled: power cap  - left" in describe_step(row, eta_s=None)
+
+
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_bar_shows_every_number_at_any_width(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with Progress(num_steps=3, stream=terminal, clock=Clock()) as progress:
+        progress.update(ROW)
+    shown = terminal.getvalue()
+    for number in ("1/3", "1.8342", "0.714", "9.9e-06", "1,652", "41.2%", "0m 00s"):
+        assert number in shown
+
+
+def test_none_shows_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    terminal = Terminal()
+    with caplog.at_level(logging.INFO), Progress(num_steps=3, stream=terminal, mode="none") as progress:
+        progress.update(ROW)
+    assert (terminal.getvalue(), caplog.messages) == ("", [])
