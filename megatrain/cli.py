@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatrain import __version__, cli_config, cli_data, cli_runs
+from megatrain.cli_folders import counts_folder, measured_file, prepared_folder
 from megatrain.cli_help import SettingsCommand, show_all_keys
 from megatrain.cli_log import log_to_stderr
 from megatrain.errors import CapacityError, ConfigError, as_ours
@@ -365,27 +366,6 @@ def doctor(
             save_machine(report.machine, out)
         keep(measured_file(), report.machine, path)
     raise typer.Exit(report.exit_code(strict))
-
-
-def measured_file() -> Path:
-    """Return where `doctor --bench` keeps its rates, for `plan` and the engine."""
-    return cache_folder() / "machine.json"
-
-
-def counts_folder() -> Path:
-    """Return where counts of models are kept, for `plan` and `train`."""
-    return cache_folder() / "counts"
-
-
-def prepared_folder() -> Path:
-    """Return where prepared data is kept, for `data prepare` and `train`."""
-    return cache_folder() / "data"
-
-
-def cache_folder() -> Path:
-    """Return where what was measured and counted is kept."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "megatrain"
 
 
 def _config_file(path: Path) -> Path:

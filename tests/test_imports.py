@@ -22,7 +22,14 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "megatrain": (
         ("cli_page",),
         ("cli",),
-        ("cli_config", "cli_data", "cli_help", "cli_runs", "cli_log"),  # groups of its commands
+        (
+            "cli_config",
+            "cli_data",
+            "cli_folders",
+            "cli_help",
+            "cli_runs",
+            "cli_log",
+        ),  # groups of its commands
         ("__init__",),  # the names that users import
         ("hf", "doctor"),
         ("train",),
