@@ -164,11 +164,12 @@ def _find_kto(look: _Look) -> Columns | None:
         return None
     if look.has("prompt", "completion"):
         return label
-    if not isinstance(value, bool) and not label:  # 0 and 1 are also what classes are called
-        return None
     turns = look.turns()
-    answered = look.asked_and_answered()
-    return label | turns if turns else label | answered if answered else None
+    if turns:
+        return label | turns
+    # 0 and 1 are also what classes of instructions are called.
+    answered = look.asked_and_answered() if isinstance(value, bool) or label else None
+    return label | answered if answered else None
 
 
 def _find_prompt_completion(look: _Look) -> Columns | None:

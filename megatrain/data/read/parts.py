@@ -35,10 +35,10 @@ class HoldOut:
 
     def part(self, ordinal: int) -> Part:
         """Return what the example of this number, from 0, is for."""
-        place = ordinal + self._offset
-        run = int(place * self._share)  # the last of a run: examples from ceil(run / share) on
         if not self._share:
             return Part.TRAIN
+        place = ordinal + self._offset
+        run = int(place * self._share)  # examples from ceil(run / share) on
         if run != self._run:
             first, end = ceil(run / self._share), ceil((run + 1) / self._share)
             digest = hashlib.blake2b(f"{self._seed}:{run}".encode(), digest_size=8).digest()

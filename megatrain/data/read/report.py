@@ -28,7 +28,10 @@ class Tally:
             self.places.append(place)
 
     def __str__(self) -> str:
-        places = ", ".join(map(str, self.places))
+        rows: dict[str, list[str]] = {}
+        for place in self.places:
+            rows.setdefault(place.file, []).append(str(place.row))
+        places = ", ".join(f"{file}:{', '.join(numbers)}" for file, numbers in rows.items())
         return f"{self.count:,} ({places}{', ...' * (self.count > len(self.places))})"
 
 

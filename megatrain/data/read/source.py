@@ -92,12 +92,14 @@ class SourceReader:
             if index != start.file:
                 position = SourcePosition(file=index, ordinal=position.ordinal)
             for row in file.read(Start(position.number, position.end)):
+                if position.ordinal == self.config.max_samples:
+                    return
                 examples = self._examples(row, file, converter, report)
                 before = position
                 for taken, example in enumerate(examples, start=1):
                     if taken <= start.taken and before == start:
                         continue
-                    if self.config.max_samples is not None and position.ordinal >= self.config.max_samples:
+                    if position.ordinal == self.config.max_samples:
                         return
                     position = replace(before, taken=taken, ordinal=position.ordinal + 1)
                     if taken == len(examples):

@@ -261,10 +261,11 @@ def test_a_row_means_what_its_columns_say(tmp_path: Path, case: str) -> None:
 
 
 def test_a_class_label_is_no_judgement(tmp_path: Path) -> None:
-    """0 and 1 beside text or an answer are classes; only a prompt and its completion are judged by them."""
+    """0 and 1 beside text or an instruction are classes; a conversation or a completion is judged by them."""
     assert read(tmp_path, {"text": "x", "label": 1})[1] == "text"
     assert read(tmp_path, {"instruction": "i", "output": "o", "label": 0})[1] == "alpaca"
     assert read(tmp_path, {"prompt": "p", "completion": "c", "label": 0})[1] == "kto"
+    assert read(tmp_path, {"messages": [*ASKED, BAD], "label": 0})[1] == "kto"
 
 
 def test_most_of_the_first_rows_decide(tmp_path: Path) -> None:

@@ -519,8 +519,7 @@ def test_many_bad_rows_are_counted_and_the_first_named(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", lines(TEXTS, *[{"body": "x"}] * 20))
     stream = read_examples(config_of(path))
     assert len(list(stream)) == 1
-    places = ", ".join(f"{path}:{row}" for row in range(2, 7))
     assert stream.report.lines() == [
         f"{path}: text; 21 rows read, 1 examples kept, 20 dropped",
-        f'  dropped: no column "text": 20 ({places}, ...)',
+        f'  dropped: no column "text": 20 ({path}:2, 3, 4, 5, 6, ...)',
     ]

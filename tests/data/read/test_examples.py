@@ -53,8 +53,9 @@ def test_sources_come_one_after_the_other(folder: Path) -> None:
 
 
 def test_max_samples_is_of_usable_rows_of_each_source(folder: Path) -> None:
-    found = texts(read_examples(config_of(folder, max_samples=5)))
-    assert found == [f"{name}{n}" for name in NUM for n in range(5)]
+    stream = read_examples(config_of(folder, max_samples=5))
+    assert texts(stream) == [f"{name}{n}" for name in NUM for n in range(5)]
+    assert [source.num_rows for source in stream.report.sources] == [6, 6, 6]  # and one of them bad
 
 
 def test_weights_decide_how_often_a_source_is_drawn(folder: Path) -> None:
