@@ -117,7 +117,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("path", CONFIGS, ids=page_name)
 def test_config_loads_and_has_only_relative_paths(path: Path) -> None:
     config = load_config(path)
-    for place in (config.model.path, config.out, *config.data.path):
+    for place in (config.model.path, config.out, *(source.path for source in config.data.sources)):
         assert not Path(place).is_absolute(), place
 
 

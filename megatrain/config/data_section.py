@@ -143,9 +143,9 @@ class DataConfig(Section):
     `identity, alpaca_en_demo`."""
     format: Format = "auto"
     """What a row holds. `auto` = as its columns say; the log names what was found."""
-    columns: Columns = Field({})
+    columns: Columns = Field(default={})
     """Columns that have other names than the format's own: `{instruction: question, output: answer}`."""
-    tags: Tags = Field({})
+    tags: Tags = Field(default={})
     """Words of `sharegpt` and `messages` rows that are others than usual, by LLaMA-Factory's names."""
     text_column: Name = "text"
     """Column of raw text; naming another one than `text` means that rows are raw text."""

@@ -122,7 +122,7 @@ class OptimConfig(Section):
     """Learning-rate schedule by its transformers name."""
     warmup_steps: Steps = 0
     """Steps over which the learning rate rises from 0; below 1, a share of all steps, such as 0.03."""
-    schedule_args: dict[str, Any] = Field({})
+    schedule_args: dict[str, Any] = Field(default={})
     """Further arguments of the schedule, such as `{min_lr_rate: 0.1}` for `cosine_with_min_lr`."""
     max_skipped_steps: Count = 10
     """Stop (exit code 5) after this many steps in a row that were skipped: for a gradient norm that is not

@@ -42,7 +42,7 @@ class Converter:
     def __init__(self, recipe: Recipe) -> None:
         self.fields = Fields(recipe.columns, is_closed=recipe.is_closed)
         spelling = Spelling(recipe.tags)
-        self._convert: Callable[[Fields, Source], Iterable[Example]] = {
+        converters: dict[str, Callable[[Fields, Source], Iterable[Example]]] = {
             "text": text,
             "alpaca": alpaca,
             "sharegpt": partial(conversation, spelling=spelling),
@@ -51,7 +51,8 @@ class Converter:
             "preference": partial(preference, spelling=spelling),
             "kto": partial(kto, spelling=spelling),
             "tokens": tokens,
-        }[recipe.format]
+        }
+        self._convert = converters[recipe.format]
 
     def examples(self, row: Mapping[str, Any], place: Source) -> list[Example]:
         """Return the examples of a row; `fields.repairs` then says what was repaired in it.

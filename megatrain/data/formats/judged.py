@@ -19,16 +19,18 @@ def preference(fields: Fields, place: Source, spelling: Spelling) -> list[Prefer
     """
     chosen, rejected = present(fields, "chosen"), present(fields, "rejected")
     prompt: Turns
+    good: Turns
+    bad: Turns
     if _is_whole(chosen, spelling) and _is_whole(rejected, spelling):
-        prompt, good, bad = _common_start(
+        shared, good, bad = _common_start(
             side(chosen, "assistant", fields, spelling, "chosen"),
             side(rejected, "assistant", fields, spelling, "rejected"),
         )
-        prompt = prompt if prompt and prompt[0].role == "system" else (*system_of(fields), *prompt)
+        prompt = shared if shared and shared[0].role == "system" else (*system_of(fields), *shared)
     elif (asked := _prompt(fields, spelling)) is not None:
         prompt = asked
         if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
-            good, bad = (fields.text(name) for name in ("chosen", "rejected"))
+            good, bad = fields.text("chosen"), fields.text("rejected")
         else:
             if isinstance(prompt, str):
                 prompt = (*system_of(fields), Message(role="user", content=prompt))

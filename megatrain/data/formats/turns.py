@@ -154,8 +154,7 @@ def _calls_of(turn: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
 
 def _call(call: Any, what: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
         raise RowError("a tool call without a name", f"{what} has a tool call without a name")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):

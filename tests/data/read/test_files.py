@@ -123,7 +123,7 @@ def test_a_directory_and_a_pattern_are_their_files(tmp_path: Path) -> None:
 def test_a_hub_dataset_is_loaded_by_its_names(monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
     import datasets
 
-    asked = {}
+    asked: dict[str, Any] = {}
 
     def load(path: str, **options: Any) -> Any:
         asked.update(options, path=path)
@@ -172,7 +172,11 @@ def test_an_array_is_parsed_piece_by_piece(tmp_path: Path, monkeypatch: pytest.M
     """Wherever the pieces end: inside words, escapes, numbers and characters of several bytes."""
     from megatrain.data.read import json_rows
 
-    rows = [{"text": 'caf\u00e9 \U0001f600 "\\\n'}, {"text": "x" * 50, "n": -12.5e3}, {"text": "y", "n": 17}]
+    rows: list[dict[str, Any]] = [
+        {"text": 'caf\u00e9 \U0001f600 "\\\n'},
+        {"text": "x" * 50, "n": -12.5e3},
+        {"text": "y", "n": 17},
+    ]
     text = json.dumps(rows, ensure_ascii=False, indent=1)
     (tmp_path / "a.json").write_text(text, encoding="utf-8")
     for chunk in range(1, 24):
@@ -197,13 +201,12 @@ def test_entries_of_dataset_info(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
     row = {"q": "q", "a": "a", "b": "b", "input": "not asked for", "system": "nor this"}
     (tmp_path / "m.jsonl").write_text("\n".join([json.dumps(row)] * 3))
-    examples = list(read_examples(DataConfig(path=(str(tmp_path),), dataset=("maths",))))
-    assert [[message.content for message in example.messages] for example in examples] == [["q", "a"]] * 2  # type: ignore[union-attr]
+    chats: Any = read_examples(DataConfig(path=(str(tmp_path),), dataset=("maths",)))
+    assert [[message.content for message in example.messages] for example in chats] == [["q", "a"]] * 2
     source = SourceConfig(path=str(tmp_path / "dataset_info.json"), dataset="pairs", name="mine")
     stream = read_examples(DataConfig(path=(source,)))
-    assert [(example.prompt[0].content, example.rejected[0].content) for example in stream] == [
-        ("q", "b")
-    ] * 3  # type: ignore[union-attr]
+    pairs: Any = list(stream)
+    assert [(pair.prompt[0].content, pair.rejected[0].content) for pair in pairs] == [("q", "b")] * 3
     assert stream.report.sources[0].name == "mine"
     for name, sentence in {
         "online": "entry online: its rows are at ms_hub_url, which is not read",
