@@ -21,7 +21,7 @@ ARGUMENTS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 3,
     "gradient_accumulation_steps": 4,
-    "num_train_epochs": 2,
+    "num_train_epochs": 1,
     "use_cpu": True,
     "save_strategy": "no",
     "report_to": [],
@@ -31,9 +31,9 @@ ARGUMENTS: dict[str, Any] = {
     "learning_rate": 1e-2,
     "weight_decay": 0.1,
     "adam_beta2": 0.95,
-    "warmup_steps": 2,
+    "warmup_steps": 1,
 }
-"""22 rows make 11 micro-batches: the last step of an epoch has 3 of them. Nothing is clipped."""
+"""22 rows are 11 micro-batches: an epoch has three steps, the last with 3 of them. Nothing is clipped."""
 
 
 def rows(count: int = 22, seed: int = 0) -> list[dict[str, Tensor]]:
