@@ -20,6 +20,7 @@ from megatrain.hf.arguments import MegatrainArguments, mapped, precision_of
 from megatrain.hf.steps import StepGroup
 from megatrain.model.weights.files import load_weights
 from megatrain.model.weights.skeleton import read_config
+from megatrain.store.state import HostState
 from megatrain.stream.attach import attach
 from megatrain.stream.engine import Engine
 from megatrain.stream.load import load
@@ -193,19 +194,16 @@ class Streaming(_Base):  # type: ignore[misc]
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self._load_weights(resume_from_checkpoint, super()._load_from_checkpoint, resume_from_checkpoint)
+        """Load weights into host memory, tensor by tensor, or those of the adapter that is trained."""
+        self.engine.sync()
+        if _is_adapter(self.model):
+            load_adapter(self.model, resume_from_checkpoint, self.engine.host)
+        else:
+            load_weights(self.model, resume_from_checkpoint, self.engine.host)
+        self.engine.weights_changed()
 
     def _load_best_model(self) -> None:
-        self._load_weights(str(self.state.best_model_checkpoint), super()._load_best_model)
-
-    def _load_weights(self, checkpoint: str, plainly: Any, *args: Any) -> None:
-        """Load weights tensor by tensor, or, into an adapter, as the plain trainer does (`plainly`)."""
-        self.engine.settle()
-        if _is_adapter(self.model):
-            plainly(*args)
-        else:
-            load_weights(self.model, checkpoint, self.engine.host)
-        self.engine.weights_changed()
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -258,6 +256,24 @@ def _require(given: dict[str, Any]) -> TrainingArguments:
 
 def _context_of(config: Any) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def load_adapter(model: Any, directory: str, host: HostState) -> None:
+    """Load the active adapter of a `PeftModel` in place; masters are what the weights are then.
+
+    Raises:
+        CheckpointError: There is no adapter in safetensors.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    if not (Path(directory) / "adapter_model.safetensors").exists():
+        raise CheckpointError(f"{directory} has no adapter_model.safetensors; resume from another checkpoint")
+    set_peft_model_state_dict(
+        model, load_peft_weights(directory, device="cpu"), adapter_name=model.active_adapters[0]
+    )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            host.put(name, parameter.detach().clone())
 
 
 def _is_adapter(model: Any) -> bool:

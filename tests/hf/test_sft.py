@@ -162,6 +162,32 @@ def test_trl_s_default_of_bf16_is_mapped_or_refused(tmp_path: Path) -> None:
         StreamingSFTTrainer(model=other, args=args, **data)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("bf16", [True, pytest.param(False, marks=parity)])
+def test_an_adapter_s_run_resumes_to_the_same_bits(bf16: bool, tmp_path: Path) -> None:
+    """In bf16 the remainders of the adapter's masters are in `state/`, beside what peft saves."""
+    peft = pytest.importorskip("peft")
+
+    def make(name: str) -> Any:
+        settings = {"bf16": bf16, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5}
+        model = tiny()
+        return StreamingSFTTrainer(
+            model=model,
+            args=arguments(tmp_path / name, trl.SFTConfig, **settings),
+            train_dataset=prompts(),
+            processing_class=tokenizer(),
+            peft_config=peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+            megatrain=planned(model, lockstep=2),
+        )
+
+    whole, resumed = make("whole"), make("resumed")
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    assert resumed.state.global_step == whole.state.global_step == 3
+    assert_same_weights(dict(resumed.engine.named_masters()), dict(whole.engine.named_masters()))
+    assert len(resumed._streamed.steps) < len(weights(resumed))
+
+
 STORIES = Path(__file__).parents[3] / "shared/data/stories260K/hf"
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k/train.jsonl"
 
