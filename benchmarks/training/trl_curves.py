@@ -1,6 +1,6 @@
 """TRL's SFTTrainer with a resident model, and ours with the streamed one: every step's figures, bit for bit.
 
-    python -m benchmarks.training.trl_curves [--data DIRECTORY] [--steps N] [--lora] [--out FILE]
+    python -m benchmarks.training.trl_curves [--data DIRECTORY] [--steps N] [--sets NAME ...] [--lora] [--out FILE]
 
 A pretrained model of 260,000 parameters is fine-tuned on GSM8K and on LLaMA-Factory's alpaca_en_demo, in
 fp32, without clipping, with accumulation 4 and an evaluation every 100 steps. Both trainers run TRL's own
@@ -62,7 +62,7 @@ def train(
         max_steps=num_steps,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=4,
-        max_length=192,
+        max_length=128,
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
         warmup_steps=20,
@@ -147,10 +147,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--out")
     given = parser.parse_args()
-    runs = [compare(given.data, name, given.steps, lora=given.lora) for name in SETS]
+    runs = [compare(given.data, name, given.steps, lora=given.lora) for name in given.sets]
     emit({"hardware": hardware(), "runs": runs}, given.out)
     for run in runs:
         if run["differing_curves"] or run["differing_weights"] or run["max_norm_error"] > 1e-6:
