@@ -1,13 +1,13 @@
 """TRL's SFTTrainer with a resident model, and ours with the streamed one: every step's figures, bit for bit.
 
-    python -m benchmarks.training.trl_curves [--data DIRECTORY] [--steps N] [--sets NAME ...] [--lora] [--out FILE]
+    python -m benchmarks.training.trl_curves [--data DIR] [--steps N] [--sets NAME ...] [--lora] [--out FILE]
 
 A pretrained model of 260,000 parameters is fine-tuned on GSM8K and on LLaMA-Factory's alpaca_en_demo, in
 fp32, without clipping, with accumulation 4 and an evaluation every 100 steps. Both trainers run TRL's own
 loss on the same batches and seeds; ours streams every layer and passes the micro-batches of a step in
 lockstep. `--lora` trains adapters of rank 16 on all projections.
 
-`--data` is the directory with `stories260K/hf`, `gsm8k/train.jsonl` and `llamafactory/alpaca_en_demo.json`.
+DIR is the directory with `stories260K/hf`, `gsm8k/train.jsonl` and `llamafactory/alpaca_en_demo.json`.
 The last line of stdout, and FILE, have each run's curves (loss, entropy, accuracy, tokens). The script fails
 if a logged figure other than the norm, or a bit of a trained weight, differs, or a norm by more than 1e-6.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -27,17 +27,17 @@ from megatrain.stream.load import load
 from megatrain.stream.optimizer import StreamedAdamW
 from megatrain.train.state import has_state, read_state, remove_state, write_state
 
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
+_Base: Any = object
+"""So that calls of the plain trainer's methods, which stand behind these, are not taken for mistakes."""
 
 
-class Streaming(_Base):  # type: ignore[misc]
+class Streaming(_Base):
     """Stands before `transformers.Trainer`, or a subclass of it, in the list of a class's bases."""
 
     engine: Engine
     """What the model is attached to; `trainer.engine.detach()` gives an ordinary model back."""
+    optimizer: Any
+    """The engine's, which accelerate wraps."""
 
     def __init__(self, *args: Any, megatrain: MegatrainArguments | None = None, **kwargs: Any) -> None:
         """Make the trainer, and attach its model.
@@ -143,7 +143,6 @@ class Streaming(_Base):  # type: ignore[misc]
     def create_optimizer(self, model: Any = None) -> Any:
         """Make the engine's AdamW as `TrainingArguments` describe it, unless it was given."""
         if self.optimizer is None:
-            self._require_streamed(None)
             parameters = dict(self.model.named_parameters())
             decayed = set(self.get_decay_parameter_names(self.model))
             self.optimizer = self.engine.adamw(
@@ -160,17 +159,16 @@ class Streaming(_Base):  # type: ignore[misc]
 
     @property
     def _streamed(self) -> StreamedAdamW:
-        """The engine's optimizer, which accelerate may have wrapped."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return self._require_streamed(optimizer)
+        """The engine's optimizer itself.
 
-    def _require_streamed(self, optimizer: Any) -> Any:
-        if self.optimizer_cls_and_kwargs is not None or not isinstance(
-            optimizer, (StreamedAdamW, type(None))
-        ):
+        Raises:
+            ConfigError: Somebody has put another in its place.
+        """
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not isinstance(optimizer, StreamedAdamW):
             raise ConfigError(
-                f"{type(self).__name__} trains with AdamW of its engine; leave optimizers[0] and "
-                "optimizer_cls_and_kwargs out, or pass optimizers=(engine.adamw(...), None)"
+                f"the trainer's optimizer is {type(optimizer).__name__}; a streamed model is trained by AdamW "
+                "of its engine: pass optimizers=(engine.adamw(...), None), or leave it out"
             )
         return optimizer
 

@@ -91,10 +91,10 @@ def _pad(tensor: Tensor) -> Tensor:
 
 
 def plain(
-    kind: type[Trainer],
+    kind: Any,
     model: PreTrainedModel,
     args: TrainingArguments,
-    norms: list[float] | None = None,
+    norms: Any = None,
     **kwargs: Any,
 ) -> Trainer:
     """Make a plain trainer of a resident copy of `model`, whose AdamW is exact for every shape.
@@ -107,7 +107,7 @@ def plain(
         **kwargs: Of the trainer.
     """
 
-    class Exact(kind):  # type: ignore[misc,valid-type]
+    class Exact(kind):
         @staticmethod
         def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
             _, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)

@@ -69,7 +69,7 @@ def assert_equal(reference: Trainer, ours: Any) -> None:
 
 parity = pytest.mark.parity
 
-HEADS = {
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "untied": ("llama", {}),
     "tied": ("llama_tied", {}),
     "tied resident": ("llama_tied", {"resident_layers": 4, "outer_resident": True}),
@@ -125,7 +125,7 @@ def test_a_second_pass_is_foreseen_once_it_was_seen(tmp_path: Path) -> None:
         improvised.append(ours.state.global_step)
         return improvise(*given, **named)
 
-    ours.engine.executor._improvise = note
+    ours.engine.executor._improvise = note  # type: ignore[method-assign]
     ours.train()
     assert ours.state.global_step == 2
     assert set(improvised) == {0}

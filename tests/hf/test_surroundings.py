@@ -48,7 +48,7 @@ def test_callbacks_are_called_for_the_same_events(tmp_path: Path) -> None:
     assert seen[1] == seen[0]
 
 
-class Stream(IterableDataset):  # type: ignore[type-arg]
+class Stream(IterableDataset[Any]):
     """Rows whose number nobody knows beforehand."""
 
     def __iter__(self) -> Iterator[Any]:

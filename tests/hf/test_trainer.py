@@ -32,7 +32,7 @@ def right_tokens(prediction: Any) -> dict[str, float]:
     return {"right": float((np.argmax(logits, -1)[:, :-1] == labels[:, 1:]).sum())}
 
 
-def make(directory: Path, *, model: Any = None, fields: dict[str, Any] | None = None, **changes: Any) -> Any:
+def make(directory: Path, *, model: Any = None, fields: Any = None, **changes: Any) -> Any:
     model = tiny() if model is None else model
     kwargs = {
         key: changes.pop(key)
