@@ -304,14 +304,29 @@ def sample(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or one of its checkpoints.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty directory for the model.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Write the base with the adapters in it.")] = False,
+    max_shard_size: Annotated[
+        str | None, typer.Option(metavar="5GB", help="Split the weights into files of at most this.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="REPO", help="Send it to the Hugging Face hub too, as org/name.")
+    ] = None,
 ) -> None:
-    """Write the weights of a run's newest checkpoint as a Hugging Face model directory."""
+    """Write the model of a run's newest checkpoint, or its adapters, as Hugging Face and PEFT save them.
+
+    A repository that --push makes is private.
+    """
     from megatrain.train.export import export_run
 
-    export_run(run, out)
+    shard_bytes = None if max_shard_size is None else parse_bytes(max_shard_size, "--max-shard-size")
+    export_run(run, out, merges=merge, max_shard_bytes=shard_bytes)
     print(out)
+    if push is not None:
+        from megatrain.train.push import push as send
+
+        print(send(out, push))
 
 
 @app.command()

@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from megatrain.config.adaptation import ALL_LINEAR, Adaptation, LoraChoice
 from megatrain.errors import ConfigError, ModelError, os_errors
 from megatrain.files import open_safetensors
+from megatrain.model.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from megatrain.model.weights.skeleton import first_line, tied_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
 _NAME = "default"
 """PEFT's name for the one adapter that a model gets here."""
 _PREFIX = "base_model.model."
@@ -261,11 +260,6 @@ def adapter_config(model: PreTrainedModel, base: str) -> bytes:
 def has_adapters(model: nn.Module) -> bool:
     """Whether `adapt` has put adapters into a model."""
     return _KEPT in model.__dict__
-
-
-def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds adapters and no model."""
-    return (directory / CONFIG_NAME).is_file()
 
 
 @contextmanager

@@ -15,10 +15,12 @@ from megatrain.config.read_choice import read_choice
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.layout.moments import MomentFormat
-from megatrain.model.adapters import adapt, add_adapters, initialise, is_adapter, read_adapter, saved_config
+from megatrain.model.adapter_files import is_adapter
+from megatrain.model.adapters import adapt, add_adapters, initialise, read_adapter, saved_config
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.weights.convert import Region
-from megatrain.model.weights.files import PlannedWeights, model_directory, take_generation_config
+from megatrain.model.weights.files import PlannedWeights, model_directory
+from megatrain.model.weights.generation import take_generation_config
 from megatrain.model.weights.initialise import initialise_weights
 from megatrain.model.weights.skeleton import build_skeleton, read_config
 from megatrain.store.arena import Arena

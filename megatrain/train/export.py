@@ -9,11 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Callable
+from fnmatch import fnmatch
+from functools import partial as partial_of
 from pathlib import Path
 
 from megatrain.checkpoint.format import FileEntry, Manifest
 from megatrain.checkpoint.load import newest_whole, verify
-from megatrain.errors import CheckpointError, OutputError, os_errors
+from megatrain.errors import CheckpointError, ConfigError, OutputError, os_errors
 from megatrain.files import (
     copy_file_durably,
     fsync_directory,
@@ -24,11 +27,17 @@ from megatrain.files import (
     rename,
     write_bytes_durably,
 )
+from megatrain.model.adapter_files import CONFIG_NAME
 from megatrain.train.report.card import model_card
 
 _log = logging.getLogger(__name__)
 
 _STATE = "state/"
+_WRITTEN = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", CONFIG_NAME)
+"""Files that are made anew where weights are not copied."""
+
+SHARD_BYTES = 5 * 10**9
+"""Size from which the weights of a model that is written anew are split."""
 
 
 def newest_model(run: Path) -> Path:
@@ -50,14 +59,28 @@ def newest_model(run: Path) -> Path:
     return found[0]
 
 
-def export_run(run: Path, out: Path) -> None:
-    """Copy the model files of a run's newest checkpoint into a new or empty directory.
+def export_run(run: Path, out: Path, *, merges: bool = False, max_shard_bytes: int | None = None) -> None:
+    """Write the model of a run, or its adapters, into a new or empty directory.
+
+    Args:
+        run: Its directory, for the newest checkpoint, or one of its checkpoints.
+        out: For the model.
+        merges: Write the base with the adapters merged into it, in the types of the base.
+        max_shard_bytes: Size from which the weights are split into several files; None: 5 GB, or as they are.
 
     Raises:
         CheckpointError: There is no whole checkpoint.
+        ConfigError: A merge of a run without adapters, or shards of adapters.
         OutputError: `out` is not empty or cannot be written; nothing is left half-written.
+        ModelError: The base of the adapters cannot be read.
     """
-    source = newest_model(run)
+    source = newest_model(run) if (run / "checkpoints").is_dir() else _checkpoint(run)
+    run = source.parents[1]
+    has_adapters = (source / CONFIG_NAME).is_file()
+    if merges and not has_adapters:
+        raise ConfigError(f"{run} has trained the whole model, which has nothing to merge; leave --merge out")
+    if max_shard_bytes is not None and has_adapters and not merges:
+        raise ConfigError("adapters are one file; --max-shard-size is for models: add --merge, or drop it")
     with os_errors("use", out):
         if out.is_symlink():
             raise OutputError(f"{out} is a symbolic link; give a new directory")
@@ -68,10 +91,25 @@ def export_run(run: Path, out: Path) -> None:
         if not out.absolute().parent.is_dir():
             make_directories(out.absolute().parent)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    export_model(source, out, partial, card=model_card(run))
+    write = None
+    if merges or max_shard_bytes is not None:
+        from megatrain.model.merge import write_model_of
+
+        write = partial_of(write_model_of, max_shard_bytes=max_shard_bytes or SHARD_BYTES)
+    export_model(source, out, partial, card=model_card(run), write=write)
 
 
-def export_model(source: Path, out: Path, partial: Path, *, card: str) -> None:
+def _checkpoint(path: Path) -> Path:
+    """Return a checkpoint that is whole; what is none is refused as a run without any."""
+    if path.parent.name != "checkpoints":
+        return newest_model(path)
+    verify(path)
+    return path.absolute()
+
+
+def export_model(
+    source: Path, out: Path, partial: Path, *, card: str, write: Callable[[Path, Path], None] | None = None
+) -> None:
     """Copy the model files of a whole checkpoint beside `out`, to `partial`, and then into its place.
 
     What is in either place goes; `out` is the old model, or none, until the new one is whole.
@@ -81,6 +119,7 @@ def export_model(source: Path, out: Path, partial: Path, *, card: str) -> None:
         out: For the model.
         partial: A place beside it.
         card: The model card, its `README.md`.
+        write: Writes the weights and the configurations from `source` to a directory; None: they are copied.
 
     Raises:
         OutputError: It cannot be written.
@@ -93,7 +132,11 @@ def export_model(source: Path, out: Path, partial: Path, *, card: str) -> None:
         remove_tree(partial, first="config.json")
     try:
         make_private_directory(partial)
+        if write is not None:
+            write(source, partial)
         for entry in _model_files(manifest):
+            if write is not None and any(fnmatch(entry.name, pattern) for pattern in _WRITTEN):
+                continue
             target = partial / entry.name
             if not target.parent.exists():
                 make_directories(target.parent)

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError, os_errors
 from megatrain.files import open_safetensors
 from megatrain.model.weights.convert import Conversion, Region, Source, plan_conversions
+from megatrain.model.weights.generation import read_generation_config
 from megatrain.model.weights.skeleton import first_line, looks_like_a_path, persistent_buffers, tied_names
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
-_FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
 _FETCHED_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _COMPARED_ELEMENTS = 1 << 20
@@ -91,7 +92,7 @@ def checkpoint_files(path: str | Path) -> list[Path]:
     else:
         _refuse_without_weights(directory)
     for file in files:
-        with _open(file):
+        with open_weights(file):
             pass
     return files
 
@@ -118,16 +119,16 @@ class PlannedWeights:
         Raises:
             ModelError: The files or their tensors do not fit the model.
         """
-        self._model, self._path = model, Path(path)
-        self._files = checkpoint_files(path)
-        sources = _read_headers(self._files)
+        self.model, self._path = model, Path(path)
+        self.files = checkpoint_files(path)
+        sources = _read_headers(self.files)
         _check_index(self._path, sources)
-        self._conversions, self._unexpected = plan_conversions(model, sources)
-        _check_targets(model, self._conversions, self._path)
-        self._generation = _read_generation_config(self._path)
+        self.conversions, self._unexpected = plan_conversions(model, sources)
+        _check_targets(model, self.conversions, self._path)
+        self._generation = read_generation_config(self._path)
         names = tied_names(model)
-        self._first_names = {alias: name for name, aliases in names.items() for alias in aliases}
-        self._buffers = persistent_buffers(model)
+        self.first_names = {alias: name for name, aliases in names.items() for alias in aliases}
+        self.buffers = persistent_buffers(model)
 
     def read(self, sink: ParameterSink) -> list[str]:
         """Read the weights; the model also takes the generation settings of the directory.
@@ -142,30 +143,19 @@ class PlannedWeights:
             ModelError: Copies of a tied parameter differ, or a file has changed.
         """
         with contextlib.ExitStack() as stack:
-            handles = {file: stack.enter_context(_open(file)) for file in self._files}
-            duplicates = _check_ties(self._model, self._conversions, self._first_names, handles)
-            for conversion in self._conversions:
-                for target, value, region in _values(self._model, conversion, handles):
+            handles = {file: stack.enter_context(open_weights(file)) for file in self.files}
+            duplicates = _check_ties(self.model, self.conversions, self.first_names, handles)
+            for conversion in self.conversions:
+                for target, value, region in values_of(self.model, conversion, handles):
                     if target in duplicates:
                         continue
-                    if target in self._buffers:
-                        self._buffers[target][region if region else ...].copy_(value)
+                    if target in self.buffers:
+                        self.buffers[target][region if region else ...].copy_(value)
                     else:
-                        sink.put(self._first_names[target], value, region)
-        if self._generation is not None and self._model.can_generate():
-            self._model.generation_config = self._generation
-        return _report_unexpected(self._model, self._unexpected, self._path)
-
-
-def take_generation_config(model: PreTrainedModel, path: str | Path) -> None:
-    """Give a model the generation settings of a directory, if there are any.
-
-    Raises:
-        ModelError: The file is not valid.
-    """
-    generation = _read_generation_config(Path(path))
-    if generation is not None and model.can_generate():
-        model.generation_config = generation
+                        sink.put(self.first_names[target], value, region)
+        if self._generation is not None and self.model.can_generate():
+            self.model.generation_config = self._generation
+        return _report_unexpected(self.model, self._unexpected, self._path)
 
 
 def _refuse_without_weights(directory: Path) -> None:
@@ -225,7 +215,12 @@ def _is_allowed_link(directory: Path, file: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _open(file: Path) -> Iterator[Any]:
+def open_weights(file: Path) -> Iterator[Any]:
+    """Open a safetensors file.
+
+    Raises:
+        ModelError: It cannot be read, or is not whole.
+    """
     try:
         with os_errors("read", file, ModelError):
             handle = open_safetensors(file)
@@ -240,7 +235,7 @@ def _open(file: Path) -> Iterator[Any]:
 def _read_headers(files: list[Path]) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     for file in files:
-        with _open(file) as handle:
+        with open_weights(file) as handle:
             for key in handle.keys():  # noqa: SIM118 - a handle is no mapping
                 if key in sources:
                     raise ModelError(f"{key} is in {sources[key].file} and in {file}; keep one of them")
@@ -279,10 +274,10 @@ def _check_targets(model: PreTrainedModel, conversions: list[Conversion], direct
             made_by[target] = conversion
         for _, source in conversion.sources:
             is_buffer = conversion.target in buffers and not state[conversion.target].is_floating_point()
-            if source.dtype not in _FLOAT_DTYPES and not is_buffer:
+            if source.dtype not in FLOAT_DTYPES and not is_buffer:
                 raise ModelError(
                     f"{source.file}: {source.key} has dtype {source.dtype}; only "
-                    f"{', '.join(_FLOAT_DTYPES)} are read"
+                    f"{', '.join(FLOAT_DTYPES)} are read"
                 )
     missing = [
         name for name, aliases in tied_names(model).items() if not any(alias in made_by for alias in aliases)
@@ -341,7 +336,7 @@ def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     return all(torch.equal(a.float().view(torch.int32), b.float().view(torch.int32)) for a, b in pieces)
 
 
-def _values(
+def values_of(
     model: PreTrainedModel, conversion: Conversion, handles: Mapping[Path, Any]
 ) -> Iterator[tuple[str, torch.Tensor, Region]]:
     """Yield target, value and region, one tensor at a time where the sources go straight to their places."""
@@ -361,17 +356,6 @@ def _read(handles: Mapping[Path, Any], source: Source) -> torch.Tensor:
             return handles[source.file].get_tensor(source.key)
     except (SafetensorError, RuntimeError) as error:
         raise ModelError(f"{source.file}: {source.key} cannot be read: {first_line(error)}") from error
-
-
-def _read_generation_config(directory: Path) -> GenerationConfig | None:
-    file = directory / "generation_config.json"
-    if not file.exists():
-        return None
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        return GenerationConfig.from_dict(values)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ModelError(f"{file} is not valid; correct or remove it: {first_line(error)}") from error
 
 
 def _report_unexpected(model: PreTrainedModel, unexpected: list[str], directory: Path) -> list[str]:
