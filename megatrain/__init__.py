@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatrain.stream.attach import attach
     from megatrain.stream.engine import Engine
     from megatrain.stream.load import load
+    from megatrain.train.fit import fit
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ _HOMES = {
     "Engine": "megatrain.stream.engine",
     "attach": "megatrain.stream.attach",
     "load": "megatrain.stream.load",
+    "fit": "megatrain.train.fit",
     "MegatrainError": "megatrain.errors",
     "CallbackError": "megatrain.errors",
     "CapacityError": "megatrain.errors",
@@ -65,6 +67,7 @@ __all__ = [
     "TornStateError",
     "__version__",
     "attach",
+    "fit",
     "load",
 ]
 
