@@ -6,6 +6,7 @@ import json
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.train.report.browser import drawn, needs_browser
 from tests.train.report.run_files import write_run
 
 NASTY = "</script><img src=x onerror=alert(1)>"
-EVENTS = [
+EVENTS: list[tuple[str, int, dict[str, Any]]] = [
     ("start", 0, {"steps": 100}),
     ("evaluation", 10, {"name": NASTY, "loss": 3.5}),
     ("evaluation", 20, {"name": NASTY, "loss": 2.5}),
