@@ -9,7 +9,6 @@ from typing import Any
 
 from megatrain.config.foreign import axolotl, llamafactory
 from megatrain.config.foreign.translation import Translation
-from megatrain.config.keys import config_keys
 from megatrain.config.reading import build_config, set_keys
 from megatrain.config.yaml12 import dump_yaml, parse_yaml
 from megatrain.errors import ConfigError
@@ -63,10 +62,6 @@ def import_settings(theirs: Mapping[str, Any], *, source: str) -> Imported:
             module.translate(translation)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
-        known = config_keys()
-        for key in [key for key in translation.settings if key not in known]:
-            value = translation.settings.pop(key)
-            translation.leave_out(key, value, "this version of megatrain has no such setting")
         settings = set_keys({}, list(translation.settings.items()))
         build_config(settings, source=source)  # what is wrong with it is said here, and not by `train`
         left_out = tuple(_sentence(*entry) for entry in translation.left_out)

@@ -12,7 +12,7 @@ def event_text(row: Mapping[str, Any]) -> str:
     details = [
         f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in row.items()
-        if name not in ("event", "time", "step", "reason", "text") and value is not None
+        if name not in ("event", "time", "step", "reason", "text", "prompt") and value is not None
     ]
     why = [str(row[name]) for name in ("reason", "text") if row.get(name)]
     more = "; ".join([*why, ", ".join(details)] if details else why)
