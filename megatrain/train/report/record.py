@@ -64,5 +64,6 @@ def _report(directory: RunDirectory) -> None:
         return
     try:
         write_report(directory.path, directory.report)
+        _log.info("report: %s", directory.report)
     except Exception as error:
         _log.warning("%s was not written (%s); the run is as it should be", directory.report, error)

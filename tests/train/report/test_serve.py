@@ -108,6 +108,7 @@ def test_port_in_use_is_one_sentence(run: Path, capsys: pytest.CaptureFixture[st
     assert error.count("\n") == 1
 
 
+@pytest.mark.parity  # the page is that of the report, which is drawn in every run of the tests
 @needs_browser
 def test_browser_draws_the_live_page_at_phone_width(run: Path, tmp_path: Path) -> None:
     with serving(run) as server:
