@@ -39,7 +39,7 @@ docs: setup
 # What is generated from the code, in docs/.
 pages: setup
 	$(BIN)/python -c "from megatrain.config.page import *; write_configuration_page()"
-	$(BIN)/python -c "from megatrain.cli_page import *; write_cli_page()"
+	$(BIN)/python -c "from megatrain.cli.page import *; write_cli_page()"
 
 # 0.7 GB, which `make setup` leaves out: without it the tests of kernels are skipped.
 triton: setup

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatrain.cli import main, read_settings
-from megatrain.cli_help import MOST_USED
+from megatrain.cli.help import MOST_USED
 from megatrain.config import config_keys
 from megatrain.errors import CapacityError, ConfigError, DataError, DivergedError, MegatrainError, OutputError
 
@@ -169,7 +169,7 @@ def test_export_and_quickstart_are_called(calls: list[tuple[Any, ...]]) -> None:
     assert run("quickstart", "--out", "q") == 0
     assert run("quickstart") == 0
     assert calls == [
-        ("export_run", Path("runs/a"), Path("out"), {}),
+        ("export_run", Path("runs/a"), Path("out"), {"merges": False, "max_shard_bytes": None}),
         ("quickstart", Path("q"), print, {}),
         ("quickstart", None, print, {}),
     ]

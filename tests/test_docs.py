@@ -23,7 +23,7 @@ import typer
 import megatrain
 import megatrain.hf as megatrain_hf
 from megatrain.cli import main
-from megatrain.cli_page import cli_page
+from megatrain.cli.page import cli_page
 from megatrain.config import Config, build_config, config_keys, load_config
 from megatrain.config.yaml12 import parse_yaml
 from megatrain.errors import MegatrainError

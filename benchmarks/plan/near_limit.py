@@ -82,7 +82,7 @@ def run(case: dict, directory: Path) -> dict:
     text.write_text("A line of text to train on, again and again.\n" * 4000)
     limit = BASE_BYTES + (512 << 20) + int(case["share"] * need_bytes(case))
     command = [
-        *(sys.executable, "-m", "megatrain.cli", "train", "--dry-run"),
+        *(sys.executable, "-m", "megatrain", "train", "--dry-run"),
         *("--model", str(model), "--data", str(text), "--device", case["device"]),
         *("--precision", case["precision"], "model.init=random", f"data.seq_len={case['seq_len']}"),
         *("data.vocab_size=512", f"train.micro_batch_size={case['rows']}"),

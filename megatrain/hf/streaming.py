@@ -167,8 +167,8 @@ class Streaming(_Base):
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if not isinstance(optimizer, StreamedAdamW):
             raise ConfigError(
-                f"the trainer's optimizer is {type(optimizer).__name__}; a streamed model is trained by AdamW "
-                "of its engine: pass optimizers=(engine.adamw(...), None), or leave it out"
+                f"the trainer's optimizer is {type(optimizer).__name__}; a streamed model is trained by "
+                "AdamW of its engine: pass optimizers=(engine.adamw(...), None), or leave it out"
             )
         return optimizer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from megatrain.cli import app
+from megatrain.cli.commands import app
 
 _WIDTH = 100
 _INTRODUCTION = """\

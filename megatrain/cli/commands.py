@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatrain import __version__, cli_config, cli_data, cli_runs
-from megatrain.cli_folders import counts_folder, measured_file, prepared_folder
-from megatrain.cli_help import SettingsCommand, show_all_keys
-from megatrain.cli_log import log_to_stderr
+from megatrain import __version__
+from megatrain.cli import config as config_commands
+from megatrain.cli import data as data_commands
+from megatrain.cli import runs as run_commands
+from megatrain.cli.folders import counts_folder, measured_file, prepared_folder
+from megatrain.cli.help import SettingsCommand, show_all_keys
+from megatrain.cli.log import log_to_stderr
 from megatrain.errors import CapacityError, ConfigError, as_ours
 
 if TYPE_CHECKING:
@@ -288,48 +291,6 @@ def _machine(name: str | None, ram: str | None, nvme: str | None) -> HardwareSpe
 
 
 @app.command()
-def sample(
-    path: Annotated[
-        str, typer.Argument(metavar="RUN_OR_MODEL", help="Run directory, model directory or hub id.")
-    ],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token.")] = 0.0,
-) -> None:
-    """Continue a text with a trained model."""
-    from megatrain.train.sample import sample as run
-
-    print(run(path, prompt, max_new_tokens=max_new_tokens, temperature=temperature))
-
-
-@app.command()
-def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or one of its checkpoints.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty directory for the model.")],
-    merge: Annotated[bool, typer.Option("--merge", help="Write the base with the adapters in it.")] = False,
-    max_shard_size: Annotated[
-        str | None, typer.Option(metavar="5GB", help="Split the weights into files of at most this.")
-    ] = None,
-    push: Annotated[
-        str | None, typer.Option(metavar="REPO", help="Send it to the Hugging Face hub too, as org/name.")
-    ] = None,
-) -> None:
-    """Write the model of a run's newest checkpoint, or its adapters, as Hugging Face and PEFT save them.
-
-    A repository that --push makes is private.
-    """
-    from megatrain.train.export import export_run
-
-    shard_bytes = None if max_shard_size is None else parse_bytes(max_shard_size, "--max-shard-size")
-    export_run(run, out, merges=merge, max_shard_bytes=shard_bytes)
-    print(out)
-    if push is not None:
-        from megatrain.train.push import push as send
-
-        print(send(out, push))
-
-
-@app.command()
 def trace(
     path: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="Run directory, or a YAML file.")],
     overrides: Annotated[
@@ -394,9 +355,9 @@ def _config_file(path: Path) -> Path:
     return file
 
 
-cli_data.add_to(app)
-cli_runs.add_to(app)
-cli_config.add_to(app)
+data_commands.add_to(app)
+run_commands.add_to(app)
+config_commands.add_to(app)
 
 
 if __name__ == "__main__":

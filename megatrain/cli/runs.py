@@ -1,4 +1,4 @@
-"""Commands that look at runs: `report`, `runs`, `ui`; they only read, but for the report's file."""
+"""Commands that take a run: `sample`, `export`, `report`, `runs`, `ui`; the run itself is only read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,52 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def add_to(app: typer.Typer) -> None:
     """Give the command line these commands."""
+    app.command()(sample)
+    app.command()(export)
     app.command()(report)
     app.command()(ui)
     app.add_typer(runs, name="runs")
+
+
+def sample(
+    path: Annotated[
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="Run directory, model directory or hub id.")
+    ],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token.")] = 0.0,
+) -> None:
+    """Continue a text with a trained model."""
+    from megatrain.train.sample import sample as run
+
+    print(run(path, prompt, max_new_tokens=max_new_tokens, temperature=temperature))
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty directory for the model.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Write the base with the adapters in it.")] = False,
+    max_shard_size: Annotated[
+        str | None, typer.Option(metavar="5GB", help="Split the weights into files of at most this.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="REPO", help="Send it to the Hugging Face hub too, as org/name.")
+    ] = None,
+) -> None:
+    """Write the model of a run's newest checkpoint, or its adapters, as Hugging Face and PEFT save them.
+
+    A repository that --push makes is private.
+    """
+    from megatrain.config.sizes import parse_bytes
+    from megatrain.train.export import export_run
+
+    shard_bytes = None if max_shard_size is None else parse_bytes(max_shard_size, "--max-shard-size")
+    export_run(run, out, merges=merge, max_shard_bytes=shard_bytes)
+    print(out)
+    if push is not None:
+        from megatrain.train.push import push as send
+
+        print(send(out, push))
 
 
 def report(
