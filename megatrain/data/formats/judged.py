@@ -52,7 +52,7 @@ def _is_whole(value: Any, spelling: Spelling) -> bool:
     return (
         isinstance(value, list)
         and spelling.is_of_turns(value)
-        and any(spelling.roles.get(value[0].get(key)) in ("user", "system") for key in spelling.role_keys)
+        and spelling.role_of(value[0]) in ("user", "system")
     )
 
 

@@ -70,13 +70,18 @@ class Spelling:
             isinstance(turn, dict) and any(key in turn for key in self.role_keys) for turn in turns
         )
 
+    def role_of(self, turn: Mapping[str, Any]) -> str | None:
+        """Return who speaks, in our words; None: nobody that is known."""
+        spoken = next((turn[key] for key in self.role_keys if key in turn), None)
+        return self.roles.get(spoken) if isinstance(spoken, str) else None
+
     def _message(self, turn: Any, fields: Fields, what: str, names: dict[str, str]) -> Message:
         """Read a turn; `names` holds the tool of each call so far, by its id."""
         if not isinstance(turn, dict):
             raise RowError("a turn that is not an object", f"{what} is {kind(turn)}, not an object")
-        spoken = next((turn[key] for key in self.role_keys if key in turn), None)
-        role = self.roles.get(spoken) if isinstance(spoken, str) else None
+        role = self.role_of(turn)
         if role is None:
+            spoken = next((turn[key] for key in self.role_keys if key in turn), None)
             known = ", ".join(self.roles)
             raise RowError(
                 "a role that is not known",

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatrain.config.data_section import DataConfig
+from megatrain.config.data_section import COLUMNS, FORMATS, DataConfig
 from megatrain.data.example import (
     ChatExample,
     CompletionExample,
@@ -18,8 +20,11 @@ from megatrain.data.example import (
     PreferenceExample,
     Source,
     TokensExample,
+    texts_of,
 )
+from megatrain.data.formats.detect import Converter, Recipe, detect
 from megatrain.data.read.examples import read_examples
+from megatrain.data.row import RowError
 
 
 def system(content: str) -> Message:
@@ -301,3 +306,32 @@ def test_a_self_instruct_row_is_an_example_for_each_instance(tmp_path: Path) -> 
         ChatExample(source=place, messages=(user("add\n1 2"), assistant("3"))),
         ChatExample(source=place, messages=(user("add"), assistant("0"))),
     ]
+
+
+_WORDS = st.sampled_from(
+    ["", "q", "[]", '[{"role": "user"}]', "{", "true", "role", "user", "assistant", "text"]
+)
+_SCALARS = st.none() | st.booleans() | st.integers(-1, 3) | st.floats() | _WORDS
+_KEYS = st.sampled_from(
+    ["role", "from", "content", "value", "type", "tool_calls", "function", "name", "arguments", "instances"]
+)
+_JSON = st.recursive(
+    _SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+_ROWS = st.dictionaries(st.sampled_from(COLUMNS), _JSON, max_size=5)
+
+
+@settings(deadline=None, max_examples=80)
+@given(row=_ROWS, name=st.sampled_from(["auto", *FORMATS]))
+def test_no_row_whatever_is_more_than_a_row_error(row: dict[str, Any], name: str) -> None:
+    """It is an example that can be looked at, or its fault has a name."""
+    recipe = detect(row, Recipe(format=name), text_column="text")
+    if recipe is not None:
+        try:
+            examples = Converter(recipe).examples(row, Source(file="a", row=1))
+        except RowError:
+            return
+        assert examples
+        assert all(isinstance(text, str) for example in examples for text in texts_of(example))
