@@ -1,5 +1,5 @@
 """The command line: `main` runs it; `app` has the commands, a file for each group of them."""
 
-from megatrain.cli.app import app, main, read_settings
+from megatrain.cli.commands import app, main, read_settings
 
 __all__ = ["app", "main", "read_settings"]
