@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +23,37 @@ from megatrain.train.report.page import live_page, page_data, plotly_file
 _log = logging.getLogger(__name__)
 
 ADDRESS = "127.0.0.1"
+
+
+REST = 4
+"""A long history takes long to read: this many times as long nobody reads it again."""
+
+
+class LiveData:
+    """The data of the page, as JSON; read anew only so often that the machine is left to the run."""
+
+    def __init__(self, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Name the run directory."""
+        self._run = run
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._content = b""
+        self._next_s = 0.0
+
+    def get(self) -> bytes:
+        """Return what is known of the run.
+
+        Raises:
+            OutputError: It is there no longer.
+        """
+        with self._lock:  # one reads, however many look
+            began_s = self._clock()
+            if not self._content or began_s >= self._next_s:
+                self._content = b""
+                self._content = json.dumps(page_data(read_run(self._run)), allow_nan=False).encode()
+                ended_s = self._clock()
+                self._next_s = ended_s + REST * (ended_s - began_s)
+            return self._content
 
 
 class RunServer(ThreadingHTTPServer):
@@ -41,6 +75,7 @@ class RunServer(ThreadingHTTPServer):
         read_run(run)
         plotly_file()
         self.run_path = run
+        self.live = LiveData(run)
         try:
             super().__init__((ADDRESS, port), _Handler)
         except OSError as error:
@@ -82,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/":
             return "text/html; charset=utf-8", live_page(read_run(run)).encode()
         if path == "/data.json":
-            return "application/json", json.dumps(page_data(read_run(run)), allow_nan=False).encode()
+            return "application/json", self.server.live.get()
         if path == "/plotly.js":
             return "text/javascript; charset=utf-8", plotly_file().read_bytes()
         raise KeyError(path)

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatrain.cli import main
+from megatrain.train.report import serve
+from megatrain.train.report.collect import RunFiles, read_run
 from megatrain.train.report.page import plotly_file
-from megatrain.train.report.serve import RunServer
+from megatrain.train.report.serve import LiveData, RunServer
 from tests.train.report.browser import drawn, needs_browser
 from tests.train.report.run_files import write_run
 
@@ -38,6 +40,32 @@ def get(server: RunServer, path: str, method: str = "GET", host: str | None = No
     content = answer.read()
     connection.close()
     return answer.status, content
+
+
+@pytest.fixture(autouse=True)
+def _is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "REST", 0)
+
+
+def test_long_history_is_not_read_all_the_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "REST", 4)
+    now_s = 0.0
+    read: list[float] = []
+
+    def slow_read(path: Path) -> RunFiles:
+        nonlocal now_s
+        read.append(now_s)
+        now_s += 2.0
+        return read_run(path)
+
+    monkeypatch.setattr(serve, "read_run", slow_read)
+    live = LiveData(run, clock=lambda: now_s)
+    first = live.get()
+    now_s = 9.9  # 2 s to read, and four times as long to rest
+    assert live.get() == first
+    now_s = 10.0
+    live.get()
+    assert read == [0.0, 10.0]
 
 
 @pytest.fixture
