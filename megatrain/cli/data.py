@@ -1,4 +1,4 @@
-"""Commands for data: what is in it."""
+"""Commands for data: what is in it, and to prepare it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from megatrain.cli.folders import prepared_folder
 from megatrain.config import build_config, combine_settings, set_keys
 from megatrain.errors import DataError
 
-data = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
+data = typer.Typer(no_args_is_help=True, help="Look at data, or prepare it, before training on it.")
 
 _NO_MODEL = "no model is named"
 
@@ -62,3 +63,39 @@ def data_inspect(
             print("\n".join([*([f"\n{name}:"] if name != "train" else []), *one.lines(colour=colour)]))
     if not all(one.is_trainable for one in found.values()):
         raise typer.Exit(DataError.exit_code)
+
+
+@data.command("prepare")
+def data_prepare(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CONFIG | section.key=value", help="As of train."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model directory or hub id (model.path).")] = None,
+    path: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="File, directory or hub id; may be repeated (data.path)."),
+    ] = None,
+    cache: Annotated[
+        str | None, typer.Option(help="Folder for prepared data, also to be given to train (data.cache).")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes (data.workers).")] = None,
+) -> None:
+    """Tokenise and pack data now, so that train begins at once; the same files and settings are done once.
+
+    What is prepared is kept by the content of the files, the tokenizer, the chat template and the settings of
+    data, in `data.cache` or the user's cache folder. Train finds it there, or prepares it itself.
+    """
+    flags: dict[str, Any] = {
+        "model.path": model,
+        "data.path": path or None,
+        "data.cache": cache,
+        "data.workers": workers,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    raw, source = combine_settings(arguments or [], given)
+    config = build_config(raw, source=source or "command line")
+    from megatrain.train.inputs import prepare_data
+
+    for name, lines in prepare_data(config, folder=prepared_folder()).items():
+        print("\n".join(f"{name}: {line}" for line in lines))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatrain.data.cache import Kept, RowFile, RowWriter, find_rows, kept_rows
 from megatrain.data.example import ChatExample, Example, TextExample
@@ -19,10 +22,7 @@ from megatrain.data.read.examples import ExampleStream
 from megatrain.data.read.report import ReadReport
 from megatrain.data.tokens.encode import Encoder, EncoderRecipe, Refused, show
 from megatrain.data.words import IDS, Words, num_trained
-from megatrain.errors import DataError
-
-if TYPE_CHECKING:
-    from multiprocessing.pool import AsyncResult
+from megatrain.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
@@ -170,6 +170,8 @@ def prepare_rows(
         ConfigError: The examples need a chat template, and there is none.
         OutputError: The rows cannot be written.
     """
+    if workers > 1 and multiprocessing.parent_process() is not None:
+        raise ConfigError("data is prepared by several processes (data.workers) in the first process only")
 
     def make(place: Path) -> dict[str, Any]:
         return _make(place, examples(), recipe, packing, workers, show_progress)
@@ -315,15 +317,22 @@ def _encoded(
             yield from zip(chunk, encoder.encode(chunk), strict=True)
         return
     # spawn, since torch's threads do not survive a fork
-    with multiprocessing.get_context("spawn").Pool(workers, _begin_worker, (recipe,)) as pool:
-        waiting: deque[tuple[Sequence[Example], AsyncResult[list[Words | Refused]]]] = deque()
-        for chunk in chunks:
-            waiting.append((chunk, pool.apply_async(_encode, (chunk,))))
-            if len(waiting) > 2 * workers:  # and no more, or all the data would wait in memory
-                done, result = waiting.popleft()
-                yield from zip(done, result.get(), strict=True)
-        for done, result in waiting:
-            yield from zip(done, result.get(), strict=True)
+    context = multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(workers, context, _begin_worker, (recipe,)) as pool:
+            waiting: deque[tuple[Sequence[Example], Future[list[Words | Refused]]]] = deque()
+            for chunk in chunks:
+                waiting.append((chunk, pool.submit(_encode, chunk)))
+                if len(waiting) > 2 * workers:  # and no more, or all the data would wait in memory
+                    done, result = waiting.popleft()
+                    yield from zip(done, result.result(), strict=True)
+            for done, result in waiting:
+                yield from zip(done, result.result(), strict=True)
+    except BrokenProcessPool as error:
+        raise ConfigError(
+            "a process that tokenises has ended before its time: killed, or begun by a script without "
+            "'if __name__ == \"__main__\":' around what it does; add that, or use data.workers=1"
+        ) from error
 
 
 def _chunks(examples: Iterable[Example]) -> Iterator[list[Example]]:
@@ -345,8 +354,17 @@ _encoder: Encoder | None = None
 
 def _begin_worker(recipe: EncoderRecipe) -> None:
     global _encoder
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each of the processes
     _encoder = recipe.make()
+
+
+def _end_with_parent() -> None:
+    """Wait until the process that has begun this one is gone, however it ended, and go too."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _encode(examples: Sequence[Example]) -> list[Words | Refused]:

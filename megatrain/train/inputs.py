@@ -31,6 +31,7 @@ from megatrain.data.tokens.encode import EncoderRecipe
 from megatrain.data.tokens.template import TrainOn, template_source
 from megatrain.errors import ConfigError, DataError
 from megatrain.model.apart import why_not_apart
+from megatrain.model.weights.skeleton import read_config
 from megatrain.train.evaluate.losses import EvalSet
 
 if TYPE_CHECKING:
@@ -98,6 +99,28 @@ def make_eval_sets(
     return [
         EvalSet(name=name, batches=partial(in_batches, rows, size, way)) for name, (rows, way) in sets.items()
     ]
+
+
+def prepare_data(config: Config, *, folder: Path | None = None) -> dict[str, list[str]]:
+    """Prepare all data of a run: what is trained on, and what is evaluated on.
+
+    Args:
+        config: Complete and checked.
+        folder: As of `pack_data`.
+
+    Returns:
+        By set, what became of it, in lines.
+
+    Raises:
+        MegatrainError: As of `pack_data`, or there is no such model.
+    """
+    model_config = read_config(config.model.path)
+    pack = _Pack(config, choose_tokenizer(config, None, model_config), model_config, folder)
+    sets = {"train": pack("train", config.data.sources)}
+    if config.data.val_size and sets["train"].packing != "join":
+        sets["val"] = pack("val", config.data.sources)
+    sets |= {name: pack(name, sources) for name, sources in config.data.eval_sources.items()}
+    return {name: [*prepared.notes(), prepared.describe()] for name, prepared in sets.items()}
 
 
 def _hold_out(config: Config, prepared: Prepared) -> tuple[Rows, Rows]:
