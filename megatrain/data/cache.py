@@ -112,6 +112,12 @@ class RowWriter:
         self._file = self._path.open("xb")
         self.num_rows = 0
 
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
     def write(self, rows: NDArray[np.int32]) -> None:
         """Append (num_rows, seq_len) rows."""
         data = np.ascontiguousarray(rows, dtype="<i4")

@@ -209,30 +209,31 @@ def _make(
     show_progress: Callable[[str], object],
 ) -> dict[str, Any]:
     """Write the rows; return the manifest."""
-    writer, packer, counts = RowWriter(place, packing.seq_len), _packer(packing), Counts()
+    packer, counts = _packer(packing), Counts()
     sample: list[tuple[str, bool]] = []
     has_chats = False
     started = shown = time.monotonic()
-    for example, encoded in _encoded(examples, recipe, workers):
-        counts.examples += 1
-        has_chats = has_chats or isinstance(example, ChatExample)
-        pieces = _pieces(example, encoded, packing, counts, examples.report)
-        if pieces and not sample:
-            sample = show(pieces[0][:_SAMPLE_TOKENS], recipe.tokenizer)
-        for piece in pieces:
-            for rows in packer.add(piece):
-                writer.write(rows)
-        now = time.monotonic()
-        if now - shown > _PROGRESS_S:
-            shown = now
-            rate = counts.tokens / (now - started)
-            show_progress(
-                f"preparing data: {counts.examples:,} examples, {counts.tokens:,} tokens, {rate:,.0f}/s"
-            )
-    for rows in packer.finish():
-        writer.write(rows)
+    with RowWriter(place, packing.seq_len) as writer:
+        for example, encoded in _encoded(examples, recipe, workers):
+            counts.examples += 1
+            has_chats = has_chats or isinstance(example, ChatExample)
+            pieces = _pieces(example, encoded, packing, counts, examples.report)
+            if pieces and not sample:
+                sample = show(pieces[0][:_SAMPLE_TOKENS], recipe.tokenizer)
+            for piece in pieces:
+                for rows in packer.add(piece):
+                    writer.write(rows)
+            now = time.monotonic()
+            if now - shown > _PROGRESS_S:
+                shown = now
+                rate = counts.tokens / (now - started)
+                show_progress(
+                    f"preparing data: {counts.examples:,} examples, {counts.tokens:,} tokens, {rate:,.0f}/s"
+                )
+        for rows in packer.finish():
+            writer.write(rows)
+        fingerprint = writer.close()
     counts.filled = packer.num_filled
-    fingerprint = writer.close()
     if writer.num_rows == 0:
         raise _no_rows(counts, packing, examples.report)
     return {

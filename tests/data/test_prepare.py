@@ -1,0 +1,271 @@
+"""Prepared data: the same rows from any number of processes, kept whole or not at all, all counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatrain.config.data_section import DataConfig
+from megatrain.data.cache import RowFile, SomeRows, find_rows
+from megatrain.data.loader import PackedLoader, fingerprint
+from megatrain.data.prepare import NotTextError, Packing, Prepared, prepare_rows
+from megatrain.data.read.examples import read_examples
+from megatrain.data.tokenizer import train_tokenizer
+from megatrain.data.tokens.encode import EncoderRecipe
+from megatrain.data.tokens.template import TrainOn
+from megatrain.data.words import split_words
+from megatrain.errors import DataError
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(["<user>hello <assistant>world and more\n"] * 9, 300)
+
+
+def write_chats(folder: Path, count: int = 40) -> Path:
+    file = folder / "chats.jsonl"
+    rows = [
+        [
+            {"role": "user", "content": "hello " * (1 + n % 7)},
+            {"role": "assistant", "content": "world " * (1 + n % 5)},
+        ]
+        for n in range(count)
+    ]
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def prepare(tokenizer: Any, file: Path, folder: Path | None = None, **more: Any) -> Prepared:
+    packing = {"seq_len": 32, "way": "best_fit", "too_long": "auto", "fill_id": 0}
+    packing |= {name: more.pop(name) for name in list(more) if name in packing}
+    data = DataConfig(path=str(file))  # type: ignore[arg-type]
+    return prepare_rows(
+        lambda: read_examples(data),
+        EncoderRecipe(
+            tokenizer=tokenizer, template=TEMPLATE, train_on=TrainOn(), end_id=tokenizer.eos_token_id
+        ),
+        Packing(**packing),
+        folder=folder,
+        key="key",
+        **more,
+    )
+
+
+def all_rows(prepared: Prepared) -> Any:
+    return prepared.rows[range(len(prepared.rows))]
+
+
+def test_every_trained_token_of_every_example_is_in_a_row(tokenizer: Any, tmp_path: Path) -> None:
+    prepared = prepare(tokenizer, write_chats(tmp_path))
+    ids, labels, positions = split_words(all_rows(prepared))
+    texts = [tokenizer.decode(part) for part in np.split(labels[labels >= 0], 1)]
+    assert texts[0].count("world ") == sum(1 + n % 5 for n in range(40))
+    assert texts[0].count("<|endoftext|>") == 40
+    assert "hello" not in texts[0]
+    assert prepared.counts.trained == int((labels >= 0).sum())
+    assert prepared.counts.tokens + prepared.counts.filled == ids.size
+    assert (positions == 0).sum() >= 40
+    assert prepared.fingerprint == fingerprint(all_rows(prepared))
+    assert prepared.max_id == ids.max()
+    assert prepared.show_sample() == "<user>hello <assistant>[[world <|endoftext|>]]"
+
+
+def test_several_processes_give_the_same_rows(tokenizer: Any, tmp_path: Path) -> None:
+    file = write_chats(tmp_path, 600)
+    assert prepare(tokenizer, file, workers=2).fingerprint == prepare(tokenizer, file).fingerprint
+
+
+def test_prepared_data_is_made_once(tokenizer: Any, tmp_path: Path) -> None:
+    file = write_chats(tmp_path)
+    first = prepare(tokenizer, file, tmp_path / "kept")
+    file.unlink()  # and would be missed
+    second = prepare(tokenizer, file, tmp_path / "kept")
+    assert np.array_equal(all_rows(first), all_rows(second))
+    assert second.notes() == first.notes()
+    assert second.counts == first.counts
+
+
+@pytest.mark.parametrize("damage", ["short rows", "no rows", "half a manifest"])
+def test_damaged_rows_are_made_anew(tokenizer: Any, tmp_path: Path, damage: str) -> None:
+    file = write_chats(tmp_path)
+    whole = prepare(tokenizer, file, tmp_path / "kept").fingerprint
+    place = tmp_path / "kept" / "key"
+    if damage == "short rows":
+        os.truncate(place / "rows.bin", 100)
+    elif damage == "no rows":
+        (place / "rows.bin").unlink()
+    else:
+        (place / "manifest.json").write_text('{"shape": [3', encoding="utf-8")
+    again = prepare(tokenizer, file, tmp_path / "kept")
+    assert again.fingerprint == whole == fingerprint(all_rows(again))
+
+
+def test_process_that_is_killed_leaves_nothing_that_is_used(tokenizer: Any, tmp_path: Path) -> None:
+    """Killed with rows on the disk and no manifest; the next one begins anew, and removes what was left."""
+    file, kept = write_chats(tmp_path), tmp_path / "kept"
+    code = (
+        "import sys, time, pathlib\nimport numpy as np\n"
+        "from megatrain.data.cache import RowWriter, kept_rows\n"
+        "def make(place):\n"
+        "    writer = RowWriter(place, 32)\n    writer.write(np.ones((9, 32), dtype=np.int32))\n"
+        "    writer.close()\n    print('written', flush=True)\n    time.sleep(60)\n"
+        "kept_rows(pathlib.Path(sys.argv[1]), 'key', make)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(kept)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"written\n"
+    assert find_rows(kept, "key") is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert find_rows(kept, "key") is None
+    started = time.monotonic()
+    prepared = prepare(tokenizer, file, kept)
+    assert time.monotonic() - started < 50  # the lock went with the process
+    assert prepared.fingerprint == prepare(tokenizer, file).fingerprint
+    assert sorted(path.name for path in kept.iterdir()) == [".lock-key", "key"]
+
+
+def test_rows_that_are_kept_nowhere_leave_no_file(tokenizer: Any, tmp_path: Path) -> None:
+    file = write_chats(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+        prepared = prepare(tokenizer, file)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert len(all_rows(prepared)) == len(prepared.rows) > 0
+
+
+# -- what is counted -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("too_long", "kept", "num_rows", "cut"), [("truncate", 1, 1, 8), ("drop", 0, 0, 0), ("split", 1, 1, 8)]
+)
+def test_too_long_examples_are_counted(
+    tokenizer: Any, tmp_path: Path, too_long: str, kept: int, num_rows: int, cut: int
+) -> None:
+    """A prompt of 3 tokens, an answer of 21."""
+    file = tmp_path / "a.jsonl"
+    turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": "zq" * 10}]
+    file.write_text(json.dumps({"messages": turns}) + "\n" + write_chats(tmp_path, 1).read_text())
+    (number,) = (
+        len(words) for words in [tokenizer("<user><assistant>" + "zq" * 10 + "<|endoftext|>")["input_ids"]]
+    )
+    prepared = prepare(tokenizer, file, seq_len=16, too_long=too_long)
+    assert prepared.counts.examples == 2
+    assert prepared.counts.too_long == 1
+    assert prepared.counts.kept == 1 + kept
+    assert prepared.counts.cut_tokens == (0 if too_long == "split" else number - 16 if kept else number)
+    assert "1 example longer than data.seq_len 16" in "\n".join(prepared.notes())
+
+
+def test_a_row_that_is_all_masked_is_dropped_and_named(tokenizer: Any, tmp_path: Path) -> None:
+    file = write_chats(tmp_path, 2)
+    with file.open("a", encoding="utf-8") as rows:
+        turns = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "y"}]
+        rows.write(json.dumps({"messages": turns}) + "\n")
+    prepared = prepare(tokenizer, file)
+    assert prepared.counts.kept == 2
+    expected = f"dropped: no token of it is trained on within data.seq_len: 1 ({file}:3)"
+    assert expected in "\n".join(prepared.notes())
+
+
+def test_a_run_without_a_token_to_train_on_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "b", "loss_weight": 0.0},
+                ]
+            }
+        )
+        + "\n"
+    )
+    with pytest.raises(
+        DataError, match=r"none of 1 example can be trained on .*prompts\.jsonl:1.*data\.train_on"
+    ):
+        prepare(tokenizer, file)
+
+
+def test_chats_are_not_joined(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(NotTextError, match=r"chats\.jsonl:1: data\.packing=join is for plain text"):
+        prepare(tokenizer, write_chats(tmp_path), way="join")
+
+
+def test_text_that_is_joined_has_no_flags(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("hello world and more\n" * 40, encoding="utf-8")
+    prepared = prepare(tokenizer, file, way="join", seq_len=8)
+    ids = [*tokenizer(file.read_text(encoding="utf-8"))["input_ids"], tokenizer.eos_token_id]
+    assert all_rows(prepared).ravel().tolist() == ids[: len(ids) // 8 * 8]
+    apart = prepare(tokenizer, file, seq_len=8)
+    assert (split_words(all_rows(apart))[2] == 0).sum() == len(
+        ids
+    ) // 8  # a piece of one token has nothing to learn
+
+
+# -- the loader over rows in a file ----------------------------------------------------------------------
+
+
+def test_the_loader_goes_on_over_rows_in_a_file(tokenizer: Any, tmp_path: Path) -> None:
+    prepared = prepare(tokenizer, write_chats(tmp_path), tmp_path / "kept")
+
+    def make() -> PackedLoader:
+        return PackedLoader(
+            prepared.rows,
+            micro_batch_size=2,
+            num_micro_batches=2,
+            seed=1,
+            packing="best_fit",
+            name=prepared.fingerprint,
+        )
+
+    loader = make()
+    next(loader)
+    state = json.loads(json.dumps(loader.state()))
+    expected = [next(loader) for _ in range(5)]
+    resumed = make()
+    resumed.restore(state)
+    for step in expected:
+        for mine, theirs in zip(next(resumed), step, strict=True):
+            assert sorted(mine) == ["input_ids", "labels", "position_ids"]
+            assert all(mine[name].equal(theirs[name]) for name in mine)
+    other = prepare(tokenizer, write_chats(tmp_path, 39))
+    with pytest.raises(DataError, match="way of packing or masking"):
+        PackedLoader(
+            other.rows,
+            micro_batch_size=2,
+            num_micro_batches=2,
+            seed=1,
+            packing="best_fit",
+            name=other.fingerprint,
+        ).restore(state)
+
+
+def test_some_rows_are_those_of_their_numbers(tmp_path: Path) -> None:
+    rows = np.arange(12, dtype="<i4").reshape(4, 3)
+    (tmp_path / "rows.bin").write_bytes(rows.tobytes())
+    whole = RowFile(tmp_path / "rows.bin", (4, 3))
+    assert whole[[2, 0]].tolist() == rows[[2, 0]].tolist()
+    some = SomeRows(whole, np.array([3, 1]))
+    assert len(some) == 2
+    assert some[range(2)].tolist() == rows[[3, 1]].tolist()
+    with pytest.raises(DataError, match="48 bytes, not those of 5 rows"):
+        RowFile(tmp_path / "rows.bin", (5, 3))
