@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         TornStateError,
     )
     from megatrain.store.placement import Tiers
-    from megatrain.stream.attach import attach
+    from megatrain.stream.attach import attach, reattach
     from megatrain.stream.engine import Engine
     from megatrain.stream.load import load
     from megatrain.train.fit import fit
@@ -36,6 +36,7 @@ _HOMES = {
     "Tiers": "megatrain.store.placement",
     "Engine": "megatrain.stream.engine",
     "attach": "megatrain.stream.attach",
+    "reattach": "megatrain.stream.attach",
     "load": "megatrain.stream.load",
     "fit": "megatrain.train.fit",
     "MegatrainError": "megatrain.errors",
@@ -69,6 +70,7 @@ __all__ = [
     "attach",
     "fit",
     "load",
+    "reattach",
 ]
 
 

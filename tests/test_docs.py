@@ -79,6 +79,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ("quickstart", "quickstart"),
         ("sample", "sample"),
         ("export", "export_run"),
+        ("push", "push"),
         ("trace", "trace"),
         ("trace", "describe"),
         ("planning.plan_run", "plan_run"),

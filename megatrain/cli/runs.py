@@ -55,14 +55,11 @@ def export(
     """
     from megatrain.config.sizes import parse_bytes
     from megatrain.train.export import export_run
+    from megatrain.train.push import push as send
 
     shard_bytes = None if max_shard_size is None else parse_bytes(max_shard_size, "--max-shard-size")
     export_run(run, out, merges=merge, max_shard_bytes=shard_bytes)
-    print(out)
-    if push is not None:
-        from megatrain.train.push import push as send
-
-        print(send(out, push))
+    print(out if push is None else send(out, push))
 
 
 def report(

@@ -25,7 +25,11 @@ from megatrain.stream.lanes.devices import make_lanes
 from megatrain.stream.resolve import Conditions, resolve
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedModel
+
+_SETTINGS = "_megatrain_settings"
 
 
 def attach(
@@ -82,7 +86,8 @@ def attach(
         CapacityError: The state does not fit into host or device memory; nothing was allocated.
         ConfigError: An unknown keyword, a value out of range, or two that exclude each other.
     """
-    choice = read_choice(choice, fields)
+    asked, drives = read_choice(choice, fields), tiers
+    choice = asked
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigError(f"micro_batch_size is {micro_batch_size}; use 1 or more")
     if compile not in ("auto", "on", "off"):
@@ -137,7 +142,7 @@ def attach(
         moments=moments,
         tiers=tiers,
     )
-    return Engine(
+    engine = Engine(
         model,
         binding,
         lanes,
@@ -146,6 +151,49 @@ def attach(
         compiles=compiles,
         deterministic=deterministic,
     )
+    model.__dict__[_SETTINGS] = {
+        "choice": asked,
+        "device": device,
+        "precision": precision,
+        "batch": batch,
+        "micro_batch_size": micro_batch_size,
+        "compile": compile,
+        "optimizer_state": optimizer_state,
+        "host_limit": host_limit,
+        "device_limit": device_limit,
+        "tiers": drives,
+        "deterministic": deterministic,
+    }
+    return engine
+
+
+def reattach(engine: Engine, change: Callable[[PreTrainedModel], object]) -> Engine:
+    """Change a model that is attached, such as by adding PEFT's adapters to it, and attach it again.
+
+    What has been trained stays; the optimizer of the old engine does not, so make one of the new engine. While
+    the weights move into their new places, host memory holds them twice.
+
+    Args:
+        engine: Of the model; it is detached.
+        change: Is given the model, as it was before `attach`: `lambda model: get_peft_model(model, config)`.
+
+    Returns:
+        The engine of the changed model, with the settings that the model was attached with.
+
+    Raises:
+        ConfigError: The engine was given lanes of the caller's, which end with it.
+        MegatrainError: As `attach`; the model is then detached.
+    """
+    engine.require_attached()
+    model = engine.model
+    settings = model.__dict__.pop(_SETTINGS)
+    if isinstance(settings["device"], Lanes):
+        raise ConfigError(
+            "reattach needs a device by its name; detach, change the model, and attach it again"
+        )
+    engine.detach()
+    change(model)
+    return attach(model, **settings)
 
 
 def _refuse_beside_drives(choice: Choice, moments: MomentFormat) -> None:

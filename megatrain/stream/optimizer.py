@@ -101,8 +101,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         if foreign:
             raise ModelError(
                 f"parameter {foreign[0]} ({len(foreign)} in all) requires a gradient but was not "
-                "there, or was frozen, when the engine was attached; attach after adapters are added and "
-                "requires_grad is set"
+                "there, or was frozen, when the engine was attached; add adapters and set requires_grad "
+                "before attach, or in megatrain.reattach(engine, lambda model: ...)"
             )
         if not managed:
             raise ModelError("no parameter requires a gradient; nothing would be trained")

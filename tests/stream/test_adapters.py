@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +212,50 @@ def test_saved_adapters_come_back(tmp_path: Path) -> None:
 def test_names_that_do_not_fit_the_model_are_refused(adaptation: Adaptation, words: str) -> None:
     with pytest.raises(megatrain.MegatrainError, match=words):
         adapt(make_model(FAMILIES["llama"]()), adaptation)
+
+
+def test_adapters_after_attach_are_refused_with_the_way_that_is_exact() -> None:
+    """A step of the whole model, then adapters beside what it has trained: as resident PEFT does it."""
+    model = make_model(FAMILIES["llama"]())
+    reference = Resident(model, **HYPER)
+    engine = attach_plainly(model, device="checked")
+    batches = make_batches(1)
+    engine.forward_backward(batches)
+    reference.forward_backward(batches)
+    engine.adamw(**HYPER, max_grad_norm=None).step()
+    reference.step(0.0, None)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+    def add(changed: PreTrainedModel) -> None:
+        torch.manual_seed(5)
+        with _quietly():
+            peft.get_peft_model(changed, config, autocast_adapter_dtype=False)
+
+    again = megatrain.reattach(engine, add)
+    assert again.choice == engine.choice
+    with pytest.raises(megatrain.MegatrainError, match="was detached"):
+        engine.forward_backward(batches)
+    add(reference.model)
+    resident = Resident(reference.model, **HYPER)
+    optimizer = again.adamw(**HYPER, max_grad_norm=None)
+    for step in range(2):
+        batches = make_batches(1, seed=step)
+        assert_same_bits(again.forward_backward(batches), resident.forward_backward(batches), "loss")
+        optimizer.step()
+        resident.step(0.0, None)
+    assert len(resident.parameters) == 4 * 2 * 2
+    for name, master in again.named_masters():
+        if name in resident.parameters:
+            assert_same_bits(master, resident.master(name), name)
+    third = attach_plainly(make_model(FAMILIES["llama"]()), device="checked")
+    add(third.model)
+    with pytest.raises(megatrain.MegatrainError, match=r"or in megatrain\.reattach"):
+        third.adamw(**HYPER)
+    third.close()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
