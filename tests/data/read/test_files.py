@@ -177,12 +177,13 @@ def test_an_array_is_parsed_piece_by_piece(tmp_path: Path, monkeypatch: pytest.M
         {"text": "x" * 50, "n": -12.5e3},
         {"text": "y", "n": 17},
     ]
-    text = json.dumps(rows, ensure_ascii=False, indent=1)
+    text = json.dumps([*rows, 123456], ensure_ascii=False, indent=1)  # the number is no row
     (tmp_path / "a.json").write_text(text, encoding="utf-8")
     for chunk in range(1, 24):
         monkeypatch.setattr(json_rows, "_CHUNK", chunk)
-        examples = read_examples(DataConfig(path=(str(tmp_path / "a.json"),)))
-        assert [example.text for example in examples] == [row["text"] for row in rows]  # type: ignore[union-attr]
+        stream: Any = read_examples(DataConfig(path=(str(tmp_path / "a.json"),)))
+        assert [example.text for example in stream] == [row["text"] for row in rows]
+        assert stream.report.num_dropped == 1
 
 
 def test_entries_of_dataset_info(tmp_path: Path) -> None:
