@@ -24,7 +24,7 @@ MOST_USED = (
 """Keys that the short help shows, beside those that have options."""
 
 _WIDTH = 110
-_UsageError = typer.BadParameter.__mro__[1]
+_UsageError: Any = typer.BadParameter.__mro__[1]
 """click's, which some versions of typer bring along under another name."""
 
 
@@ -39,8 +39,8 @@ class SettingsCommand(TyperCommand):
             wrong = getattr(error, "option_name", None)
             if wrong is not None:
                 options = {name for parameter in self.params for name in parameter.opts}
-                error.message = f"No such option: {wrong}; {_meant(wrong, options)}"  # type: ignore[attr-defined]
-                error.possibilities = None  # type: ignore[attr-defined]
+                error.message = f"No such option: {wrong}; {_meant(wrong, options)}"
+                error.possibilities = None
             raise
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:

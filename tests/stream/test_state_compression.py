@@ -289,14 +289,14 @@ def test_a_checkpoint_from_before_the_choice_is_fp32(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its configuration has no `optim.state`."""
-    from megatrain.train.run import _report_changes
+    from megatrain.train.changes import report_changes
 
     config = make_config(tmp_path)
     saved = json.loads(json.dumps(config.model_dump(mode="json")))
     del saved["optim"]["state"]
-    _report_changes(config, {"config": saved})
+    report_changes(config, {"config": saved})
     with pytest.raises(CheckpointError, match=r"optim\.state=fp32, not bf16"):
-        _report_changes(make_config(tmp_path, optim={"state": "bf16"}), {"config": saved})
+        report_changes(make_config(tmp_path, optim={"state": "bf16"}), {"config": saved})
 
 
 def test_the_label_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

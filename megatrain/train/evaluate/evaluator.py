@@ -33,7 +33,7 @@ class Outcome:
     @property
     def numbers(self) -> dict[str, float]:
         """Return them by the names of transformers: `eval_loss`, or `eval_NAME_loss` of several sets."""
-        found = {}
+        found: dict[str, float] = {}
         for one in self.evaluations:
             name = "eval" if len(self.evaluations) == 1 else f"eval_{one.name}"
             found |= {f"{name}_loss": one.loss, f"{name}_perplexity": one.perplexity}

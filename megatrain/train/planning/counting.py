@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 """Is told what takes time, in a few words, before it begins."""
 
 

@@ -52,12 +52,12 @@ class Progress:
         self._stream = stream or sys.stderr
         self._mode = mode if mode != "auto" else "bar" if self._stream.isatty() else "lines"
         self._clock = clock
-        self._started_s = clock()
         self._shown_s = -math.inf
+        self._first_s: float | None = None
+        self._first_shown = 0
         self._bar: RichProgress | None = None
 
     def __enter__(self) -> Progress:
-        self._started_s = self._clock()
         if self._mode == "bar":
             self._bar = _make_bar(self._stream)
             self._bar.add_task("", total=self._num_steps, completed=self._first_step, text="")
@@ -73,6 +73,8 @@ class Progress:
 
     def update(self, row: StepMetrics, *, is_last: bool = False) -> None:
         """Show a step; the last one always."""
+        if self._first_s is None:
+            self._first_s, self._first_shown = self._clock(), row.step
         if self._mode == "none":
             return
         text = describe_step(row, eta_s=self.eta_s(row.step))
@@ -86,11 +88,13 @@ class Progress:
             _log.info("step %d/%d %s", row.step, self._num_steps, text)
 
     def eta_s(self, step: int) -> float | None:
-        """Return the seconds left after `step`, at the pace of this process; None before its first step."""
-        done = step - self._first_step
-        if done <= 0:
+        """Return the seconds left after `step`, at the pace of this process; None before its second step.
+
+        The first one is left out: it allocates and compiles.
+        """
+        if self._first_s is None or step <= self._first_shown:
             return None
-        return (self._clock() - self._started_s) / done * (self._num_steps - step)
+        return (self._clock() - self._first_s) / (step - self._first_shown) * (self._num_steps - step)
 
 
 def _make_bar(stream: TextIO) -> RichProgress:
@@ -115,5 +119,6 @@ def describe_step(row: StepMetrics, *, eta_s: float | None) -> str:
         parts.append(f"{row.power_w:.0f} W")
     if row.throttled:
         parts.append(f"throttled: {', '.join(row.throttled)}")
-    parts.append(f"{format_duration(eta_s)} left")
+    if eta_s is not None:
+        parts.append(f"{format_duration(eta_s)} left")
     return "  ".join([*parts, "SKIPPED"] if row.skipped else parts)

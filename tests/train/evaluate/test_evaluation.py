@@ -147,12 +147,13 @@ def test_random_states_and_modes_are_as_before(monkeypatch: pytest.MonkeyPatch) 
 
     ids = torch.arange(24).view(2, 12)
     sets = [EvalSet(name="a", batches=lambda: [{"input_ids": ids, "labels": ids}])]
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    words: Any = np.random.get_state
+    before = random.getstate(), words()[1].tolist(), torch.get_rng_state()
     monkeypatch.setattr(type(model), "forward", drawing)
     first, second = (evaluate(engine, sets, most_batches=None)[0].loss for _ in range(2))
     assert first == second, "without dropout"
     assert random.getstate() == before[0]
-    assert np.random.get_state()[1].tolist() == before[1]
+    assert words()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
     assert [module.training for module in model.modules()] == modes
 
