@@ -45,7 +45,7 @@ def write_configuration_page(path: str | os.PathLike[str] = "docs/configuration.
 _PAGE_INTRODUCTION = """\
 A run is described by a YAML file of sections, by `section.key=value` overrides on the command line, or by
 both; overrides win. `megatrain train --help-all` lists the same keys. Paths are relative to the directory
-that the command runs in. A value means what it looks like (YAML 1.2): `1e-3` is a number, `no` is text, `null`
-is nothing.
+that the command runs in. A value means what it looks like (YAML 1.2): `1e-3` is a number, `no` is text, and
+`null` is nothing.
 
 This page is generated from the sections of `megatrain/config`."""
