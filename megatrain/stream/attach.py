@@ -170,8 +170,8 @@ def attach(
 def reattach(engine: Engine, change: Callable[[PreTrainedModel], object]) -> Engine:
     """Change a model that is attached, such as by adding PEFT's adapters to it, and attach it again.
 
-    What has been trained stays; the optimizer of the old engine does not, so make one of the new engine. While
-    the weights move into their new places, host memory holds them twice.
+    What has been trained stays; the optimizer of the old engine does not, so make one of the new engine.
+    While the weights move into their new places, host memory holds them twice.
 
     Args:
         engine: Of the model; it is detached.

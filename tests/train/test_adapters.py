@@ -149,7 +149,7 @@ def test_going_on_beside_another_base_is_refused(base: Path, whole: Path, tmp_pa
 @pytest.mark.parametrize("key", ["freeze", "only"])
 def test_patterns_choose_what_is_trained(base: Path, key: str) -> None:
     patterns = ["model.embed_tokens*", "lm_head*"]
-    lora = {"r": None, "dropout": 0.0, "modules_to_save": []}
+    lora: dict[str, Any] = {"r": None, "dropout": 0.0, "modules_to_save": []}
     train(config_of(base, key, train={"steps": 2, key: patterns}, optim={"warmup_steps": 0}, lora=lora))
     before, after = (
         load_file(base / "model/model.safetensors"),
