@@ -53,7 +53,7 @@ def _mask_calls(model_class: type) -> Iterator[bool]:
     for _, member in inspect.getmembers(module, inspect.isclass):
         if member.__module__ != module.__name__ or "forward" not in vars(member):
             continue
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(member.forward))))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(vars(member)["forward"]))))
         nodes = list(ast.walk(tree))
         keys = {
             key.value

@@ -50,7 +50,7 @@ def write_chats(folder: Path, count: int = 40) -> Path:
 
 
 def prepare(tokenizer: Any, file: Path, folder: Path | None = None, **more: Any) -> Prepared:
-    packing = {"seq_len": 32, "way": "best_fit", "too_long": "auto", "fill_id": 0}
+    packing: dict[str, Any] = {"seq_len": 32, "way": "best_fit", "too_long": "auto", "fill_id": 0}
     packing |= {name: more.pop(name) for name in list(more) if name in packing}
     data = DataConfig(path=str(file))  # type: ignore[arg-type]
     return prepare_rows(

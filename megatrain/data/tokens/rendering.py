@@ -199,4 +199,4 @@ def _is_generation(block: nodes.CallBlock) -> bool:
 def _mark(kind: str, loop: int, line: int, *values: nodes.Expr) -> nodes.Output:
     given = [nodes.Const(kind), nodes.Const(loop), *values]
     call = nodes.Call(nodes.Name(_CALL, "load"), given, [], None, None)
-    return nodes.Output([call]).set_lineno(line)  # type: ignore[no-any-return]
+    return nodes.Output([call], lineno=line)

@@ -45,7 +45,7 @@ def tokenizer() -> Any:
     return train_tokenizer(["<user>hello<assistant>world and more\n"] * 9, 300)
 
 
-def recipe(tokenizer: Any, template: str | None = TAGGED, **train_on: Any) -> EncoderRecipe:
+def recipe(tokenizer: Any, template: Any = TAGGED, **train_on: Any) -> EncoderRecipe:
     return EncoderRecipe(
         tokenizer=tokenizer,
         template=template,
