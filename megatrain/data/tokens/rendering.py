@@ -76,6 +76,7 @@ class Rendering:
             _is_generation(block) for block in environment.parse(source).find_all(nodes.CallBlock)
         )
         self._names = dict(special_tokens)
+        self.bos = str(self._names.get("bos_token") or "")
 
     def text(self, messages: Sequence[Mapping[str, Any]], *, prompts: bool = False, tools: Any = None) -> str:
         """Render without marks, as transformers does.

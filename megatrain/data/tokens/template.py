@@ -143,7 +143,7 @@ class ChatTemplate:
         if not segments:
             raise RenderError(f"the chat template writes nothing that is known to be message {number + 1}'s")
         header = self._header(rendering, role)
-        start, end = segments[0]
+        start, end = _less_bos(rendering, rendered, number)
         if not rendered.text.startswith(header, start, end):
             raise RenderError(
                 f"the chat template begins message {number + 1} in another way than {header!r}, so it is not "
@@ -168,7 +168,7 @@ class ChatTemplate:
                     continue  # one that does not allow such an order of turns
                 for number, message in enumerate(turns):
                     if message["role"] == role and number in rendered.segments:
-                        start, end = rendered.segments[number][0]
+                        start, end = _less_bos(rendering, rendered, number)
                         begins.append(rendered.text[start:end])
         header = _common(begins) if len(set(begins)) > 1 else ""
         if role == "assistant":
@@ -181,6 +181,13 @@ class ChatTemplate:
 
 
 _PROBE = (("user", "Alpha"), ("assistant", "Bravo"), ("user", "Golf"), ("assistant", "Tango"))
+
+
+def _less_bos(rendering: Rendering, rendered: Rendered, number: int) -> Span:
+    """Return the first that was written for a message; Llama 3 begins the text with it, whosever it is."""
+    start, end = rendered.segments[number][0]
+    is_first = number == 0 and rendered.text.startswith(rendering.bos, start, end)
+    return (start + len(rendering.bos) if is_first else start), end
 
 
 def _common(texts: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,28 @@ def test_spans_of_a_template_equal_those_of_its_generation_marks(name: str) -> N
 def test_roles_and_the_last_turn(tokenizer: Any, train_on: dict[str, Any], expected: str) -> None:
     example = chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     assert shown(tokenizer, example, **train_on) == expected
+
+
+def test_a_beginning_of_the_text_is_no_part_of_the_first_turn(tokenizer: Any) -> None:
+    """Llama 3 writes it in the loop, with the first message; a chat that the assistant opens is no bad row."""
+    llama = (
+        "{% for message in messages %}{% set content = '<' + message['role'] + '>' + message['content'] %}"
+        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
+        "{% if message['role'] == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.bos_token = bos = "<|endoftext|>"
+    greeting = chat(("assistant", "a"), ("user", "b"), ("assistant", "c"))
+    end = "<|endoftext|>"
+    for train_on, expected in (
+        ({}, f"{bos}<assistant>[[a{end}]]<user>b<assistant>[[c{end}]]"),
+        ({"roles": ("user",)}, f"{bos}<assistant>a{end}<user>[[b]]<assistant>c{end}"),
+    ):
+        assert shown(tokenizer, greeting, llama, **train_on) == expected
+    asked = chat(("user", "b"), ("assistant", "c"))
+    expected = f"{bos}<user>[[b]]<assistant>c{end}"
+    assert shown(tokenizer, asked, llama, roles=("user",)) == expected
 
 
 def test_settings_are_read() -> None:
