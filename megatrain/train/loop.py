@@ -227,6 +227,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
     run.care.begin()
     with MetricsLog(directory.metrics, resume_step=run.step) as metrics, progress:
         _begin(run)
+        if saved is None and run.step in run.evaluator.kept_steps:
+            saved = _save(run, directory)  # it is committed on drives, and the run was killed before its save
         reason = run.evaluator.stop() if run.evaluator.wants_stop else ""
         while run.step < run.num_steps and not reason and callbacks.failure is None:
             if stop.is_set():

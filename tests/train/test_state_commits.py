@@ -21,6 +21,7 @@ from megatrain.stream.lanes.emulated_spec import emulated_spec
 from megatrain.stream.machine import common_cpu
 from megatrain.train import loop
 from megatrain.train.dry_run import dry_run
+from megatrain.train.evaluate.losses import Evaluation
 from megatrain.train.loop import train, train_step
 from megatrain.train.planning.allocation import check_allocated, plan_training
 from megatrain.train.planning.counting import PlannedModel
@@ -300,3 +301,33 @@ def test_a_run_that_does_not_fit_is_told_of_settings_not_of_other_machines(tmp_p
         plan_training(config, PlannedModel(config.model.path, None, print, model_config), spec)
     assert "memory.tiers='{nvme: [DIRECTORY]}'" in str(caught.value)
     assert "--" not in str(caught.value)
+
+
+def test_a_best_step_that_is_committed_and_not_yet_saved_is_saved_by_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run would look for its checkpoint at the end, and never finish."""
+    losses = iter([3.0, 2.0, 1.0, 5.0, 5.0, 5.0])
+    monkeypatch.setattr(
+        "megatrain.train.evaluate.evaluator.evaluate",
+        lambda *_, **__: [Evaluation(name="val", loss=next(losses), tokens=1, seconds=0.0)],
+    )
+    more: dict[str, Any] = {"data": {"val_size": 0.05}, "eval": {"every": 1, "load_best": True}}
+    config = make_config(tmp_path, **sections(tmp_path, commit_every=1), **more)
+    save = loop._save
+
+    def killed(run: Any, directory: Any) -> Any:
+        if run.step == 3:
+            run.engine.settle()
+            raise KeyboardInterrupt
+        return save(run, directory)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "_save", killed)
+        train(config)
+    record = read_record(tmp_path / "drive0")
+    assert record is not None
+    assert record.step == 3
+    train(config)
+    best = tmp_path / "run/checkpoints/step-00000003/model.safetensors"
+    assert (tmp_path / "run/hf/model.safetensors").read_bytes() == best.read_bytes()
