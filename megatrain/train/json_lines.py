@@ -105,7 +105,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         if not line.endswith(b"\n"):
             return
         with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=lambda _: None)  # nan and inf, as `append` writes them
             if isinstance(row, dict):
                 yield row
 

@@ -125,19 +125,46 @@ def read_run(path: Path) -> RunFiles:
             raise OutputError(
                 f"{path} is not a run directory (one with a config.yaml); give the directory that train wrote"
             )
-        config = parse_yaml(directory.config.read_text(encoding="utf-8"), source=str(directory.config))
+        config = parse_yaml(_text(directory.config), source=str(directory.config))
+        sections = config.items() if isinstance(config, dict) else ()
         written = [file.stat().st_mtime for file in (directory.metrics, directory.events) if file.exists()]
-        events = [row for row in read_rows(directory.events) if {"event", "time", "step"} <= row.keys()]
         return RunFiles(
             path=path,
-            config=without_secrets(config if isinstance(config, dict) else {}),
+            config=without_secrets(
+                {name: values for name, values in sections if isinstance(values, dict) or name == "out"}
+            ),
             environment=_json(directory.environment),
             plan=_json(directory.plan),
-            rows=_by_step(row for row in read_rows(directory.metrics) if isinstance(row.get("step"), int)),
-            events=events,
+            rows=_by_step(_known(row) for row in read_rows(directory.metrics) if _is_whole(row)),
+            events=[
+                row
+                for row in read_rows(directory.events)
+                if _is_whole(row) and isinstance(row.get("event"), str) and _is_number(row.get("time"))
+            ],
             written_s=max(written, default=0.0),
             has_model=directory.model.is_dir(),
         )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise OutputError(f"{path} is not UTF-8 text; it is no file of a run, or damaged") from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_whole(row: Mapping[str, Any]) -> bool:
+    return type(row.get("step")) is int
+
+
+def _known(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of metrics without the values that are of another kind than a run writes."""
+    kinds = dict.fromkeys(_NUMBERS, (int, float)) | {"waits": dict, "lane_seconds": dict, "bound": str}
+    return {name: value for name, value in row.items() if isinstance(value, kinds.get(name, object))}
 
 
 def _by_step(rows: Any) -> list[Mapping[str, Any]]:
@@ -167,6 +194,7 @@ _COLUMNS = (
     "device_bytes",
     "power_w",
 )
+_NUMBERS = (*_COLUMNS, "tokens")
 _MOST_WAITS = 6
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatrain.errors import OutputError, os_errors
+from megatrain.errors import MegatrainError, OutputError, os_errors
 from megatrain.train.directory import RunDirectory
 from megatrain.train.report.card import plan_and_fact
 from megatrain.train.report.collect import RunFiles, read_run
 from megatrain.train.report.page import facts_of
 from megatrain.train.report.words import event_text
+
+_log = logging.getLogger(__name__)
 
 _LEVELS = 2
 """Folders below a given one in which runs are looked for."""
@@ -30,10 +33,11 @@ _NOT_COMPARED = ("out", "log.", "checkpoint.resume")
 
 
 def find_runs(places: Sequence[Path]) -> list[RunFiles]:
-    """Return the runs that are, or are in, these directories.
+    """Return the runs that are, or are in, these directories; a damaged one among others is left out.
 
     Raises:
         OutputError: A place holds none.
+        MegatrainError: One that was named cannot be read.
     """
     found: dict[Path, RunFiles] = {}
     for place in places:
@@ -41,7 +45,13 @@ def find_runs(places: Sequence[Path]) -> list[RunFiles]:
             here = [path for path in _candidates(place, _LEVELS) if RunDirectory(path).is_run]
         if not here:
             raise OutputError(f"{place} holds no run (a directory with a config.yaml); give one that does")
-        found |= {path.resolve(): read_run(path) for path in here}
+        for path in here:
+            try:
+                found[path.resolve()] = read_run(path)
+            except MegatrainError as error:
+                if path == place or len(here) == 1:
+                    raise
+                _log.warning("%s is left out: %s", path, error)
     return list(found.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,25 @@ def test_damaged_and_missing_files_leave_the_rest(tmp_path: Path) -> None:
     (run / "config.yaml").unlink()
     with pytest.raises(OutputError, match="is not a run directory"):
         read_run(run)
+
+
+def test_values_of_another_kind_are_not_known(tmp_path: Path) -> None:
+    """Of files that other hands have written to: nothing of them reaches a sum or a format."""
+    run = write_run(tmp_path / "a")
+    odd = {"step": 21, "loss": "x", "tokens": "y", "tokens_per_s": "z", "seconds": [1], "waits": [1]}
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(odd | {"lane_seconds": "s", "bound": {}}) + "\n")
+        file.write('{"step": 22, "loss": NaN, "seconds": Infinity}\n{"step": true, "loss": 0.0}\n')
+    with open(run / "events.jsonl", "a") as file:
+        for event in (("evaluation", "x", 1), ("evaluation", 1.0, "y"), (["a"], 1.0, 1)):
+            row = dict(zip(("event", "time", "step"), event, strict=True), loss=1.0)
+            file.write(json.dumps(row) + "\n")
+    read = read_run(run)
+    assert (read.step, len(read.events), read.evaluations()) == (22, 1, {})
+    assert read.tokens_per_s == 2048.0
+    assert read.last_loss == pytest.approx(4.0 - 0.1 * 15.5)
+    found = columns(read)
+    assert (found["loss"][-2:], found["seconds"][-2:], found["tokens"][-2:]) == ([None] * 2,) * 3
 
 
 def test_event_in_words() -> None:

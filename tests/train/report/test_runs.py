@@ -37,6 +37,25 @@ def test_list_finds_runs_two_levels_down_and_says_how_they_are(
     assert (first["best_eval"], first["tokens_per_s"], first["steps"]) == (2.0, 2048.0, 40)
 
 
+def test_a_damaged_run_keeps_no_other_from_the_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    write_run(tmp_path / "runs/a")
+    for number, content in enumerate((b"\xff\xfe", b"model: [\n")):
+        (write_run(tmp_path / f"runs/b{number}") / "config.yaml").write_bytes(content)
+    (write_run(tmp_path / "runs/c") / "config.yaml").write_text("model:\ntrain: 5\nout: c\n")
+    with caplog.at_level("WARNING", logger="megatrain"):
+        lines = shown(capsys, "ls", str(tmp_path / "runs")).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [str(tmp_path / "runs" / name) for name in "ac"]
+    left_out = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
+    assert len(left_out) == 2
+    text = shown(capsys, "show", str(tmp_path / "runs/b0"), code=2)
+    assert (
+        text
+        == f"error: {tmp_path}/runs/b0/config.yaml is not UTF-8 text; it is no file of a run, or damaged\n"
+    )
+
+
 def test_show_says_plan_and_fact_and_the_last_events(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
