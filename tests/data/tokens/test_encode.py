@@ -185,7 +185,7 @@ def test_roles_and_the_last_turn(tokenizer: Any, train_on: dict[str, Any], expec
 
 
 def test_a_beginning_of_the_text_is_no_part_of_the_first_turn(tokenizer: Any) -> None:
-    """Llama 3 writes it in the loop, with the first message; a chat that the assistant opens is no bad row."""
+    """Llama 3 writes it in the loop, with the first message; a chat may begin with the assistant."""
     llama = (
         "{% for message in messages %}{% set content = '<' + message['role'] + '>' + message['content'] %}"
         "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
