@@ -41,8 +41,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
 
     stand_in("megatrain.train.loop", "train")
     stand_in("megatrain.train.quickstart", "quickstart")
-    stand_in("megatrain.train.sample", "sample", "Once upon a time")
-    stand_in("megatrain.train.export", "export_run")
+    stand_in("megatrain.train.outputs.sample", "sample", "Once upon a time")
+    stand_in("megatrain.train.outputs.export", "export_run")
     return seen
 
 

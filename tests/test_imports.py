@@ -271,7 +271,7 @@ def test_the_engine_needs_no_package_of_the_command_line_and_of_data() -> None:
         for module, source in modules().items()
         if SETTINGS_AND_DATA & {name.partition(".")[0] for _, name in imported(ast.parse(source), module)}
     }
-    assert "megatrain.config.sections" in need
+    assert "megatrain.config.sections.config" in need
     for module in package():
         if module.startswith(WITHOUT_SETTINGS):
             assert not need & reached_from(module, package()), module
@@ -324,9 +324,9 @@ def test_import_against_the_order_is_found(module: str, source: str) -> None:
         ("megatrain.stream.engine", "from .report import StepReport\nfrom ..plan.program import operations"),
         ("megatrain.stream.engine", "from megatrain.stream.forward.rounds import Rounds"),
         ("megatrain.store.state", "import torch\nfrom megatrain.layout.blocks import Entry"),
-        ("megatrain.config.sections", "from megatrain.errors import ConfigError"),
-        ("megatrain.config.sections", "from megatrain.config.yaml12 import dump_yaml"),
-        ("megatrain.train.state", "import megatrainer"),
+        ("megatrain.config.sections.config", "from megatrain.errors import ConfigError"),
+        ("megatrain.config.sections.config", "from megatrain.config.yaml12 import dump_yaml"),
+        ("megatrain.train.resume.state", "import megatrainer"),
     ],
 )
 def test_import_along_the_order_is_fine(module: str, source: str) -> None:

@@ -47,7 +47,7 @@ def write_chats(file: Path, words: list[str], num_bytes: int) -> None:
 
 def measure(tokenizer_path: str, file: str, *, profile: bool) -> dict[str, object]:
     """Prepare a file and read it back, in this process."""
-    from megatrain.config.data_section import DataConfig
+    from megatrain.config.sections.data import DataConfig
     from megatrain.data.loader import PackedLoader
     from megatrain.data.prepare import Packing, prepare_rows
     from megatrain.data.read.examples import read_examples

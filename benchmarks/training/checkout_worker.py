@@ -202,7 +202,7 @@ def state_digests(engine: Any, directory: Path) -> Iterator[tuple[str, str]]:
     """Yield (name, digest) of remainders, moments and scales, read from the files of a checkpoint."""
     from safetensors.torch import load_file
 
-    from megatrain.train.state import write_state
+    from megatrain.train.resume.state import write_state
 
     directory.mkdir()
     write_state(engine, directory)

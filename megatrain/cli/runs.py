@@ -33,7 +33,7 @@ def sample(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token.")] = 0.0,
 ) -> None:
     """Continue a text with a trained model."""
-    from megatrain.train.sample import sample as run
+    from megatrain.train.outputs.sample import sample as run
 
     print(run(path, prompt, max_new_tokens=max_new_tokens, temperature=temperature))
 
@@ -54,8 +54,8 @@ def export(
     A repository that --push makes is private.
     """
     from megatrain.config.sizes import parse_bytes
-    from megatrain.train.export import export_run
-    from megatrain.train.push import push as send
+    from megatrain.train.outputs.export import export_run
+    from megatrain.train.outputs.push import push as send
 
     shard_bytes = None if max_shard_size is None else parse_bytes(max_shard_size, "--max-shard-size")
     export_run(run, out, merges=merge, max_shard_bytes=shard_bytes)

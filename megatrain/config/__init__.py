@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         read_config,
         set_keys,
     )
-    from megatrain.config.sections import Config
+    from megatrain.config.sections.config import Config
 
-_HOMES = {"Config": "sections", "Key": "keys", "config_keys": "keys"}
+_HOMES = {"Config": "sections.config", "Key": "keys", "config_keys": "keys"}
 """By name, where it is not `reading`."""
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from megatrain.config.aliases import ALIASES
-from megatrain.config.sections import Config
+from megatrain.config.sections.config import Config
 from megatrain.config.yaml12 import dump_yaml
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatrain.config.aliases import ALIASES
 from megatrain.config.keys import config_keys
-from megatrain.config.sections import Config
+from megatrain.config.sections.config import Config
 
 
 def configuration_page() -> str:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from megatrain.config.aliases import LEFT_OUT, hint, is_foreign, translate
 from megatrain.config.keys import describe, given
-from megatrain.config.sections import Config, conflicts
+from megatrain.config.sections.config import Config, conflicts
 from megatrain.config.yaml12 import dump_yaml, parse_yaml
 from megatrain.errors import ConfigError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatrain.config.data_section import DataConfig
+from megatrain.config.sections.data import DataConfig
 from megatrain.data.example import TextExample
 from megatrain.data.read.examples import read_examples
 

@@ -25,7 +25,7 @@ from megatrain.stream.attach import attach
 from megatrain.stream.engine import Engine
 from megatrain.stream.load import load
 from megatrain.stream.optimizer import StreamedAdamW
-from megatrain.train.state import has_state, read_state, remove_state, write_state
+from megatrain.train.resume.state import has_state, read_state, remove_state, write_state
 
 _Base: Any = object
 """So that calls of the plain trainer's methods, which stand behind these, are not taken for mistakes."""

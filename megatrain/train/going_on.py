@@ -11,8 +11,8 @@ from megatrain.checkpoint.format import Manifest, parse_directory_name
 from megatrain.checkpoint.load import find, newest_whole, verify
 from megatrain.config import Config
 from megatrain.errors import CheckpointError, OutputError, os_errors
-from megatrain.train.directory import RunDirectory
-from megatrain.train.export import is_exported
+from megatrain.train.outputs.export import is_exported
+from megatrain.train.records.directory import RunDirectory
 
 _log = logging.getLogger(__name__)
 

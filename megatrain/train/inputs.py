@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain.config import Config
-from megatrain.config.data_section import SourceConfig
+from megatrain.config.sections.data import SourceConfig
 from megatrain.data.cache import FORMAT, SomeRows
 from megatrain.data.context import check_seq_len, context_length
 from megatrain.data.example import texts_of

@@ -22,18 +22,18 @@ from megatrain.stream.forward.micro_batches import MicroBatchSize
 from megatrain.stream.machine import Measure
 from megatrain.stream.report import StepReport
 from megatrain.train.callbacks.named import trackers
-from megatrain.train.changes import changed_settings
-from megatrain.train.directory import RunDirectory
-from megatrain.train.export import export_model
 from megatrain.train.going_on import best_step, find_best, find_checkpoint, is_finished
-from megatrain.train.metrics import MetricsLog, StepMetrics
+from megatrain.train.outputs.export import export_model
 from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.planning.timeline import planned_run
+from megatrain.train.records.directory import RunDirectory
+from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
+from megatrain.train.resume.changes import changed_settings
+from megatrain.train.resume.state_commits import find_commit
 from megatrain.train.run import Run, prepare
 from megatrain.train.screen.progress import Progress
-from megatrain.train.state_commits import find_commit
 from megatrain.train.way_back import way_back
 
 if TYPE_CHECKING:

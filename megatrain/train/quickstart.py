@@ -247,7 +247,7 @@ def _largest_difference(left: PreTrainedModel, right: PreTrainedModel) -> float:
 
 
 def _sample(run: Path) -> str:
-    from megatrain.train.sample import sample
+    from megatrain.train.outputs.sample import sample
 
     level = logging.getLogger("transformers").level
     logging.getLogger("transformers").setLevel(logging.ERROR)

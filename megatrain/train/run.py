@@ -15,7 +15,7 @@ import torch
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.config import Config
-from megatrain.config.log_section import Event
+from megatrain.config.sections.log import Event
 from megatrain.data.loader import PackedLoader
 from megatrain.errors import ConfigError
 from megatrain.hardware import measure_matmul_peak
@@ -34,19 +34,19 @@ from megatrain.stream.machine import Measure
 from megatrain.stream.optimizer import StreamedAdamW
 from megatrain.train.adapters import base_of, check_base, write_adapter
 from megatrain.train.callbacks.calls import Callbacks
-from megatrain.train.changes import report_changes
 from megatrain.train.evaluate.evaluator import Evaluator
-from megatrain.train.events import EventLog
 from megatrain.train.inputs import choose_tokenizer, make_eval_sets, make_loader, pack_data
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.plan_run import Planned
+from megatrain.train.records.events import EventLog
+from megatrain.train.resume.changes import report_changes
+from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
+from megatrain.train.resume.state_commits import encode_buffers, laid_out_as, restore_buffers, tiers_of
 from megatrain.train.screen.start import start_lines
 from megatrain.train.seeds import micro_batch_seed
 from megatrain.train.spikes import Spikes
-from megatrain.train.state import compact_counts, expand_counts, read_state, write_model, write_state
-from megatrain.train.state_commits import encode_buffers, laid_out_as, restore_buffers, tiers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerCallback

@@ -21,9 +21,9 @@ from megatrain.plan.program.operations import Kind, Lane
 from megatrain.stream.lanes import Record, Span, Wait
 from megatrain.stream.report import StepReport
 from megatrain.train.loop import train_step
-from megatrain.train.metrics import format_bytes
+from megatrain.train.records.metrics import format_bytes
+from megatrain.train.resume.state_commits import drives_apart
 from megatrain.train.run import prepare
-from megatrain.train.state_commits import drives_apart
 
 _DRIVES = (Lane.READ, Lane.PAGE, Lane.RECALL, Lane.WRITE, Lane.STOW)
 _ROWS = (Lane.CALLER, Lane.COMPUTE, Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE, Lane.HOST, *_DRIVES)

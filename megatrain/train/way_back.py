@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from megatrain.checkpoint.load import find
 from megatrain.errors import MegatrainError, TornStateError
-from megatrain.train.directory import RunDirectory
+from megatrain.train.records.directory import RunDirectory
+from megatrain.train.resume.state_commits import find_commit
 from megatrain.train.run import Run
-from megatrain.train.state_commits import find_commit
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.config.data_section import DataConfig
+from megatrain.config.sections.data import DataConfig
 from megatrain.data.cache import RowFile, SomeRows, find_rows
 from megatrain.data.loader import PackedLoader, fingerprint
 from megatrain.data.prepare import NotTextError, Packing, Prepared, prepare_rows

@@ -289,7 +289,7 @@ def test_a_checkpoint_from_before_the_choice_is_fp32(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its configuration has no `optim.state`."""
-    from megatrain.train.changes import report_changes
+    from megatrain.train.resume.changes import report_changes
 
     config = make_config(tmp_path)
     saved = json.loads(json.dumps(config.model_dump(mode="json")))

@@ -20,9 +20,9 @@ from megatrain.data.tokenizer import train_tokenizer
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.train import loop
 from megatrain.train.loop import train
-from megatrain.train.metrics import StepMetrics
+from megatrain.train.outputs.sample import sample
+from megatrain.train.records.metrics import StepMetrics
 from megatrain.train.run import Run
-from megatrain.train.sample import sample
 from tests.reference import make_model
 from tests.train.project import make_config, write_corpus, write_model_config
 from tests.train.test_loop import assert_same_runs, rows_of

@@ -14,7 +14,7 @@ from megatrain.data.tokenizer import load_tokenizer
 from megatrain.model.weights.skeleton import read_config
 from megatrain.train.inputs import make_loader, pack_data
 from megatrain.train.loop import train
-from megatrain.train.sample import sample
+from megatrain.train.outputs.sample import sample
 from tests.reference import Resident
 
 SHARED = Path(__file__).parents[3] / "shared/data"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from megatrain.config.data_section import SourceConfig
+from megatrain.config.sections.data import SourceConfig
 from megatrain.data.read.dataset_info import entry_of, registry
 from megatrain.errors import DataError, os_errors
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.data_section import COLUMNS, TAGS, SourceConfig
+from megatrain.config.sections.data import COLUMNS, TAGS, SourceConfig
 from megatrain.errors import DataError, os_errors
 
 FILE = "dataset_info.json"

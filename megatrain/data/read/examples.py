@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.config.data_section import DataConfig, SourceConfig
+from megatrain.config.sections.data import DataConfig, SourceConfig
 from megatrain.data.example import Example
 from megatrain.data.read.parts import HoldOut, Part
 from megatrain.data.read.report import ReadReport, SourceReport

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
-from megatrain.config.data_section import DataConfig, SourceConfig
+from megatrain.config.sections.data import DataConfig, SourceConfig
 from megatrain.data.example import Example, Source
 from megatrain.data.formats.detect import Converter, Recipe, detect
 from megatrain.data.read.dataset_info import entry_of, registry

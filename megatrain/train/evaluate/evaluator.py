@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatrain.config.eval_section import EvalConfig
+from megatrain.config.sections.eval import EvalConfig
 from megatrain.errors import ConfigError
 from megatrain.stream.engine import Engine
 from megatrain.train.evaluate.losses import EvalSet, Evaluation, evaluate, undisturbed

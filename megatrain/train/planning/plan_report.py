@@ -21,9 +21,9 @@ from megatrain.plan.search.enough import enough_drives, enough_ram
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
 from megatrain.plan.search.sizes import binary
-from megatrain.train.metrics import format_count, format_duration
 from megatrain.train.planning.counting import Progress
 from megatrain.train.planning.plan_run import Planned
+from megatrain.train.records.metrics import format_count, format_duration
 
 _WIDTH = 110
 _TOKENS = 10**9

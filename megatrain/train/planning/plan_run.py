@@ -25,8 +25,8 @@ from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import Remedy, advise
 from megatrain.plan.search.request import Request, usual_batch
 from megatrain.plan.search.wear import spare_drives
-from megatrain.train.metrics import format_count
 from megatrain.train.planning.counting import PlannedModel, Progress
+from megatrain.train.records.metrics import format_count
 
 _NO_DATA = "not needed for a plan"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.train.metrics import format_bytes, format_count, format_duration
+from megatrain.train.records.metrics import format_bytes, format_count, format_duration
 from megatrain.train.report.collect import RunFiles, read_run
 
 _SETTINGS = ("train", "optim", "data", "lora", "memory")

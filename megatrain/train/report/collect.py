@@ -18,8 +18,8 @@ from typing import Any
 
 from megatrain.config.yaml12 import parse_yaml
 from megatrain.errors import OutputError, os_errors
-from megatrain.train.directory import RunDirectory
-from megatrain.train.json_lines import read_rows
+from megatrain.train.records.directory import RunDirectory
+from megatrain.train.records.json_lines import read_rows
 from megatrain.train.report.words import without_secrets
 
 _ENDS = {"end": "done", "stop": "stopped", "error": "failed"}

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatrain.errors import ConfigError
 from megatrain.files import write_bytes_durably
-from megatrain.train.metrics import format_bytes, format_duration
+from megatrain.train.records.metrics import format_bytes, format_duration
 from megatrain.train.report.card import plan_and_fact
 from megatrain.train.report.collect import RunFiles, columns, read_run
 from megatrain.train.report.trace_spans import trace_spans

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from megatrain.errors import MegatrainError, OutputError
-from megatrain.train.directory import RunDirectory
-from megatrain.train.events import EventLog
+from megatrain.train.records.directory import RunDirectory
+from megatrain.train.records.events import EventLog
 from megatrain.train.report.alerts import Alerts
 from megatrain.train.report.page import is_plotly_there, write_report
 from megatrain.train.run import Run

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from megatrain.errors import MegatrainError, OutputError, os_errors
-from megatrain.train.directory import RunDirectory
+from megatrain.train.records.directory import RunDirectory
 from megatrain.train.report.card import plan_and_fact
 from megatrain.train.report.collect import RunFiles, read_run
 from megatrain.train.report.page import facts_of

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from megatrain.train.metrics import StepMetrics, format_duration
+from megatrain.train.records.metrics import StepMetrics, format_duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress

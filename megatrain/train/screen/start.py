@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 from megatrain.config import Config
 from megatrain.config.choice import Plan
 from megatrain.layout.moments import MomentFormat
-from megatrain.train.metrics import format_bytes, format_count, format_duration
 from megatrain.train.planning.plan_run import Planned
+from megatrain.train.records.metrics import format_bytes, format_count, format_duration
 
 _PRECISIONS = {"fp32": "fp32", "bf16": "bf16 with fp32 masters"}
 

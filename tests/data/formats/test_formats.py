@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.config.data_section import COLUMNS, FORMATS, DataConfig
+from megatrain.config.sections.data import COLUMNS, FORMATS, DataConfig
 from megatrain.data.example import (
     ChatExample,
     CompletionExample,

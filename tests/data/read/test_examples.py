@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.config.data_section import DataConfig, SourceConfig
+from megatrain.config.sections.data import DataConfig, SourceConfig
 from megatrain.data.read.examples import ExampleStream, read_eval_examples, read_examples
 from megatrain.data.read.parts import Part
 from megatrain.errors import DataError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.config.data_section import DataConfig, SourceConfig
+from megatrain.config.sections.data import DataConfig, SourceConfig
 from megatrain.data.example import TextExample
 from megatrain.data.read import text_rows
 from megatrain.data.read.examples import read_examples

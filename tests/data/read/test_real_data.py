@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.config.data_section import DataConfig
+from megatrain.config.sections.data import DataConfig
 from megatrain.data.example import ChatExample, KtoExample, PreferenceExample, TextExample
 from megatrain.data.read.examples import read_examples
 from megatrain.errors import DataError

@@ -26,7 +26,7 @@ from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, devices
 from megatrain.train import loop
 from megatrain.train.loop import train
-from megatrain.train.state import read_state, write_state
+from megatrain.train.resume.state import read_state, write_state
 from tests.families import FAMILIES
 from tests.products import every_value
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model

@@ -21,7 +21,7 @@ from megatrain.store.placement import Tiers
 from megatrain.stream.engine import Engine
 from megatrain.stream.execute import updates as kernels
 from megatrain.stream.lanes import Lanes
-from megatrain.train.state import write_model, write_state
+from megatrain.train.resume.state import write_model, write_state
 from tests.families import FAMILIES
 from tests.products import every_pair, every_value
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain.train.events import EventLog
+from megatrain.train.records.events import EventLog
 
 CONFIG = """\
 model: {path: some/model, init: pretrained}

@@ -11,8 +11,8 @@ import pytest
 
 from megatrain.errors import DivergedError, OutputError
 from megatrain.train import loop
-from megatrain.train.json_lines import read_rows
 from megatrain.train.loop import train
+from megatrain.train.records.json_lines import read_rows
 from megatrain.train.report import record
 from tests.train.project import make_config
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain.train.screen.progress import INTERVAL_S, Progress, describe_step
-from tests.train.test_metrics import ROW
+from tests.train.records.test_metrics import ROW
 
 
 class Terminal(io.StringIO):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
 from pydantic_core import PydanticCustomError
 
-from megatrain.config.section import Section
+from megatrain.config.sections.section import Section
 from megatrain.config.types import Count, LocalPath, Name, Rate, Seed, TrainedPart, one_of, reads_as
 
 FORMATS = (

@@ -19,11 +19,11 @@ from megatrain.config.choice import (
     StepBatch,
     Updates,
 )
-from megatrain.config.data_section import DataConfig
-from megatrain.config.eval_section import EvalConfig, eval_conflicts
-from megatrain.config.log_section import LogConfig
-from megatrain.config.lora_section import LoraConfig
-from megatrain.config.section import Section
+from megatrain.config.sections.data import DataConfig
+from megatrain.config.sections.eval import EvalConfig, eval_conflicts
+from megatrain.config.sections.log import LogConfig
+from megatrain.config.sections.lora import LoraConfig
+from megatrain.config.sections.section import Section
 from megatrain.config.types import (
     Betas,
     Bytes,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.log_section import Event
-from megatrain.train.json_lines import JsonLines
+from megatrain.config.sections.log import Event
+from megatrain.train.records.json_lines import JsonLines
 
 
 class EventLog(JsonLines):

@@ -14,7 +14,7 @@ import torch
 from megatrain import files
 from megatrain.errors import OutputError
 from megatrain.model.head import count_targets
-from megatrain.train.metrics import (
+from megatrain.train.records.metrics import (
     MetricsLog,
     StepMetrics,
     format_duration,

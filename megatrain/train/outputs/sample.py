@@ -8,7 +8,7 @@ from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import ModelError
 from megatrain.model.adapter_files import is_adapter
 from megatrain.train.evaluate.prompts import continue_text
-from megatrain.train.export import newest_model
+from megatrain.train.outputs.export import newest_model
 
 
 def sample(path: str, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.0) -> str:

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.cli import main
 from megatrain.errors import OutputError
-from megatrain.train.export import export_run
 from megatrain.train.loop import train
-from megatrain.train.push import push
+from megatrain.train.outputs.export import export_run
+from megatrain.train.outputs.push import push
 from tests.reference import assert_same_bits
 from tests.train.project import make_config
 from tests.train.test_adapters import base, config_of  # noqa: F401 - a fixture

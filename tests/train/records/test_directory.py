@@ -14,10 +14,10 @@ import pytest
 
 from megatrain import files
 from megatrain.errors import OutputError
-from megatrain.train import directory as directory_module
-from megatrain.train.directory import RunDirectory
-from megatrain.train.export import export_run
 from megatrain.train.loop import train
+from megatrain.train.outputs.export import export_run
+from megatrain.train.records import directory as directory_module
+from megatrain.train.records.directory import RunDirectory
 from tests.train.project import make_config
 
 SHORT: dict[str, Any] = {

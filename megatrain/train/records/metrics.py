@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatrain import files
 from megatrain.errors import os_errors
-from megatrain.train.json_lines import JsonLines
+from megatrain.train.records.json_lines import JsonLines
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from megatrain.config.adaptation import ALL_LINEAR, LoraChoice
-from megatrain.config.section import Section
+from megatrain.config.sections.section import Section
 from megatrain.config.types import Count, Rate, reads_as
 
 

@@ -322,9 +322,10 @@ def test_a_best_step_that_is_committed_and_not_yet_saved_is_saved_by_the_next_pr
             raise KeyboardInterrupt
         return save(run, directory)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(loop, "_save", killed)
-        train(config)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
     record = read_record(tmp_path / "drive0")
     assert record is not None
     assert record.step == 3

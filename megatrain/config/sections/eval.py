@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megatrain.config.section import Section
+from megatrain.config.sections.section import Section
 from megatrain.config.types import Count, Name, as_tuple, reads_as
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatrain.errors import OutputError
-from megatrain.train.events import EventLog
-from megatrain.train.json_lines import JsonLines, read_rows
+from megatrain.train.records.events import EventLog
+from megatrain.train.records.json_lines import JsonLines, read_rows
 
 
 def test_torn_last_row_is_cut_and_the_others_stay(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What a run writes beside its model: its directory, metrics and events."""
