@@ -190,7 +190,7 @@ def find_rows(folder: Path, key: str) -> Kept | None:
         return _opened(folder / key, manifest)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, DataError) as error:
+    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
         _log.warning("the prepared data in %s cannot be used (%s); it is made anew", folder / key, error)
         return None
 
