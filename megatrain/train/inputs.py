@@ -90,7 +90,7 @@ def make_eval_sets(
     if config.data.val_size and prepared.packing == "join":
         sets["val"] = _hold_out(config, prepared)[1], "join"
     elif config.data.val_size:
-        held_out = pack("val", config.data.sources)
+        held_out = pack("val", config.data.sources, ways=[prepared.packing])
         sets["val"] = held_out.rows, held_out.packing
     for name, sources in config.data.eval_sources.items():
         other = pack(name, sources)
@@ -164,13 +164,16 @@ class _Pack:
         self._ways = _ways(config, model_config)
         self._vocab_size = model_config.get_text_config().vocab_size
 
-    def __call__(self, part: str, sources: Sequence[SourceConfig]) -> Prepared:
+    def __call__(
+        self, part: str, sources: Sequence[SourceConfig], ways: Sequence[str] | None = None
+    ) -> Prepared:
         content = content_of(sources) if self._folder is not None else None
         folder = self._folder if content is not None else None  # not where it may have changed unseen
         name = self._name(part, content)
-        keys = {way: f"{name}-{way}" for way in self._ways}
+        ways = ways or self._ways
+        keys = {way: f"{name}-{way}" for way in ways}
         ready = [way for way, key in keys.items() if folder is not None and is_prepared(folder, key)]
-        ways = ready[-1:] or self._ways
+        ways = ready[-1:] or ways
         for way in ways:
             packing = Packing(
                 seq_len=self._config.data.seq_len,

@@ -135,6 +135,23 @@ def test_what_is_held_out_is_trained_on_by_nobody(evaluated: Path) -> None:
         make_eval_sets(make_config(evaluated, data={"val_size": 1e-9}), packed, tokenizer, model_config)
 
 
+def test_what_is_held_out_of_examples_is_packed_as_the_others_are(evaluated: Path, tmp_path: Path) -> None:
+    file = tmp_path / "asked.jsonl"
+    rows = [{"prompt": f"one small {number}", "completion": " giant leap"} for number in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make_config(evaluated, data={"path": str(file), "val_size": 5})
+    tokenizer = load_tokenizer(str(evaluated / "run/hf"))
+    model_config = AutoModelForCausalLM.from_pretrained(evaluated / "run/hf").config
+    for folder in (None, tmp_path, tmp_path):
+        packed = pack_data(config, tokenizer, model_config, folder=folder)
+        (held_out,) = make_eval_sets(config, packed, tokenizer, model_config, folder=folder)
+        assert (packed.packing, packed.counts.kept) == ("best_fit", 15)
+        starts = [int((batch["position_ids"] == 0).sum()) for batch in held_out.batches()]
+        filled = sum(int((batch["labels"] != -100).sum()) for batch in held_out.batches())
+        assert sum(starts) >= 5
+        assert filled == 5 * packed.counts.trained / 15
+
+
 def test_random_states_and_modes_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, engine, _ = start()
     model.get_decoder().layers[0].eval()
