@@ -34,6 +34,7 @@ FORMAT = 1
 
 _ROWS, _MANIFEST = "rows.bin", "manifest.json"
 _MAKING = ".making-"
+_READ_BYTES = 1 << 24
 
 
 class RowFile:
@@ -63,6 +64,15 @@ class RowFile:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def name(self) -> str:
+        """Read all of it, and return the name of exactly these rows, as `RowWriter.close` does."""
+        digest, done = xxhash.xxh3_128(), 0
+        with os_errors("read", self._path, DataError):
+            while part := os.pread(self._descriptor, _READ_BYTES, done):
+                digest.update(part)
+                done += len(part)
+        return name_of(self.shape, digest)
 
     def __getitem__(self, numbers: Sequence[int]) -> NDArray[np.int32]:
         """Return (len(numbers), seq_len) rows."""
@@ -131,7 +141,12 @@ class RowWriter:
         """Close the file and return the name of exactly these rows."""
         with os_errors("write", self._path):
             self._file.close()
-        return f"{self.num_rows}x{self._seq_len}-{self._digest.hexdigest()}"
+        return name_of((self.num_rows, self._seq_len), self._digest)
+
+
+def name_of(shape: tuple[int, int], digest: xxhash.xxh3_128) -> str:
+    """Return a name for exactly the rows of which this is the hash."""
+    return f"{shape[0]}x{shape[1]}-{digest.hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +162,7 @@ Make = Callable[[Path], dict[str, Any]]
 
 
 def kept_rows(folder: Path | None, key: str, make: Make) -> Kept:
-    """Return the rows of a key: those that are there, or new ones.
+    """Return the rows of a key: those that are there and have the bits that were written, or new ones.
 
     Args:
         folder: Of all keys; None: the rows live as long as they are in use, and nowhere else.
@@ -164,8 +179,10 @@ def kept_rows(folder: Path | None, key: str, make: Make) -> Kept:
     make_directories(folder)
     with _lock(folder / f".lock-{key}"):
         found = find_rows(folder, key)
-        if found is not None:
+        if found is not None and found.rows.name() == found.manifest.get("fingerprint"):
             return found
+        if found is not None:
+            _log.warning("the prepared data in %s is damaged; it is made anew", folder / key)
         making, target = folder / f"{_MAKING}{key}", folder / key
         with os_errors("write", making):
             for leftover in (making, target):  # of a run that was killed, or of files that are damaged

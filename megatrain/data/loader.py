@@ -15,6 +15,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from megatrain.data.cache import name_of
 from megatrain.data.words import split_words
 from megatrain.errors import DataError
 
@@ -170,4 +171,4 @@ def fingerprint(rows: NDArray[np.int32]) -> str:
     """Return a name for exactly these rows: their shape and the hash of their bytes."""
     digest = xxhash.xxh3_128()
     digest.update(np.ascontiguousarray(rows, dtype="<i4").data)
-    return f"{rows.shape[0]}x{rows.shape[1]}-{digest.hexdigest()}"
+    return name_of((rows.shape[0], rows.shape[1]), digest)

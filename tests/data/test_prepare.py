@@ -99,7 +99,7 @@ def test_prepared_data_is_made_once(tokenizer: Any, tmp_path: Path) -> None:
     assert second.counts == first.counts
 
 
-@pytest.mark.parametrize("damage", ["short rows", "no rows", "half a manifest"])
+@pytest.mark.parametrize("damage", ["short rows", "no rows", "a flipped bit", "half a manifest"])
 def test_damaged_rows_are_made_anew(tokenizer: Any, tmp_path: Path, damage: str) -> None:
     file = write_chats(tmp_path)
     whole = prepare(tokenizer, file, tmp_path / "kept").fingerprint
@@ -108,6 +108,10 @@ def test_damaged_rows_are_made_anew(tokenizer: Any, tmp_path: Path, damage: str)
         os.truncate(place / "rows.bin", 100)
     elif damage == "no rows":
         (place / "rows.bin").unlink()
+    elif damage == "a flipped bit":
+        data = bytearray((place / "rows.bin").read_bytes())
+        data[len(data) // 2] ^= 1
+        (place / "rows.bin").write_bytes(data)
     else:
         (place / "manifest.json").write_text('{"shape": [3', encoding="utf-8")
     again = prepare(tokenizer, file, tmp_path / "kept")
