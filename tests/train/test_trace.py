@@ -51,8 +51,8 @@ def test_each_operation_of_the_program_is_one_span(
 ) -> None:
     runs: list[Run] = []
 
-    def keep(*arguments: Any) -> Run:
-        runs.append(prepare(*arguments))
+    def keep(*arguments: Any, **options: Any) -> Run:
+        runs.append(prepare(*arguments, **options))
         return runs[0]
 
     monkeypatch.setattr(traces, "prepare", keep)

@@ -119,8 +119,8 @@ def check(request: Request, **grid: Any) -> None:
     ("name", "num_layers", "batch", "clips"),
     [
         ("slow link", 1, "three", True),
-        ("slow host", 2, "one", True),
-        ("slow compute", 1, "one", False),
+        pytest.param("slow host", 2, "one", True, marks=pytest.mark.parity),
+        pytest.param("slow compute", 1, "one", False, marks=pytest.mark.parity),
         ("tiny device", 1, "four", True),
     ],
 )

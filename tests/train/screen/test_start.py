@@ -96,7 +96,7 @@ def test_a_run_says_no_more_than_four_lines_before_its_steps(
     with caplog.at_level(logging.INFO, logger="megatrain"):
         train(config)
     names = [message.partition(" ")[0] for message in caplog.messages]
-    assert names == ["training:", "memory:", "speed:", "results:", "step", "done:"]
+    assert names == ["training:", "memory:", "speed:", "results:", "step", "report:", "done:"]
 
 
 def test_the_plan_is_said_before_memory_is_taken(
