@@ -30,6 +30,8 @@ _EXAMPLES_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 1 << 20
 _SAMPLE_TOKENS = 2000
 _SHOWN_CHARACTERS = 300
 _PROGRESS_S = 10.0
+_MOST_CUT_OFF = 0.05
+"""Of the examples, that pass without a warning."""
 
 ALL_MASKED = "no token of it is trained on"
 
@@ -66,6 +68,8 @@ class Counts:
     """Examples of more tokens than a row has."""
     cut_tokens: int = 0
     """Of these, and of pieces without a token to train on."""
+    cut_off: int = 0
+    """Examples whose tokens to train on all lie behind the end of a row."""
     filled: int = 0
     """Tokens of the rows that belong to no document."""
     max_id: int = 0
@@ -243,8 +247,19 @@ def _make(
         "counts": asdict(counts),
         "sample": sample,
         "read": examples.report.lines(),
-        "warning": recipe.make().untrained_end() if has_chats else None,
+        "warning": _warning(counts, packing, recipe.make().untrained_end() if has_chats else None),
     }
+
+
+def _warning(counts: Counts, packing: Packing, more: str | None) -> str | None:
+    """Return what a user should hear of the rows before the first step, beside `more`."""
+    warnings = [] if more is None else [more]
+    if counts.cut_off > counts.examples * _MOST_CUT_OFF:
+        warnings.append(
+            f"{counts.cut_off:,} of {counts.examples:,} examples are left out, since what is trained on "
+            f"begins behind data.seq_len {packing.seq_len:,}; raise data.seq_len to train on them"
+        )
+    return "\n".join(warnings) or None
 
 
 def _packer(packing: Packing) -> Packer:
@@ -285,6 +300,7 @@ def _pieces(
     elif is_long and way == "drop":
         counts.cut_tokens += num_cut
     elif is_long and num_trained(encoded):
+        counts.cut_off += 1
         report.drop(example.source, f"{ALL_MASKED} within data.seq_len")
     else:
         report.drop(example.source, ALL_MASKED)

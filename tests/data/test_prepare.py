@@ -273,3 +273,15 @@ def test_some_rows_are_those_of_their_numbers(tmp_path: Path) -> None:
     assert some[range(2)].tolist() == rows[[3, 1]].tolist()
     with pytest.raises(DataError, match="48 bytes, not those of 5 rows"):
         RowFile(tmp_path / "rows.bin", (5, 3))
+
+
+def test_answers_behind_the_end_of_a_row_are_warned_of(tokenizer: Any, tmp_path: Path) -> None:
+    """Every seventh prompt has one word, the next two, and so on: a short row cuts the long ones off."""
+    file = write_chats(tmp_path, 70)
+    fits = prepare(tokenizer, file)
+    assert (fits.counts.cut_off, fits.warning) == (0, None)
+    short = prepare(tokenizer, file, seq_len=8)
+    assert short.counts.cut_off == 70 - short.counts.kept > 0
+    assert short.warning is not None
+    assert f"{short.counts.cut_off} of 70 examples are left out" in short.warning
+    assert "begins behind data.seq_len 8; raise data.seq_len" in short.warning

@@ -25,7 +25,7 @@ MARKS = frozenset({"stage", "finetuning_type", "dataset", "cutoff_len", "dataset
 """Keys by which a file is known as one of theirs."""
 
 _REASONS = {
-    "template": "the tokenizer's own chat template is used; data.chat_template takes a file",
+    "template": "the tokenizer's own chat template is used; data.chat_template takes a file, or plain",
     "trust_remote_code": "code in a model directory is never run",
     "overwrite_cache": "prepared data is found again by what it was made of",
     "overwrite_output_dir": "a run that is there is gone on with; give another directory for a new one",
