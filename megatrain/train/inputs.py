@@ -85,15 +85,11 @@ def make_eval_sets(
         DataError: As of `pack_data`, or nothing is left to train on, or nothing is held out.
         ConfigError: As of `pack_data`.
     """
-    pack = _Pack(config, tokenizer, model_config, folder)
     sets: dict[str, tuple[Rows, str]] = {}
     if config.data.val_size and prepared.packing == "join":
         sets["val"] = _hold_out(config, prepared)[1], "join"
-    elif config.data.val_size:
-        held_out = pack("val", config.data.sources, ways=[prepared.packing])
-        sets["val"] = held_out.rows, held_out.packing
-    for name, sources in config.data.eval_sources.items():
-        other = pack(name, sources)
+    pack = _Pack(config, tokenizer, model_config, folder)
+    for name, other in _pack_eval(config, pack, prepared).items():
         sets[name] = other.rows, other.packing
     size = config.train.micro_batch_size
     return [
@@ -116,11 +112,17 @@ def prepare_data(config: Config, *, folder: Path | None = None) -> dict[str, lis
     """
     model_config = read_config(config.model.path)
     pack = _Pack(config, choose_tokenizer(config, None, model_config), model_config, folder)
-    sets = {"train": pack("train", config.data.sources)}
-    if config.data.val_size and sets["train"].packing != "join":
-        sets["val"] = pack("val", config.data.sources)
-    sets |= {name: pack(name, sources) for name, sources in config.data.eval_sources.items()}
+    trained = pack("train", config.data.sources)
+    sets = {"train": trained, **_pack_eval(config, pack, trained)}
     return {name: [*prepared.notes(), prepared.describe()] for name, prepared in sets.items()}
+
+
+def _pack_eval(config: Config, pack: _Pack, trained: Prepared) -> dict[str, Prepared]:
+    """Pack what is evaluated on, but for joined text: of that, sequences are held out once it is packed."""
+    sets = {}
+    if config.data.val_size and trained.packing != "join":
+        sets["val"] = pack("val", config.data.sources, ways=[trained.packing])
+    return sets | {name: pack(name, sources) for name, sources in config.data.eval_sources.items()}
 
 
 def _hold_out(config: Config, prepared: Prepared) -> tuple[Rows, Rows]:

@@ -20,7 +20,7 @@ from megatrain.errors import CheckpointError, ConfigError, DataError
 from megatrain.train import loop
 from megatrain.train.evaluate.losses import EvalSet, Evaluation, evaluate
 from megatrain.train.evaluate.standing import Standing
-from megatrain.train.inputs import make_eval_sets, pack_data
+from megatrain.train.inputs import make_eval_sets, pack_data, prepare_data
 from megatrain.train.loop import train
 from tests.stream.test_engine import start
 from tests.train.project import make_config, write_corpus
@@ -150,6 +150,11 @@ def test_what_is_held_out_of_examples_is_packed_as_the_others_are(evaluated: Pat
         filled = sum(int((batch["labels"] != -100).sum()) for batch in held_out.batches())
         assert sum(starts) >= 5
         assert filled == 5 * packed.counts.trained / 15
+    own = {"model": config.model.model_copy(update={"path": str(evaluated / "run/hf")})}
+    said = prepare_data(config.model_copy(update=own), folder=tmp_path / "beforehand")
+    assert list(said) == ["train", "val"]
+    assert "15 of 15 examples" in said["train"][-1]
+    assert "5 of 5 examples" in said["val"][-1]
 
 
 def test_random_states_and_modes_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
