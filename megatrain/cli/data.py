@@ -16,6 +16,11 @@ data = typer.Typer(no_args_is_help=True, help="Look at data, or prepare it, befo
 
 _NO_MODEL = "no model is named"
 
+_Model = Annotated[str | None, typer.Option(help="Model directory or hub id (model.path).")]
+_Data = Annotated[
+    list[str] | None, typer.Option("--data", help="File, directory or hub id; may be repeated (data.path).")
+]
+
 
 def add_to(app: typer.Typer) -> None:
     """Give the command line these commands."""
@@ -28,11 +33,8 @@ def data_inspect(
         list[str] | None,
         typer.Argument(metavar="CONFIG | section.key=value", help="As of train; the model may be left out."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model directory or hub id (model.path).")] = None,
-    path: Annotated[
-        list[str] | None,
-        typer.Option("--data", help="File, directory or hub id; may be repeated (data.path)."),
-    ] = None,
+    model: _Model = None,
+    path: _Data = None,
     samples: Annotated[int, typer.Option(min=0, help="Examples to show.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     colour: Annotated[
@@ -71,11 +73,8 @@ def data_prepare(
         list[str] | None,
         typer.Argument(metavar="CONFIG | section.key=value", help="As of train."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model directory or hub id (model.path).")] = None,
-    path: Annotated[
-        list[str] | None,
-        typer.Option("--data", help="File, directory or hub id; may be repeated (data.path)."),
-    ] = None,
+    model: _Model = None,
+    path: _Data = None,
     cache: Annotated[
         str | None, typer.Option(help="Folder for prepared data, also to be given to train (data.cache).")
     ] = None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 from megatrain.config.aliases import LEFT_OUT, hint, is_foreign, translate
 from megatrain.config.keys import describe, given
 from megatrain.config.sections.config import Config, conflicts
-from megatrain.config.yaml12 import dump_yaml, parse_yaml
+from megatrain.config.yaml12 import dump_yaml, parse_yaml, read_yaml
 from megatrain.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -25,13 +24,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ConfigError: not readable, not YAML, a key given twice, or not a mapping.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the configuration ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    raw = parse_yaml(text, source=str(path))
+    raw = read_yaml(path, "configuration")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected sections ({', '.join(Config.model_fields)}), found {given(raw)}")
     return _expand_aliases(raw, source=str(path))

@@ -6,7 +6,9 @@ of YAML 1.2's core schema, a key given twice is an error, and what `dump_yaml` w
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -73,6 +75,21 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+def read_yaml(path: str | os.PathLike[str], what: str) -> Any:
+    """Read a file as `parse_yaml` does; `what` it is stands in the message where it cannot be read.
+
+    Raises:
+        ConfigError: not readable, not UTF-8, or as of `parse_yaml`.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the {what} ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    return parse_yaml(text, source=str(path))
 
 
 def parse_yaml(text: str, *, source: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from megatrain.config.foreign import axolotl, llamafactory
 from megatrain.config.foreign.translation import Translation
 from megatrain.config.reading import build_config, set_keys
-from megatrain.config.yaml12 import dump_yaml, parse_yaml
+from megatrain.config.yaml12 import dump_yaml, read_yaml
 from megatrain.errors import ConfigError
 
 _TRAINERS = {"LLaMA-Factory": llamafactory, "axolotl": axolotl}
@@ -40,13 +40,7 @@ def import_file(path: Path) -> Imported:
     Raises:
         ConfigError: It cannot be read, is of neither, or trains in a way that is no run here.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the file ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    theirs = parse_yaml(text, source=str(path))
+    theirs = read_yaml(path, "file")
     if not isinstance(theirs, dict):
         raise ConfigError(f"{path}: expected keys and values of a training file")
     return import_settings(theirs, source=str(path))
