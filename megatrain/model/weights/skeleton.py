@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -119,8 +120,8 @@ def build_skeleton(
 def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model without its weights: parameters on the meta device, everything else copied.
 
-    The data is neither read nor copied, and no module of the model is changed. Left out are hooks, and what
-    an engine keeps of the model.
+    The data is neither read nor copied, and no module of the model is changed. Left out are hooks, what an
+    engine keeps of the model, and forwards that were put on instances and call the model itself, as TRL's do.
     """
     memo: dict[int, Any] = {
         id(parameter): _like(parameter, parameter.dtype) for parameter in model.parameters()
@@ -128,7 +129,19 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
     memo |= {id(value): None for name, value in vars(model).items() if name.startswith("_megatrain_")}
     for module in model.modules():
         memo |= {id(value): type(value)() for name, value in vars(module).items() if "_hooks" in name}
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    modules = {id(module) for module in model.modules()}
+    for module in copied.modules():
+        if _leads_to(vars(module).get("forward"), modules):
+            del module.forward
+    return copied
+
+
+def _leads_to(forward: Any, modules: Collection[int]) -> bool:
+    """Whether a function has closed over some modules, or over methods of theirs: a copy of it calls them."""
+    function = getattr(forward, "__func__", forward)
+    held = inspect.getclosurevars(function).nonlocals.values() if inspect.isfunction(function) else ()
+    return any(id(getattr(value, "__self__", value)) in modules for value in held)
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -246,6 +247,23 @@ def test_frozen_parameters_of_a_model_that_exists_have_no_state() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks the old way
+def test_a_forward_that_leads_back_to_the_model_is_counted_as_its_class_s() -> None:
+    """TRL puts one on the model before PEFT wraps it: a copy of the model must not run the model itself."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = make_model(small_llama())
+    wrapped = peft.get_peft_model(model, config)
+    before = count_live(wrapped)
+    original = model.forward
+    model.forward = types.MethodType(lambda _, *args, **kwargs: original(*args, **kwargs), model)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    model.model.register_forward_pre_hook(lambda *_: pytest.fail("a module of the model ran"))
+    assert len(before.layers) == 2
+    assert vars(count_live(wrapped)) == vars(before)
+    assert "forward" in vars(model)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_adapters_are_counted(is_wrapped: bool) -> None:
     peft = pytest.importorskip("peft")
