@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatrain.data.cache import name_of
-from megatrain.data.words import split_words
+from megatrain.data.words import num_present, split_words
 from megatrain.errors import DataError
 
 
@@ -68,6 +68,8 @@ class PackedLoader:
         self._num_micro_batches = num_micro_batches
         self._seed = seed
         self._shuffle = shuffle
+        self.num_tokens = 0
+        """Of the step that was returned last, without what fills rows up."""
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -84,6 +86,7 @@ class PackedLoader:
 
     def __next__(self) -> list[dict[str, torch.Tensor]]:
         """Return the next step's micro-batches, each as `as_batch` makes it."""
+        self.num_tokens = 0
         return [self._micro_batch() for _ in range(self._num_micro_batches)]
 
     def state(self) -> dict[str, Any]:
@@ -119,7 +122,9 @@ class PackedLoader:
 
     def _micro_batch(self) -> dict[str, torch.Tensor]:
         numbers = [self._next_row() for _ in range(self._micro_batch_size)]
-        return as_batch(self._rows[numbers], self._packing)
+        rows = self._rows[numbers]
+        self.num_tokens += rows.size if self._packing == "join" else num_present(rows)
+        return as_batch(rows, self._packing)
 
     def _next_row(self) -> int:
         if self._position == len(self._rows):

@@ -31,6 +31,19 @@ def num_trained(words: Words) -> int:
     return int(np.count_nonzero(words & TRAINED))
 
 
+def num_present(rows: Words) -> int:
+    """Count the tokens of packed rows that belong to a document, and do not fill a row up.
+
+    Args:
+        rows: (B, T); what fills a row up is its last piece, the only one of which nothing is trained on.
+    """
+    length = rows.shape[-1]
+    last_start, last_trained = (
+        length - np.argmax((rows & flag != 0)[:, ::-1], axis=-1) for flag in (START, TRAINED)
+    )
+    return int(np.where(last_trained > last_start, length, last_start - 1).sum())
+
+
 def split_words(words: Words) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return token ids, labels and positions of rows of words, each of their shape.
 

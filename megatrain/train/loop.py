@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,6 @@ from megatrain.checkpoint.save import save
 from megatrain.config import Config
 from megatrain.errors import CallbackError, DivergedError
 from megatrain.model.head import count_targets
-from megatrain.stream.forward.micro_batches import MicroBatchSize
 from megatrain.stream.machine import Measure
 from megatrain.stream.report import StepReport
 from megatrain.train.callbacks.named import trackers
@@ -83,7 +82,7 @@ def train_step(run: Run) -> StepMetrics:
         if change:
             run.tell("replan", reason=change)
 
-    num_tokens = sum(map(_count_tokens, micro_batches))
+    num_tokens = run.loader.num_tokens
     run.step += 1
     run.tokens += num_tokens
     run.targets += sum(map(count_targets, micro_batches))
@@ -112,12 +111,6 @@ def train_step(run: Run) -> StepMetrics:
         swap_bytes=vitals.swap_bytes,
         drive_written_bytes=vitals.drive_written_bytes,
     )
-
-
-def _count_tokens(batch: Mapping[str, Any]) -> int:
-    """Count the tokens of a micro-batch that are no padding."""
-    size = MicroBatchSize.of(batch)
-    return 0 if size is None else int(size.present)
 
 
 def _where_time_went(report: StepReport) -> dict[str, Any]:

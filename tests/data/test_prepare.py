@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,17 @@ def test_text_that_is_joined_has_no_flags(tokenizer: Any, tmp_path: Path) -> Non
 
 
 # -- the loader over rows in a file ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("way", "seq_len"), [("best_fit", 32), ("best_fit", 27), ("pad", 32), ("pad", 8)])
+def test_what_fills_rows_up_is_not_counted_as_read(
+    tokenizer: Any, tmp_path: Path, way: str, seq_len: int
+) -> None:
+    prepared = prepare(tokenizer, write_chats(tmp_path), way=way, seq_len=seq_len)
+    loader = PackedLoader(prepared.rows, micro_batch_size=1, num_micro_batches=1, seed=0, packing=way)
+    read = [loader.num_tokens for _ in islice(loader, len(prepared.rows))]
+    assert sum(read) == prepared.counts.tokens
+    assert (max(read) == seq_len) is (way == "best_fit" or seq_len == 8)
 
 
 def test_the_loader_goes_on_over_rows_in_a_file(tokenizer: Any, tmp_path: Path) -> None:
