@@ -4,7 +4,7 @@ Chats of several turns are made of the words of a text, until files have the ask
 own for each file they are prepared once, by one process and one thread: read, rendered, tokenised, masked and
 packed. Then a loader reads the rows back. The last line is a JSON object.
 
-    python benchmarks/data/prepare.py --tokenizer DIR --text FILE [--megabytes 100 400]
+    python -m benchmarks.data.prepare --tokenizer DIR --text FILE [--megabytes 100 400] [--out FILE]
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import cProfile
 import json
 import os
-import platform
 import pstats
 import random
 import resource
@@ -23,6 +22,8 @@ import tempfile
 import time
 from itertools import islice
 from pathlib import Path
+
+from benchmarks.report import emit, hardware
 
 SEQ_LEN, ROWS = 2048, 4
 
@@ -97,6 +98,7 @@ def measure(tokenizer_path: str, file: str, *, profile: bool) -> dict[str, objec
         "read_tokens_per_s": round(num_read / read_s),
         "peak_bytes": peak,
         "peak_bytes_after_reading": peak_reading,
+        "load_average": os.getloadavg()[0],
     }
 
 
@@ -106,6 +108,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 400])
+    parser.add_argument("--out", help="File for the JSON.")
     parser.add_argument("--file", help=argparse.SUPPRESS)
     parser.add_argument("--profile", action="store_true", help="Say where the time goes; slower.")
     arguments = parser.parse_args()
@@ -119,16 +122,30 @@ def main() -> None:
         for size in arguments.megabytes:
             file = Path(folder) / "chats.jsonl"
             write_chats(file, words, size * 1_000_000)
-            command = [sys.executable, __file__, "--tokenizer", arguments.tokenizer, "--file", str(file)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.data.prepare",
+                "--tokenizer",
+                arguments.tokenizer,
+                "--file",
+                str(file),
+            ]
             command += ["--profile"] * arguments.profile
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             print(done.stdout, end="", flush=True)
             results.append(json.loads(done.stdout.splitlines()[-1]))
     growth = results[-1]["peak_bytes"] / results[0]["peak_bytes"] - 1
-    print(
-        json.dumps(
-            {"machine": platform.processor(), "cores": 1, "peak_growth": round(growth, 4), "runs": results}
-        )
+    emit(
+        {
+            "benchmark": "data-prepare",
+            "hardware": hardware(),
+            "tokenizer": arguments.tokenizer,
+            "processes": 1,
+            "peak_growth": round(growth, 4),
+            "runs": results,
+        },
+        arguments.out,
     )
 
 
