@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
@@ -17,6 +18,10 @@ def _one_or_more(value: object) -> object:
 def as_tuple(value: object) -> object:
     """Return a list, as YAML has it, as a tuple."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def _as_day(value: str) -> str:
+    return date.fromisoformat(value).isoformat()
 
 
 def reads_as(kind: str) -> WithJsonSchema:
@@ -39,6 +44,9 @@ Paths = Annotated[
 ]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(as_tuple), reads_as("a list of patterns")]
 Bytes = Annotated[int, BeforeValidator(read_bytes), Field(ge=1), reads_as("bytes or a size such as 24GiB")]
+Day = Annotated[
+    str, Field(pattern=r"^\d{4}-\d\d-\d\d$"), AfterValidator(_as_day), reads_as("a day such as 2026-11-23")
+]
 Count = Annotated[int, Field(ge=1)]
 Steps = Annotated[
     Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)],

@@ -29,7 +29,7 @@ from megatrain.files import fsync_directory, make_directories, rename, seal_tree
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of these files, and of what is made of an example: another number makes every key another one."""
 
 _ROWS, _MANIFEST = "rows.bin", "manifest.json"
@@ -158,16 +158,19 @@ class Kept:
 
 
 Make = Callable[[Path], dict[str, Any]]
-"""Writes rows into a folder with `RowWriter`, and returns the manifest with `shape`."""
+"""Writes rows into a folder with `RowWriter`, and returns the manifest with `shape` and `fingerprint`."""
+Check = Callable[[Kept], object]
+"""Raises KeyError, TypeError or ValueError if a manifest is not what a reader expects."""
 
 
-def kept_rows(folder: Path | None, key: str, make: Make) -> Kept:
+def kept_rows(folder: Path | None, key: str, make: Make, check: Check | None = None) -> Kept:
     """Return the rows of a key: those that are there and have the bits that were written, or new ones.
 
     Args:
         folder: Of all keys; None: the rows live as long as they are in use, and nowhere else.
         key: Names what the rows are made of.
         make: Makes them.
+        check: Of what is there.
 
     Raises:
         DataError: They cannot be read.
@@ -178,11 +181,12 @@ def kept_rows(folder: Path | None, key: str, make: Make) -> Kept:
             return _opened(Path(place), make(Path(place)))
     make_directories(folder)
     with _lock(folder / f".lock-{key}"):
-        found = find_rows(folder, key)
-        if found is not None and found.rows.name() == found.manifest.get("fingerprint"):
-            return found
-        if found is not None:
-            _log.warning("the prepared data in %s is damaged; it is made anew", folder / key)
+        try:
+            return _sound(folder / key, check)
+        except FileNotFoundError:
+            pass
+        except _UNUSABLE as error:
+            _log.warning("the prepared data in %s cannot be used (%s); it is made anew", folder / key, error)
         making, target = folder / f"{_MAKING}{key}", folder / key
         with os_errors("write", making):
             for leftover in (making, target):  # of a run that was killed, or of files that are damaged
@@ -190,7 +194,8 @@ def kept_rows(folder: Path | None, key: str, make: Make) -> Kept:
             making.mkdir(mode=0o700)
         try:
             manifest = make(making)
-            write_bytes_durably(making / _MANIFEST, json.dumps(manifest).encode())
+            document = {"manifest": manifest, "hash": _hash(manifest)}
+            write_bytes_durably(making / _MANIFEST, json.dumps(document).encode())
             seal_tree(making)
             rename(making, target)
             fsync_directory(folder)
@@ -200,16 +205,38 @@ def kept_rows(folder: Path | None, key: str, make: Make) -> Kept:
     return _opened(target, manifest)
 
 
-def find_rows(folder: Path, key: str) -> Kept | None:
-    """Return the rows of a key if they are there; None: they are not, or cannot be used."""
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, DataError)
+
+
+def find_rows(folder: Path, key: str, check: Check | None = None) -> Kept | None:
+    """Return the rows of a key if they are there; None: they are not, or cannot be used.
+
+    Args:
+        folder: Of all keys.
+        key: As of `kept_rows`.
+        check: As of `kept_rows`.
+    """
     try:
-        manifest = json.loads((folder / key / _MANIFEST).read_text(encoding="utf-8"))
-        return _opened(folder / key, manifest)
-    except FileNotFoundError:
+        return _sound(folder / key, check)
+    except _UNUSABLE:
         return None
-    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
-        _log.warning("the prepared data in %s cannot be used (%s); it is made anew", folder / key, error)
-        return None
+
+
+def _sound(place: Path, check: Check | None) -> Kept:
+    """Open what is kept in a folder, which must have the bits that were written."""
+    document = json.loads((place / _MANIFEST).read_text(encoding="utf-8"))
+    if document["hash"] != _hash(document["manifest"]):
+        raise ValueError("its manifest is damaged")
+    found = _opened(place, document["manifest"])
+    if check is not None:
+        check(found)
+    if found.rows.name() != found.manifest["fingerprint"]:
+        raise ValueError("its rows are damaged")
+    return found
+
+
+def _hash(manifest: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
 
 
 def _opened(folder: Path, manifest: Mapping[str, Any]) -> Kept:

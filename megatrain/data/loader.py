@@ -48,6 +48,7 @@ class PackedLoader:
         shuffle: bool = True,
         packing: str = "join",
         name: str | None = None,
+        day: str | None = None,
     ) -> None:
         """Start at the first row of epoch 0.
 
@@ -59,6 +60,7 @@ class PackedLoader:
             shuffle: a new random order in each epoch; else the order of `rows`.
             packing: `join`, `best_fit` or `pad`; see `as_batch`.
             name: the fingerprint of the rows, if it is known.
+            day: that the chat template was told, for those who prepare the same data again.
         """
         assert len(rows.shape) == 2
         assert len(rows) > 0
@@ -73,6 +75,7 @@ class PackedLoader:
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
+        self._day = day
         self._fingerprint = name or fingerprint(rows[range(len(rows))])
 
     @property
@@ -97,7 +100,7 @@ class PackedLoader:
             "fingerprint": self._fingerprint,
             "seed": self._seed,
             "shuffle": self._shuffle,
-        }
+        } | ({} if self._day is None else {"day": self._day})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. The size of a step may have changed since.
@@ -123,7 +126,7 @@ class PackedLoader:
     def _micro_batch(self) -> dict[str, torch.Tensor]:
         numbers = [self._next_row() for _ in range(self._micro_batch_size)]
         rows = self._rows[numbers]
-        self.num_tokens += rows.size if self._packing == "join" else num_present(rows)
+        self.num_tokens += num_present(rows) if self._packing in ("best_fit", "pad") else rows.size
         return as_batch(rows, self._packing)
 
     def _next_row(self) -> int:

@@ -90,6 +90,10 @@ class Prepared:
     """The first example that was kept, decoded in pieces, each with whether it is trained on."""
     read: list[str]
     """What became of the rows that were read, in lines."""
+    warning: str | None
+    """What is wrong with the chat template."""
+    day: str | None
+    """That the chat template was told, as `2026-11-23`; None: it has not asked."""
 
     @property
     def max_id(self) -> int:
@@ -112,9 +116,6 @@ class Prepared:
             f"{counts.trained:,} trained on ({counts.trained / counts.tokens:.1%}), {sequences} ({how}, "
             f"{counts.filled / (num_rows * seq_len):.1%} filled up)"
         )
-
-    warning: str | None
-    """What is wrong with the chat template."""
 
     def show_sample(self) -> str:
         """Return the first example as one line, what is trained on between double brackets."""
@@ -141,6 +142,8 @@ class Prepared:
                 f"{_number(counts.too_long, 'example')} longer than data.seq_len {self.rows.shape[1]:,}; "
                 f"{_number(counts.cut_tokens, 'token')} cut (data.too_long)"
             )
+        if self.day is not None:
+            lines.append(f"the chat template writes the day, here and when a run is resumed {self.day}")
         return [*lines, f"first example, trained on what is in [[ ]]: {self.show_sample()}"]
 
 
@@ -180,15 +183,19 @@ def prepare_rows(
     def make(place: Path) -> dict[str, Any]:
         return _make(place, examples(), recipe, packing, workers, show_progress)
 
-    prepared = _as_prepared(kept_rows(folder, key, make))
-    if prepared.warning is not None:
+    return _said(_as_prepared(kept_rows(folder, key, make, _as_prepared)))
+
+
+def find_prepared(folder: Path, key: str) -> Prepared | None:
+    """Return the rows of a key if they are there and can be used."""
+    found = find_rows(folder, key, _as_prepared)
+    return None if found is None else _said(_as_prepared(found))
+
+
+def _said(prepared: Prepared) -> Prepared:
+    if prepared.warning:
         _log.warning("%s", prepared.warning)
     return prepared
-
-
-def is_prepared(folder: Path, key: str) -> bool:
-    """Whether the rows of a key are there."""
-    return find_rows(folder, key) is not None
 
 
 def _as_prepared(kept: Kept) -> Prepared:
@@ -200,6 +207,7 @@ def _as_prepared(kept: Kept) -> Prepared:
         counts=Counts(**manifest["counts"]),
         sample=[(text, is_trained) for text, is_trained in manifest["sample"]],
         read=manifest["read"],
+        day=manifest["day"],
         warning=manifest["warning"],
     )
 
@@ -247,6 +255,7 @@ def _make(
         "counts": asdict(counts),
         "sample": sample,
         "read": examples.report.lines(),
+        "day": recipe.day.isoformat() if has_chats and recipe.asks_day else None,
         "warning": _warning(counts, packing, recipe.make().untrained_end() if has_chats else None),
     }
 

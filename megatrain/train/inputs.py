@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from megatrain.data.cache import FORMAT, SomeRows
 from megatrain.data.context import check_seq_len, context_length
 from megatrain.data.example import texts_of
 from megatrain.data.loader import PackedLoader, Rows, epoch_order, in_batches
-from megatrain.data.prepare import NotTextError, Packing, Prepared, is_prepared, prepare_rows
+from megatrain.data.prepare import NotTextError, Packing, Prepared, find_prepared, prepare_rows
 from megatrain.data.read.content import content_of
 from megatrain.data.read.examples import ExampleStream, read_eval_examples, read_examples
 from megatrain.data.tokenizer import (
@@ -37,7 +39,7 @@ from megatrain.train.evaluate.losses import EvalSet
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-_NOT_OF_ROWS = ("shuffle", "seed", "cache", "workers", "packing")
+_NOT_OF_ROWS = ("shuffle", "seed", "cache", "workers", "packing", "day")
 """Settings of the data that change no row."""
 
 
@@ -47,6 +49,7 @@ def pack_data(
     model_config: PretrainedConfig,
     *,
     folder: Path | None = None,
+    day: str | None = None,
 ) -> Prepared:
     """Tokenise and pack what is trained on, or find it prepared, and check it against the model.
 
@@ -55,13 +58,14 @@ def pack_data(
         tokenizer: Of the run.
         model_config: Of the model.
         folder: Of prepared data, where `data.cache` names none; None: nothing is kept.
+        day: That the chat template was told before, in a run that is resumed.
 
     Raises:
         DataError: The data cannot be read, has nothing to train on, or a token that the model does not know.
         ConfigError: Sequences longer than the model's context; documents that it would not keep apart; no
             chat template for chats.
     """
-    return _Pack(config, tokenizer, model_config, folder)("train", config.data.sources)
+    return _Pack(config, tokenizer, model_config, folder, day)("train", config.data.sources)
 
 
 def make_eval_sets(
@@ -88,7 +92,7 @@ def make_eval_sets(
     sets: dict[str, tuple[Rows, str]] = {}
     if config.data.val_size and prepared.packing == "join":
         sets["val"] = _hold_out(config, prepared)[1], "join"
-    pack = _Pack(config, tokenizer, model_config, folder)
+    pack = _Pack(config, tokenizer, model_config, folder, prepared.day)
     for name, other in _pack_eval(config, pack, prepared).items():
         sets[name] = other.rows, other.packing
     size = config.train.micro_batch_size
@@ -156,6 +160,7 @@ class _Pack:
         tokenizer: PreTrainedTokenizerBase,
         model_config: PretrainedConfig,
         folder: Path | None,
+        day: str | None = None,
     ) -> None:
         check_seq_len(config.data.seq_len, context_length(model_config))
         if config.model.attn_implementation is not None:
@@ -163,6 +168,8 @@ class _Pack:
         self._config = config
         self._folder = folder if config.data.cache is None else Path(config.data.cache)
         self._recipe = make_recipe(config, tokenizer)
+        day = config.data.day or day
+        self._day = None if day is None else date.fromisoformat(day)
         self._ways = _ways(config, model_config)
         self._vocab_size = model_config.get_text_config().vocab_size
 
@@ -173,10 +180,14 @@ class _Pack:
         folder = self._folder if content is not None else None  # not where it may have changed unseen
         name = self._name(part, content)
         ways = ways or self._ways
+        if self._recipe.asks_day:
+            self._day = self._day or _first_day(folder, name) or date.today()
+            self._recipe = replace(self._recipe, day=self._day)
+            name = f"{name}-{self._day}"
         keys = {way: f"{name}-{way}" for way in ways}
-        ready = [way for way, key in keys.items() if folder is not None and is_prepared(folder, key)]
-        ways = ready[-1:] or ways
-        for way in ways:
+        ready = (find_prepared(folder, key) for key in reversed(keys.values()) if folder is not None)
+        prepared = next((found for found in ready if found is not None), None)
+        for way in ways if prepared is None else ():
             packing = Packing(
                 seq_len=self._config.data.seq_len,
                 way=way,
@@ -196,6 +207,7 @@ class _Pack:
             except NotTextError:
                 if way == ways[-1]:
                     raise
+        assert prepared is not None
         size = len(self._recipe.tokenizer)
         check_vocabulary(prepared.max_id, self._vocab_size, tokenizer_size=size)
         return prepared
@@ -235,6 +247,12 @@ class _Pack:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def _first_day(folder: Path | None, name: str) -> date | None:
+    """Return the first day for which rows of a name are kept; None: there are none."""
+    kept = [] if folder is None else sorted(folder.glob(f"{name}-????-??-??-*"))
+    return date.fromisoformat(kept[0].name[len(name) + 1 :][:10]) if kept else None
+
+
 def make_recipe(config: Config, tokenizer: PreTrainedTokenizerBase) -> EncoderRecipe:
     """Return what the encoder of a run is made of.
 
@@ -247,6 +265,7 @@ def make_recipe(config: Config, tokenizer: PreTrainedTokenizerBase) -> EncoderRe
         template=template_source(data.chat_template, tokenizer),
         train_on=TrainOn.of(data.train_on, reasoning=data.train_on_reasoning),
         end_id=end_of_document(tokenizer),
+        day=date.today() if data.day is None else date.fromisoformat(data.day),
     )
 
 
@@ -282,6 +301,7 @@ def make_loader(config: Config, prepared: Prepared) -> PackedLoader:
         shuffle=config.data.shuffle,
         packing=prepared.packing,
         name=name,
+        day=prepared.day,
     )
 
 

@@ -219,7 +219,8 @@ def prepare(
     model_config = read_config(source)
     progress("reading and tokenising the data")
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
-    data = pack_data(config, tokenizer, model_config, folder=prepared)
+    day = None if earlier is None else earlier["data"].get("day")
+    data = pack_data(config, tokenizer, model_config, folder=prepared, day=day)
     loader = make_loader(config, data)
     for line in data.notes():
         show(line)

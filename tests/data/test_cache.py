@@ -8,32 +8,70 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
-from megatrain.data.cache import RowWriter, kept_rows
+from megatrain.data.cache import Kept, RowWriter, find_rows, kept_rows
+from megatrain.data.loader import fingerprint
 
 ROWS = np.arange(12, dtype=np.int32).reshape(3, 4)
+FINGERPRINT = fingerprint(ROWS)
 
 
 @pytest.mark.parametrize(
-    "manifest", ["[]", "null", "3", '{"shape": null}', '{"shape": ["a", 1]}', '{"sha', '{"shape": [3, 5]}']
+    "manifest",
+    [
+        *("[]", "null", "3", "{}", '{"mani', '{"shape": [3, 4]}'),
+        {"shape": None},
+        {"shape": ["a", 1]},
+        {"shape": [3, 5]},
+        {"shape": [3, 4], "fingerprint": "3x4-0"},
+        {"shape": [3, 4], "fingerprint": FINGERPRINT},
+        {"shape": [3, 4], "fingerprint": FINGERPRINT, "counts": {"rows": 3, "of a later version": 1}},
+    ],
 )
-def test_a_damaged_manifest_is_no_end_of_a_run(manifest: str, tmp_path: Path) -> None:
+def test_a_manifest_that_cannot_be_used_is_no_end_of_a_run(
+    manifest: str | dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Damaged, or whole and of other software: a dict is written with the hash that it should have."""
     made: list[Path] = []
 
     def make(place: Path) -> dict[str, Any]:
         made.append(place)
         writer = RowWriter(place, 4)
         writer.write(ROWS)
-        return {"fingerprint": writer.close(), "shape": [3, 4]}
+        return {"fingerprint": writer.close(), "shape": [3, 4], "counts": {"rows": 3}}
 
-    first = kept_rows(tmp_path, "key", make).manifest
-    assert kept_rows(tmp_path, "key", make).manifest == first
+    def check(kept: Kept) -> None:
+        if list(kept.manifest["counts"]) != ["rows"]:
+            raise KeyError("counts")
+
+    first = kept_rows(tmp_path, "key", make, check).manifest
+    assert kept_rows(tmp_path, "key", make, check).manifest == first
     assert len(made) == 1
     file = tmp_path / "key/manifest.json"
     file.chmod(0o600)
+    if isinstance(manifest, dict):
+        digest = xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
+        manifest = json.dumps({"manifest": manifest, "hash": digest})
     file.write_text(manifest)
-    again = kept_rows(tmp_path, "key", make)
+    assert find_rows(tmp_path, "key", check) is None
+    again = kept_rows(tmp_path, "key", make, check)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert len(made) == 2
     assert again.manifest == first
     assert np.array_equal(again.rows[range(3)], ROWS)
-    assert json.loads(file.read_text()) == first
+    assert find_rows(tmp_path, "key", check) is not None
+
+
+def test_a_digit_of_a_manifest_that_was_lost_is_noticed(tmp_path: Path) -> None:
+    def make(place: Path) -> dict[str, Any]:
+        writer = RowWriter(place, 4)
+        writer.write(ROWS)
+        return {"fingerprint": writer.close(), "shape": [3, 4], "counts": {"tokens": 12}}
+
+    kept_rows(tmp_path, "key", make)
+    file = tmp_path / "key/manifest.json"
+    file.chmod(0o600)
+    file.write_text(file.read_text().replace('"tokens": 12', '"tokens": 13'))
+    assert find_rows(tmp_path, "key") is None
+    assert kept_rows(tmp_path, "key", make).manifest["counts"] == {"tokens": 12}

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
 from pydantic_core import PydanticCustomError
 
 from megatrain.config.sections.section import Section
-from megatrain.config.types import Count, LocalPath, Name, Rate, Seed, TrainedPart, one_of, reads_as
+from megatrain.config.types import Count, Day, LocalPath, Name, Rate, Seed, TrainedPart, one_of, reads_as
 
 FORMATS = (
     "text",
@@ -184,6 +184,9 @@ class DataConfig(Section):
     chat_template: LocalPath | None = None
     """Jinja file of the chat template, or `plain` for one that needs no special tokens. null = the
     tokenizer's own."""
+    day: Day | None = None
+    """Day that a chat template is told which asks for the time (`strftime_now`), such as `2026-11-23`. null =
+    the one on which this data was first prepared; a run that is resumed keeps it."""
     train_on: TrainedPart = "assistant"
     """Which part of a chat is trained on: each turn of the `assistant`, its `last` turn, `all` with the
     prompts, or a list of roles. A message's `loss_weight` of 0 or 1 goes first. A prompt without a chat

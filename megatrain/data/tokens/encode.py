@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +51,13 @@ class EncoderRecipe:
     train_on: TrainOn
     end_id: int
     """Of the token that ends a document."""
+    day: date = field(default_factory=lambda: date.today())
+    """That templates are told which ask for the time: it does not go on while data are prepared."""
+
+    @property
+    def asks_day(self) -> bool:
+        """Whether the template may ask for the time."""
+        return "strftime_now" in str(self.template)
 
     def make(self) -> Encoder:
         """Compile the template and return the encoder.
@@ -58,7 +66,7 @@ class EncoderRecipe:
             ConfigError: The template cannot be used.
         """
         names = dict(self.tokenizer.special_tokens_map)
-        template = None if self.template is None else ChatTemplate(self.template, names)
+        template = None if self.template is None else ChatTemplate(self.template, names, self.day)
         return Encoder(self.tokenizer, template, train_on=self.train_on, end_id=self.end_id)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, datetime, time
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -53,12 +54,13 @@ def marked(text: str) -> str:
 class Rendering:
     """A chat template, compiled with marks."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, Any], day: date) -> None:
         """Compile.
 
         Args:
             source: The template.
             special_tokens: `bos_token` and others that it may name.
+            day: Its midnight is the time that `strftime_now` writes.
 
         Raises:
             ConfigError: It is not a template.
@@ -75,7 +77,7 @@ class Rendering:
         self.has_generation = any(
             _is_generation(block) for block in environment.parse(source).find_all(nodes.CallBlock)
         )
-        self._names = dict(special_tokens)
+        self._names = {**special_tokens, "strftime_now": datetime.combine(day, time()).strftime}
         self.bos = str(self._names.get("bos_token") or "")
 
     def text(self, messages: Sequence[Mapping[str, Any]], *, prompts: bool = False, tools: Any = None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,21 +56,24 @@ class TrainOn:
 class ChatTemplate:
     """Renders conversations, and tells which characters of them are trained on."""
 
-    def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
+    def __init__(
+        self, sources: str | Mapping[str, str], special_tokens: Mapping[str, Any], day: date
+    ) -> None:
         """Compile, and find out how the template begins the turns of each role.
 
         Args:
             sources: The template, or several by name, of which `default` and `tool_use` are used.
             special_tokens: As the tokenizer names them.
+            day: That it is told if it asks for the time.
 
         Raises:
             ConfigError: It is not a template, or fails on two turns of plain text.
         """
         named = {"default": sources} if isinstance(sources, str) else dict(sources)
         default = named.get("default") or next(iter(named.values()))
-        self._default = Rendering(default, special_tokens)
+        self._default = Rendering(default, special_tokens, day)
         tools = named.get("tool_use")
-        self._with_tools = Rendering(tools, special_tokens) if tools else self._default
+        self._with_tools = Rendering(tools, special_tokens, day) if tools else self._default
         self.source = "\n".join(dict.fromkeys((default, tools or default)))
         self._headers: dict[tuple[Rendering, str], str] = {}
         try:

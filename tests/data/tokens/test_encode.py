@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +279,17 @@ def test_template_that_does_not_go_through_the_messages_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         recipe(tokenizer, template).make()
+
+
+def test_the_day_of_a_template_stays(tokenizer: Any) -> None:
+    """A template that asks for the time is told a day's midnight, and not when it is rendered."""
+    template = "{{ strftime_now('%d %b %Y %H:%M') }} " + TAGGED
+    on_that_day = replace(recipe(tokenizer, template), day=date(2025, 3, 9))
+    assert on_that_day.asks_day
+    (words,) = on_that_day.make().encode([chat(("user", "a"), ("assistant", "b"))])
+    assert not isinstance(words, Refused)
+    assert tokenizer.decode(words & IDS) == "09 Mar 2025 00:00 <user>a<assistant>b<|endoftext|>"
+    assert not recipe(tokenizer).asks_day
 
 
 def test_template_that_is_none_is_refused(tokenizer: Any) -> None:

@@ -1,0 +1,86 @@
+"""Chat templates that write the day: rows stay those of the first one, kept or made again."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.config import Config
+from megatrain.data.words import IDS
+from megatrain.errors import ConfigError, DataError
+from megatrain.model.weights.skeleton import read_config
+from megatrain.train import inputs
+from megatrain.train.inputs import choose_tokenizer, pack_data
+from megatrain.train.loop import train
+from tests.train.project import make_config
+
+FIRST, SECOND = datetime.date(2026, 2, 28), datetime.date(2026, 3, 1)
+TEMPLATE = (
+    "{{ strftime_now('%Y-%m-%d') }} {% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def make(root: Path, *, steps: int = 2, **data: Any) -> Config:
+    (root / "day.jinja").write_text(TEMPLATE)
+    said = [("one " * (n % 3), "step " * (n % 4 + 1)) for n in range(60)]
+    rows = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in said]
+    (root / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    data |= {"path": str(root / "chats.jsonl"), "chat_template": str(root / "day.jinja"), "seq_len": 64}
+    return make_config(root, data=data, train={"steps": steps}, optim={"warmup_steps": 0})
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let it be another day."""
+
+    def set_to(day: datetime.date) -> None:
+        class Day(datetime.date):
+            @classmethod
+            def today(cls) -> datetime.date:  # type: ignore[override]
+                return day
+
+        monkeypatch.setattr(inputs, "date", Day)
+
+    return set_to
+
+
+def test_a_run_goes_on_on_another_day(tmp_path: Path, clock: Any) -> None:
+    """Nothing is kept between the two but the checkpoint."""
+    clock(FIRST)
+    train(make(tmp_path))
+    clock(SECOND)
+    train(make(tmp_path, steps=4), resume="auto")
+    rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4]
+    with pytest.raises(DataError, match="not that of the run being resumed"):
+        train(make(tmp_path, steps=6, day=str(SECOND)), resume="auto")
+
+
+def test_what_is_kept_has_the_day_on_which_it_was_prepared(tmp_path: Path, clock: Any) -> None:
+    def text(day: str | None = None, setting: str | None = None) -> str:
+        config = make(tmp_path, day=setting)
+        model = read_config(config.model.path)
+        tokenizer = choose_tokenizer(config, None, model)
+        prepared = pack_data(config, tokenizer, model, folder=tmp_path / "kept", day=day)
+        said = f"the chat template writes the day, here and when a run is resumed {prepared.day}"
+        assert prepared.notes()[-2] == said
+        return str(tokenizer.decode(prepared.rows[[0]][0] & IDS))[:10]
+
+    clock(FIRST)
+    assert text() == "2026-02-28"
+    clock(SECOND)
+    assert text() == "2026-02-28"
+    assert text(day="2026-03-01") == "2026-03-01"  # of a run that began where nothing was kept
+    assert text() == "2026-02-28"
+    assert text(day="2026-03-01", setting="2026-03-05") == "2026-03-05"
+    assert len(list((tmp_path / "kept").glob("*-best_fit/"))) == 3
+
+
+def test_a_day_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.day is '2026-02-30' \(text\); it must be a day such as"):
+        make(tmp_path, day="2026-02-30")
