@@ -121,6 +121,8 @@ class Evaluator:
         """Take note that the run ends here; returns why."""
         standing = self.standing
         standing.has_stopped = True
+        if standing.best_loss is None:
+            return f"the loss on {self._deciding} was finite in no evaluation (eval.patience)"
         return (
             f"the loss on {standing.best_set} was {standing.best_loss:.4f} after step {standing.best_step}, "
             f"and no better in {standing.worse_in_a_row} evaluations since (eval.patience)"

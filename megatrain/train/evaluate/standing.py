@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any
 
 
@@ -23,8 +24,8 @@ class Standing:
     """The run has ended early."""
 
     def take(self, step: int, loss: float, name: str, *, min_delta: float) -> bool:
-        """Take the loss of an evaluation in; returns whether it is the best so far, as nan never is."""
-        is_better = loss == loss and (self.best_loss is None or loss < self.best_loss - min_delta)
+        """Take the loss of an evaluation in; returns whether it is the best so far, as no infinity or nan is."""
+        is_better = isfinite(loss) and (self.best_loss is None or loss < self.best_loss - min_delta)
         if is_better:
             self.best_step, self.best_loss, self.best_set = step, loss, name
             self.worse_in_a_row = 0

@@ -280,12 +280,27 @@ def test_a_run_stops_early_and_is_finished_until_its_patience_is_raised(
     assert len(rows_of(run)) == 12
 
 
-def test_min_delta_and_nan_are_no_better() -> None:
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_run_whose_evaluations_are_not_finite_is_saved_and_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loss: float
+) -> None:
+    """It once ended in the middle of its first save, as JSON has no infinity."""
+    stand_in(monkeypatch, [loss] * 6)
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        train(make_config(tmp_path, data=HELD_OUT, eval={"every": 2, "patience": 2, "load_best": True}))
+    assert "stopped after step 4: the loss on val was finite in no evaluation (eval.patience)" in caplog.text
+    assert saved_steps(tmp_path / "run") == [4]
+    assert not events_of(tmp_path / "run", "best")
+    assert (tmp_path / "run/hf/config.json").is_file()
+
+
+def test_min_delta_nan_and_infinity_are_no_better() -> None:
     standing = Standing()
-    taken = [standing.take(step, loss, "a", min_delta=0.1) for step, loss in enumerate([2.0, 1.95, 1.89])]
-    assert taken == [True, False, True]
-    assert not standing.take(4, math.nan, "a", min_delta=0.0)
-    assert (standing.worse_in_a_row, standing.best_loss, standing.best_step) == (1, 1.89, 2)
+    losses = [math.inf, 2.0, 1.95, 1.89]
+    taken = [standing.take(step, loss, "a", min_delta=0.1) for step, loss in enumerate(losses)]
+    assert taken == [False, True, False, True]
+    assert not any(standing.take(4, loss, "a", min_delta=0.0) for loss in (math.nan, math.inf, -math.inf))
+    assert (standing.worse_in_a_row, standing.best_loss, standing.best_step) == (3, 1.89, 3)
     other = Standing()
     other.restore({**standing.state(), "of_a_later_version": 1})
     assert other.state() == standing.state()
