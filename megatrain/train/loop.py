@@ -53,11 +53,11 @@ def train_step(run: Run) -> StepMetrics:
     callbacks, policy = run.callbacks, run.config.train.on_spike
     micro_batches = next(run.loader)
     seeds = run.micro_batch_seeds()
-    lr = float(run.scheduler.get_last_lr()[0])
 
     callbacks.call("on_step_begin")
     loss = run.engine.forward_backward(micro_batches, seeds=seeds)
     callbacks.call("on_pre_optimizer_step")
+    lr = float(run.optimizer.param_groups[0]["lr"])  # the schedule's, unless a callback has changed it
     # With `warn`, the loss is looked at behind the step: until then the device is still at work.
     highest = None if policy == "warn" else run.spikes.take(float(loss))
     grad_norm, is_skipped = None, highest is not None
@@ -238,6 +238,9 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             if row.step % settings.log.every == 0 or callbacks.wants("should_log"):
                 callbacks.log(row.logged)
             _judge(run, row, directory)
+            ends_epoch = row.step % run.loader.steps_per_epoch == 0
+            if ends_epoch:
+                callbacks.call("on_epoch_end")
             is_best = False
             if run.evaluator.is_due(row.step) or callbacks.wants("should_evaluate"):
                 is_best = _evaluate(run)
@@ -250,10 +253,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             is_time = every is not None and row.step % every == 0
             if is_time or (is_best and settings.eval.keep_best) or callbacks.wants("should_save"):
                 saved = _save(run, directory)
-            if row.step % run.loader.steps_per_epoch == 0:
-                callbacks.call("on_epoch_end")
-                if row.step < run.num_steps:
-                    callbacks.call("on_epoch_begin")
+            if ends_epoch and row.step < run.num_steps:
+                callbacks.call("on_epoch_begin")
     if saved is None:
         saved = _save(run, directory)
     callbacks.call("on_train_end")
@@ -269,6 +270,7 @@ def _begin(run: Run) -> None:
     run.callbacks.at(run.step, tokens=run.tokens)
     run.callbacks.call("on_train_begin")
     run.callbacks.call("on_epoch_begin")
+    run.callbacks.saved_state()  # one that cannot be saved is told of now, and not at the first checkpoint
     _refuse_failed_callback(run, None)
     if run.evaluator.is_due(run.step):
         _evaluate(run)
@@ -285,9 +287,9 @@ def _evaluate(run: Run) -> bool:
     if outcome.is_best:
         run.tell("best", name=standing.best_set, loss=standing.best_loss)
     if outcome.evaluations:
-        run.callbacks.best(standing.best_loss, standing.best_step, None)
         run.callbacks.log(outcome.numbers)
-        run.callbacks.call("on_evaluate", metrics=outcome.numbers)
+        run.callbacks.call("on_evaluate", metrics=outcome.numbers)  # compares them with the best before
+        run.callbacks.best(standing.best_loss, standing.best_step, None)
     return outcome.is_best
 
 

@@ -6,12 +6,13 @@ raises is called no more; the loop asks for `failure` between two steps, when th
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatrain.config import Config
-from megatrain.errors import ConfigError
+from megatrain.errors import CallbackError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -70,25 +71,29 @@ class Callbacks:
             self.state.logging_steps = config.log.every
 
     def call(self, event: str, **values: Any) -> None:
-        """Call each callback's method of this name."""
+        """Call each callback's method of this name; a step that begins forgets what was wanted before."""
+        if event == "on_step_begin" and self.control is not None:
+            self.control.should_log = self.control.should_save = self.control.should_evaluate = False
         for member in list(self._members):
             try:
                 changed = getattr(member, event)(
                     self._arguments, self.state, self.control, **self._objects, **values
                 )
             except Exception as error:  # a user's code, or a tracker whose server is gone
-                self._members.remove(member)
-                self.failure = self.failure or Failure(type(member).__name__, event, error)
+                self._drop(member, event, error)
             else:
                 self.control = changed or self.control
 
+    def _drop(self, member: TrainerCallback, event: str, error: Exception) -> None:
+        self._members.remove(member)
+        self.failure = self.failure or Failure(type(member).__name__, event, error)
+
     def at(self, step: int, *, tokens: int) -> None:
-        """Let the state say how far the run is, and forget what was wanted before."""
-        if self.state is not None and self.control is not None:
+        """Let the state say how far the run is."""
+        if self.state is not None:
             self.state.global_step = step
             self.state.epoch = step / self._steps_per_epoch
             self.state.num_input_tokens_seen = tokens
-            self.control.should_log = self.control.should_save = self.control.should_evaluate = False
 
     def log(self, numbers: Mapping[str, float]) -> None:
         """Hand numbers of the step to those that log."""
@@ -108,15 +113,48 @@ class Callbacks:
         return self.control is not None and bool(getattr(self.control, wish))
 
     def saved_state(self) -> dict[str, Any]:
-        """Return what callbacks keep of themselves, as transformers does: those with a method `state`."""
-        return {type(one).__name__: one.state() for one in self._members if hasattr(one, "state")}
+        """Return what callbacks keep of themselves, as transformers does: those with a method `state`.
+
+        One whose state is no JSON has failed, and is left out: a checkpoint is written without it.
+        """
+        saved = {}
+        for key, member in self._keeping():
+            try:
+                state = member.state()
+                json.dumps(state, allow_nan=False)
+            except Exception as error:
+                self._drop(member, "state", error)
+            else:
+                saved[key] = state
+        return saved
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on as `saved_state` was; a callback that is new begins as it is."""
-        for number, member in enumerate(self._members):
-            state = saved.get(type(member).__name__)
-            if state is not None and hasattr(member, "state"):
-                self._members[number] = type(member).from_state(state)
+        """Go on as `saved_state` was; a callback that is new begins as it is.
+
+        Raises:
+            CallbackError: One does not take back what it has saved.
+        """
+        for key, member in self._keeping():
+            if key not in saved:
+                continue
+            try:
+                restored = type(member).from_state(saved[key])
+            except Exception as error:
+                raise CallbackError(
+                    f"the callback {type(member).__name__} failed in from_state, with what it has saved in "
+                    f"the checkpoint ({type(error).__name__}: {error}); mend it, or go on without it"
+                ) from error
+            self._members[self._members.index(member)] = restored
+
+    def _keeping(self) -> list[tuple[str, Any]]:
+        """List those that keep a state, by class: a second one of a class has a number."""
+        found: dict[str, Any] = {}
+        for member in self._members:
+            if hasattr(member, "state"):
+                name = type(member).__name__
+                same = sum(type(other).__name__ == name for other in found.values())
+                found[f"{name} {same + 1}" if same else name] = member
+        return list(found.items())
 
 
 def training_arguments(config: Config, num_steps: int) -> TrainingArguments:

@@ -24,7 +24,7 @@ class Standing:
     """The run has ended early."""
 
     def take(self, step: int, loss: float, name: str, *, min_delta: float) -> bool:
-        """Take the loss of an evaluation in; returns whether it is the best so far, as no infinity or nan is."""
+        """Take an evaluation's loss in; returns whether it is the best so far: infinity and nan never are."""
         is_better = isfinite(loss) and (self.best_loss is None or loss < self.best_loss - min_delta)
         if is_better:
             self.best_step, self.best_loss, self.best_set = step, loss, name

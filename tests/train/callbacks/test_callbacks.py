@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from megatrain.checkpoint.load import verify
+from megatrain.config import Config
 from megatrain.errors import CallbackError, ConfigError
+from megatrain.train.callbacks.calls import Callbacks
 from megatrain.train.loop import train
-from tests.train.project import make_config
+from megatrain.train.records.json_lines import read_rows
+from tests.train.project import make_config, write_corpus
 from tests.train.test_loop import rows_of, state_of
 
 STEPS = {"steps": 4}
@@ -129,6 +134,51 @@ def test_a_callback_may_save_evaluate_and_stop(tmp_path: Path, caplog: pytest.Lo
     assert found == [f"step-0000000{step}" for step in (1, 2, 3)]
 
 
+class Sooner(Wishing):
+    """Asks at the beginning of the step, and at the end of the epoch."""
+
+    on_step_end = TrainerCallback.on_step_end
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        return Wishing.on_step_end(self, args, state, control)
+
+    on_epoch_end = on_step_begin
+
+
+class Slower(TrainerCallback):
+    """Has a learning rate of its own."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        for group in objects["optimizer"].param_groups:
+            group["lr"] = 1e-4 * state.global_step
+
+
+def test_wishes_of_other_events_are_heard_and_a_changed_rate_is_told(tmp_path: Path) -> None:
+    """The end of an epoch among them, which has three steps."""
+    options: dict[str, Any] = {
+        "train": STEPS,
+        "data": {"path": str(write_corpus(tmp_path / "short.txt", 400)), "val_size": 0.15},
+        "eval": {"every": None, "at_end": False, "keep_best": False},
+        "checkpoint": {"every": None, "keep_last": None},
+    }
+    members = [Sooner(0, "should_save"), Sooner(3, "should_evaluate"), Slower()]
+    train(make_config(tmp_path, **options), callbacks=members)
+    run = tmp_path / "run"
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000001", "step-00000004"]
+    evaluated = [row["step"] for row in read_rows(run / "events.jsonl") if row["event"] == "evaluation"]
+    assert evaluated == [3, 4], "at the end of the epoch, and in the step after it"
+    assert [row["lr"] for row in rows_of(run)] == [0.0, 1e-4, 2e-4, pytest.approx(3e-4)]
+
+
+def test_transformers_early_stop_lets_a_run_that_gets_better_go_on(tmp_path: Path) -> None:
+    """It compares an evaluation with the best one before it, and not with itself."""
+    options: dict[str, Any] = {**OPTIONS, "eval": {"every": 1}, "checkpoint": {"every": None}}
+    train(make_config(tmp_path, **options), callbacks=[EarlyStoppingCallback(2)])
+    assert len(rows_of(tmp_path / "run")) == 4
+    state = verify(max((tmp_path / "run/checkpoints").iterdir())).meta["callbacks"]["EarlyStoppingCallback"]
+    assert state["attributes"]["early_stopping_patience_counter"] == 0
+
+
 class Failing(TrainerCallback):
     """Raises in the middle of a step, before its update."""
 
@@ -181,6 +231,28 @@ def test_what_a_callback_keeps_of_itself_goes_on(tmp_path: Path) -> None:
     train(make_config(tmp_path, "second", **every), resume=str(part), callbacks=[Counting()])
     newest = verify(tmp_path / "second/checkpoints/step-00000004")
     assert newest.meta["callbacks"]["Counting"]["args"] == {"count": 4}
+
+
+def callbacks_of(config: Config, members: list[TrainerCallback]) -> Callbacks:
+    return Callbacks(members, config, num_steps=4, steps_per_epoch=2, objects={})
+
+
+def test_a_callback_whose_state_cannot_be_saved_fails_without_the_checkpoint(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    for value in (np.float32(1.0), math.nan):
+        called = callbacks_of(config, [Counting(value), Counting(3)])
+        assert list(called.saved_state().values()) == [{"args": {"count": 3}, "attributes": {}}]
+        assert called.failure is not None
+        assert (called.failure.name, called.failure.event) == ("Counting", "state")
+    with pytest.raises(CallbackError, match=r"Counting failed in state \(.*\); no step was taken"):
+        train(make_config(tmp_path), callbacks=[Counting(math.nan)])
+    two = callbacks_of(config, [Counting(1), Counting(2)])
+    with pytest.raises(CallbackError, match="Counting failed in from_state"):
+        two.restore({"Counting": {}})
+    other = callbacks_of(config, [Counting(), Counting()])
+    other.restore(two.saved_state())
+    assert other.saved_state() == two.saved_state()
+    assert [state["args"]["count"] for state in two.saved_state().values()] == [1, 2], "each its own"
 
 
 @pytest.mark.parametrize(
