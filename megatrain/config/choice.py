@@ -301,6 +301,8 @@ class StepBatch:
     """Rows."""
     seq_len: int
     num_micro_batches: int
+    num_passes_before: int = 0
+    """Passes without gradients that each micro-batch makes before its loss, such as one of a reference."""
 
     @property
     def tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Hugging Face's trainers over streamed models: Trainer, and TRL's SFTTrainer and DPOTrainer.
+"""Hugging Face's trainers over streamed models: Trainer, and TRL's SFTTrainer, DPOTrainer and KTOTrainer.
 
 The names resolve on first use: TRL is loaded by its own trainers alone.
 """
@@ -11,17 +11,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatrain.hf.arguments import MegatrainArguments
     from megatrain.hf.dpo import StreamingDPOTrainer
+    from megatrain.hf.kto import StreamingKTOTrainer
     from megatrain.hf.sft import StreamingSFTTrainer
     from megatrain.hf.trainer import StreamingTrainer
 
 _HOMES = {
     "MegatrainArguments": "megatrain.hf.arguments",
     "StreamingDPOTrainer": "megatrain.hf.dpo",
+    "StreamingKTOTrainer": "megatrain.hf.kto",
     "StreamingSFTTrainer": "megatrain.hf.sft",
     "StreamingTrainer": "megatrain.hf.trainer",
 }
 
-__all__ = ["MegatrainArguments", "StreamingDPOTrainer", "StreamingSFTTrainer", "StreamingTrainer"]
+__all__ = [
+    "MegatrainArguments",
+    "StreamingDPOTrainer",
+    "StreamingKTOTrainer",
+    "StreamingSFTTrainer",
+    "StreamingTrainer",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -59,12 +59,20 @@ class MegatrainArguments:
     tiers: Tiers | None = None
     """Drives, and what of the state lives there."""
 
-    def attach_settings(self, args: TrainingArguments, context: int | None) -> dict[str, Any]:
-        """Return the keywords of `megatrain.attach`; `context`: tokens that the model can see."""
+    def attach_settings(
+        self, args: TrainingArguments, context: int | None, num_passes_before: int = 0
+    ) -> dict[str, Any]:
+        """Return the keywords of `megatrain.attach`.
+
+        Args:
+            args: Of the trainer.
+            context: Tokens that the model can see.
+            num_passes_before: As in `StepBatch`.
+        """
         return {
             "device": self.device if self.device is not None else args.device,
             "precision": precision_of(args),
-            "batch": self.batch(args, context),
+            "batch": self.batch(args, context, num_passes_before),
             "compile": self.compile,
             "optimizer_state": self.optimizer_state,
             "host_limit": self.host_limit,
@@ -73,18 +81,21 @@ class MegatrainArguments:
             "deterministic": self.deterministic,
         }
 
-    def load_settings(self, args: TrainingArguments, context: int | None) -> dict[str, Any]:
+    def load_settings(
+        self, args: TrainingArguments, context: int | None, num_passes_before: int = 0
+    ) -> dict[str, Any]:
         """Return the keywords of `megatrain.load`."""
-        given = self.attach_settings(args, context)
+        given = self.attach_settings(args, context, num_passes_before)
         return {key: given[key] for key in ("precision", "batch", "optimizer_state", "host_limit", "tiers")}
 
-    def batch(self, args: TrainingArguments, context: int | None) -> StepBatch:
+    def batch(self, args: TrainingArguments, context: int | None, num_passes_before: int = 0) -> StepBatch:
         """Return what a step trains on."""
         longest = self.seq_len or getattr(args, "max_length", None) or min(context or 4096, 4096)
         return StepBatch(
             micro_batch_size=args.per_device_train_batch_size,
             seq_len=longest,
             num_micro_batches=args.gradient_accumulation_steps,
+            num_passes_before=num_passes_before,
         )
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trl import SFTTrainer
 
-from megatrain.hf.steps import StepGroup
 from megatrain.hf.streaming import Streaming
 
 
@@ -15,14 +12,3 @@ class StreamingSFTTrainer(Streaming, SFTTrainer):
 
     Arguments are those of SFTTrainer, and `megatrain=MegatrainArguments(...)`.
     """
-
-    def _has_run(self, group: StepGroup) -> None:
-        order_metrics(self._metrics["train"], group)
-
-
-def order_metrics(metrics: dict[str, list[Any]], group: StepGroup) -> None:
-    """Put what a step's calls have logged in the order of its batches: TRL adds the values up in theirs."""
-    count = len(group.finished)
-    for values in metrics.values():
-        if len(values) >= count:  # others hold one number that counts on
-            values[-count:] = group.in_order(values[-count:])

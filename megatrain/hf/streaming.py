@@ -25,6 +25,7 @@ from megatrain.stream.attach import attach
 from megatrain.stream.engine import Engine
 from megatrain.stream.load import load
 from megatrain.stream.optimizer import StreamedAdamW
+from megatrain.stream.steps import PassBefore
 from megatrain.train.resume.state import has_state, read_state, remove_state, write_state
 
 _Base: Any = object
@@ -38,6 +39,8 @@ class Streaming(_Base):
     """What the model is attached to; `trainer.engine.detach()` gives an ordinary model back."""
     optimizer: Any
     """The engine's, which accelerate wraps."""
+    _num_passes_before = 0
+    """How many `_passes_before` lists, for the plan."""
 
     def __init__(self, *args: Any, megatrain: MegatrainArguments | None = None, **kwargs: Any) -> None:
         """Make the trainer, and attach its model.
@@ -67,7 +70,7 @@ class Streaming(_Base):
 
     def _load(self, path: str) -> PreTrainedModel:
         context = _context_of(read_config(path))
-        settings = self._megatrain.load_settings(self._plain_args, context)
+        settings = self._megatrain.load_settings(self._plain_args, context, self._num_passes_before)
         kwargs = dict(getattr(self._plain_args, "model_init_kwargs", None) or {})
         attention = kwargs.pop("attn_implementation", None)
         kwargs.pop("dtype", None)  # `bf16` says it
@@ -82,7 +85,8 @@ class Streaming(_Base):
         """Attach the model, if it is not, and let calls come in through the forward that it has now."""
         engine: Engine | None = getattr(self.model, "_megatrain_engine", None)
         if engine is None:
-            settings = self._megatrain.attach_settings(self._plain_args, _context_of(self.model.config))
+            context = _context_of(self.model.config)
+            settings = self._megatrain.attach_settings(self._plain_args, context, self._num_passes_before)
             engine = attach(self.model, self._megatrain.choice, **settings)
         if engine.host.precision.value != precision_of(self._plain_args):
             raise ConfigError(
@@ -125,12 +129,14 @@ class Streaming(_Base):
                 seed=self.args.seed,
                 number=self.state.global_step,
                 only_loss=self._uses_only_loss,
+                before=self._passes_before(group),
+                metrics=getattr(self, "_metrics", {}).get("train"),
             )
-            self._has_run(group)
         return group.take()
 
-    def _has_run(self, group: StepGroup) -> None:
-        """Put in order what the calls of a step have left."""
+    def _passes_before(self, group: StepGroup) -> list[PassBefore]:
+        """List the passes that come before the losses of a step, which put what they find into its inputs."""
+        return []
 
     @property
     def _uses_only_loss(self) -> bool:

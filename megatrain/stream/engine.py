@@ -35,7 +35,7 @@ from megatrain.stream.lanes import Lanes
 from megatrain.stream.meter import StepMeter
 from megatrain.stream.optimizer import StepHooks, StreamedAdamW, check_moments, check_updates
 from megatrain.stream.report import StepReport
-from megatrain.stream.steps import Steps
+from megatrain.stream.steps import PassBefore, Steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -165,25 +165,24 @@ class Engine:
         *,
         seeds: Sequence[int] | None = None,
         only_loss: bool = False,
+        before: Sequence[PassBefore] = (),
     ) -> list[Tensor]:
         """Run a step as `forward_backward` does, for any loss: DPO's, label smoothing, one of yours.
 
         Nothing is scaled: gradients add up, so each loss is divided already by what the step averages over.
 
         Args:
-            losses: One per micro-batch. It calls the model, once or several times, with gradients or without,
+            losses: One per micro-batch: calls the model, once or several times, with gradients or without,
                 and returns a 0-dim tensor. Those of a round take turns at every layer.
             seeds: As in `forward_backward`.
             only_loss: They use the model's own `loss` and no logits: its head may run in chunks of tokens.
+            before: Passes without gradients before the losses of each round (`StepBatch.num_passes_before`).
 
         Returns:
             The losses, detached, in order.
-
-        Raises:
-            ConfigError: No loss, or not one seed per loss.
         """
         self.require_attached()
-        return self._steps.run(losses, seeds, None, only_loss=only_loss)
+        return self._steps.run(losses, seeds, None, only_loss=only_loss, before=before)
 
     def adopt_forward(self) -> None:
         """Let calls come in through the forward that was put on the model after `attach`, as TRL does."""

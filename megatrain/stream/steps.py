@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +19,21 @@ from megatrain.stream.meter import StepMeter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PassBefore:
+    """A pass of every micro-batch without gradients, before the losses: of a reference, for instance.
+
+    It is a part of the step's program: those of a round pass each layer together, before the round's losses.
+    """
+
+    calls: Sequence[Callable[[], object]]
+    """One per micro-batch, which passes the model once and keeps what it has found."""
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered around the calls of each round, and left before its losses: adapters are off, for instance."""
 
 
 class Steps:
@@ -37,6 +55,7 @@ class Steps:
         num_targets: int | None,
         *,
         only_loss: bool = False,
+        before: Sequence[PassBefore] = (),
     ) -> list[Tensor]:
         """Run a step's calls and their backward; see `Engine.run_losses`.
 
@@ -44,24 +63,80 @@ class Steps:
             losses: One per micro-batch.
             seeds: One per micro-batch; None: they are drawn if the calls take turns.
             num_targets: Tokens that the step trains on; None: counted as they pass.
-            only_loss: As in `ModelForward.run_step`.
+            only_loss: As in `ModelForward.only_loss`.
+            before: Passes that come before the losses of each round.
         """
         if not losses:
             raise ConfigError("a step needs at least one micro-batch; the list is empty")
         if seeds is not None and len(seeds) != len(losses):
             raise ConfigError(f"the step got {len(seeds)} seeds for {len(losses)} micro-batches")
+        for number, each in enumerate(before):
+            if len(each.calls) != len(losses):
+                raise ConfigError(
+                    f"pass {number} before the losses has {len(each.calls)} calls for {len(losses)} "
+                    "micro-batches"
+                )
         if seeds is None and self._arrangement.choice.lockstep > 1 and len(losses) > 1:
             seeds = torch.randint(2**62, (len(losses),)).tolist()
         self.zero_grad()
         self._meter.begin(num_targets)
         try:
-            return self._forward.run_step(losses, seeds, only_loss=only_loss)
+            with self._forward.only_loss(only_loss):
+                return self._run(losses, seeds, before)
         except BaseException as error:
             self.drop(error)
             instead = explained(error, self._model, self._arrangement.lanes.device)
             if instead is not None:
                 raise instead from error
             raise
+
+    def _run(
+        self,
+        losses: Sequence[Callable[[], Tensor]],
+        seeds: Sequence[int] | None,
+        before: Sequence[PassBefore],
+    ) -> list[Tensor]:
+        """Run rounds: the passes before their losses, the losses, their backward. Return these, detached."""
+        self._arrangement.binding.check()
+        rounds, together = self._arrangement.rounds, self._arrangement.choice.lockstep
+        numbers = range(len(losses))
+        numbers_of_rounds = [numbers[first : first + together] for first in numbers[::together]]
+        rounds.foresee_step([len(numbers) for numbers in numbers_of_rounds], len(before))
+        found: list[Tensor] = []
+        try:
+            for numbers in numbers_of_rounds:
+                rounds.num_together = len(numbers)
+                for order, each in enumerate(before):
+                    own = None if seeds is None else [seed + 1 + order for seed in seeds]
+                    with each.around():
+                        self._together(each.calls, numbers, own, with_gradients=False)
+                parts = self._together(losses, numbers, seeds)
+                torch.autograd.backward(parts)
+                found += [part.detach() for part in parts]
+        finally:
+            rounds.in_step = False
+        return found
+
+    def _together(
+        self,
+        calls: Sequence[Callable[[], T]],
+        numbers: Sequence[int],
+        seeds: Sequence[int] | None,
+        *,
+        with_gradients: bool = True,
+    ) -> list[T]:
+        """Run those of the calls that have these numbers, and return their results."""
+        turns = [
+            partial(
+                self._forward.take_turn,
+                place,
+                calls[number],
+                None if seeds is None else seeds[number],
+                with_gradients=with_gradients,
+            )
+            for place, number in enumerate(numbers)
+        ]
+        return [turns[0]()] if len(turns) == 1 else self._forward.lockstep.run(turns)
 
     def zero_grad(self) -> None:
         """Drop the gradients gathered since the last step."""

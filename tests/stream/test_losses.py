@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain.errors import ConfigError
+from megatrain.plan.program.operations import Kind
+from megatrain.plan.program.step import step_program
+from megatrain.stream.steps import PassBefore
 from tests.families import FAMILIES
 from tests.products import every_pair
 from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
@@ -110,6 +115,54 @@ def test_two_passes_with_gradients_agree_to_rounding(lockstep: int) -> None:
         for name, gradient in engine.named_gradients():
             scale = float(gradients[name].abs().max())
             torch.testing.assert_close(gradient, gradients[name], rtol=0, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("lockstep", [1, 2, 4])
+def test_passes_before_the_losses_are_the_program_s(lockstep: int) -> None:
+    """Two of each micro-batch, in another state of the whole model, are foreseen from the first step on."""
+    model = make_model(FAMILIES["llama"]())
+    plain = copy.deepcopy(model)
+    fields: dict[str, Any] = {"outer_streams": True, "boundaries": "host", "activations": "recompute"}
+    engine = attach_plainly(model, device="checked", lockstep=lockstep, num_micro_batches=5, **fields)
+    engine.executor._improvise = None  # type: ignore[method-assign,assignment]  # nothing is
+    optimizer = engine.adamw(max_grad_norm=None)
+    rounds = [min(lockstep, 5 - first) for first in range(0, 5, lockstep)]
+    program = step_program(engine.executor.spec, [[1] * count for count in rounds], num_passes_before=2)
+    fetched = program.nbytes(Kind.FETCH) + program.nbytes(Kind.LOAD)
+    for step in range(2):
+        batches = make_batches(5, seed=step)
+        found: list[dict[str, Tensor]] = [{} for _ in batches]
+
+        @contextmanager
+        def evaluating() -> Iterator[None]:
+            model.eval()
+            yield
+            model.train()
+
+        def passed(number: int, flips: int, batches: Any = batches, found: Any = found) -> None:
+            assert model.training is (flips == 1)
+            assert not torch.is_grad_enabled()
+            found[number][str(flips)] = model(input_ids=batches[number]["input_ids"].flip(flips)).logits
+
+        def loss(number: int, batches: Any = batches, found: Any = found) -> Tensor:
+            assert model.training
+            logits = model(input_ids=batches[number]["input_ids"]).logits
+            return (logits - found[number]["0"]).square().mean() + (logits * found[number]["1"]).mean()
+
+        before = [
+            PassBefore([partial(passed, number, flips) for number in range(5)], around)
+            for flips, around in enumerate((evaluating, nullcontext))
+        ]
+        losses = engine.run_losses([partial(loss, number) for number in range(5)], before=before)
+        if step == 0:
+            expected, gradients = resident(plain, with_references, batches)
+            for value, wanted in zip(losses, expected, strict=True):
+                assert_same_bits(value, wanted, "loss")
+            for name, gradient in engine.named_gradients():
+                assert_same_bits(gradient, gradients[name], name)
+        optimizer.step()
+        assert engine.last_step.fetch_bytes == engine.counts.fetch_bytes / (step + 1) == fetched
+        assert engine.last_step.offload_bytes == program.nbytes(Kind.OFFLOAD)
 
 
 def test_a_reference_pass_is_improvised_once() -> None:

@@ -109,16 +109,20 @@ class Step:
         Args:
             is_short: As `step_s` times it: with few rounds and visits, and whole parts of blocks in a commit.
         """
-        return step_program(self.spec, self._rounds(is_short=is_short), in_pieces=not is_short)
+        return self._program(self._rounds(is_short=is_short), in_pieces=not is_short)
+
+    def _program(self, rounds: list[list[int]], *, in_pieces: bool) -> Program:
+        num_passes_before = self.batch.num_passes_before
+        return step_program(self.spec, rounds, num_passes_before=num_passes_before, in_pieces=in_pieces)
 
     @cached_property
     def moved_bytes(self) -> dict[Kind, int]:
         """Bytes that a step moves, by the kind of operation."""
         rounds = self._rounds(is_short=True)
-        moved = _bytes_by_kind(step_program(self.spec, rounds, in_pieces=False))
+        moved = _bytes_by_kind(self._program(rounds, in_pieces=False))
         more = self.num_rounds - len(rounds)
         if more:  # each goes on as the last but one did
-            fewer = _bytes_by_kind(step_program(self.spec, rounds[1:], in_pieces=False))
+            fewer = _bytes_by_kind(self._program(rounds[1:], in_pieces=False))
             moved = {kind: nbytes + more * (nbytes - fewer[kind]) for kind, nbytes in moved.items()}
         return moved
 
@@ -181,8 +185,11 @@ class Step:
         """Seconds of all that the device computes."""
         costs = self.costs
         forward, backward, again, _ = self.sums
-        head = (costs.head_forward_s + costs.head_backward_s + costs.outer_s) * self.batch.num_micro_batches
-        return forward + backward + again + head + (costs.step_s if self.rates.updates_in_compute else 0.0)
+        count, num_before = self.batch.num_micro_batches, self.batch.num_passes_before
+        head_forward = (costs.head_forward_s + costs.outer_s) * count
+        head = head_forward + costs.head_backward_s * count
+        on_device_s = costs.step_s if self.rates.updates_in_compute else 0.0
+        return num_before * (forward + head_forward) + forward + backward + again + head + on_device_s
 
     @cached_property
     def bounds_s(self) -> dict[str, float]:

@@ -137,7 +137,12 @@ class StepSpec:
         return inside + sum(self.sizes[block].is_trained for block in outside) + len(self.ends.heads)
 
     def visits(
-        self, micro_batches: Sequence[int], *, loads: bool = False, completes: bool = True
+        self,
+        micro_batches: Sequence[int],
+        *,
+        loads: bool = False,
+        completes: bool = True,
+        num_passes_before: int = 0,
     ) -> list[Visit]:
         """List the visits of a round.
 
@@ -145,6 +150,7 @@ class StepSpec:
             micro_batches: How many pass in each visit: ones, but where a plan times several together.
             loads: Earlier rounds of the step left gradients to add to.
             completes: No later round of the step follows.
+            num_passes_before: Passes without gradients that come first.
         """
         visits = round_visits(
             self.layers,
@@ -154,6 +160,7 @@ class StepSpec:
             first_trained=self.first_trained,
             loads=loads,
             completes=completes,
+            num_passes_before=num_passes_before,
         )
         if all(count == 1 for count in micro_batches):
             return visits

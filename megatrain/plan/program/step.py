@@ -250,18 +250,26 @@ def commit_program(
     return [*operations, Operation(kind=Kind.SEAL), Operation(kind=Kind.COMMIT, blocks=blocks)]
 
 
-def step_program(spec: StepSpec, rounds: Sequence[Sequence[int]], *, in_pieces: bool = True) -> Program:
+def step_program(
+    spec: StepSpec, rounds: Sequence[Sequence[int]], *, num_passes_before: int = 0, in_pieces: bool = True
+) -> Program:
     """List a whole step among many equal ones.
 
     Args:
         spec: Of the step.
         rounds: How many micro-batches pass in each visit of each round.
+        num_passes_before: Passes without gradients that come before the losses of each round.
         in_pieces: As in `commit_program`.
     """
     visits = [
         visit
         for number, micro_batches in enumerate(rounds)
-        for visit in spec.visits(micro_batches, loads=number > 0, completes=number == len(rounds) - 1)
+        for visit in spec.visits(
+            micro_batches,
+            loads=number > 0,
+            completes=number == len(rounds) - 1,
+            num_passes_before=num_passes_before,
+        )
     ]
     at_once = spec.is_immediate
     num_staging = NUM_GRADIENT_STAGING if at_once and len(rounds) == 1 else 0

@@ -83,6 +83,7 @@ def round_visits(
     first_trained: int = 0,
     loads: bool = False,
     completes: bool = True,
+    num_passes_before: int = 0,
 ) -> list[Visit]:
     """List the visits of one round: all micro-batches pass a layer before the next is entered.
 
@@ -97,25 +98,13 @@ def round_visits(
         first_trained: Backward ends with this layer: neither it nor what is before it is trained.
         loads: Earlier rounds of the step left gradients to add to.
         completes: No later round of the step follows.
+        num_passes_before: Passes without gradients that come first, all micro-batches together in each.
     """
     ends = ends or Ends()
     backward = range(num_micro_batches)
-    visits = [
-        Visit(block, micro_batch=number)
-        for number in reversed(backward)
-        for block in (*outer, *ends.embeddings)
-    ]
+    visits = pass_visits(layers, num_micro_batches, outer=outer, ends=ends) * num_passes_before
+    visits += pass_visits(layers, num_micro_batches, outer=outer, ends=ends, saves=True)
     has_head = bool(outer) and not ends.heads
-    for number, layer in enumerate(layers):
-        # what is saved last is needed first: it stays where it is
-        is_last = number == len(layers) - 1
-        saves = layer.saves and not is_last
-        visits += _forward(layer, num_micro_batches, saves=saves, passes_head=is_last and has_head)
-    visits += [
-        Visit(block, micro_batch=number, is_head=True)
-        for number in reversed(backward)
-        for block in ends.heads
-    ]
     visits += [Visit(HEAD, is_backward=True, micro_batch=number) for number in backward] if has_head else []
     visits += [
         replace(_backward(block, number, num_micro_batches, loads, completes), is_head=True)
@@ -152,6 +141,26 @@ def round_visits(
         for block in (*ends.trained_embeddings, *reversed(outer))
     ]
     return visits
+
+
+def pass_visits(
+    layers: Sequence[LayerPlan],
+    num_micro_batches: int = 1,
+    *,
+    outer: Sequence[int] = (),
+    ends: Ends,
+    saves: bool = False,
+) -> list[Visit]:
+    """List the visits of one pass of all micro-batches, with gradients (`saves`) or without."""
+    numbers = range(num_micro_batches - 1, -1, -1)
+    visits = [Visit(block, micro_batch=n) for n in numbers for block in (*outer, *ends.embeddings)]
+    has_head = bool(outer) and not ends.heads
+    for number, layer in enumerate(layers):
+        # what is saved last is needed first: it stays where it is
+        is_last = number == len(layers) - 1
+        saves_layer = saves and layer.saves and not is_last
+        visits += _forward(layer, num_micro_batches, saves=saves_layer, passes_head=is_last and has_head)
+    return visits + [Visit(b, micro_batch=n, is_head=True) for n in numbers for b in ends.heads]
 
 
 def _backward(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from megatrain.stream.forward.passes import OuterVisit, Pass, let_reads_stream, 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+T = TypeVar("T")
+
 
 class PassWatcher(Protocol):
     """Is told of every pass of the model before it begins."""
@@ -49,10 +51,14 @@ class _Turn:
     """A call of a step's round: its place in the round, and how often it has passed the model."""
 
     place: int
+    is_before: bool
+    """It comes before the losses of the round."""
     num_passes: int = 0
 
     def number(self, num_together: int) -> int:
-        """Return what names the coming pass within the round; one without gradients has no other's name."""
+        """Return what names the coming pass; among others, one without gradients has no other's name."""
+        if self.is_before:
+            return self.place
         if not torch.is_grad_enabled():
             return -1 - self.place
         self.num_passes += 1
@@ -82,6 +88,7 @@ class ModelForward:
                 None: never.
         """
         self._model = model
+        self._decoder = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
         self._device = arrangement.lanes.device
         self._arrangement = arrangement
         self._watcher = watcher
@@ -116,8 +123,9 @@ class ModelForward:
         move_buffers(self._model, self._device)
         for number, layer in enumerate(self._arrangement.layers):
             self._override_layer(layer, number, compiler)
-        for module in {id(module): module for module in (self._model, self._model.base_model)}.values():
-            self._overrides.replace(module, partial(self._enter, module.forward, module is self._model))
+        modules = (self._model, self._model.base_model, self._decoder)  # the second is a PeftModel's adapter
+        for module in {id(module): module for module in modules}.values():
+            self._overrides.replace(module, partial(self._enter, module.forward, module))
             # `save_pretrained` and Trainer read the weights this way, with updates still running
             self._overrides.before_state_dict(module, sync)
         for block in self._arrangement.outer:
@@ -145,7 +153,7 @@ class ModelForward:
                 f"micro_batch_size is {self._micro_batch_size}, but the model's forward was replaced by one "
                 "whose results cannot be joined; attach without it, and pass smaller batches"
             )
-        self._overrides.replace(self._model, partial(self._enter, self._model.forward, True))
+        self._overrides.replace(self._model, partial(self._enter, self._model.forward, self._model))
 
     def _visit_of_read(self, block: AttachedBlock) -> OuterVisit | None:
         """Return the visit in which a read of the head's weights streams them; None: they are there."""
@@ -218,52 +226,34 @@ class ModelForward:
 
         return loss
 
-    def run_step(
-        self, losses: Sequence[Callable[[], Tensor]], seeds: Sequence[int] | None, *, only_loss: bool = False
-    ) -> list[Tensor]:
-        """Run a step's calls and their backward, round by round.
+    def take_turn(
+        self, place: int, call: Callable[[], T], seed: int | None, *, with_gradients: bool = True
+    ) -> T:
+        """Run the `place`-th call of a step's round, or, without gradients, of a pass before its losses.
 
         Args:
-            losses: Each runs the model on a micro-batch and returns a 0-dim loss; nothing is scaled here.
-            seeds: One of torch's generators for each; None: the generators go on.
-            only_loss: They use the loss that the model returns and nothing else, so that its head may run in
-                chunks.
-
-        Returns:
-            The losses, detached, in order.
+            place: Number within the round.
+            call: Runs the model on a micro-batch; nothing that it returns is scaled here.
+            seed: Of torch's generators; None: they go on.
+            with_gradients: Of its passes.
         """
-        self._arrangement.binding.check()
-        rounds, together = self._arrangement.rounds, self._arrangement.choice.lockstep
-        numbers_of_rounds = [
-            range(len(losses))[first : first + together] for first in range(0, len(losses), together)
-        ]
-        rounds.foresee_step([len(numbers) for numbers in numbers_of_rounds])
-        found: list[Tensor] = []
-        self._head.only_loss = only_loss
-        try:
-            for numbers in numbers_of_rounds:
-                rounds.num_together = len(numbers)
-                calls = [
-                    partial(self._take_turn, place, losses[n], seeds[n] if seeds is not None else None)
-                    for place, n in enumerate(numbers)
-                ]
-                parts = [calls[0]()] if len(calls) == 1 else self.lockstep.run(calls)
-                torch.autograd.backward(parts)
-                found += [part.detach() for part in parts]
-        finally:
-            self._head.only_loss = rounds.in_step = False
-        return found
-
-    def _take_turn(self, place: int, loss: Callable[[], Tensor], seed: int | None) -> Tensor:
-        """Run the `place`-th call of a round."""
         if seed is not None:
             torch.manual_seed(seed)
-        self._turn = _Turn(place)
+        self._turn = _Turn(place, is_before=not with_gradients)
         try:
-            with torch.enable_grad():
-                return loss()
+            with torch.set_grad_enabled(with_gradients):
+                return call()
         finally:
             self._turn = None
+
+    @contextmanager
+    def only_loss(self, value: bool) -> Iterator[None]:
+        """Say whether calls use nothing but the loss that the model returns: its head may be in chunks."""
+        self._head.only_loss = value
+        try:
+            yield
+        finally:
+            self._head.only_loss = False
 
     def over(self, share: Share) -> AbstractContextManager[object]:
         """Average the loss of the coming pass as a micro-batch of the engine's own: its head is in chunks."""
@@ -286,15 +276,16 @@ class ModelForward:
 
     # -- a pass ---------------------------------------------------------------------------------------------
 
-    def _enter(self, inner: Callable[..., Any], is_causal_lm: bool, /, *args: Any, **kwargs: Any) -> Any:
+    def _enter(self, inner: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward of the model, or of its decoder alone, with its resident weights in place."""
         if self._is_removed:
             return inner(*args, **kwargs)
+        is_causal_lm = module is self._model
         if self._pass is not None:
             if is_causal_lm:  # of a forward that has taken its place, and in which the pass has begun
                 return self._compute(inner, args, kwargs)
             output = inner(*args, **kwargs)
-            if self._arrangement.choice.outer_streams:
+            if self._arrangement.choice.outer_streams and module is self._decoder:
                 self.lockstep.give_way(len(self._arrangement.layers))  # all have the head's weights together
             return output
         rounds, executor = self._arrangement.rounds, self._arrangement.executor
@@ -376,7 +367,7 @@ class ModelForward:
             share = None if given else Share(sum(counts), counts[place])
             with self._head.over(share):
                 named = {**pieces[place], "return_dict": True}
-                output = self._enter(inner, True, **named)
+                output = self._enter(inner, self._model, **named)
             if share is not None:
                 output["loss"] = share.scaled(output["loss"])
             return output

@@ -2,7 +2,8 @@
 
 A round's visits are what its layers and their policies say (`round_visits`), until a round was seen to go
 another way; then the next one of as many micro-batches is expected to go as that one did. So a loss that runs
-the model more than once, such as one with a reference pass, is foreseen from its second round on.
+the model more than once is foreseen from its second round on. Passes that are announced to come before a
+round's losses, such as those of a reference, are foreseen from the first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from megatrain.config.choice import Activations, Choice
 from megatrain.errors import ConfigError, ModelError
-from megatrain.plan.program.visits import HEAD, Visit, marked, most_open
+from megatrain.plan.program.visits import HEAD, Visit, marked, most_open, pass_visits
 from megatrain.store.state import Precision
 from megatrain.stream.execute.executor import Executor
 
@@ -33,11 +34,13 @@ class Rounds:
         """Number within its round of the pass that begins next."""
         self.num_together = 1
         """Micro-batches of the round that is going on."""
-        self._orders: dict[int, list[Visit]] = {}
-        self._bare: dict[int, list[Visit]] = {}
-        """What is expected to be seen of a round, by its number of micro-batches."""
-        self._steps: dict[tuple[int, ...], list[Visit]] = {}
-        """The visits of whole steps, by the micro-batches of their rounds."""
+        self._num_before = 0
+        """Passes without gradients that come before its losses."""
+        self._orders: dict[tuple[int, int], list[Visit]] = {}
+        self._bare: dict[tuple[int, int], list[Visit]] = {}
+        """What is expected to be seen of a round, by its number of micro-batches and of passes before it."""
+        self._steps: dict[tuple[tuple[int, ...], int], list[Visit]] = {}
+        """The visits of whole steps, by the micro-batches of their rounds and the passes before these."""
         self._passes_foreseen = 0
         self._passes_since_backward = 0
         self.in_step = False
@@ -91,12 +94,18 @@ class Rounds:
             )
         self._gradients.clear()
 
-    def foresee_step(self, sizes: Sequence[int]) -> None:
-        """Foresee the rounds of a whole step, with as many micro-batches as `sizes` says."""
+    def foresee_step(self, sizes: Sequence[int], num_before: int = 0) -> None:
+        """Foresee the rounds of a whole step.
+
+        Args:
+            sizes: Their micro-batches.
+            num_before: Passes without gradients that come before the losses of each.
+        """
         self._prepare_gradients(num_rounds=len(sizes), adds_up=sum(sizes) > 1)
-        visits = self._steps.get(tuple(sizes))
+        self._num_before = num_before
+        visits = self._steps.get((tuple(sizes), num_before))
         if visits is None:
-            visits = self._steps[tuple(sizes)] = [
+            visits = self._steps[tuple(sizes), num_before] = [
                 visit
                 for number, size in enumerate(sizes)
                 for visit in self.visits(size, loads=number > 0, completes=number == len(sizes) - 1)
@@ -116,6 +125,7 @@ class Rounds:
                 "a second backward before opt.step(): with updates=immediate, the first one has updated the "
                 "weights already; give all micro-batches to engine.forward_backward, or use deferred"
             )
+        self._num_before = 0
         self._prepare_gradients(num_rounds=1 + has_gradients, adds_up=has_gradients or num_micro_batches > 1)
         self._executor.foresee(
             self.visits(
@@ -130,9 +140,7 @@ class Rounds:
         """Foresee one pass through all layers without a backward, unless it is a part of a step's round."""
         if self.in_step:
             return
-        ends = self._executor.spec.ends
-        inner = [block for plan in self.plans for block in plan.blocks]
-        self._executor.foresee([Visit(block) for block in (*ends.embeddings, *inner, *ends.heads)])
+        self._executor.foresee(pass_visits(self.plans, ends=self._executor.spec.ends))
         self.micro_batch = 0
 
     def begin_pass(self) -> None:
@@ -153,11 +161,16 @@ class Rounds:
 
     def visits(self, num_micro_batches: int, *, loads: bool, completes: bool) -> list[Visit]:
         """List the visits of a round."""
-        order = self._orders.get(num_micro_batches)
+        order = self._orders.get((num_micro_batches, self._num_before))
         if order is not None:
             heads = self._executor.spec.ends.heads
             return marked(order, loads=loads, completes=completes, heads=heads)
-        return self._executor.spec.visits([1] * num_micro_batches, loads=loads, completes=completes)
+        return self._executor.spec.visits(
+            [1] * num_micro_batches,
+            loads=loads,
+            completes=completes,
+            num_passes_before=self._num_before,
+        )
 
     @property
     def forwards_again(self) -> list[int]:
@@ -193,11 +206,12 @@ class Rounds:
         seen = self._executor.take_seen()
         passes, self._passes_since_backward = self._passes_since_backward, 0
         passes = self.num_together if self.in_step else passes  # a call of a step may be several passes
-        if passes not in self._bare:
+        kind = passes, self._num_before
+        if kind not in self._bare:
             visits = self.visits(passes, loads=False, completes=True)
             outer = set(self._executor.spec.outer)
-            self._bare[passes] = [visit.bare for visit in visits if visit.block not in {HEAD, *outer}]
-        is_new = passes == self.num_together and seen != self._bare[passes]
+            self._bare[kind] = [visit.bare for visit in visits if visit.block not in {HEAD, *outer}]
+        is_new = passes == self.num_together and seen != self._bare[kind]
         if is_new and most_open(seen) <= self._choice.num_gradient_buffers:
-            self._orders[passes] = self._bare[passes] = seen
+            self._orders[kind] = self._bare[kind] = seen
             self._steps.clear()

@@ -99,7 +99,9 @@ def test_no_bound_is_above_the_time(seed: int) -> None:
     chance, places = random.Random(seed), random.Random(seed)
     for _ in range(60):
         count = chance.randint(1, 4)
-        batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
+        batch = StepBatch(
+            micro_batch_size=1, seq_len=1024, num_micro_batches=count, num_passes_before=count % 3
+        )
         spec = machine(
             link=chance.choice([2e8, 2e9, 1e11]),
             update_rate=chance.choice([2e6, 1e8, 1e10]),
@@ -144,7 +146,7 @@ def test_forwards_again_are_those_of_the_layers_before(dropped: tuple[int, ...])
         for n, layer in enumerate(ANATOMY.layers)
     )
     activations = tuple("drop_boundary" if n in dropped else "recompute" for n in range(LAYERS))
-    batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=1)
+    batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=1, num_passes_before=2)
     choice = replace(PLAIN, activations=activations)
     step = Step(Rates(machine(), "bf16"), replace(ANATOMY, layers=layers), choice, batch)
     computing = ("forward", "backward", "head", "head backward")
@@ -162,7 +164,9 @@ def test_the_short_program_takes_the_time_of_the_whole_one(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(25):
         count = chance.randint(4, 16)
-        batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
+        batch = StepBatch(
+            micro_batch_size=1, seq_len=1024, num_micro_batches=count, num_passes_before=count % 3
+        )
         choice = random_choice(chance, count)
         spec = machine(link=chance.choice([2e8, 2e9, 1e11]), update_rate=chance.choice([1e8, 1e10]))
         step = Step(Rates(spec, "bf16"), ANATOMY, choice, batch)

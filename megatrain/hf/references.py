@@ -1,0 +1,97 @@
+"""Losses against a reference, of TRL: its passes come before those with gradients, as parts of the program.
+
+TRL's loss runs the model again with its adapters off, or with the adapter `ref`. That is a state of the whole
+model, which micro-batches that take turns at every layer cannot each have. So all of a round pass with it
+first, and their losses find the log-probabilities where those computed beforehand would be.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from trl.trainer.utils import use_adapter
+
+from megatrain.errors import ConfigError
+from megatrain.hf.steps import StepGroup
+from megatrain.hf.streaming import Streaming
+from megatrain.stream.steps import PassBefore
+
+
+class WithReference(Streaming):
+    """Stands before a trainer of TRL whose loss compares the model with a reference."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make the trainer; see `Streaming`.
+
+        Raises:
+            ConfigError: It would hold a resident reference model.
+        """
+        own = {key: value for key, value in kwargs.items() if key != "megatrain"}
+        given = inspect.signature(super(Streaming, self).__init__).bind(*args, **own).arguments
+        model, config = given.get("model"), given.get("args")
+        has_adapter = given.get("peft_config") is not None or hasattr(model, "peft_config")
+        beforehand = getattr(config, "precompute_ref_log_probs", False)
+        if given.get("ref_model") is not None or not (has_adapter or beforehand):
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name} would hold a second, resident model as its reference; leave ref_model out and pass "
+                f"precompute_ref_log_probs=True in {type(config).__name__}, or train an adapter "
+                "(peft_config=LoraConfig(...)), whose base is the reference"
+            )
+        self._num_passes_before = self._count_passes(config, in_step=not beforehand)
+        super().__init__(*args, **kwargs)
+
+    @staticmethod
+    def _count_passes(config: Any, *, in_step: bool) -> int:
+        """Count the passes that come before a step's losses; `in_step`: those of the reference are there."""
+        return int(in_step)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        self._stream()  # the plain class computes them before it is complete
+        return super()._precompute_ref_logps(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a batch's loss; the log-probabilities of its reference are there when it is computed."""
+        held, self.precompute_ref_logps = self.precompute_ref_logps, True
+        self._reference_is_in_step = not held
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self.precompute_ref_logps = held
+
+    def _before(
+        self,
+        group: StepGroup,
+        find: Callable[[Any], dict[str, Tensor]],
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> PassBefore:
+        """Return a pass of all batches.
+
+        Args:
+            group: Into whose inputs goes what is found.
+            find: Passes the model once.
+            around: As in `PassBefore`.
+        """
+
+        def call(number: int) -> None:
+            inputs = self._prepare_inputs(group.inputs[number])
+            group.inputs[number] = {**inputs, **find(inputs)}
+
+        calls = [partial(call, number) for number in range(len(group.inputs))]
+        return PassBefore(calls, around)
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """Let the model be its own reference, so that no call of a round switches adapters by itself."""
+        model = self.accelerator.unwrap_model(self.model)
+        with use_adapter(model, "ref" if "ref" in model.peft_config else None):
+            self.ref_model = self.model
+            try:
+                yield
+            finally:
+                self.ref_model = None
