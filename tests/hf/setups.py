@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
@@ -156,3 +158,41 @@ def logged(trainer: Trainer) -> list[dict[str, float]]:
 def norms_of(trainer: Trainer) -> list[float]:
     """Return the norms that a trainer has logged."""
     return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+def train_both(
+    kinds: tuple[Any, Any, Any],
+    directory: Path,
+    model: PreTrainedModel,
+    fields: dict[str, Any],
+    data: dict[str, Any],
+    **settings: Any,
+) -> tuple[Trainer, Any]:
+    """Train with a plain class on a resident copy, and with ours.
+
+    Args:
+        kinds: The plain class, ours, and that of their arguments.
+        directory: Of their outputs, `plain` and `ours`.
+        model: Is streamed.
+        fields: As in `planned`.
+        data: Keywords of both trainers.
+        **settings: As in `arguments`.
+    """
+    kind, our_kind, config = kinds
+    reference = plain(kind, model, arguments(directory / "plain", config, **settings), **data)
+    reference.train()
+    args = arguments(directory / "ours", config, **settings)
+    ours = our_kind(model=model, args=args, megatrain=planned(model, **fields), **data)
+    ours.train()
+    return reference, ours
+
+
+def assert_equal(reference: Trainer, ours: Any, names: Collection[str] = ("loss",)) -> None:
+    """Assert that all that is logged, `names` among it, and the weights have the same bits."""
+    theirs = logged(reference)
+    assert set(names) <= theirs[0].keys()
+    losses = [entry["loss"] for entry in theirs if "loss" in entry]
+    assert len(set(losses)) == len(losses) > 1
+    assert logged(ours) == theirs
+    assert norms_of(ours) == pytest.approx(norms_of(reference), rel=1e-6)
+    assert_same_weights(weights(ours), weights(reference))

@@ -13,13 +13,12 @@ from megatrain.errors import ConfigError
 from tests.families import FAMILIES, VOCAB_SIZE
 from tests.hf.setups import (
     arguments,
+    assert_equal,
     assert_same_weights,
-    logged,
-    norms_of,
-    plain,
     planned,
     tiny,
     tokenizer,
+    train_both,
     weights,
 )
 from tests.reference import attach_plainly, make_model
@@ -42,29 +41,18 @@ def prompts(count: int = 22) -> Dataset:
     return Dataset.from_list(found)
 
 
-def both(
+KINDS = (trl.SFTTrainer, StreamingSFTTrainer, trl.SFTConfig)
+LOGGED = {"loss", "entropy", "mean_token_accuracy", "num_tokens"}
+
+
+def assert_both_equal(
     directory: Path, model: Any, fields: dict[str, Any], data: dict[str, Any] | None = None, **changes: Any
-) -> tuple[Trainer, Any]:
-    """Train with TRL's own class on a resident copy, and with ours."""
+) -> Trainer:
+    """Train with TRL's own class and with ours; return the former."""
     data = {"train_dataset": prompts(), "processing_class": tokenizer()} if data is None else data
-    settings = {"bf16": False, **changes}
-    reference = plain(
-        trl.SFTTrainer, model, arguments(directory / "plain", trl.SFTConfig, **settings), **data
-    )
-    reference.train()
-    args = arguments(directory / "ours", trl.SFTConfig, **settings)
-    ours = StreamingSFTTrainer(model=model, args=args, megatrain=planned(model, **fields), **data)
-    ours.train()
-    return reference, ours
-
-
-def assert_equal(reference: Trainer, ours: Any) -> None:
-    """Assert that losses, entropies, accuracies, token counts and weights have the same bits."""
-    theirs = logged(reference)
-    assert {"loss", "entropy", "mean_token_accuracy", "num_tokens"} <= theirs[0].keys()
-    assert logged(ours) == theirs
-    assert norms_of(ours) == pytest.approx(norms_of(reference), rel=1e-6)
-    assert_same_weights(weights(ours), weights(reference))
+    reference, ours = train_both(KINDS, directory, model, fields, data, bf16=False, **changes)
+    assert_equal(reference, ours, LOGGED)
+    return reference
 
 
 parity = pytest.mark.parity
@@ -91,7 +79,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_equals_trl_with_every_head(head: str, lockstep: int, tmp_path: Path) -> None:
     family, fields = HEADS[head]
     model = make_model(FAMILIES[family]())
-    assert_equal(*both(tmp_path, model, {**fields, "lockstep": lockstep}))
+    assert_both_equal(tmp_path, model, {**fields, "lockstep": lockstep})
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
@@ -101,7 +89,7 @@ def test_equals_trl_with_every_head(head: str, lockstep: int, tmp_path: Path) ->
 )
 def test_equals_trl_with_a_second_pass_in_each_loss(fields: dict[str, Any], tmp_path: Path) -> None:
     """With label smoothing, TRL's loss runs the model once with gradients and once without."""
-    assert_equal(*both(tmp_path, tiny(), fields, label_smoothing_factor=0.1))
+    assert_both_equal(tmp_path, tiny(), fields, label_smoothing_factor=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
@@ -212,13 +200,12 @@ def test_a_pretrained_model_on_gsm8k_equals_trl(tmp_path: Path) -> None:
         "learning_rate": 1e-3,
     }
     model = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
-    reference, ours = both(tmp_path, model, {"lockstep": 4}, {**data, "processing_class": reader}, **settings)
-    assert_equal(reference, ours)
+    data["processing_class"] = reader
+    reference = assert_both_equal(tmp_path, model, {"lockstep": 4}, data, **settings)
     again = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
     resumed = StreamingSFTTrainer(
         model=again,
         args=arguments(tmp_path / "ours", trl.SFTConfig, bf16=False, **settings),
-        processing_class=reader,
         megatrain=planned(again, lockstep=2),
         **data,
     )

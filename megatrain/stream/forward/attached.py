@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatrain.config.choice import Activations
@@ -73,10 +74,11 @@ class AttachedBlock:
         """Which entries want a gradient at this moment.
 
         Raises:
-            ModelError: A parameter was unfrozen after attach: there is no room for its state.
+            ModelError: A parameter was unfrozen after attach: there is no room for its state. In a pass
+                without gradients it may be: peft marks an adapter as trained while it is the active one.
         """
         wanted = [parameter.requires_grad for parameter in self.parameters]
-        if wanted == self._has_state:
+        if wanted == self._has_state or not torch.is_grad_enabled():
             return wanted
         for entry, wants, has_state in zip(self.layout.entries, wanted, self._has_state, strict=True):
             if wants and not has_state:
