@@ -26,6 +26,7 @@ from megatrain.store.tiered import TieredState
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.updates import BlockUpdate, StepStats
+from megatrain.stream.forward.overrides import USE_OURS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,8 +226,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         if not self.moments_are_kept_beside:
             raise ConfigError(
                 "transformers' Trainer, and TRL's, cannot read a streamed step's norm or save its state; "
-                "replace Trainer(...) by megatrain.hf.StreamingTrainer(...), SFTTrainer(...) by "
-                "StreamingSFTTrainer(...), DPOTrainer(...) by StreamingDPOTrainer(...), arguments as they are"
+                f"{USE_OURS}"
             )
 
     def _settle_norm(self, stats: StepStats, gradients: Gradients, blocks: Sequence[int]) -> None:

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_USE_OURS = (
-    "use megatrain.hf.StreamingTrainer in place of Trainer, StreamingSFTTrainer in place of SFTTrainer and "
-    "StreamingDPOTrainer in place of DPOTrainer; in a loop of yours, train with engine.adamw(...)"
+USE_OURS = (
+    "use megatrain.hf.StreamingTrainer in place of Trainer, and StreamingSFTTrainer, StreamingDPOTrainer or "
+    "StreamingKTOTrainer in place of TRL's, arguments as they are"
 )
+"""The change of one line that whoever meets a refusal has to make."""
+_USE_OURS = f"{USE_OURS}; in a loop of yours, train with engine.adamw(...)"
 
 
 class ForeignOptimizers:
