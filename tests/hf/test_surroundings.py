@@ -86,9 +86,8 @@ def test_state_on_drives_is_saved_and_resumed(tmp_path: Path) -> None:
         )
 
     tiers = Tiers(nvme=(tmp_path / "drive",), ram=1 << 30)
-    choice = Choice(
-        tiers=frozenset({("moments", "nvme"), ("remainder", "nvme")}), blocks_in_ram=0, resident_layers=0
-    )
+    moved = frozenset({("moments", "nvme"), ("remainder", "nvme")})
+    choice = Choice(tiers=moved, blocks_in_ram=0, weights_in_ram=0).with_defaults(4)
     (tmp_path / "drive").mkdir()
     on_drives = make("drives", tiny(), tiers=tiers, choice=choice)
     assert on_drives.engine.choice.uses_drives

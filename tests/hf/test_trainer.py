@@ -109,7 +109,8 @@ class Interrupt(TrainerCallback):
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.parity)])
 def test_a_resumed_run_is_the_uninterrupted_one(precision: str, tmp_path: Path) -> None:
     """From a checkpoint within an epoch; two more steps would show any bit of a moment that is lost."""
-    settings = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5, "num_train_epochs": 2}
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5}
+    settings["gradient_accumulation_steps"] = 2
     settings["bf16"] = precision == "bf16"
     whole = make(tmp_path / "whole", **settings)
     whole.train()
@@ -145,6 +146,7 @@ def test_a_loss_of_the_user_s_and_label_smoothing_are_normalised_as_they_say(tmp
 
     for changes in ({"compute_loss_func": loss}, {"label_smoothing_factor": 0.2}):
         own = {key: value for key, value in changes.items() if key == "compute_loss_func"}
+        changes["max_steps"] = 2
         args = {key: value for key, value in changes.items() if key not in own}
         reference = plain(Trainer, tiny(), arguments(tmp_path / "plain", **args), train_dataset=rows(), **own)
         reference.train()
