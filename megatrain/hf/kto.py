@@ -25,6 +25,8 @@ class StreamingKTOTrainer(WithReference, KTOTrainer):
     have no gradients either: they come before the losses too.
     """
 
+    calculate_KL: bool
+    """TRL's: the loss has an estimate of the divergence."""
     _own: Tensor | None = None
     """Of the batch whose loss begins."""
 

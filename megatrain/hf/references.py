@@ -25,6 +25,9 @@ from megatrain.stream.steps import PassBefore
 class WithReference(Streaming):
     """Stands before a trainer of TRL whose loss compares the model with a reference."""
 
+    precompute_ref_logps: bool
+    """TRL's: the log-probabilities of the reference are among a batch's inputs."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make the trainer; see `Streaming`.
 

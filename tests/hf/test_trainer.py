@@ -146,11 +146,10 @@ def test_a_loss_of_the_user_s_and_label_smoothing_are_normalised_as_they_say(tmp
 
     for changes in ({"compute_loss_func": loss}, {"label_smoothing_factor": 0.2}):
         own = {key: value for key, value in changes.items() if key == "compute_loss_func"}
-        changes["max_steps"] = 2
-        args = {key: value for key, value in changes.items() if key not in own}
+        args = {"max_steps": 2, **{key: value for key, value in changes.items() if key not in own}}
         reference = plain(Trainer, tiny(), arguments(tmp_path / "plain", **args), train_dataset=rows(), **own)
         reference.train()
-        ours = make(tmp_path / "ours", fields={"lockstep": 2}, **changes)
+        ours = make(tmp_path / "ours", fields={"lockstep": 2}, **args, **own)
         ours.train()
         assert logged(ours) == logged(reference)
         assert_same_weights(weights(ours), weights(reference))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -149,9 +149,10 @@ def test_passes_before_the_losses_are_the_program_s(lockstep: int) -> None:
             logits = model(input_ids=batches[number]["input_ids"]).logits
             return (logits - found[number]["0"]).square().mean() + (logits * found[number]["1"]).mean()
 
+        around: list[Callable[[], AbstractContextManager[object]]] = [evaluating, nullcontext]
         before = [
-            PassBefore([partial(passed, number, flips) for number in range(5)], around)
-            for flips, around in enumerate((evaluating, nullcontext))
+            PassBefore([partial(passed, number, flips) for number in range(5)], around[flips])
+            for flips in range(2)
         ]
         losses = engine.run_losses([partial(loss, number) for number in range(5)], before=before)
         if step == 0:
