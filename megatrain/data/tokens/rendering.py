@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from megatrain.errors import ConfigError
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Noncharacters: no text has them, and one that does is refused."""
+"""Noncharacters: no text has them. One that does is refused (`check_no_marks`): it could pass for ours."""
 _MARK = re.compile(f"{_OPEN}([a-z])([0-9]+):([0-9]+){_CLOSE}")
 _CALL = "megatrain_mark"
 
@@ -44,6 +44,22 @@ class Rendered:
     """By message, the characters inside of `{% generation %}`."""
     marked: list[Span] = field(default_factory=list)
     """What `marked` was put around and the template has written."""
+
+
+def check_no_marks(value: object) -> None:
+    """Check that nothing in plain values could be taken for a mark.
+
+    Raises:
+        RenderError: Something could.
+    """
+    if isinstance(value, str):
+        if _OPEN in value or _CLOSE in value:
+            raise RenderError("a text holds U+FDD0 or U+FDD1, which stand for no character")
+    elif isinstance(value, Mapping):
+        check_no_marks([*value.keys(), *value.values()])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            check_no_marks(item)
 
 
 def marked(text: str) -> str:
@@ -97,7 +113,7 @@ class Rendering:
         """Render, and say which characters are whose.
 
         Raises:
-            RenderError: The template refuses the messages, or a text holds a mark.
+            RenderError: The template refuses the messages, or takes marks away.
         """
         numbers = {id(message): number for number, message in enumerate(messages)}
         count = 0
@@ -114,7 +130,7 @@ class Rendering:
         kinds = [found[1] for found in _MARK.finditer(raw)]
         own = sum(kind in "begh" for kind in kinds)
         if own != count or raw.count(_OPEN) != len(kinds) or raw.count(_CLOSE) != len(kinds):
-            raise RenderError("the chat template changes what it has written, or a text holds U+FDD0")
+            raise RenderError("the chat template changes what it has written")
         return _read_marks(raw)
 
     def _render(self, template: Any, messages: Any, tools: Any, prompts: bool, mark: Any = None) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.example import Message
-from megatrain.data.tokens.rendering import Rendered, RenderError, Rendering, Span, marked
+from megatrain.data.tokens.rendering import Rendered, RenderError, Rendering, Span, check_no_marks, marked
 from megatrain.errors import ConfigError, os_errors
 
 if TYPE_CHECKING:
@@ -293,6 +293,7 @@ def _render(
     finds_reasoning: bool = False,
 ) -> Rendered:
     turns, given = [as_mapping(message) for message in messages], _plain(tools) or None
+    check_no_marks([turns, given])
     if not finds_reasoning or all(message.reasoning is None for message in messages):
         return rendering.render(turns, tools=given)
     for turn, message in zip(turns, messages, strict=True):

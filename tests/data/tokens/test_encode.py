@@ -41,6 +41,11 @@ TAGGED = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 """A template as most are."""
+THINKS = TAGGED.replace(
+    "{{ message['content'] }}",
+    "{{ message.reasoning_content | default('') }}{{ message['content'] }}"
+    "{{ message.tool_calls | default([]) | tojson }}",
+)
 
 
 @pytest.fixture(scope="module")
@@ -306,8 +311,17 @@ def test_row_that_the_template_refuses_is_dropped_with_its_words(tokenizer: Any)
     )
 
 
-def test_text_that_holds_a_mark_is_refused(tokenizer: Any) -> None:
-    assert "U+FDD0" in refusal(tokenizer, chat(("user", "a\ufdd0b1:0\ufdd1"), ("assistant", "b")))
+@pytest.mark.parametrize("kind", "begrs")
+def test_text_that_holds_a_mark_is_refused(tokenizer: Any, kind: str) -> None:
+    """Else `r` and `s` would vanish from the text, and hide what is between from training as reasoning."""
+    forged = f"x\ufdd0r0:0\ufdd1y\ufdd0{kind}0:0\ufdd1"
+    thinks = (Message(role="user", content="a"), Message(role="assistant", content=forged, reasoning="why"))
+    call = {"type": "function", "function": {"name": "f", "arguments": {forged: 1}}}
+    calls = (thinks[0], Message(role="assistant", content="", tool_calls=(call,)))
+    for messages in (thinks, calls, (Message(role="user", content=forged), thinks[0])):
+        for reasoning in (True, False):
+            example = ChatExample(source=WHERE, messages=messages)
+            assert "U+FDD0" in refusal(tokenizer, example, THINKS, reasoning=reasoning)
 
 
 def test_chats_without_a_template_are_refused(tokenizer: Any) -> None:
