@@ -12,13 +12,11 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
-from megatrain.data.read.text_rows import decode, open_bytes
+from megatrain.data.read.text_rows import MOST_ROW_BYTES, TOO_LONG, decode, lines_of, open_bytes
 from megatrain.data.row import Row, RowError, Start, kind
 from megatrain.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
-MOST_ROW_BYTES = 256 * 2**20
-"""Of one row; a file without line ends is not read into memory as a whole."""
 _CHUNK = 2**20
 
 
@@ -32,26 +30,21 @@ def read_json(path: str, start: Start) -> Iterator[Row]:
                 if number > start.number:
                     yield Row(number, _object(value), "row")
         else:
-            yield from _lines(file, path, start)
+            yield from _lines(file, start)
 
 
-def _lines(file: IO[bytes], path: str, start: Start) -> Iterator[Row]:
+def _lines(file: IO[bytes], start: Start) -> Iterator[Row]:
     number, end = (start.number, start.end) if start.end else (0, 0)
     file.seek(end)
-    while raw := file.readline(MOST_ROW_BYTES + 1):
+    for raw, size in lines_of(file):
         number += 1
-        begin, end = end, end + len(raw)
-        if len(raw) > MOST_ROW_BYTES:
-            while not raw.endswith(b"\n") and (raw := file.readline(MOST_ROW_BYTES)):
-                end += len(raw)
-            value: Any = RowError(f"a row of more than {MOST_ROW_BYTES / 2**20:g} MiB")
-        else:
-            value = _value(raw, path, number, begin)
+        begin, end = end, end + size
+        value: Any = RowError(TOO_LONG) if raw is None else _value(raw, begin)
         if value is not None and number > start.number:
             yield Row(number, value, "line", end)
 
 
-def _value(raw: bytes, path: str, number: int, offset: int) -> Any:
+def _value(raw: bytes, offset: int) -> Any:
     """Parse a line; None: it is blank."""
     try:
         line = decode(raw, offset=offset)

@@ -12,9 +12,15 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from megatrain.data.row import Row, RowError, Start
+from megatrain.errors import DataError
 
 MOST_DOCUMENT_BYTES = 16 * 2**20
 """Of a `.txt` file that is one document; a larger one is several, cut at ends of lines."""
+_MOST_REST_BYTES = 2**20
+"""From there to the end of a line; a longer line is cut between two characters."""
+MOST_ROW_BYTES = 256 * 2**20
+"""Of one row; a file without line ends is not read into memory as a whole."""
+TOO_LONG = f"a row of more than {MOST_ROW_BYTES / 2**20:g} MiB"
 _MOST_CELL_CHARACTERS = 256 * 2**20
 
 
@@ -54,9 +60,14 @@ def read_txt(
     with open_bytes(path) as file:
         number, end = (start.number, start.end) if start.end else (0, 0)
         file.seek(end)
-        while raw := file.read(MOST_DOCUMENT_BYTES):
+        held = b""
+        while raw := held + file.read(MOST_DOCUMENT_BYTES - len(held)):
+            held = b""
             if len(raw) == MOST_DOCUMENT_BYTES:
-                raw += file.readline()
+                raw += file.readline(_MOST_REST_BYTES)
+                if not raw.endswith(b"\n"):
+                    whole = _whole_characters(raw)
+                    raw, held = raw[:whole], raw[whole:]
             number += 1
             begin, end = end, end + len(raw)
             try:
@@ -66,17 +77,40 @@ def read_txt(
                 yield Row(line or number, error, "line" if line else "document", end)
 
 
+def _whole_characters(raw: bytes) -> int:
+    """Return how many bytes there are without a last character that is not whole."""
+    for place in range(len(raw) - 1, max(-1, len(raw) - 4), -1):
+        first = raw[place]
+        if first >= 0xC0:
+            length = 2 + (first >= 0xE0) + (first >= 0xF0)
+            return place if place + length > len(raw) else len(raw)
+        if first < 0x80:
+            break
+    return len(raw)
+
+
+def lines_of(file: IO[bytes]) -> Iterator[tuple[bytes | None, int]]:
+    """Yield the lines from here on, None in the place of one above `MOST_ROW_BYTES`, and their bytes."""
+    while raw := file.readline(MOST_ROW_BYTES + 1):
+        size, is_too_long = len(raw), len(raw) > MOST_ROW_BYTES
+        while is_too_long and not raw.endswith(b"\n") and (raw := file.readline(MOST_ROW_BYTES)):
+            size += len(raw)
+        yield None if is_too_long else raw, size
+
+
 def _read_lines(path: str, start: Start, text_column: str) -> Iterator[Row]:
     with open_bytes(path) as file:
         offset = 0
-        for number, raw in enumerate(file, start=1):
+        for number, (raw, size) in enumerate(lines_of(file), start=1):
             if number > start.number:
                 try:
+                    if raw is None:
+                        raise RowError(TOO_LONG)
                     value: Any = {text_column: decode(raw, offset=offset).rstrip("\r\n")}
                 except RowError as error:
                     value = error
                 yield Row(number, value, "line")
-            offset += len(raw)
+            offset += size
 
 
 def _line_of_fault(raw: bytes) -> int:
@@ -91,7 +125,7 @@ def read_csv(path: str, start: Start, *, delimiter: str = ",") -> Iterator[Row]:
     """Read the rows behind `start`; the first line names the columns."""
     csv.field_size_limit(_MOST_CELL_CHARACTERS)
     with open_bytes(path) as file:
-        lines = (raw.decode("utf-8", errors="surrogateescape") for raw in file)
+        lines = _csv_lines(file, path)
         first = next(lines, "").removeprefix("\ufeff")
         if delimiter not in first and ";" in first:  # as spreadsheets write it where a comma is in numbers
             delimiter = ";"
@@ -109,6 +143,13 @@ def read_csv(path: str, start: Start, *, delimiter: str = ",") -> Iterator[Row]:
                 continue
             if cells and number > start.number:
                 yield Row(number, _cells(header, cells), "line")
+
+
+def _csv_lines(file: IO[bytes], path: str) -> Iterator[str]:
+    for number, (raw, _) in enumerate(lines_of(file), start=1):
+        if raw is None:
+            raise DataError(f"{path}, line {number}: {TOO_LONG}; this is no CSV, or it has no line ends")
+        yield raw.decode("utf-8", errors="surrogateescape")
 
 
 def _cells(header: list[str], cells: list[str]) -> dict[str, str] | RowError:

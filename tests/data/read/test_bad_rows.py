@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.config.sections.data import DataConfig
-from megatrain.data.read import json_rows
+from megatrain.data.read import text_rows
 from megatrain.data.read.examples import read_examples
 from megatrain.errors import DataError
 
@@ -509,7 +509,7 @@ def test_a_huge_row_is_kept_and_one_without_end_is_not_read(
 ) -> None:
     path = write(tmp_path, "a.jsonl", lines({"text": "x" * 5_000_000}, TEXTS))
     assert [len(example.text) for example in read_examples(config_of(path))] == [5_000_000, 1]  # type: ignore[union-attr]
-    monkeypatch.setattr(json_rows, "MOST_ROW_BYTES", 1_000_000)
+    monkeypatch.setattr(text_rows, "MOST_ROW_BYTES", 1_000_000)
     stream = read_examples(config_of(path))
     assert [str(example.source) for example in stream] == [f"{path}:2"]
     assert [str(tally) for tally in stream.report.sources[0].dropped.values()] == [f"1 ({path}:1)"]

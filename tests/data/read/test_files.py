@@ -13,6 +13,7 @@ from megatrain.config.sections.data import DataConfig, SourceConfig
 from megatrain.data.example import TextExample
 from megatrain.data.read import text_rows
 from megatrain.data.read.examples import read_examples
+from megatrain.data.row import RowError, Start
 from megatrain.errors import DataError
 
 ROWS = [
@@ -166,6 +167,24 @@ def test_a_large_text_file_is_cut_at_ends_of_lines(tmp_path: Path, monkeypatch: 
         "\u00e9\u00e9\u00e9\u00e9\n",
         "last",
     ]
+
+
+@pytest.mark.parametrize("rest", range(1, 6))
+def test_a_large_text_file_without_line_ends_is_cut_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: int
+) -> None:
+    """Between two characters, wherever the pieces end."""
+    text = "a\u00e9\U0001f600b\u20ac" * 7
+    file = tmp_path / "a.txt"
+    file.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(text_rows, "MOST_DOCUMENT_BYTES", 8)
+    monkeypatch.setattr(text_rows, "_MOST_REST_BYTES", rest)
+    rows = list(text_rows.read_txt(str(file), Start()))
+    parts = [row.value["text"] for row in rows if not isinstance(row.value, RowError)]
+    assert "".join(parts) == text
+    assert max(len(part.encode()) for part in parts) <= 8 + rest
+    for number, row in enumerate(rows, start=1):
+        assert list(text_rows.read_txt(str(file), Start(row.number, row.end))) == rows[number:]
 
 
 def test_an_array_is_parsed_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
