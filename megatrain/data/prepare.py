@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from megatrain.data.cache import Kept, RowFile, RowWriter, find_rows, kept_rows
@@ -348,7 +351,8 @@ def _encoded(
         with ProcessPoolExecutor(workers, context, _begin_worker, (recipe,)) as pool:
             waiting: deque[tuple[Sequence[Example], Future[list[Words | Refused]]]] = deque()
             for chunk in chunks:
-                waiting.append((chunk, pool.submit(_encode, chunk)))
+                with _no_script():
+                    waiting.append((chunk, pool.submit(_encode, chunk)))
                 if len(waiting) > 2 * workers:  # and no more, or all the data would wait in memory
                     done, result = waiting.popleft()
                     yield from zip(done, result.result(), strict=True)
@@ -356,9 +360,20 @@ def _encoded(
                 yield from zip(done, result.result(), strict=True)
     except BrokenProcessPool as error:
         raise ConfigError(
-            "a process that tokenises has ended before its time: killed, or begun by a script without "
-            "'if __name__ == \"__main__\":' around what it does; add that, or use data.workers=1"
+            "a process that tokenises has ended before its time, as one that is killed for want of memory; "
+            "use fewer data.workers"
         ) from error
+
+
+@contextmanager
+def _no_script() -> Iterator[None]:
+    """Let processes begin without the script that this one runs: one without a guard would run in each."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def _chunks(examples: Iterable[Example]) -> Iterator[list[Example]]:

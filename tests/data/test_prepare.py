@@ -10,6 +10,7 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
 )
+
+
+TEXT = "<user>a<assistant>bb<|endoftext|><user>c<assistant>dddd<|endoftext|>"
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +57,12 @@ def write_chats(folder: Path, count: int = 40) -> Path:
 def prepare(tokenizer: Any, file: Path, folder: Path | None = None, **more: Any) -> Prepared:
     packing: dict[str, Any] = {"seq_len": 32, "way": "best_fit", "too_long": "auto", "fill_id": 0}
     packing |= {name: more.pop(name) for name in list(more) if name in packing}
+    train_on = TrainOn(last_only=more.pop("last_only", False))
     data = DataConfig(path=str(file))  # type: ignore[arg-type]
     return prepare_rows(
         lambda: read_examples(data),
         EncoderRecipe(
-            tokenizer=tokenizer, template=TEMPLATE, train_on=TrainOn(), end_id=tokenizer.eos_token_id
+            tokenizer=tokenizer, template=TEMPLATE, train_on=train_on, end_id=tokenizer.eos_token_id
         ),
         Packing(**packing),
         folder=folder,
@@ -85,9 +90,19 @@ def test_every_trained_token_of_every_example_is_in_a_row(tokenizer: Any, tmp_pa
     assert prepared.show_sample() == "<user>hello <assistant>[[world <|endoftext|>]]"
 
 
-def test_several_processes_give_the_same_rows(tokenizer: Any, tmp_path: Path) -> None:
+def test_several_processes_give_the_same_rows(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none of them runs the script that asks for them, which may have no guard."""
     file = write_chats(tmp_path, 600)
+    script, trace = tmp_path / "script.py", tmp_path / "ran"
+    script.write_text(f"open({str(trace)!r}, 'w')\nraise SystemExit(1)\n")
+    main = ModuleType("__main__")
+    main.__file__ = str(script)
+    monkeypatch.setitem(sys.modules, "__main__", main)
     assert prepare(tokenizer, file, workers=2).fingerprint == prepare(tokenizer, file).fingerprint
+    assert not trace.exists()
+    assert sys.modules["__main__"] is main
 
 
 def test_prepared_data_is_made_once(tokenizer: Any, tmp_path: Path) -> None:
@@ -177,6 +192,31 @@ def test_too_long_examples_are_counted(
     assert prepared.counts.kept == 1 + kept
     assert prepared.counts.cut_tokens == (0 if too_long == "split" else number - 16 if kept else number)
     assert "1 example longer than data.seq_len 16" in "\n".join(prepared.notes())
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "way", "expected"),
+    [
+        (32, "truncate", "<user>a<assistant>bb<|endoftext|><user>c<assistant>[[dddd<|endoftext|>]]"),
+        (19, "truncate", "<user>a<assistant>bb<|endoftext|><user>c<assistant>[[dd]]"),
+        (17, "truncate", None),
+        (17, "split", "d[[ddd<|endoftext|>]]"),
+        (19, "drop", None),
+    ],
+)
+def test_a_last_turn_that_is_cut(tmp_path: Path, seq_len: int, way: str, expected: str | None) -> None:
+    """What is left of the last turn is trained on, and a chat of which nothing is left is dropped."""
+    bpe = train_tokenizer(["<user><assistant>"] * 9, 300)
+    turns = [("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "dddd")]
+    row = json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]})
+    (tmp_path / "a.jsonl").write_text(row + "\n")
+    if expected is None:
+        with pytest.raises(DataError, match=r"none of 1 example can be trained on \(1 longer than"):
+            prepare(bpe, tmp_path / "a.jsonl", seq_len=seq_len, too_long=way, last_only=True)
+        return
+    prepared = prepare(bpe, tmp_path / "a.jsonl", seq_len=seq_len, too_long=way, last_only=True)
+    assert prepared.show_sample() == expected
+    assert prepared.counts.tokens + prepared.counts.cut_tokens == len(bpe(TEXT)["input_ids"])
 
 
 def test_a_row_that_is_all_masked_is_dropped_and_named(tokenizer: Any, tmp_path: Path) -> None:
