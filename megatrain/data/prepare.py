@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
-import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megatrain.data.cache import Kept, RowFile, RowWriter, find_rows, kept_rows
@@ -23,13 +15,13 @@ from megatrain.data.example import ChatExample, Example, TextExample
 from megatrain.data.packing import BestFit, Joining, OnePerRow, Packer, split_long
 from megatrain.data.read.examples import ExampleStream
 from megatrain.data.read.report import ReadReport
-from megatrain.data.tokens.encode import Encoder, EncoderRecipe, Refused, show
+from megatrain.data.tokens.encode import EncoderRecipe, Refused, show
+from megatrain.data.tokens.processes import encode_all
 from megatrain.data.words import IDS, Words, num_trained
 from megatrain.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
-_EXAMPLES_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 1 << 20
 _SAMPLE_TOKENS = 2000
 _SHOWN_CHARACTERS = 300
 _PROGRESS_S = 10.0
@@ -229,7 +221,7 @@ def _make(
     has_chats = False
     started = shown = time.monotonic()
     with RowWriter(place, packing.seq_len) as writer:
-        for example, encoded in _encoded(examples, recipe, workers):
+        for example, encoded in encode_all(examples, recipe, workers):
             counts.examples += 1
             has_chats = has_chats or isinstance(example, ChatExample)
             pieces = _pieces(example, encoded, packing, counts, examples.report)
@@ -330,84 +322,3 @@ def _no_rows(counts: Counts, packing: Packing, report: ReadReport) -> DataError:
         f"data.seq_len {packing.seq_len:,}): {'; '.join(map(str.strip, report.lines()))}; see "
         "data.train_on, data.too_long and data.chat_template"
     )
-
-
-# -- encoding, here or in other processes -------------------------------------------------------------------
-
-
-def _encoded(
-    examples: Iterable[Example], recipe: EncoderRecipe, workers: int
-) -> Iterator[tuple[Example, Words | Refused]]:
-    """Yield each example with its words, in order."""
-    chunks = _chunks(examples)
-    if workers == 1:
-        encoder = recipe.make()
-        for chunk in chunks:
-            yield from zip(chunk, encoder.encode(chunk), strict=True)
-        return
-    # spawn, since torch's threads do not survive a fork
-    context = multiprocessing.get_context("spawn")
-    try:
-        with ProcessPoolExecutor(workers, context, _begin_worker, (recipe,)) as pool:
-            waiting: deque[tuple[Sequence[Example], Future[list[Words | Refused]]]] = deque()
-            for chunk in chunks:
-                with _no_script():
-                    waiting.append((chunk, pool.submit(_encode, chunk)))
-                if len(waiting) > 2 * workers:  # and no more, or all the data would wait in memory
-                    done, result = waiting.popleft()
-                    yield from zip(done, result.result(), strict=True)
-            for done, result in waiting:
-                yield from zip(done, result.result(), strict=True)
-    except BrokenProcessPool as error:
-        raise ConfigError(
-            "a process that tokenises has ended before its time, as one that is killed for want of memory; "
-            "use fewer data.workers"
-        ) from error
-
-
-@contextmanager
-def _no_script() -> Iterator[None]:
-    """Let processes begin without the script that this one runs: one without a guard would run in each."""
-    script = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = script
-
-
-def _chunks(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    chunk: list[Example] = []
-    characters = 0
-    for example in examples:
-        chunk.append(example)
-        characters += len(example.text) if isinstance(example, TextExample) else 0
-        if len(chunk) >= _EXAMPLES_AT_ONCE or characters >= _CHARACTERS_AT_ONCE:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
-
-
-_encoder: Encoder | None = None
-"""Of a worker process."""
-
-
-def _begin_worker(recipe: EncoderRecipe) -> None:
-    global _encoder
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each of the processes
-    _encoder = recipe.make()
-
-
-def _end_with_parent() -> None:
-    """Wait until the process that has begun this one is gone, however it ended, and go too."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _encode(examples: Sequence[Example]) -> list[Words | Refused]:
-    assert _encoder is not None
-    return _encoder.encode(examples)
