@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -61,8 +63,7 @@ def data_inspect(
         print(json.dumps({name: one.json() for name, one in found.items()}))
     else:
         colour = sys.stdout.isatty() if colour is None else colour
-        for name, one in found.items():
-            print("\n".join([*([f"\n{name}:"] if name != "train" else []), *one.lines(colour=colour)]))
+        _print_sets({name: one.lines(colour=colour) for name, one in found.items()})
     if not all(one.is_trainable for one in found.values()):
         raise typer.Exit(DataError.exit_code)
 
@@ -96,5 +97,29 @@ def data_prepare(
     config = build_config(raw, source=source or "command line")
     from megatrain.train.inputs import prepare_data
 
-    for name, lines in prepare_data(config, folder=prepared_folder()).items():
-        print("\n".join(f"{name}: {line}" for line in lines))
+    _print_sets(prepare_data(config, folder=prepared_folder()))
+
+
+@data.command("clean")
+def data_clean(
+    cache: Annotated[str | None, typer.Option(help="Folder of prepared data (data.cache).")] = None,
+    unused_days: Annotated[
+        float, typer.Option("--unused-days", min=0, help="Keep what was used within so many days.")
+    ] = 0.0,
+) -> None:
+    """Remove prepared data, which train and data prepare make again when it is needed.
+
+    Runs that are under way keep what they read. Beyond data.cache_limit prepared data is removed without this
+    command, what was not used for longest first.
+    """
+    from megatrain.data.cache import remove_unused
+
+    folder = prepared_folder() if cache is None else Path(cache).expanduser()
+    count, num_bytes = remove_unused(folder, 0, for_s=unused_days * 86400)
+    print(f"removed {count} sets of prepared data, {num_bytes / 2**30:.1f} GiB, from {folder}")
+
+
+def _print_sets(sets: Mapping[str, Sequence[str]]) -> None:
+    """Print lines by set: first what is trained on, then what is evaluated on, by its name."""
+    for name, lines in sets.items():
+        print("\n".join([*([f"\n{name}:"] if name != "train" else []), *lines]))

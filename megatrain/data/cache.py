@@ -14,8 +14,9 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,45 @@ def find_rows(folder: Path, key: str, check: Check | None = None) -> Kept | None
         return None
 
 
+def remove_unused(folder: Path, most_bytes: int, *, for_s: float = 0.0) -> tuple[int, int]:
+    """Remove rows, those first that were not used for longest, until the rest takes up so many bytes at most.
+
+    What a process that was killed has left goes first. Rows that a process reads stay there for it.
+
+    Args:
+        folder: Of all keys.
+        most_bytes: May stay.
+        for_s: What was used within so many seconds stays in any case.
+
+    Returns:
+        How many rows' folders were removed, and their bytes.
+
+    Raises:
+        OutputError: They cannot be removed.
+    """
+    used: dict[Path, float] = {}
+    sizes: dict[Path, int] = {}
+    with os_errors("read", folder):
+        for place in folder.iterdir() if folder.is_dir() else ():
+            with suppress(FileNotFoundError):  # another process has just removed or renamed it
+                if place.is_dir():
+                    used[place] = place.stat().st_mtime
+                    sizes[place] = sum(file.stat().st_size for file in place.iterdir())
+    total, num_removed, removed_bytes = sum(sizes.values()), 0, 0
+    for place in sorted(sizes, key=lambda place: (not place.name.startswith(_MAKING), used[place])):
+        is_left_over = place.name.startswith(_MAKING)
+        is_old = total > most_bytes and time.time() - used[place] >= for_s
+        if not (is_left_over or (is_old and (place / _MANIFEST).is_file())):
+            continue
+        with _lock(folder / f".lock-{place.name.removeprefix(_MAKING)}", waits=False) as is_free:
+            if is_free and place.is_dir():
+                with os_errors("remove", place):
+                    shutil.rmtree(place)
+                total -= sizes[place]
+                num_removed, removed_bytes = num_removed + 1, removed_bytes + sizes[place]
+    return num_removed, removed_bytes
+
+
 def _sound(place: Path, check: Check | None) -> Kept:
     """Open what is kept in a folder, which must have the bits that were written."""
     document = json.loads((place / _MANIFEST).read_text(encoding="utf-8"))
@@ -232,6 +272,8 @@ def _sound(place: Path, check: Check | None) -> Kept:
         check(found)
     if found.rows.name() != found.manifest["fingerprint"]:
         raise ValueError("its rows are damaged")
+    with suppress(OSError):  # a folder of somebody else's
+        os.utime(place)  # `remove_unused` begins with what was not used for longest
     return found
 
 
@@ -245,16 +287,19 @@ def _opened(folder: Path, manifest: Mapping[str, Any]) -> Kept:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock that ends with the process, however it ends."""
+def _lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
+    """Hold a lock that ends with the process, however it ends; False: another process has it."""
     with os_errors("lock", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if not waits:
+                yield False
+                return
             _log.info("another process prepares this data; waiting for it")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield True
     finally:
         os.close(descriptor)

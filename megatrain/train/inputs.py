@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import date
@@ -15,7 +16,7 @@ import numpy as np
 
 from megatrain.config import Config
 from megatrain.config.sections.data import SourceConfig
-from megatrain.data.cache import FORMAT, SomeRows
+from megatrain.data.cache import FORMAT, SomeRows, remove_unused
 from megatrain.data.context import check_seq_len, context_length
 from megatrain.data.example import texts_of
 from megatrain.data.loader import PackedLoader, Rows, epoch_order, in_batches
@@ -39,8 +40,12 @@ from megatrain.train.evaluate.losses import EvalSet
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-_NOT_OF_ROWS = ("shuffle", "seed", "cache", "workers", "packing", "day")
+_log = logging.getLogger(__name__)
+
+_NOT_OF_ROWS = ("shuffle", "seed", "cache", "cache_limit", "workers", "packing", "day")
 """Settings of the data that change no row."""
+_IN_USE_S = 3600.0
+"""What was used so recently is not removed: a run takes several sets, one after the other."""
 
 
 def pack_data(
@@ -203,6 +208,7 @@ class _Pack:
                     key=keys[way],
                     workers=self._config.data.workers,
                 )
+                _make_room(folder, self._config.data.cache_limit)
                 break
             except NotTextError:
                 if way == ways[-1]:
@@ -245,6 +251,19 @@ class _Pack:
         }
         text = json.dumps(parts, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _make_room(folder: Path | None, limit: int | None) -> None:
+    """Keep what is prepared within its limit, and say what was removed."""
+    if folder is None or limit is None:
+        return
+    count, num_bytes = remove_unused(folder, limit, for_s=_IN_USE_S)
+    if count:
+        _log.info(
+            "removed %d sets of prepared data, %.1f GiB, that were not used for longest (data.cache_limit)",
+            count,
+            num_bytes / 2**30,
+        )
 
 
 def _first_day(folder: Path | None, name: str) -> date | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from megatrain.data.cache import Kept, RowWriter, find_rows, kept_rows
+from megatrain.cli import main
+from megatrain.data.cache import Kept, RowWriter, find_rows, kept_rows, remove_unused
 from megatrain.data.loader import fingerprint
 
 ROWS = np.arange(12, dtype=np.int32).reshape(3, 4)
@@ -75,3 +79,36 @@ def test_a_digit_of_a_manifest_that_was_lost_is_noticed(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"tokens": 12', '"tokens": 13'))
     assert find_rows(tmp_path, "key") is None
     assert kept_rows(tmp_path, "key", make).manifest["counts"] == {"tokens": 12}
+
+
+def test_what_was_not_used_for_longest_is_removed_first(tmp_path: Path, capsys: Any) -> None:
+    def make(place: Path) -> dict[str, Any]:
+        writer = RowWriter(place, 4)
+        writer.write(ROWS)
+        return {"fingerprint": writer.close(), "shape": [3, 4]}
+
+    def keys() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+
+    sets = {key: kept_rows(tmp_path, key, make) for key in "abcd"}
+    for age, key in enumerate("dcba"):
+        os.utime(tmp_path / key, (time.time() - 1000 * age,) * 2)
+    size = sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
+    assert remove_unused(tmp_path, 4 * size) == (0, 0)
+    assert find_rows(tmp_path, "a") is not None  # and so it is no longer the oldest
+    (tmp_path / ".making-x").mkdir()
+    (tmp_path / ".making-x" / "rows.bin").write_bytes(b"1234")
+    (tmp_path / "notes").mkdir()  # of a user
+    assert remove_unused(tmp_path, 3 * size, for_s=1500) == (2, size + 4)
+    assert keys() == ["a", "c", "d", "notes"]
+    assert remove_unused(tmp_path, 0, for_s=1500) == (0, 0)
+    with (tmp_path / ".lock-c").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # somebody makes it
+        assert remove_unused(tmp_path, 0) == (2, 2 * size)
+    assert keys() == ["c", "notes"]
+    assert np.array_equal(sets["a"].rows[range(3)], ROWS)
+    with pytest.raises(SystemExit, match="0"):
+        main(["data", "clean", "--cache", str(tmp_path)])
+    assert capsys.readouterr().out == f"removed 1 sets of prepared data, 0.0 GiB, from {tmp_path}\n"
+    assert keys() == ["notes"]
+    assert remove_unused(tmp_path / "none", 0) == (0, 0)

@@ -10,7 +10,18 @@ from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
 from pydantic_core import PydanticCustomError
 
 from megatrain.config.sections.section import Section
-from megatrain.config.types import Count, Day, LocalPath, Name, Rate, Seed, TrainedPart, one_of, reads_as
+from megatrain.config.types import (
+    Bytes,
+    Count,
+    Day,
+    LocalPath,
+    Name,
+    Rate,
+    Seed,
+    TrainedPart,
+    one_of,
+    reads_as,
+)
 
 FORMATS = (
     "text",
@@ -204,6 +215,9 @@ class DataConfig(Section):
     """Processes that tokenise the data."""
     cache: LocalPath | None = None
     """Folder where prepared data is kept. null = `megatrain/data` in the user's cache folder."""
+    cache_limit: Bytes | None = 200 * 2**30
+    """Bytes that prepared data may take up there: beyond, what was not used for longest is removed, with a
+    line in the log. null = no limit."""
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from megatrain.data.row import Row, Start
 from megatrain.errors import DataError, MegatrainError
 
+_log = logging.getLogger(__name__)
+
 _BATCH = 256
+_HUB_WAIT_S = 10.0
 
 
 def read_columnar(path: str, start: Start, *, builder: str) -> Iterator[Row]:
@@ -49,11 +53,24 @@ def read_hub(
     import datasets
 
     def load() -> Any:
-        return choose_split(
-            datasets.load_dataset(path, name=subset, data_dir=folder, streaming=streaming), split, path
+        loaded = datasets.load_dataset(
+            path, name=subset, data_dir=folder, streaming=streaming, revision=hub_revision(path)
         )
+        return choose_split(loaded, split, path)
 
     yield from _rows(load, start, f"{path}: cannot be read from the Hugging Face hub", shows_progress=True)
+
+
+@lru_cache
+def hub_revision(path: str) -> str | None:
+    """Return the commit at which a hub dataset is read by this process; None: the hub does not say."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(path, timeout=_HUB_WAIT_S).sha
+    except Exception as error:  # offline, private, renamed: what is wrong is said by whoever reads the rows
+        _log.debug("%s: the hub does not say at which commit it is (%s)", path, error)
+        return None
 
 
 def choose_split(loaded: Any, split: str | None, path: str) -> Any:

@@ -10,14 +10,19 @@ from pathlib import Path
 import xxhash
 
 from megatrain.config.sections.data import SourceConfig
+from megatrain.data.read.arrow_rows import hub_revision
 from megatrain.data.read.dataset_info import entry_of, registry
+from megatrain.data.read.files import is_of_hub
 from megatrain.errors import DataError, os_errors
 
 _PIECE_BYTES = 1 << 24
 
 
 def content_of(sources: Sequence[SourceConfig]) -> str | None:
-    """Return a name for the bytes of all files of sources; None: some are not files of this machine.
+    """Return a name for the bytes of all files of sources and the commits of hub datasets.
+
+    Returns:
+        None: It is not known at which commit a hub dataset is.
 
     Raises:
         DataError: A file cannot be read.
@@ -28,7 +33,10 @@ def content_of(sources: Sequence[SourceConfig]) -> str | None:
         path = source.path if source.dataset is None and info is None else entry_of(source).path
         files = list(_files(path))
         if not files:
-            return None
+            revision = hub_revision(path) if is_of_hub(path) else None
+            if revision is None:
+                return None
+            digest.update(f"{path}@{revision}\n".encode())
         for file in files if info is None else [info, *files]:
             with os_errors("read", file, DataError):
                 digest.update(f"{file.name} {_digest(file)}\n".encode())

@@ -78,9 +78,14 @@ def row_files(path: str, how: Reading) -> list[RowFile]:
         if not files:
             raise DataError(f"{path}: no file has such a name; check data.path")
         return [_file(file, how) for file in files]
-    if not place.exists() and _HUB_ID.fullmatch(path) and not _kind(place):
+    if is_of_hub(path):
         return [RowFile(name=path, is_text=False, read=_hub(path, how))]
     return [_file(path, how)]
+
+
+def is_of_hub(path: str) -> bool:
+    """Tell whether a path is no file of this machine, but the name of a hub dataset."""
+    return not Path(path).exists() and bool(_HUB_ID.fullmatch(path)) and not _kind(Path(path))
 
 
 def _kind(file: Path) -> str:

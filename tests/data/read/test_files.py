@@ -5,13 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatrain.config.sections.data import DataConfig, SourceConfig
 from megatrain.data.example import TextExample
-from megatrain.data.read import text_rows
+from megatrain.data.read import arrow_rows, text_rows
+from megatrain.data.read.content import content_of
 from megatrain.data.read.examples import read_examples
 from megatrain.data.row import RowError, Start
 from megatrain.errors import DataError
@@ -125,6 +127,7 @@ def test_a_hub_dataset_is_loaded_by_its_names(monkeypatch: pytest.MonkeyPatch, s
     import datasets
 
     asked: dict[str, Any] = {}
+    monkeypatch.setattr(arrow_rows, "hub_revision", lambda path: "c0ffee")
 
     def load(path: str, **options: Any) -> Any:
         asked.update(options, path=path)
@@ -133,11 +136,35 @@ def test_a_hub_dataset_is_loaded_by_its_names(monkeypatch: pytest.MonkeyPatch, s
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert answers("owner/chats", split="train_sft", subset="en", streaming=streaming) == EXPECTED
-    assert asked == {"path": "owner/chats", "name": "en", "data_dir": None, "streaming": streaming}
+    assert asked == {
+        "path": "owner/chats",
+        "name": "en",
+        "data_dir": None,
+        "streaming": streaming,
+        "revision": "c0ffee",
+    }
     with pytest.raises(
         DataError, match=r"owner/chats: has the splits train_sft, gen; choose one with data.split"
     ):
         answers("owner/chats", streaming=streaming)
+
+
+def test_hub_data_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked once for each process, so that what is read is what is named; unknown, it has no name."""
+    commits = iter(["c0ffee", "decade"])
+    info = lambda self, path, timeout: SimpleNamespace(sha=next(commits))  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    sources = [SourceConfig(path="owner/chats"), SourceConfig(path=str(tmp_path / "a.jsonl"))]
+    names = []
+    for _ in range(2):
+        arrow_rows.hub_revision.cache_clear()
+        names.append(content_of(sources))
+        assert content_of(sources) == names[-1]
+    assert len({*names, None}) == 3
+    arrow_rows.hub_revision.cache_clear()  # and there is no third commit
+    assert content_of(sources) is None
+    arrow_rows.hub_revision.cache_clear()
 
 
 def test_the_hub_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
