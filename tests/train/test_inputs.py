@@ -1,4 +1,4 @@
-"""Chat templates that write the day: rows stay those of the first one, kept or made again."""
+"""Prepared data of runs: the day that a template writes is the first one, and what is kept has a limit."""
 
 from __future__ import annotations
 
@@ -79,6 +79,28 @@ def test_what_is_kept_has_the_day_on_which_it_was_prepared(tmp_path: Path, clock
     assert text() == "2026-02-28"
     assert text(day="2026-03-01", setting="2026-03-05") == "2026-03-05"
     assert len(list((tmp_path / "kept").glob("*-best_fit/"))) == 3
+
+
+def test_what_is_kept_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was used within the hour stays: a run takes several sets, one after the other."""
+    caplog.set_level("INFO")
+
+    def kept(day: str, limit: int | None) -> list[str]:
+        config = make(tmp_path, day=day, cache_limit=limit)
+        model = read_config(config.model.path)
+        pack_data(config, choose_tokenizer(config, None, model), model, folder=tmp_path / "kept")
+        return sorted(path.name[33:-9] for path in (tmp_path / "kept").glob("*-best_fit/"))
+
+    days = ["2026-02-01", "2026-02-02", "2026-02-03"]
+    assert [len(kept(day, limit)) for day, limit in zip(days, (1, None, 1), strict=True)] == [1, 2, 3]
+    monkeypatch.setattr(inputs, "_IN_USE_S", 0.0)
+    assert kept(days[0], 1) == days  # nothing is made, and nothing removed
+    assert kept("2026-02-04", 10**9) == [*days, "2026-02-04"]
+    assert "removed" not in caplog.text
+    kept("2026-02-05", 1)
+    assert "removed 5 sets of prepared data, 0.0 GiB, that were not used for longest" in caplog.text
 
 
 def test_a_day_that_there_is_not_is_refused(tmp_path: Path) -> None:
