@@ -180,6 +180,9 @@ class Engine:
 
         Returns:
             The losses, detached, in order.
+
+        Raises:
+            ConfigError: As of `Steps.run`.
         """
         self.require_attached()
         return self._steps.run(losses, seeds, None, only_loss=only_loss, before=before)

@@ -65,9 +65,15 @@ class Steps:
             num_targets: Tokens that the step trains on; None: counted as they pass.
             only_loss: As in `ModelForward.only_loss`.
             before: Passes that come before the losses of each round.
+
+        Raises:
+            ConfigError: No loss, one that is no real number with a gradient, not one seed per loss, or a step
+                inside a step.
         """
         if not losses:
             raise ConfigError("a step needs at least one micro-batch; the list is empty")
+        if self._arrangement.rounds.in_step:
+            raise ConfigError("a loss of engine.run_losses has begun another step; call the model in it")
         if seeds is not None and len(seeds) != len(losses):
             raise ConfigError(f"the step got {len(seeds)} seeds for {len(losses)} micro-batches")
         for number, each in enumerate(before):
@@ -81,8 +87,9 @@ class Steps:
         self.zero_grad()
         self._meter.begin(num_targets)
         try:
+            checked = [partial(_checked, number, loss) for number, loss in enumerate(losses)]
             with self._forward.only_loss(only_loss):
-                return self._run(losses, seeds, before)
+                return self._run(checked, seeds, before)
         except BaseException as error:
             self.drop(error)
             instead = explained(error, self._model, self._arrangement.lanes.device)
@@ -148,3 +155,18 @@ class Steps:
         """Drop a step that an error has ended; a loss of the state if it was changed before."""
         self._arrangement.rounds.drop(error)
         self._meter.drop()
+
+
+def _checked(number: int, loss: Callable[[], Tensor]) -> Tensor:
+    """Return the loss of a micro-batch, if a backward can begin there."""
+    found: object = loss()
+    if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
+        what = type(found).__name__
+        if isinstance(found, Tensor):
+            what = f"tensor {tuple(found.shape)} of {found.dtype}"
+        raise ConfigError(f"loss {number} of the step returned a {what}; return a real 0-dim tensor")
+    if not found.requires_grad:
+        raise ConfigError(
+            f"loss {number} of the step has no gradient: it was computed without the model, or under no_grad"
+        )
+    return found

@@ -13,10 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from megatrain.checkpoint.load import find
 from megatrain.checkpoint.save import save
 from megatrain.config import Config
-from megatrain.errors import CallbackError, DivergedError
+from megatrain.errors import CallbackError
 from megatrain.model.head import count_targets
 from megatrain.stream.machine import Measure
 from megatrain.stream.report import StepReport
@@ -33,7 +32,7 @@ from megatrain.train.resume.changes import changed_settings
 from megatrain.train.resume.state_commits import find_commit
 from megatrain.train.run import Run, prepare
 from megatrain.train.screen.progress import Progress
-from megatrain.train.way_back import way_back
+from megatrain.train.way_back import judge, way_back
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -237,7 +236,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
                 progress.update(row, is_last=is_last)
             if row.step % settings.log.every == 0 or callbacks.wants("should_log"):
                 callbacks.log(row.logged)
-            _judge(run, row, directory)
+            judge(run, row, directory)
             ends_epoch = row.step % run.loader.steps_per_epoch == 0
             if ends_epoch:
                 callbacks.call("on_epoch_end")
@@ -291,35 +290,6 @@ def _evaluate(run: Run) -> bool:
         run.callbacks.call("on_evaluate", metrics=outcome.numbers)  # compares them with the best before
         run.callbacks.best(standing.best_loss, standing.best_step, None)
     return outcome.is_best
-
-
-def _judge(run: Run, row: StepMetrics, directory: RunDirectory) -> None:
-    """Say that a step was skipped, or its loss a jump, and end the run where its settings say so.
-
-    Raises:
-        DivergedError: They do.
-    """
-    train, optim = run.config.train, run.config.optim
-    jump = ""
-    if row.spike_above is not None:
-        run.tell("spike", loss=row.loss, above=row.spike_above)
-        jump = f"the loss jumped to {row.loss:.4g}, above {row.spike_above:.4g} (train.on_spike)"
-        _log.warning("step %d: %s%s", row.step, jump, "; it makes no update" if row.skipped else "")
-    if row.skipped:
-        run.tell("skipped", reason=jump or "the gradient was not finite")
-    if jump and train.on_spike == "stop":
-        newest = next(iter(find(directory.checkpoints)), None)
-        where = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
-        raise DivergedError(
-            f"step {row.step}: {jump}, and nothing was updated in it; {where}. Look at its data, lower "
-            "optim.lr, or go on with train.on_spike=skip"
-        )
-    if run.skipped_in_a_row >= optim.max_skipped_steps:
-        raise DivergedError(
-            f"{run.skipped_in_a_row} steps in a row were skipped, up to step {run.step}, for gradients that "
-            f"were not finite or jumps of the loss; nothing was updated in them. Lower optim.lr, or resume "
-            "from an earlier checkpoint"
-        )
 
 
 def _refuse_failed_callback(run: Run, saved: Path | None) -> None:

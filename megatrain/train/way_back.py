@@ -1,15 +1,20 @@
-"""What a run says when an update has failed in the middle: from where the same command goes on."""
+"""What a run says when a step or an update has failed: from where the same command goes on."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatrain.checkpoint.load import find
-from megatrain.errors import MegatrainError, TornStateError
+from megatrain.errors import DivergedError, MegatrainError, TornStateError
 from megatrain.train.records.directory import RunDirectory
+from megatrain.train.records.metrics import StepMetrics
 from megatrain.train.resume.state_commits import find_commit
 from megatrain.train.run import Run
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -44,3 +49,38 @@ def _newest(run: Run, directory: RunDirectory) -> str:
     if committed is not None and committed.step > step:
         return f"step {committed.step}, which is committed on the drives"
     return "the beginning, since nothing was saved before" if saved is None else str(saved)
+
+
+def judge(run: Run, row: StepMetrics, directory: RunDirectory) -> None:
+    """Say that a step was skipped, or its loss a jump, and end the run where its settings say so.
+
+    Raises:
+        DivergedError: They do.
+    """
+    train, optim = run.config.train, run.config.optim
+    jump = ""
+    if row.spike_above is not None:
+        run.tell("spike", loss=row.loss, above=row.spike_above)
+        jump = f"the loss jumped to {row.loss:.4g}, above {row.spike_above:.4g} (train.on_spike)"
+        _log.warning("step %d: %s%s", row.step, jump, "; it makes no update" if row.skipped else "")
+    if row.skipped:
+        run.tell("skipped", reason=jump or "the gradient was not finite")
+    if jump and train.on_spike == "stop":
+        newest = next(iter(find(directory.checkpoints)), None)
+        where = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
+        raise DivergedError(
+            f"step {row.step}: {jump}, and nothing was updated in it; {where}. Look at its data, lower "
+            "optim.lr, or go on with train.on_spike=skip"
+        )
+    if row.grad_norm is not None and not (row.skipped or math.isfinite(row.grad_norm)):
+        raise DivergedError(
+            f"step {row.step}: the gradient's norm is {row.grad_norm}, and with optim.updates=immediate its "
+            "layers were updated before that was known, so nothing of it is saved. The same command with "
+            "optim.updates=deferred goes on from the newest checkpoint and skips such a step"
+        )
+    if run.skipped_in_a_row >= optim.max_skipped_steps:
+        raise DivergedError(
+            f"{run.skipped_in_a_row} steps in a row were skipped, up to step {run.step}, for gradients that "
+            f"were not finite or jumps of the loss; nothing was updated in them. Lower optim.lr, or resume "
+            "from an earlier checkpoint"
+        )

@@ -225,3 +225,27 @@ def test_a_step_without_losses_is_refused() -> None:
     engine = attach_plainly(make_model(FAMILIES["llama"]()))
     with pytest.raises(ConfigError, match="at least one micro-batch"):
         engine.run_losses([])
+
+
+def test_what_is_no_loss_is_refused_and_the_next_step_is_whole() -> None:
+    model, batches = make_model(FAMILIES["llama"]()), make_batches(2)
+    engine = attach_plainly(model)
+
+    def of(batch: Any) -> Tensor:
+        loss: Tensor = model(**batch).loss
+        return loss
+
+    def inner(batch: Any) -> Tensor:
+        return engine.forward_backward([batch])
+
+    for second, words in (
+        (lambda: of(batches[1]).repeat(2), r"loss 1 of the step returned a tensor \(2,\) of torch.float32"),
+        (lambda: of(batches[1]).item(), "loss 1 of the step returned a float"),
+        (lambda: of(batches[1]).detach(), "loss 1 of the step has no gradient"),
+        (lambda: inner(batches[1]), "has begun another step"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            engine.run_losses([lambda: of(batches[0]), second])
+    found = engine.run_losses([lambda batch=batch: of(batch) for batch in batches])
+    with torch.no_grad():
+        assert found == [of(batch) for batch in batches]

@@ -285,7 +285,18 @@ def test_second_run_in_one_directory_is_refused(tmp_path: Path) -> None:
         train(config)
 
 
-def test_steps_that_stay_non_finite_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("optim", "words", "skipped"),
+    [
+        ({"max_skipped_steps": 3}, "3 steps in a row", [True] * 3),
+        ({"updates": "immediate", "max_grad_norm": None}, "step 1: the gradient's norm is nan", [False]),
+    ],
+    ids=["skipped", "updated"],
+)
+def test_steps_that_stay_non_finite_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: dict[str, Any], words: str, skipped: list[bool]
+) -> None:
+    """And nothing of them takes the place of a checkpoint that is sound."""
     prepare = loop.prepare
 
     def poisoned(*args: Any, **options: Any) -> Any:
@@ -295,10 +306,11 @@ def test_steps_that_stay_non_finite_end_the_run(tmp_path: Path, monkeypatch: pyt
         return run
 
     monkeypatch.setattr(loop, "prepare", poisoned)
-    with pytest.raises(DivergedError, match="3 steps in a row"):
-        train(make_config(tmp_path, optim={"max_skipped_steps": 3}))
+    with pytest.raises(DivergedError, match=words):
+        train(make_config(tmp_path, optim=optim, checkpoint={"every": 1}, log={"report": False}))
     rows = rows_of(tmp_path / "run")
-    assert [row["skipped"] for row in rows] == [True, True, True]
+    assert [row["skipped"] for row in rows] == skipped
+    assert len(list((tmp_path / "run/checkpoints").glob("*"))) == len(skipped) - 1
 
 
 def test_export_and_sample(whole: Path, tmp_path: Path) -> None:
