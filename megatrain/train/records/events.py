@@ -51,5 +51,4 @@ class EventLog(JsonLines):
             OutputError: It cannot be written.
         """
         row = {"event": event, "time": round(self._clock(), 3), "step": step, **values}
-        self.append(row)
-        self._listen(row)
+        self._listen(self.append(row))

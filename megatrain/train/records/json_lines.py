@@ -56,8 +56,8 @@ class JsonLines:
             raise
         self._descriptor = descriptor
 
-    def append(self, values: Mapping[str, Any]) -> None:
-        """Append one row. Numbers that JSON has no form for (nan, inf) become null.
+    def append(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Append one row, and return it. Numbers that JSON has no form for (nan, inf) become null.
 
         Raises:
             OutputError: The row cannot be written; no part of it is left, if the system allows that.
@@ -72,6 +72,7 @@ class JsonLines:
             with contextlib.suppress(OSError):
                 files.system.truncate(self._descriptor, size)
             raise
+        return row
 
     def close(self) -> None:
         """Close the file.
@@ -107,7 +108,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line, parse_constant=lambda _: None)  # nan and inf, as `append` writes them
             if isinstance(row, dict):
-                yield row
+                yield {name: _finite(value) for name, value in row.items()}  # as 1e999 is read
 
 
 def _finite(value: Any) -> Any:

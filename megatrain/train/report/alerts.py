@@ -10,9 +10,8 @@ import urllib.request
 from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
-from megatrain.train.report.words import event_text
+from megatrain.train.report.words import event_text, host_of
 
 _log = logging.getLogger(__name__)
 
@@ -52,15 +51,15 @@ class Alerts:
     def _send_all(self) -> None:
         assert self._address is not None
         while (message := self._waiting.get()) is not None:
-            request = urllib.request.Request(
-                self._address, data=message, headers={"Content-Type": "application/json"}
-            )
             try:
+                request = urllib.request.Request(
+                    self._address, data=message, headers={"Content-Type": "application/json"}
+                )
                 with urllib.request.urlopen(request, timeout=TIMEOUT_S):
                     pass
             except Exception as error:  # whatever it is, it is no matter of the run's
                 if not self._has_warned:
-                    host = urlsplit(self._address).hostname  # the path may be a secret
+                    host = host_of(self._address)
                     _log.warning("log.webhook: %s was not told (%s); the run goes on", host, error)
                 self._has_warned = True
 

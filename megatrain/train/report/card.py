@@ -58,7 +58,8 @@ def _text(run: RunFiles) -> Iterator[str]:
     yield f"# {run.name}"
     yield ""
     start = "random weights, with the architecture of" if is_random else "the weights of"
-    version = run.environment.get("versions", {}).get("megatrain", "")
+    versions = run.environment.get("versions")
+    version = versions.get("megatrain", "") if isinstance(versions, Mapping) else ""
     yield f"Trained with megatrain {version} from {start} `{model}`."
     yield ""
     yield from _table("Training", ("what", ""), _training(run))

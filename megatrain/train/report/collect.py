@@ -27,6 +27,9 @@ _BEGINS = ("start", "resume")
 _SILENT_S = 120.0
 """A run that has written nothing for so long, and for ten of its steps, is no longer said to be running."""
 
+_YEAR_9999_S = 2.5e11
+_LARGEST = 1e300
+
 _AT_END = 10
 """Rows over which the last loss is averaged."""
 
@@ -104,7 +107,7 @@ class RunFiles:
         """Return the evaluations by the name of their data, each step's last one."""
         found: dict[str, dict[int, Mapping[str, Any]]] = {}
         for row in self.events:
-            if row["event"] == "evaluation" and isinstance(row.get("loss"), (int, float)):
+            if row["event"] == "evaluation" and _is_number(row.get("loss")):
                 found.setdefault(str(row.get("name") or "eval"), {})[row["step"]] = row
         return {name: [rows[step] for step in sorted(rows)] for name, rows in found.items()}
 
@@ -134,12 +137,12 @@ def read_run(path: Path) -> RunFiles:
                 {name: values for name, values in sections if isinstance(values, dict) or name == "out"}
             ),
             environment=_json(directory.environment),
-            plan=_json(directory.plan),
+            plan=_plan(directory.plan),
             rows=_by_step(_known(row) for row in read_rows(directory.metrics) if _is_whole(row)),
             events=[
                 row
                 for row in read_rows(directory.events)
-                if _is_whole(row) and isinstance(row.get("event"), str) and _is_number(row.get("time"))
+                if _is_whole(row) and isinstance(row.get("event"), str) and _is_time(row.get("time"))
             ],
             written_s=max(written, default=0.0),
             has_model=directory.model.is_dir(),
@@ -154,7 +157,12 @@ def _text(path: Path) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_one = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_one and -_LARGEST < value < _LARGEST  # neither nan, nor an int that no float holds
+
+
+def _is_time(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < _YEAR_9999_S
 
 
 def _is_whole(row: Mapping[str, Any]) -> bool:
@@ -163,8 +171,9 @@ def _is_whole(row: Mapping[str, Any]) -> bool:
 
 def _known(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of metrics without the values that are of another kind than a run writes."""
-    kinds = dict.fromkeys(_NUMBERS, (int, float)) | {"waits": dict, "lane_seconds": dict, "bound": str}
-    return {name: value for name, value in row.items() if isinstance(value, kinds.get(name, object))}
+    checks = dict.fromkeys(_NUMBERS, _is_number) | dict.fromkeys(("waits", "lane_seconds"), _are_numbers)
+    checks["bound"] = lambda value: isinstance(value, str)
+    return {name: value for name, value in row.items() if name not in checks or checks[name](value)}
 
 
 def _by_step(rows: Any) -> list[Mapping[str, Any]]:
@@ -172,9 +181,30 @@ def _by_step(rows: Any) -> list[Mapping[str, Any]]:
     return [found[step] for step in sorted(found)]
 
 
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+def _plan(path: Path) -> dict[str, Any]:
+    """Read a plan; one that is not as a run writes it is none."""
+    plan = _json(path)
+    pools, limits, model = plan.get("pools", []), plan.get("limits", {}), plan.get("model", {})
+    is_sound = (
+        isinstance(pools, list)
+        and all(_is_number(plan.get(name, 0.0)) for name in ("step_s", "tokens_per_s", "host_plane_bytes"))
+        and all(isinstance(pool, dict) and _is_number(pool.get("nbytes")) for pool in pools)
+        and all(isinstance(pool.get(name), str) for pool in pools for name in ("name", "tier"))
+        and isinstance(limits, dict)
+        and all(value is None or _is_number(value) for value in limits.values())
+        and isinstance(model, dict)
+        and _is_number(model.get("num_params", 0))
+    )
+    return plan if is_sound else {}
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), parse_constant=lambda _: None)
     except (FileNotFoundError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

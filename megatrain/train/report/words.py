@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,5 +25,13 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     log = config.get("log")
     if not isinstance(log, Mapping) or not log.get("webhook"):
         return dict(config)
-    parts = urlsplit(str(log["webhook"]))
-    return {**config, "log": {**log, "webhook": f"{parts.scheme}://{parts.hostname}/..."}}
+    return {**config, "log": {**log, "webhook": f"{host_of(str(log['webhook']))}/..."}}
+
+
+def host_of(address: str) -> str:
+    """Return the part of an address that is no secret."""
+    with suppress(ValueError):  # it was written by hand
+        parts = urlsplit(address)
+        if parts.hostname is not None:
+            return f"{parts.scheme}://{parts.hostname}"
+    return "an address"

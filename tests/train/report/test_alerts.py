@@ -64,15 +64,20 @@ def test_only_asked_for_events_arrive_in_order_and_before_the_end(server: tuple[
     assert received[1]["content"] == "mine: error at step 9: no space; exit_code 2"
 
 
-def test_webhook_that_refuses_is_one_warning_without_its_secret(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_an_address", [True, False])
+def test_webhook_that_refuses_is_one_warning_without_its_secret(
+    caplog: pytest.LogCaptureFixture, is_an_address: bool
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}/secret"
+    address = address if is_an_address else "http://[secret/"
     with caplog.at_level(logging.WARNING, logger="megatrain"), Alerts(address, ("end",), run="mine") as told:
         told.tell(row("end", 1))
         told.tell(row("end", 2))
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("log.webhook: 127.0.0.1 was not told (")
+    host = "http://127.0.0.1" if is_an_address else "an address"
+    assert caplog.messages[0].startswith(f"log.webhook: {host} was not told (")
     assert "secret" not in caplog.text
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatrain.errors import OutputError
 from megatrain.train.report.card import model_card
 from megatrain.train.report.collect import columns, read_run
+from megatrain.train.report.page import report_page
 from megatrain.train.report.words import event_text
-from tests.train.report.run_files import write_run
+from tests.train.report.run_files import PLAN, write_run
 
 
 def test_speed_leaves_out_the_first_step_and_weighs_by_time(tmp_path: Path) -> None:
@@ -71,17 +73,44 @@ def test_values_of_another_kind_are_not_known(tmp_path: Path) -> None:
     odd = {"step": 21, "loss": "x", "tokens": "y", "tokens_per_s": "z", "seconds": [1], "waits": [1]}
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(odd | {"lane_seconds": "s", "bound": {}}) + "\n")
-        file.write('{"step": 22, "loss": NaN, "seconds": Infinity}\n{"step": true, "loss": 0.0}\n')
+        file.write('{"step": 22, "loss": NaN, "seconds": 1e999, "tokens": 1%s}\n' % ("0" * 400))
+        file.write('{"step": true, "loss": 0.0}\n{"step": 23, "waits": {"a": "x"}}\n')
     with open(run / "events.jsonl", "a") as file:
         for event in (("evaluation", "x", 1), ("evaluation", 1.0, "y"), (["a"], 1.0, 1)):
             row = dict(zip(("event", "time", "step"), event, strict=True), loss=1.0)
             file.write(json.dumps(row) + "\n")
+        file.write('{"event": "end", "time": 1e300, "step": 1}\n')
+        file.write('{"event": "evaluation", "time": 1.0, "step": 1, "loss": 1e999, "name": "val"}\n')
     read = read_run(run)
-    assert (read.step, len(read.events), read.evaluations()) == (22, 1, {})
+    assert (read.step, len(read.events), read.evaluations()) == (23, 2, {})
     assert read.tokens_per_s == 2048.0
     assert read.last_loss == pytest.approx(4.0 - 0.1 * 15.5)
     found = columns(read)
-    assert (found["loss"][-2:], found["seconds"][-2:], found["tokens"][-2:]) == ([None] * 2,) * 3
+    assert (found["loss"][-3:], found["seconds"][-3:], found["tokens"][-3:]) == ([None] * 3,) * 3
+    assert report_page(read)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pools": [{"tier": "device"}]},
+        {"pools": ["x"]},
+        {"pools": None},
+        {"tokens_per_s": None},
+        {"model": {"num_params": "8B"}},
+        {"limits": 3},
+    ],
+)
+def test_a_plan_of_another_form_is_none(tmp_path: Path, change: dict[str, Any]) -> None:
+    run = write_run(tmp_path / "a", plan=PLAN | change)
+    (run / "env.json").write_text('{"versions": [1], "cpus": NaN}')
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("https://hooks.example/secret-token", "http://[secret"))
+    read = read_run(run)
+    assert read.plan == {}
+    assert read.config["log"]["webhook"] == "an address/..."
+    assert "Plan and fact" not in model_card(run)
+    assert "secret" not in report_page(read)
 
 
 def test_event_in_words() -> None:

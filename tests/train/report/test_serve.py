@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,6 +119,19 @@ def test_nothing_is_changed_and_no_other_name_is_answered(run: Path) -> None:
         for method in ("POST", "PUT", "DELETE"):
             assert get(server, "/", method)[0] == 501
     assert {file: file.read_bytes() for file in run.iterdir()} == before
+
+
+def test_who_leaves_in_the_middle_of_an_answer_leaves_no_traceback(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(run) as server:
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", server.port)) as left:
+                left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                left.sendall(f"GET /plotly.js HTTP/1.1\r\nHost: localhost:{server.port}\r\n\r\n".encode())
+                left.recv(1)
+        assert get(server, "/data.json")[0] == 200
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_run_that_goes_away_is_an_answer_and_no_end(run: Path) -> None:
