@@ -56,6 +56,9 @@ def import_settings(theirs: Mapping[str, Any], *, source: str) -> Imported:
             module.translate(translation)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
+        except (TypeError, ValueError) as error:  # of a value that is no such number, list or mapping
+            key, value = translation.newest
+            raise ConfigError(f"{source}: {key} is {value!r}, which {trainer} does not take there") from error
         settings = set_keys({}, list(translation.settings.items()))
         build_config(settings, source=source)  # what is wrong with it is said here, and not by `train`
         left_out = tuple(_sentence(*entry) for entry in translation.left_out)

@@ -113,7 +113,7 @@ def _stage(t: Translation) -> str:
 def _data(t: Translation, stage: str) -> None:
     registry = str(PurePosixPath(str(t.take("dataset_dir", "data"))) / "dataset_info.json")
     names = lora_modules(t.take("dataset", []))
-    weights, strategy = t.take("interleave_probs"), t.take("mix_strategy", "concat")
+    strategy, weights = t.take("mix_strategy", "concat"), t.take("interleave_probs")
     if weights is not None and strategy != "concat":
         shares = [float(share) for share in (weights.split(",") if isinstance(weights, str) else weights)]
         t.set(

@@ -30,11 +30,16 @@ class Translation:
     """By our dotted keys."""
     left_out: list[tuple[str, Any, str]] = field(default_factory=list)
     """Key, value and reason."""
+    newest: tuple[str, Any] = ("", None)
+    """The key that was looked at last, and its value: the one that cannot be read, if any."""
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return a value of theirs, and count it as looked at."""
         value = self.theirs.pop(key, None)
-        return default if value is None else value
+        if value is None:
+            return default
+        self.newest = key, value
+        return value
 
     def set(self, key: str, value: Any) -> None:
         """Give a setting of ours."""
@@ -109,10 +114,10 @@ def optimizer(t: Translation, key: str) -> None:
 
 def _lengths(t: Translation) -> None:
     steps, epochs = t.take("max_steps", -1), t.take("num_train_epochs", t.take("num_epochs", 3.0))
-    if isinstance(steps, int) and steps > 0:
-        t.set("train.steps", steps)
-    else:
+    if isinstance(steps, (int, float)) and steps <= 0:
         t.set("train.epochs", float(epochs))
+    else:
+        t.set("train.steps", steps)
     ratio, warmup = t.take("warmup_ratio"), t.take("warmup_steps")
     if warmup:
         t.set("optim.warmup_steps", warmup)
@@ -138,6 +143,8 @@ def _checkpoints(t: Translation) -> None:
         t.set("eval.every", every)
     elif every is not None and strategy != "no":
         t.leave_out("eval_steps", every, "eval.every is a number of steps, or epoch")
+    if strategy not in (None, "no", "steps", "epoch"):
+        t.leave_out("eval_strategy", strategy, "eval.every is a number of steps, or epoch")
     resume = t.take("resume_from_checkpoint")
     if isinstance(resume, str) and resume != "auto":
         t.leave_out("resume_from_checkpoint", resume, "only checkpoints of megatrain can be gone on from")

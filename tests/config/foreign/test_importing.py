@@ -295,6 +295,11 @@ def test_axolotl_qlora_becomes_lora_with_the_reason() -> None:
         ({"do_train": False}, "do_train is false"),
         ({"model_name_or_path": None, "nothing": 1}, "model.path is required"),
         ({"cutoff_len": 1}, "data.seq_len is 1"),
+        ({"max_steps": "5"}, "train.steps is '5' (text)"),
+        ({"max_steps": None, "num_train_epochs": [1]}, "num_train_epochs is [1], which LLaMA-Factory"),
+        ({"dataset": 5}, "dataset is 5, which LLaMA-Factory does not take there"),
+        ({"mix_strategy": "interleave_over", "interleave_probs": "0.3,x"}, "interleave_probs is '0.3,x'"),
+        ({"flash_attn": ["fa2"]}, "flash_attn is ['fa2']"),
     ],
 )
 def test_file_that_cannot_be_obeyed_is_refused(change: dict[str, Any], part: str) -> None:
