@@ -17,3 +17,19 @@ def test_killed_run_equals_uninterrupted_run(tmp_path: Path, num_kills: int, ste
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"{num_kills} kills in {steps} steps" in done.stdout
     assert_same_runs(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("adapters", 2),
+        pytest.param("adapters", 200, marks=[pytest.mark.parity, pytest.mark.timeout(3600)]),
+        pytest.param("model", 200, marks=[pytest.mark.parity, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_run_killed_at_a_call_decides_and_ends_as_if_nothing_had_been(
+    tmp_path: Path, kind: str, number: int
+) -> None:
+    done = run_module("tests.train.killed_calls", tmp_path, str(number), "1", kind)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"{number} of" in done.stdout
