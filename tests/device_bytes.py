@@ -85,9 +85,10 @@ def measure(
     num_micro_batches: int = 1,
     max_grad_norm: float | None = 1.0,
     updates: str = "deferred",
+    is_packed: bool = False,
     **settings: Any,
 ) -> Measured:
-    """Attach an engine to a random model and run two steps."""
+    """Attach an engine to a random model and run two steps; packed rows are of two documents each."""
     model = megatrain.load(config=config, precision=precision, fragments=settings.get("fragments", False))
     model.train()
     generator = torch.Generator().manual_seed(0)
@@ -95,7 +96,10 @@ def measure(
     batches: list[Mapping[str, Any]] = []
     for _ in range(num_micro_batches):
         ids = torch.randint(0, vocab, (micro_batch_size, seq_len), generator=generator)
-        batches.append({"input_ids": ids, "labels": ids})
+        batch = {"input_ids": ids, "labels": ids}
+        if is_packed:
+            batch["position_ids"] = (torch.arange(seq_len) % (seq_len - 9)).expand_as(ids).contiguous()
+        batches.append(batch)
     lanes = InlineLanes()
     gc.collect()
     with DeviceBytes(lanes) as device:
@@ -108,7 +112,8 @@ def measure(
             optimizer.step()
             engine.sync()
     together = min(num_micro_batches, settings.get("lockstep", 1))
-    ids_bytes = 16 * together * micro_batch_size * seq_len  # on a device, a round's tokens and labels
+    # on a device, a round's tokens, labels and positions
+    ids_bytes = (16 + 8 * is_packed) * together * micro_batch_size * seq_len
     result = Measured(
         peak_bytes=device.peak + ids_bytes,
         dynamic_bytes=device.peak_dynamic + ids_bytes,

@@ -241,7 +241,7 @@ def prepare(
     progress("planning where memory goes")
     _measure_peak(config)
     # the counts that are kept are of transformers' own modules
-    counted = PlannedModel(source, None if liger else counts, progress, model_config)
+    counted = PlannedModel(source, None if liger else counts, progress, model_config, data.packing)
     planned = plan_memory(config, counted, measure)
     first_step = 0 if earlier is None else int(earlier["step"])
     for line in start_lines(

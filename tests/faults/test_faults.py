@@ -17,7 +17,7 @@ import pytest
 from tests.faults.judge import judge
 from tests.faults.scenarios import NUMBERS, Bench, Fault, bench, cases
 
-SAMPLED = {"train": 61, "resume": 499, "finish": 239, "export": 127, "drives": 97}
+SAMPLED = {"train": 127, "resume": 997, "finish": 499, "export": 251, "drives": 193}
 """Of how many cases of a scenario the sample takes one."""
 
 

@@ -12,6 +12,8 @@ from megatrain.layout.block_bytes import BlockBytes
 
 IDS_BYTES = 16
 """Of a token's id and label on the device."""
+POSITION_BYTES = 8
+"""Of a token's position, which packed rows bring with them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,9 +5,9 @@ with its layers left out, and one layer of every kind under every policy. What a
 (FLOPs of matrix products and attention, bytes that all others read and write) and what it makes is followed
 until nobody holds it.
 
-What is taken for granted: rows are full, one document each; the model trains (dropout draws); scaled dot
-product attention makes no T x T matrix, unless the model gives it a mask or, for the CPU, asks for what its
-kernel cannot do; experts run as grouped products, whose cost does not depend on how tokens are routed; layers
+What is taken for granted: rows are full, of one document each or packed; the model trains (dropout draws);
+scaled dot product attention makes no T x T matrix, unless the model gives it a mask, as for packed rows, or,
+for the CPU, asks for what its kernel cannot do; experts run as grouped products, whose cost does not depend on how tokens are routed; layers
 that differ in nothing but their index cost the same. What a kernel takes for itself is not seen, and the
 auxiliary loss of routers is left out, with a warning.
 """
@@ -42,7 +42,7 @@ from megatrain.model.blocks import Block, find_blocks, group_layers
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.masks import LongAttentionError, long_masks_refused, refused, without_mask
-from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy, Cost, Fragment, Layer
+from megatrain.model.profile.anatomy import IDS_BYTES, POSITION_BYTES, Anatomy, Cost, Fragment, Layer
 from megatrain.model.profile.flops import ALL_EXPERTS, active_parameters, count_flops, counts_all_experts
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.passing import Traces, WholePass, WholePassTracer
@@ -70,6 +70,7 @@ def count_anatomy(
     head_chunk_tokens: int | None = None,
     device_type: str = "accelerator",
     adaptation: Adaptation | None = None,
+    is_packed: bool = False,
 ) -> Anatomy:
     """Count what a model costs for one shape of micro-batch.
 
@@ -82,6 +83,7 @@ def count_anatomy(
         head_chunk_tokens: As in `attach`.
         device_type: `cpu` or `accelerator`.
         adaptation: What of the model is trained, adapters among it; None: all of it.
+        is_packed: Rows are of several documents, which positions keep apart: `sdpa` gets a mask then.
 
     Raises:
         ModelError: The model cannot be built or streamed, or decides by values what it computes.
@@ -95,6 +97,7 @@ def count_anatomy(
         attn_implementation=attn_implementation,
         adaptation=adaptation,
     )
+    counter.is_packed = is_packed
     return _count(counter, config.model_type, precision, head_chunk_tokens, device_type)
 
 
@@ -142,7 +145,7 @@ def _count(
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     whole = counter.run(head_chunk_tokens, device_type=device_type)
-    ids = IDS_BYTES * micro_batch_size * seq_len
+    ids = (IDS_BYTES + POSITION_BYTES * counter.is_packed) * micro_batch_size * seq_len
     return Anatomy(
         model_type=model_type,
         part=built.part,
@@ -224,6 +227,7 @@ class Counter:
         self.model = built.model.train()
         self.warnings = _leave_out_router_loss(self.model)
         self.shape = micro_batch_size, seq_len
+        self.is_packed = False
         self.blocks = find_blocks(self.model, fragments=True)
         self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
         self.groups = group_layers(self.blocks)
@@ -298,7 +302,7 @@ class Counter:
                     return {policy: trace_layer(call, fakes, policy, meter) for policy in policies}
 
                 tracer = WholePassTracer(self.model, self.layers, outer, meter, head_chunk_tokens, trace)
-                return tracer.run(*self.shape)
+                return tracer.run(*self.shape, is_packed=self.is_packed)
 
     def _fake(self, number: int) -> FakeBlock:
         return FakeBlock(self.blocks[number], self.layouts[number])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
+from transformers import masking_utils
 
 from megatrain.model.head import Head, Share
 from megatrain.model.profile.anatomy import Cost
@@ -102,8 +104,8 @@ class WholePassTracer:
         self._head_mark: object = None
         self.result = WholePass()
 
-    def run(self, micro_batch_size: int, seq_len: int) -> WholePass:
-        """Pass a micro-batch of full rows."""
+    def run(self, micro_batch_size: int, seq_len: int, *, is_packed: bool = False) -> WholePass:
+        """Pass a micro-batch of full rows, of one document each or packed."""
         meter, result = self._meter, self.result
         head = Head(self._model, self._chunk_tokens, lambda: self._stream_again)
         head._adds_up = True
@@ -114,9 +116,13 @@ class WholePassTracer:
             batch = {"input_ids": ids, "labels": ids, "return_dict": True}
             if num_labels < num_tokens:
                 batch["labels"] = batch["shift_labels"] = torch.zeros((1, num_labels), dtype=torch.int64)
+            if is_packed:
+                # no mask is made of them beside a cache, so `ModelForward` gives none
+                batch |= {"position_ids": torch.zeros_like(ids), "use_cache": False}
         meter.settle()
         self._stream_block()
-        with self._stubs(), self._head_watched(), head.over(share := Share(num_tokens, num_tokens)):
+        packed = _documents_told_apart() if is_packed else nullcontext()
+        with packed, self._stubs(), self._head_watched(), head.over(share := Share(num_tokens, num_tokens)):
             inner = type(self._model).forward.__get__(self._model)
             chunked = head.in_chunks((), batch)
             output = inner(**batch) if chunked is None else head.call(inner, chunked)
@@ -236,6 +242,15 @@ class WholePassTracer:
         result.head_backward_peak_bytes = meter.peak_bytes - result.graph_bytes
         left = meter.settle() - result.graph_bytes - grad.untyped_storage().nbytes()
         result.head_gradient_bytes = left
+
+
+def _documents_told_apart() -> AbstractContextManager[object]:
+    """Let transformers make the mask of packed rows without a look at the positions, which fake ones cannot give."""
+
+    def indices(position_ids: Tensor) -> Tensor:
+        return position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1).ne(1).cumsum(-1)
+
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", indices)
 
 
 def _kind_of(call: LayerCall) -> Hashable:

@@ -37,6 +37,7 @@ class PlannedModel:
         folder: Path | None,
         progress: Progress,
         model_config: PretrainedConfig | None = None,
+        packing: str | None = None,
     ) -> None:
         """Name a model.
 
@@ -45,8 +46,10 @@ class PlannedModel:
             folder: Where counts are kept; None: nowhere.
             progress: Is told what takes time.
             model_config: As it was read there, of a run; None: it is read when it is needed.
+            packing: How the rows of a run are packed; None: no data has been read, and `data.packing` says it,
+                whose `auto` is counted as joined text.
         """
-        self._place = place
+        self._place, self._packing = place, packing
         if model_config is not None:
             self.__dict__["config"] = model_config
         self._kept = None if folder is None else KeptCounts(folder)
@@ -73,7 +76,7 @@ class PlannedModel:
         Raises:
             ModelError: It cannot be read, built or counted.
         """
-        shape = shape_of(config, device_type, **changes)
+        shape = shape_of(config, device_type, packing=self._packing, **changes)
         adaptation = shape.get("adaptation")
         plain = shape if adaptation is None else {**shape, "adaptation": asdict(adaptation)}
         key, kept = self._load(plain)
@@ -111,8 +114,11 @@ class PlannedModel:
             self._kept.save(key, body)
 
 
-def shape_of(config: Config, device_type: str, **changes: Any) -> dict[str, Any]:
+def shape_of(
+    config: Config, device_type: str, *, packing: str | None = None, **changes: Any
+) -> dict[str, Any]:
     """Return what a count depends on beside the model: the arguments of `count_anatomy`."""
+    is_packed = (packing or config.data.packing) == "best_fit"
     return {
         "micro_batch_size": config.train.micro_batch_size,
         "seq_len": config.data.seq_len,
@@ -121,6 +127,7 @@ def shape_of(config: Config, device_type: str, **changes: Any) -> dict[str, Any]
         "head_chunk_tokens": config.memory.head_chunk_tokens or None,
         "device_type": device_type,
         **({} if config.adaptation is None else {"adaptation": config.adaptation}),
+        **({"is_packed": True} if is_packed else {}),
         **changes,
     }
 

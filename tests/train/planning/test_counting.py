@@ -81,6 +81,24 @@ def test_a_copy_of_a_model_is_not_counted_again(
     assert len(counted) == 1
 
 
+def test_packed_rows_are_counted_as_such(
+    model: Path, tmp_path: Path, counted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the data turned out to be goes before what was asked for; no count of other rows is taken for it."""
+    asked = {**CONFIG.model_dump(), "data": {**CONFIG.data.model_dump(), "packing": "best_fit"}}
+    for config, packing, is_packed in (
+        (CONFIG, None, False),
+        (CONFIG, "best_fit", True),
+        (CONFIG.model_validate(asked), None, True),
+        (CONFIG.model_validate(asked), "pad", False),
+    ):
+        anew(monkeypatch)
+        counted.clear()
+        folder = tmp_path / f"{packing}-{is_packed}"
+        PlannedModel(str(model), folder, lambda doing: None, packing=packing).count(config, "cuda")
+        assert [shape.get("is_packed", False) for shape in counted] == [is_packed]
+
+
 def test_a_model_is_counted_once(
     model: Path, tmp_path: Path, counted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
