@@ -44,7 +44,7 @@ def list_choices(request: Request, extent: Breadth = Breadth.ALL) -> Iterator[Ch
                 return
         if found:
             return
-    on_drives = _with_activations_on_drives(request)
+    on_drives = with_activations_on_drives(request)
     if on_drives is not None:
         yield from list_choices(on_drives, extent)
 
@@ -56,7 +56,7 @@ def first_fit(request: Request) -> Choice | None:
             found = _placed_if_it_fits(request, frame)
             if found is not None:
                 return found
-    on_drives = _with_activations_on_drives(request)
+    on_drives = with_activations_on_drives(request)
     return None if on_drives is None else first_fit(on_drives)
 
 
@@ -139,8 +139,8 @@ def least_held(request: Request, tier: str) -> int | None:
     return min(needs, default=None)
 
 
-def _with_activations_on_drives(request: Request) -> Request | None:
-    """Return the same with saved activations on drives, the last resort; None: none, or it is set."""
+def with_activations_on_drives(request: Request) -> Request | None:
+    """Return the same with saved activations on drives; None: there are none, or it is set."""
     if request.spec.drives is None or request.state != "fp32" or request.choice.boundaries != AUTO:
         return None
     return replace(request, choice=replace(request.choice, boundaries="nvme"))
@@ -148,7 +148,7 @@ def _with_activations_on_drives(request: Request) -> Request | None:
 
 def _smallest(request: Request) -> Iterator[Choice]:
     """Yield all choices that take least memory, with saved activations on drives too, nothing placed."""
-    on_drives = _with_activations_on_drives(request)
+    on_drives = with_activations_on_drives(request)
     for asked in [request] if on_drives is None else [request, on_drives]:
         for tiers in _tiers(asked):
             yield from _frames(asked, tiers, Breadth.LEAST)

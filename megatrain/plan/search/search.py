@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 
 from megatrain.config.choice import Choice
 from megatrain.plan.cost.step_time import Step
-from megatrain.plan.search.choices import Breadth, list_choices, sum_options, values_of
+from megatrain.plan.search.choices import (
+    Breadth,
+    list_choices,
+    sum_options,
+    values_of,
+    with_activations_on_drives,
+)
 from megatrain.plan.search.neighbours import neighbours
 from megatrain.plan.search.placing import SMALL
 from megatrain.plan.search.request import Request, overflow
@@ -51,7 +57,8 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS) -> Found | None
     gets better. Then the main questions are asked with all their answers, and what can be changed about the
     best of these is tried, and about those that were nearly as good. All of this is done for sums of several
     rounds on the device, and then, with as much to spend again, for sums on the host, which have to be faster
-    than what was found: so they never cost a plan its speed.
+    than what was found: so they never cost a plan its speed. Where state is on drives anyway, activations on
+    drives are tried last: a step in one round may then need no sums of rounds, which take RAM from the state.
     """
     first, *others = values_of(request.choice.sums, sum_options(request))
     race = _Race(_with_sums(request, first), budget)
@@ -63,6 +70,10 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS) -> Found | None
         is_cut_short |= race.is_over
     if race.best is None:
         return None
+    on_drives = with_activations_on_drives(request)
+    if on_drives is not None and race.best.choice.uses_drives and race.best.choice.boundaries != "nvme":
+        race.begin_with(on_drives, budget)
+        is_cut_short |= race.is_over
     return Found(race.best.choice, race.best, race.num_timed, is_cut_short)
 
 
@@ -105,6 +116,16 @@ class _Race:
         self.run(
             [replace(choice, sums=request.choice.sums) for choice in self._timed if self._is_good(choice)]
         )
+
+    def begin_with(self, request: Request, budget: int) -> None:
+        """Look at a few choices of another request that differ much, and at what is near the best of them."""
+        self._request = request
+        self._budget = budget
+        self._least_rounds = 1
+        self.is_over = False
+        self._started |= self._timed.keys()
+        self.run(list_choices(request, Breadth.COARSE))
+        self.climb(_FIRST_STARTS)
 
     def climb(self, most_starts: int) -> None:
         """Change one thing at a time of the best choice, as long as that helps, and then of good ones."""

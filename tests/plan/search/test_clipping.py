@@ -95,3 +95,11 @@ def test_what_is_tried_beside_a_choice_is_what_the_engine_can_run() -> None:
         tried = list(neighbours(request, choice))
         assert any(found.resident_layers for found in tried), "what is resident is among the questions"
         assert [found for found in tried if not is_allowed(request, found)] == []
+
+
+def test_twice_the_micro_batches_are_no_slower() -> None:
+    """In one round with boundaries on drives: sums of rounds would take RAM from the state of a 14B model."""
+    config = qwen(48, 5120, 13824, 40, 8)
+    spec = load_machine("rtx-4090").with_ram(128 * GIB)
+    once, twice = (plan(config, spec, 4096, count) for count in (32, 64))
+    assert twice.tokens_per_s >= once.tokens_per_s
