@@ -113,7 +113,7 @@ def test_override_means_what_it_looks_like(override: str, value: object) -> None
     assert type(config) is type(value)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.floats(min_value=1e-300, max_value=1e300))
 def test_every_float_survives_an_override_and_a_file(lr: float) -> None:
     config = config_of(f"optim.lr={lr!r}")
@@ -121,7 +121,7 @@ def test_every_float_survives_an_override_and_a_file(lr: float) -> None:
     assert yaml.safe_load(dump_config(config))["optim"]["lr"] == lr
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.text(min_size=1).filter(lambda text: not text.startswith("~")))
 def test_dumped_config_reads_back_the_same(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     """Whatever the text looks like (a number, a date, yes, a comment), it comes back as that text."""
@@ -130,7 +130,7 @@ def test_dumped_config_reads_back_the_same(tmp_path_factory: pytest.TempPathFact
     assert load_config(path) == config
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(st.from_regex(r"\A[-+.:0-9eE_a-fxnoyf~]{1,8}\Z"))
 def test_dumped_text_is_text_to_other_yaml_readers(text: str) -> None:
     config = build_config({"model": {"path": "m", "attn_implementation": text}, "data": {"path": "d"}})

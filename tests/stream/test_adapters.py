@@ -18,7 +18,7 @@ from megatrain.config.adaptation import Adaptation, LoraChoice
 from megatrain.layout.block_bytes import aligned
 from megatrain.model.adapters import adapt, adapter_tensors
 from tests.families import FAMILIES
-from tests.products import every_pair
+from tests.products import every_value
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 
 peft = pytest.importorskip("peft")
@@ -70,7 +70,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 DENSE = ["llama", "llama_tied", "gpt2", "qwen2", "gemma2"]
 
 
-@every_pair(
+@every_value(
     family=DENSE,
     variant=list(VARIANTS),
     activations=["keep", "offload", "recompute_cheap", "recompute", "drop_boundary"],

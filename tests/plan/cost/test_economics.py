@@ -21,7 +21,7 @@ ANATOMY = llama_like(Shape())
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=2)
-    made = make_plan(Request(spec=SPEC, anatomy=ANATOMY, batch=batch))
+    made = make_plan(Request(spec=SPEC, anatomy=ANATOMY, batch=batch), budget=1)
     written = {**made.bytes_per_step, "drive_written": 4 * 10**9}
     return replace(made, step_s=8.0, bytes_per_step=written)
 

@@ -162,7 +162,7 @@ def test_the_short_program_takes_the_time_of_the_whole_one(seed: int) -> None:
     alternate, which is at most a visit's time in each round.
     """
     chance = random.Random(seed)
-    for _ in range(25):
+    for _ in range(12):
         count = chance.randint(4, 16)
         batch = StepBatch(
             micro_batch_size=1, seq_len=1024, num_micro_batches=count, num_passes_before=count % 3
