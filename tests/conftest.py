@@ -16,7 +16,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-gc.disable()  # while thousands of items are made, of which none goes
 if not torch.cuda.is_available():
     # Triton asks when it is first imported, by whomever: its kernels then run on the CPU, in its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -28,6 +27,7 @@ from megatrain.train.planning import allocation
 from tests.counts import counted_once
 
 torch.set_num_threads(1)
+gc.disable()  # while thousands of items are made, of which none goes
 
 
 @pytest.hookimpl(wrapper=True)

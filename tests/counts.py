@@ -47,6 +47,7 @@ def _key(counter: Any, options: tuple[Any, ...]) -> Any:
     return (
         options,
         counter.shape,
+        counter.is_packed,
         counter.warnings,
         repr([layout.sizes for layout in counter.layouts]),
         tuple(counter.largest_runs),

@@ -7,9 +7,9 @@ until nobody holds it.
 
 What is taken for granted: rows are full, of one document each or packed; the model trains (dropout draws);
 scaled dot product attention makes no T x T matrix, unless the model gives it a mask, as for packed rows, or,
-for the CPU, asks for what its kernel cannot do; experts run as grouped products, whose cost does not depend on how tokens are routed; layers
-that differ in nothing but their index cost the same. What a kernel takes for itself is not seen, and the
-auxiliary loss of routers is left out, with a warning.
+for the CPU, asks for what its kernel cannot do; experts run as grouped products, whose cost does not depend
+on how tokens are routed; layers that differ in nothing but their index cost the same. What a kernel takes for
+itself is not seen, and the auxiliary loss of routers is left out, with a warning.
 """
 
 from __future__ import annotations

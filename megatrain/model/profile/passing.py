@@ -245,7 +245,7 @@ class WholePassTracer:
 
 
 def _documents_told_apart() -> AbstractContextManager[object]:
-    """Let transformers make the mask of packed rows without a look at the positions, which fake ones cannot give."""
+    """Let transformers mask packed rows without reading positions, which fake ones do not have."""
 
     def indices(position_ids: Tensor) -> Tensor:
         return position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1).ne(1).cumsum(-1)

@@ -46,8 +46,8 @@ class PlannedModel:
             folder: Where counts are kept; None: nowhere.
             progress: Is told what takes time.
             model_config: As it was read there, of a run; None: it is read when it is needed.
-            packing: How the rows of a run are packed; None: no data has been read, and `data.packing` says it,
-                whose `auto` is counted as joined text.
+            packing: How the rows of a run are packed; None: no data has been read, and `data.packing` says
+                it, whose `auto` is counted as joined text.
         """
         self._place, self._packing = place, packing
         if model_config is not None:

@@ -84,7 +84,7 @@ def test_a_copy_of_a_model_is_not_counted_again(
 def test_packed_rows_are_counted_as_such(
     model: Path, tmp_path: Path, counted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the data turned out to be goes before what was asked for; no count of other rows is taken for it."""
+    """What the data turned out to be goes before what was asked for."""
     asked = {**CONFIG.model_dump(), "data": {**CONFIG.data.model_dump(), "packing": "best_fit"}}
     for config, packing, is_packed in (
         (CONFIG, None, False),
