@@ -20,6 +20,8 @@ class LoraChoice:
     dora: bool = False
     modules_to_save: tuple[str, ...] = ()
     """Modules of the base that are trained too, as they are."""
+    trains_embeddings: bool = False
+    """The embedding and the head are among these, whatever they are called: there are new tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.errors import ConfigError, DataError, ModelError, os_error_behind, os_sentence
+from megatrain.errors import ConfigError, DataError, ModelError, os_error_behind, os_errors, os_sentence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -68,6 +68,34 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     for name in _OF_THIS_LOAD:
         tokenizer.init_kwargs.pop(name, None)
     return tokenizer
+
+
+def new_tokens(given: tuple[str, ...] | str) -> list[str]:
+    """Return the tokens of `model.new_tokens`: as listed, or one for each line of a file.
+
+    Raises:
+        ConfigError: The file cannot be read, or has none.
+    """
+    if not isinstance(given, str):
+        return list(given)
+    with os_errors("read model.new_tokens from", given, ConfigError):
+        try:
+            lines = Path(given).read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"model.new_tokens: {given} is not UTF-8 text; give one token per line"
+            ) from error
+    found = [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise ConfigError(f"model.new_tokens: {given} has no line with a token; give one token per line")
+    return found
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> None:
+    """Let a tokenizer have words that no text is normalised into; it keeps those that it has."""
+    from tokenizers import AddedToken
+
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
 
 
 def _refuse_remote_code(path: str) -> None:

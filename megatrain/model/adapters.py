@@ -81,6 +81,10 @@ def _matches(aliases: Sequence[str], patterns: Sequence[str]) -> bool:
 def lora_config(model: PreTrainedModel, lora: LoraChoice) -> Any:
     """Return the `peft.LoraConfig` of a choice."""
     is_short = lora.target_modules == (ALL_LINEAR,)
+    whole = list(lora.modules_to_save)
+    if lora.trains_embeddings:
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        whole += [path for path, module in model.named_modules() if any(module is end for end in ends)]
     return _peft().LoraConfig(
         r=lora.r,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
@@ -88,7 +92,7 @@ def lora_config(model: PreTrainedModel, lora: LoraChoice) -> Any:
         target_modules=ALL_LINEAR if is_short else list(lora.target_modules),
         use_rslora=lora.rslora,
         use_dora=lora.dora,
-        modules_to_save=list(lora.modules_to_save) or None,
+        modules_to_save=whole or None,
         task_type="CAUSAL_LM",
     )
 
@@ -240,6 +244,18 @@ def read_adapter(model: PreTrainedModel, directory: Path, put: Callable[[str, Te
                         f"{list(parameters[name].shape)}; use the lora settings that it was trained with"
                     )
                 put(name, value)
+    except SafetensorError as error:
+        raise ModelError(f"{file} is truncated or no safetensors file: {first_line(error)}") from error
+
+
+def saved_vocabulary(model: PreTrainedModel, directory: Path) -> int:
+    """Return the rows of the embedding that was trained whole with saved adapters; 0: it was not."""
+    embedding = model.get_input_embeddings()
+    path = next(path for path, module in model.named_modules() if module is embedding)
+    file, key = directory / WEIGHTS_NAME, f"{_PREFIX}{path}.weight"
+    try:
+        with os_errors("read", file, ModelError), open_safetensors(file) as tensors:
+            return int(tensors.get_slice(key).get_shape()[0]) if key in tensors.keys() else 0  # noqa: SIM118
     except SafetensorError as error:
         raise ModelError(f"{file} is truncated or no safetensors file: {first_line(error)}") from error
 

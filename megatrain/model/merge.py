@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.model.adapter_files import CONFIG_NAME, is_adapter
-from megatrain.model.adapters import add_adapters, read_adapter, saved_config
+from megatrain.model.adapters import add_adapters, read_adapter, saved_config, saved_vocabulary
 from megatrain.model.blocks import find_blocks
+from megatrain.model.vocabulary import grow
 from megatrain.model.weights.export import export_weights
 from megatrain.model.weights.files import PlannedWeights, model_directory
 from megatrain.model.weights.generation import take_generation_config
@@ -48,6 +49,8 @@ def write_model_of(source: Path, out: Path, *, max_shard_bytes: int) -> None:
     place = model_directory(source if config is None else config.base_model_name_or_path)
     model = build_skeleton(read_config(place), dtype=torch.float32)
     weights = PlannedWeights(model, place)
+    if config is not None:
+        grow(model, saved_vocabulary(model, source))
     take_generation_config(model, place)
     with OnDemand(weights) as base:
         read = base.value if config is None else _Merged(model, config, source, base.value).value

@@ -16,8 +16,16 @@ from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.adapter_files import is_adapter
-from megatrain.model.adapters import adapt, add_adapters, initialise, read_adapter, saved_config
+from megatrain.model.adapters import (
+    adapt,
+    add_adapters,
+    initialise,
+    read_adapter,
+    saved_config,
+    saved_vocabulary,
+)
 from megatrain.model.blocks import find_blocks, group_layers
+from megatrain.model.vocabulary import grow, rows_of
 from megatrain.model.weights.convert import Region
 from megatrain.model.weights.files import PlannedWeights, model_directory
 from megatrain.model.weights.generation import take_generation_config
@@ -49,6 +57,7 @@ def load(
     tiers: Tiers | None = None,
     adaptation: Adaptation | None = None,
     adapter: str | Path | None = None,
+    vocab_size: int | None = None,
     **fields: Any,
 ) -> PreTrainedModel:
     """Load a Hugging Face causal LM into host state, ready for `megatrain.attach` with the same precision.
@@ -73,6 +82,9 @@ def load(
             what is committed on the drives, and `path` gives the configuration.
         adaptation: What of the model is trained, adapters among it; None: all of it.
         adapter: Directory with the weights of the adapters; None: they begin as PEFT begins, by `seed`.
+        vocab_size: Rows of the embedding and the head, if the model has fewer: those for new tokens begin as
+            the mean of the others. None: as many as the model has, or the embedding that was trained with
+            the adapters.
         **fields: Fields of `Choice` by name.
 
     Returns:
@@ -104,6 +116,9 @@ def load(
     model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
     resumes = tiers is not None and tiers.resumes
     weights = None if path is None or resumes else PlannedWeights(model, path)
+    if adapter is not None:
+        vocab_size = max(vocab_size or 0, saved_vocabulary(model, Path(adapter)))
+    grow(model, vocab_size)
     plain_names = {id(parameter): name for name, parameter in model.named_parameters()}
     if lora is not None:
         add_adapters(model, lora)
@@ -138,7 +153,7 @@ def load(
             take_generation_config(model, path)
     elif weights is not None:
         _bind_parameters(model, lambda name: _working(host, name))
-        weights.read(_Renamed(host, now))
+        weights.read(_Renamed(host, now, {name: len(p) for name, p in model.named_parameters() if p.ndim}))
         _fill_adapters(model, host, adapter, seed)
     else:
         _draw(model, host, seed)
@@ -148,13 +163,19 @@ def load(
 
 
 class _Renamed:
-    """Takes parameters under the names that they had before there were adapters."""
+    """Takes parameters as they were before the model had adapters and new tokens."""
 
-    def __init__(self, host: HostState, names: Mapping[str, str]) -> None:
-        self._host, self._names = host, names
+    def __init__(self, host: HostState, names: Mapping[str, str], num_rows: Mapping[str, int]) -> None:
+        self._host, self._names, self._num_rows = host, names, num_rows
 
     def put(self, name: str, value: Tensor, region: Region = ()) -> None:
-        self._host.put(self._names[name], value, region)
+        now = self._names[name]
+        num_rows = self._num_rows.get(now, 0)
+        if region or not value.ndim or len(value) == num_rows:
+            self._host.put(now, value, region)
+            return
+        for part, place in rows_of(value, num_rows):
+            self._host.put(now, part, place)
 
 
 def _fill_adapters(model: PreTrainedModel, host: HostState, adapter: str | Path | None, seed: int) -> None:

@@ -11,6 +11,7 @@ from megatrain.checkpoint.format import Manifest, parse_directory_name
 from megatrain.checkpoint.load import find, newest_whole, verify
 from megatrain.config import Config
 from megatrain.errors import CheckpointError, OutputError, os_errors
+from megatrain.train.evaluate.standing import Standing
 from megatrain.train.outputs.export import is_exported
 from megatrain.train.records.directory import RunDirectory
 
@@ -77,6 +78,18 @@ def best_step(config: Config, meta: Mapping[str, Any]) -> int | None:
     """Return the step whose model the run leaves in place of the last one; None: that of the last one."""
     step = meta.get("evaluation", {}).get("best_step")
     return int(step) if config.eval.load_best and step is not None else None
+
+
+def choose_best_anew(standing: Standing, checkpoints: Path) -> None:
+    """Forget the best step of another run, whose checkpoints stay with it."""
+    if standing.best_step is not None:
+        _log.warning(
+            "the best step so far, %d with a loss of %.4g, stays in %s; the best of this run is chosen anew",
+            standing.best_step,
+            standing.best_loss,
+            checkpoints,
+        )
+    standing.forget_best()
 
 
 def find_best(checkpoints: Path, step: int) -> Path:

@@ -24,10 +24,12 @@ from megatrain.data.prepare import NotTextError, Packing, Prepared, find_prepare
 from megatrain.data.read.content import content_of
 from megatrain.data.read.examples import ExampleStream, read_eval_examples, read_examples
 from megatrain.data.tokenizer import (
+    add_tokens,
     check_vocabulary,
     end_of_document,
     has_tokenizer,
     load_tokenizer,
+    new_tokens,
     train_tokenizer,
 )
 from megatrain.data.tokens.encode import EncoderRecipe
@@ -332,7 +334,22 @@ def _texts(config: Config) -> Iterator[str]:
 def choose_tokenizer(
     config: Config, checkpoint: Path | None, model_config: PretrainedConfig
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint, or the one that is named, or the model's, or train one."""
+    """Return the tokenizer of a checkpoint, or the one that is named, or the model's, or train one.
+
+    It gets `model.new_tokens`, and the configuration of the model as many words as it then needs for them.
+    """
+    tokenizer = _tokenizer(config, checkpoint, model_config)
+    if config.model.new_tokens:
+        if checkpoint is None:
+            add_tokens(tokenizer, new_tokens(config.model.new_tokens))
+        text = model_config.get_text_config()
+        text.vocab_size = max(text.vocab_size, len(tokenizer))
+    return tokenizer
+
+
+def _tokenizer(
+    config: Config, checkpoint: Path | None, model_config: PretrainedConfig
+) -> PreTrainedTokenizerBase:
     if checkpoint is not None:
         return load_tokenizer(str(checkpoint))
     if config.data.tokenizer is not None:

@@ -20,7 +20,7 @@ from megatrain.model.head import count_targets
 from megatrain.stream.machine import Measure
 from megatrain.stream.report import StepReport
 from megatrain.train.callbacks.named import trackers
-from megatrain.train.going_on import best_step, find_best, find_checkpoint, is_finished
+from megatrain.train.going_on import best_step, choose_best_anew, find_best, find_checkpoint, is_finished
 from megatrain.train.outputs.export import export_model
 from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.planning.timeline import planned_run
@@ -188,7 +188,7 @@ def train(
         )
         progress("")
         if checkpoint is not None and not is_own:
-            run.evaluator.standing.forget_best()
+            choose_best_anew(run.evaluator.standing, checkpoint.parent)
         directory.begin(config, None if run.planned is None else planned_run(run.planned, run.num_steps))
         is_done = False
         with recorded(run, directory), way_back(run, directory):

@@ -240,8 +240,9 @@ def prepare(
         apply_liger(model_config.get_text_config().model_type)
     progress("planning where memory goes")
     _measure_peak(config)
-    # the counts that are kept are of transformers' own modules
-    counted = PlannedModel(source, None if liger else counts, progress, model_config, data.packing)
+    # the counts that are kept are of transformers' own modules, and of the model as it is saved
+    is_other = liger or bool(config.model.new_tokens)
+    counted = PlannedModel(source, None if is_other else counts, progress, model_config, data.packing)
     planned = plan_memory(config, counted, measure)
     first_step = 0 if earlier is None else int(earlier["step"])
     for line in start_lines(
@@ -272,6 +273,7 @@ def prepare(
         attn_implementation=config.model.attn_implementation,
         adaptation=config.adaptation,
         adapter=None if base is None else checkpoint,
+        vocab_size=model_config.get_text_config().vocab_size if config.model.new_tokens else None,
         **settings,
     )
     if committed is not None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megatrain
+from megatrain.checkpoint.load import find
 from megatrain.config import Config, build_config
 from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import train_tokenizer
@@ -23,6 +24,7 @@ from megatrain.train.loop import train
 from megatrain.train.outputs.sample import sample
 from megatrain.train.records.metrics import StepMetrics
 from megatrain.train.run import Run
+from tests.forks import run_script
 from tests.reference import make_model
 from tests.train.project import make_config, write_corpus, write_model_config
 from tests.train.test_loop import assert_same_runs, rows_of
@@ -102,17 +104,31 @@ def stopping_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "train_step", stepping)
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(
-    base: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(base, "stopped", train={"precision": "bf16"})
-    with monkeypatch.context() as patch:
-        stopping_after(6, patch)
-        with pytest.raises(SystemExit, match="75"):
-            train(config)
-    assert [row["step"] for row in rows_of(base / "stopped")] == list(range(1, 7))
-    train(config)
-    assert_same_runs(base / "stopped", whole)
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from megatrain.train import loop
+from tests.train.test_adapters import config_of
+
+inner = loop.train_step
+
+def dying(run):
+    if run.step == 6:
+        run.optimizer.step = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    return inner(run)
+
+loop.train_step = dying
+loop.train(config_of(Path(sys.argv[1]), "killed", train={"precision": "bf16"}))
+"""
+"""It dies in the seventh step, when gradients are complete and nothing is updated; it has saved step 4."""
+
+
+def test_a_run_that_was_killed_in_a_step_goes_on_to_the_same_bits(base: Path, whole: Path) -> None:
+    done = run_script(_KILLED, base)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert [path.name for path in find(base / "killed/checkpoints")] == ["step-00000004"]
+    train(config_of(base, "killed", train={"precision": "bf16"}))
+    assert_same_runs(base / "killed", whole)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ _REASONS = {
     "pad_to_sequence_len": "sequences are as long as what is in them",
     "group_by_length": "sequences are full, so there is nothing to group",
     "special_tokens": "tokens are the tokenizer's own; change them there",
-    "tokens": "tokens are the tokenizer's own; add them there, and embeddings are resized",
     "gradient_checkpointing": NEEDLESS_MEMORY,
     "gradient_checkpointing_kwargs": NEEDLESS_MEMORY,
     "activation_offloading": NEEDLESS_MEMORY,
@@ -92,6 +91,7 @@ def translate(t: Translation) -> None:
         {
             "base_model": "model.path",
             "tokenizer_config": "data.tokenizer",
+            "tokens": "model.new_tokens",
             "micro_batch_size": "train.micro_batch_size",
             "val_set_size": "data.val_size",
             "streaming": "data.streaming",

@@ -58,7 +58,7 @@ _REASONS = {
     "pissa_init": "adapters begin at zero",
     "loraplus_lr_ratio": "all adapter matrices have one learning rate",
     "neftune_noise_alpha": "no noise is added to embeddings",
-    "resize_vocab": "embeddings are resized where tokens were added",
+    "resize_vocab": "embeddings are resized where model.new_tokens need it",
     "rope_scaling": "a model's positions are as its config.json says",
 }
 _ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager"}
@@ -90,6 +90,12 @@ def translate(t: Translation) -> None:
         t.set("model.attn_implementation", _ATTENTION[attention])
     elif attention != "auto":
         t.leave_out("flash_attn", attention, "transformers chooses the attention")
+    added = t.take("add_tokens", [])
+    if added:
+        t.set(
+            "model.new_tokens",
+            [token.strip() for token in added.split(",")] if isinstance(added, str) else added,
+        )
     if t.take("enable_liger_kernel"):
         t.set("model.kernels", "liger")
     _data(t, _stage(t))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
@@ -37,6 +38,7 @@ from megatrain.config.types import (
     Schedule,
     Seed,
     Steps,
+    as_tuple,
     one_of,
     reads_as,
 )
@@ -49,6 +51,13 @@ class ModelConfig(Section):
     """Hugging Face causal LM: a directory with `config.json` and safetensors, or a hub id."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`pretrained` reads the weights; `random` pre-trains from the directory's `config.json` alone."""
+    new_tokens: Annotated[
+        tuple[Name, ...] | LocalPath,
+        BeforeValidator(as_tuple),
+        reads_as("a list of tokens, or a text file with one on each line"),
+    ] = ()
+    """Tokens that the tokenizer gets, such as `["<think>", "</think>"]`. Where embedding and head have too
+    few rows for them they get more, which begin as the mean of the others; with `lora.r` both are trained."""
     attn_implementation: Name | None = None
     """Attention by its transformers name, such as `sdpa` or `eager`. null = transformers chooses."""
     kernels: Literal["auto", "liger", "torch"] = "auto"
@@ -269,6 +278,8 @@ class Config(Section):
     def adaptation(self) -> Adaptation | None:
         """What of the model is trained; None: all of it."""
         lora, freeze, only = self.lora.chosen, self.train.freeze, self.train.only
+        if lora is not None and self.model.new_tokens:
+            lora = replace(lora, trains_embeddings=True)
         return Adaptation(lora=lora, freeze=freeze, only=only) if lora or freeze or only else None
 
     @property

@@ -167,7 +167,7 @@ def _count(
         head_saved_bytes=whole.head_saved_bytes,
         norm_saved_bytes=whole.norm_saved_bytes,
         constant_bytes=buffers + whole.forward_bytes + ids,
-        checkpoint_bytes=_checkpoint_bytes(counter.layouts),
+        checkpoint_bytes=_checkpoint_bytes(counter.layouts, leaves_base=hasattr(model, "peft_config")),
         pass_bytes=whole.forward_bytes + ids,
         graph_bytes=whole.graph_bytes + ids,
         holds_embedding=whole.holds_embedding,
@@ -379,11 +379,14 @@ def _kind_of_outer(model: PreTrainedModel, block: Block) -> str:
     return "head" if model.get_output_embeddings() in modules else "other"
 
 
-def _checkpoint_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Count the tensors of a checkpoint: working weights, remainders, and two moments; nothing is padded."""
+def _checkpoint_bytes(layouts: Sequence[BlockLayout], *, leaves_base: bool) -> int:
+    """Count the tensors of a checkpoint: working weights, remainders, and two moments; nothing is padded.
+
+    With adapters (`leaves_base`), what is not trained is named there, and not saved.
+    """
     total = 0
     for layout in layouts:
-        for entry in layout.entries:
+        for entry in layout.trained if leaves_base else layout.entries:
             total += entry.nbytes
             if entry.state_offset is not None:
                 total += entry.numel * (8 + 2 * (entry.dtype == torch.bfloat16))

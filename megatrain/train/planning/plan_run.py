@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, build_config, set_keys
 from megatrain.config.choice import Plan
@@ -27,6 +27,9 @@ from megatrain.plan.search.request import Request, usual_batch
 from megatrain.plan.search.wear import spare_drives
 from megatrain.train.planning.counting import PlannedModel, Progress
 from megatrain.train.records.metrics import format_count
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _NO_DATA = "not needed for a plan"
 
@@ -84,6 +87,8 @@ def plan_run(
         raw = _with(raw, _defaults(raw, model.context))
         notes += _defaults_note(given, raw)
     config = build_config(raw, source=source)
+    if config.model.new_tokens:
+        model = PlannedModel(place, None, progress, with_new_tokens(config, model))
     check_seq_len(config.data.seq_len, model.context)
     began_s = time.perf_counter()
     recount = partial(model.count, config, device_type(spec))
@@ -110,6 +115,22 @@ def plan_run(
         notes=(*notes, *_notes(request)),
         count_s=count_s,
     )
+
+
+def with_new_tokens(config: Config, model: PlannedModel) -> PretrainedConfig:
+    """Return the model's configuration with the words of its tokenizer, and the new ones.
+
+    Without a tokenizer, as of a shape alone, every word that the model has is taken for used.
+    """
+    from megatrain.data.tokenizer import has_tokenizer, new_tokens
+    from megatrain.train.inputs import choose_tokenizer
+
+    is_shape = Path(config.model.path).is_file() or not has_tokenizer(config.model.path)
+    if config.data.tokenizer is not None or not is_shape:
+        choose_tokenizer(config, None, model.config)
+    else:
+        model.config.get_text_config().vocab_size += len(new_tokens(config.model.new_tokens))
+    return model.config
 
 
 def make_request(

@@ -66,6 +66,8 @@ finetuning_type: lora
 lora_rank: 16
 lora_target: q_proj, v_proj
 additional_target: embed_tokens,lm_head
+add_tokens: <ask>, <answer>
+resize_vocab: true
 use_rslora: true
 quantization_bit: 4
 dataset: c4_demo, wiki_demo
@@ -130,6 +132,7 @@ lora_alpha: 16
 lora_dropout: 0.05
 lora_target_linear: true
 lora_modules_to_save: [embed_tokens]
+tokens: ["<ask>"]
 micro_batch_size: 2
 learning_rate: 0.0002
 max_steps: 50
@@ -196,6 +199,7 @@ def test_llamafactory_lora_and_mixture() -> None:
         "lora.target_modules": ["q_proj", "v_proj"],
         "lora.modules_to_save": ["embed_tokens", "lm_head"],
         "lora.rslora": True,
+        "model.new_tokens": ["<ask>", "<answer>"],
         "data.path": [
             {"path": registry, "dataset": "c4_demo", "weight": 0.75},
             {"path": registry, "dataset": "wiki_demo", "weight": 0.25},
@@ -212,7 +216,7 @@ def test_llamafactory_lora_and_mixture() -> None:
     assert {key: settings[key] for key in expected} == expected
     assert "train.epochs" not in settings
     assert "lora.alpha" not in settings, "twice the rank, there as here"
-    assert left_out.keys() == {"quantization_bit", "fp16"}
+    assert left_out.keys() == {"quantization_bit", "fp16", "resize_vocab"}
 
 
 def test_warmup_as_a_share_of_the_steps() -> None:
@@ -273,6 +277,7 @@ def test_axolotl_qlora_becomes_lora_with_the_reason() -> None:
         "lora.dropout": 0.05,
         "lora.target_modules": ["all-linear"],
         "lora.modules_to_save": ["embed_tokens"],
+        "model.new_tokens": ["<ask>"],
         "train.steps": 50,
         "train.seed": 7,
         "train.precision": "fp32",

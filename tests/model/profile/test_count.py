@@ -275,6 +275,8 @@ def test_adapters_are_counted(is_wrapped: bool) -> None:
     added = 2 * (4 * (64 + 64) + 4 * (64 + 32))  # layers; ranks; widths of q and of v
     assert adapted.num_trained == added
     assert adapted.num_params == plain.num_params + added
+    assert adapted.checkpoint_bytes == 3 * 4 * added, "of adapters, without the base"
+    assert plain.checkpoint_bytes == 3 * 4 * plain.num_params
     for before, after in zip(plain.layers, adapted.layers, strict=True):
         assert after.forward.matmul_flops > before.forward.matmul_flops
         assert after.saved_bytes["keep"] < before.saved_bytes["keep"], (

@@ -30,8 +30,8 @@ LARGE: dict[str, Any] = {
     "intermediate_size": 5632,
     "num_hidden_layers": 22,
 }
-"""1.1 billion parameters, as TinyLlama has them. Torch's bf16 product for gradients of inputs takes 10 seconds
-per token of these on a CPU, so there are few tokens and one step."""
+"""1.1 billion parameters, as TinyLlama has them. Torch's bf16 product for gradients of inputs takes 10
+seconds per token of these on a CPU, so there are few tokens and one step."""
 
 
 def write_base(directory: Path, shape: dict[str, Any]) -> None:
