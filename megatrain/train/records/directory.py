@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -39,6 +40,11 @@ _OURS = {
     "checkpoints",
     "hf",
 }
+
+
+_LOCK_TRIES = 5
+_LOCK_WAIT_S = 0.02
+"""Whoever looks whether a run is alive (`is_in_use`) holds its lock for microseconds."""
 
 
 class RunDirectory:
@@ -118,17 +124,38 @@ class RunDirectory:
                 with suppress(OSError):  # not empty is one of the errors: something came of the run
                     self.path.rmdir()
 
-    def _lock(self, descriptor: int) -> None:
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a process trains here, or that cannot be told."""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise OutputError(
-                f"{self.path} is in use by another run; wait for it, or give another directory with --out"
-            ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                raise
-            _log.warning("the filesystem of %s has no locks: begin no other run in it", self.path)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look disturb none
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def _lock(self, descriptor: int) -> None:
+        for tries_left in reversed(range(_LOCK_TRIES)):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if not tries_left:
+                    raise OutputError(
+                        f"{self.path} is in use by another run; wait for it, or give another directory with "
+                        "--out"
+                    ) from error
+                time.sleep(_LOCK_WAIT_S)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                    raise
+                _log.warning("the filesystem of %s has no locks: begin no other run in it", self.path)
+                return
 
     def remove_leftovers(self) -> None:
         """Remove what a crash left of files and checkpoints that were being written.

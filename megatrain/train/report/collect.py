@@ -51,6 +51,8 @@ class RunFiles:
     written_s: float
     """When the run last wrote, in seconds since 1970."""
     has_model: bool
+    is_in_use: bool
+    """Whether a process holds its lock, or that cannot be told."""
 
     @property
     def name(self) -> str:
@@ -70,12 +72,14 @@ class RunFiles:
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     def state(self, now_s: float | None = None) -> str:
-        """Return `done`, `stopped`, `failed`, `running`, or `silent`: it was killed, or its machine was."""
+        """Return `done`, `stopped`, `failed`, `running`, `killed`, or `silent`: it hangs, or writes no more."""
         ends = [row["event"] for row in self.events if row["event"] in (*_ENDS, *_BEGINS)]
         if ends and ends[-1] in _ENDS:
             return _ENDS[ends[-1]]
         if not ends and self.has_model:
             return "done"
+        if not self.is_in_use:
+            return "killed"
         silent_s = (time.time() if now_s is None else now_s) - self.written_s
         return "running" if silent_s < max(_SILENT_S, 10 * self.step_s) else "silent"
 
@@ -146,6 +150,7 @@ def read_run(path: Path) -> RunFiles:
             ],
             written_s=max(written, default=0.0),
             has_model=directory.model.is_dir(),
+            is_in_use=directory.is_in_use,
         )
 
 

@@ -143,7 +143,7 @@ def facts_of(run: RunFiles, state: str) -> list[list[str]]:
         facts.append(["time of a step", f"{run.step_s:.4g} s"])
     if state == "running" and steps and run.step:
         facts.append(["time left", format_duration((steps - run.step) * run.step_s)])
-    if state == "silent":
+    if state in ("killed", "silent"):
         facts.append(["last sign of life", time.strftime("%Y-%m-%d %H:%M", time.localtime(run.written_s))])
     saved = [row["step"] for row in run.events if row["event"] == "checkpoint"]
     if saved:

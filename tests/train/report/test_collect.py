@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain.errors import OutputError
+from megatrain.train.records.directory import RunDirectory
 from megatrain.train.report.card import model_card
 from megatrain.train.report.collect import columns, read_run
 from megatrain.train.report.page import report_page
@@ -38,8 +39,21 @@ def test_speed_leaves_out_the_first_step_and_weighs_by_time(tmp_path: Path) -> N
 def test_state_is_that_of_the_last_process(
     tmp_path: Path, events: list[tuple[str, int, dict[str, object]]], age_s: float, state: str
 ) -> None:
-    run = read_run(write_run(tmp_path / "a", events=events))
+    path = write_run(tmp_path / "a", events=events)
+    with RunDirectory(path).lock():
+        run = read_run(path)
     assert run.state(run.written_s + age_s) == state
+
+
+def test_a_run_whose_process_is_gone_is_killed_at_once(tmp_path: Path) -> None:
+    """As the lock of the directory tells, which ends with the process that holds it."""
+    path = write_run(tmp_path / "a")
+    with RunDirectory(path).lock():
+        alive = read_run(path)
+    dead = read_run(path)
+    assert (alive.state(alive.written_s), dead.state(dead.written_s)) == ("running", "killed")
+    with RunDirectory(path).lock():  # looking has left no lock
+        assert RunDirectory(path).is_in_use
 
 
 def test_long_curves_are_means_of_equal_groups(tmp_path: Path) -> None:

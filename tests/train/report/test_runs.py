@@ -10,6 +10,7 @@ import pytest
 from megatrain.cli import main
 from megatrain.train.report.collect import read_run
 from megatrain.train.report.runs import different_settings, losses_at_equal_tokens
+from megatrain.train.report.words import model_name
 from tests.train.report.run_files import write_run
 
 
@@ -30,8 +31,8 @@ def test_list_finds_runs_two_levels_down_and_says_how_they_are(
     write_run(tmp_path / "runs/b/c/hidden")  # inside of a run: none of the user's
     lines = shown(capsys, "ls", str(tmp_path / "runs")).splitlines()
     assert lines[0].split() == ["run", "state", "step", "loss", "eval", "tokens/s", "model", "written"]
-    assert lines[1].split()[1:7] == ["done", "20/40", "2.4500", "2.0000", "2,048", "model"]
-    assert lines[2].split()[:6] == [str(tmp_path / "runs/b/c"), "running", "3/100", "3.8000", "-", "2,048"]
+    assert lines[1].split()[1:7] == ["done", "20/40", "2.4500", "2.0000", "2,048", "some/model"]
+    assert lines[2].split()[:6] == [str(tmp_path / "runs/b/c"), "killed", "3/100", "3.8000", "-", "2,048"]
     assert len(lines) == 3
     (first, _) = json.loads(shown(capsys, "ls", "--json", str(tmp_path / "runs")))
     assert (first["best_eval"], first["tokens_per_s"], first["steps"]) == (2.0, 2048.0, 40)
@@ -114,3 +115,14 @@ def test_wrong_places_are_one_sentence(
     assert text.startswith("error: ")
     assert part in text
     assert text.count("\n") == 1
+
+
+def test_models_are_called_by_what_tells_them_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/alice")
+    assert model_name("Qwen/Qwen3-8B") == ("Qwen/Qwen3-8B", True)
+    assert model_name("gpt2") == ("gpt2", True)
+    cached = "/home/alice/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0123abc"
+    assert model_name(cached) == ("Qwen/Qwen3-8B", True)
+    for place in ("my-model", "my-model/hf", "my-model/checkpoints/step-00000100"):
+        assert model_name(str(tmp_path / place)) == ("my-model", False)
+    assert model_name("/home/alice/hf") == ("hf", False)  # a model card goes out to others

@@ -17,6 +17,7 @@ from megatrain.cli import main
 from megatrain.train.report import serve
 from megatrain.train.report.collect import RunFiles, read_run
 from megatrain.train.report.page import plotly_file
+from megatrain.train.records.directory import RunDirectory
 from megatrain.train.report.serve import LiveData, RunServer
 from tests.train.report.browser import drawn, needs_browser
 from tests.train.report.run_files import write_run
@@ -82,7 +83,8 @@ def test_page_and_data_are_served_and_follow_the_run(run: Path) -> None:
         assert status == 200
         assert b"<title>a - megatrain</title>" in text
         assert get(server, "/plotly.js") == (200, plotly_file().read_bytes())
-        first = json.loads(get(server, "/data.json")[1])
+        with RunDirectory(run).lock():
+            first = json.loads(get(server, "/data.json")[1])
         assert (first["state"], first["columns"]["step"][-1]) == ("running", 20)
         with open(run / "metrics.jsonl", "a") as file:
             file.write('{"step": 21, "loss": 1.5, "tokens": 21504}\n{"step": 22, "lo')
