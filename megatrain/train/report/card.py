@@ -11,6 +11,7 @@ from typing import Any
 
 from megatrain.train.records.metrics import format_bytes, format_count, format_duration
 from megatrain.train.report.collect import RunFiles, read_run
+from megatrain.train.report.words import model_name
 
 _SETTINGS = ("train", "optim", "data", "lora", "memory")
 """Sections that bear on the result or on the speed."""
@@ -45,10 +46,8 @@ def _data(run: RunFiles) -> str:
 
 
 def _model(run: RunFiles) -> tuple[str, bool]:
-    """Return what the model is called, and whether that is a name of the hub."""
-    place = str(run.config.get("model", {}).get("path", "a model"))
-    is_on_hub = place.count("/") <= 1 and not place.startswith((".", "/", "~")) and not Path(place).exists()
-    return (place, True) if is_on_hub else (Path(place).name, False)
+    """Return what the base model is called, and whether that is a name of the hub."""
+    return model_name(str(run.config.get("model", {}).get("path", "a model")))
 
 
 def _text(run: RunFiles) -> Iterator[str]:

@@ -15,7 +15,7 @@ from megatrain.train.records.directory import RunDirectory
 from megatrain.train.report.card import plan_and_fact
 from megatrain.train.report.collect import RunFiles, read_run
 from megatrain.train.report.page import facts_of
-from megatrain.train.report.words import event_text
+from megatrain.train.report.words import event_text, model_name
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def run_row(run: RunFiles) -> dict[str, Any]:
         "loss": run.last_loss,
         "best_eval": best[0] if best else None,
         "tokens_per_s": run.tokens_per_s or None,
-        "model": Path(str(run.config.get("model", {}).get("path", ""))).name,
+        "model": model_name(str(run.config.get("model", {}).get("path", "")))[0],
         "written": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.written_s)) if run.written_s else None,
     }
 

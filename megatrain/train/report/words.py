@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +19,26 @@ def event_text(row: Mapping[str, Any]) -> str:
     why = [str(row[name]) for name in ("reason", "text") if row.get(name)]
     more = "; ".join([*why, ", ".join(details)] if details else why)
     return f"{row.get('event')} at step {row.get('step')}" + (f": {more}" if more else "")
+
+
+def model_name(place: str) -> tuple[str, bool]:
+    """Return what a model is called that is in a place, and whether that is a name of the hub.
+
+    A directory is called by its last part; one of a run (`RUN/hf`, `RUN/checkpoints/step-*`) as the run is,
+    and the hub's cache by the name on the hub.
+    """
+    path = Path(place)
+    if place.count("/") <= 1 and not place.startswith((".", "/", "~")) and not path.exists():
+        return place, True
+    path = path.absolute()
+    for part in path.parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/"), True
+    if path.parent.name == "checkpoints":
+        path = path.parents[1]
+    elif path.name == "hf" and path.parent not in (Path.home(), Path("/")):  # a user's name is none of a model
+        path = path.parent
+    return path.name, False
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
