@@ -106,10 +106,11 @@ class Prepared:
                 f"({_number(left, 'token')} at the end cut)"
             )
         how = "packed best-fit, documents apart" if self.packing == "best_fit" else "one example in each"
+        of = "" if counts.kept == counts.examples else f"{counts.kept:,} of "
         return (
-            f"{counts.kept:,} of {_number(counts.examples, 'example')}, {_number(counts.tokens, 'token')}, "
+            f"{of}{_number(counts.examples, 'example')}, {_number(counts.tokens, 'token')}, "
             f"{counts.trained:,} trained on ({counts.trained / counts.tokens:.1%}), {sequences} ({how}, "
-            f"{counts.filled / (num_rows * seq_len):.1%} filled up)"
+            f"{counts.filled / (num_rows * seq_len):.1%} padding)"
         )
 
     def show_sample(self) -> str:

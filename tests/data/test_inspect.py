@@ -98,7 +98,7 @@ def test_evaluation_sets_are_looked_at_too(tmp_path: Path, capsys: pytest.Captur
     found: dict[str, Any] = json.loads(inspect(capsys, "--data", path, *settings, "--json"))
     assert {name: one["kept"] for name, one in found.items()} == {"train": 7, "val": 3, "other": 2}
     text = inspect(capsys, "--data", path, *settings)
-    assert f"val:\n{path}: messages; 10 rows read, 3 examples kept, 7 of the other part, 0 dropped" in text
+    assert f"val:\n{path}: messages; 10 rows read, 3 examples kept, 7 trained on, 0 dropped" in text
 
 
 def test_nothing_to_train_on_ends_with_4(

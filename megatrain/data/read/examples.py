@@ -93,7 +93,8 @@ class _Source:
     """A source while it is read: one part of it, over and over if need be."""
 
     def __init__(self, reader: SourceReader, hold_out: HoldOut, part: Part) -> None:
-        self.report = SourceReport(name=reader.name)
+        others = "held out" if part is Part.TRAIN else "trained on"
+        self.report = SourceReport(name=reader.name, other_part=others)
         self.position = SourcePosition()
         self.num_passes = 0
         """Passes that are complete."""

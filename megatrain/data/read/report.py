@@ -47,7 +47,9 @@ class SourceReport:
     num_kept: int = 0
     """Examples."""
     num_other_part: int = 0
-    """Examples that are not of this part: held out for evaluation, or trained on."""
+    """Examples that are not of this part."""
+    other_part: str = "held out"
+    """What they are, in words."""
     dropped: dict[str, Tally] = field(default_factory=dict)
     """By reason."""
     repaired: dict[str, Tally] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class SourceReport:
 
     def lines(self) -> list[str]:
         """Say it in lines: the counts, then each reason."""
-        other = f", {self.num_other_part:,} of the other part" if self.num_other_part else ""
+        other = f", {self.num_other_part:,} {self.other_part}" if self.num_other_part else ""
         lines = [
             f"{self.name}: {self.format}; {self.num_rows:,} rows read, {self.num_kept:,} examples kept"
             f"{other}, {self.num_dropped:,} dropped"

@@ -153,8 +153,8 @@ def test_what_is_held_out_of_examples_is_packed_as_the_others_are(evaluated: Pat
     own = {"model": config.model.model_copy(update={"path": str(evaluated / "run/hf")})}
     said = prepare_data(config.model_copy(update=own), folder=tmp_path / "beforehand")
     assert list(said) == ["train", "val"]
-    assert "15 of 15 examples" in said["train"][-1]
-    assert "5 of 5 examples" in said["val"][-1]
+    assert "15 examples" in said["train"][-1]
+    assert "5 examples" in said["val"][-1]
 
 
 def test_random_states_and_modes_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
