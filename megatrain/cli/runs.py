@@ -51,6 +51,7 @@ def export(
 ) -> None:
     """Write the model of a run's newest checkpoint, or its adapters, as Hugging Face and PEFT save them.
 
+    With eval.load_best it is that of the best one, as in hf/ of the run.
     A repository that --push makes is private.
     """
     from megatrain.config.sizes import parse_bytes

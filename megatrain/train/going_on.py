@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from megatrain.checkpoint.format import Manifest, parse_directory_name
+from megatrain.checkpoint.format import Manifest
 from megatrain.checkpoint.load import find, newest_whole, verify
 from megatrain.config import Config
 from megatrain.errors import CheckpointError, OutputError, os_errors
 from megatrain.train.evaluate.standing import Standing
-from megatrain.train.outputs.export import is_exported
+from megatrain.train.outputs.export import best_step, find_best, is_exported
 from megatrain.train.records.directory import RunDirectory
 
 _log = logging.getLogger(__name__)
@@ -50,7 +48,7 @@ def is_finished(directory: RunDirectory, config: Config, newest: Manifest) -> bo
     if not _has_ended(config, newest):
         return False
     left = newest
-    best = best_step(config, newest.meta)
+    best = best_step(newest.meta, loads_best=config.eval.load_best)
     if best is not None:
         path = find_best(directory.checkpoints, best)
         left = verify(path, digests=False)
@@ -74,12 +72,6 @@ def _has_ended(config: Config, newest: Manifest) -> bool:
     return bool(meta.get("is_last")) and saved["train"].get("epochs") == train.epochs
 
 
-def best_step(config: Config, meta: Mapping[str, Any]) -> int | None:
-    """Return the step whose model the run leaves in place of the last one; None: that of the last one."""
-    step = meta.get("evaluation", {}).get("best_step")
-    return int(step) if config.eval.load_best and step is not None else None
-
-
 def choose_best_anew(standing: Standing, checkpoints: Path) -> None:
     """Forget the best step of another run, whose checkpoints stay with it."""
     if standing.best_step is not None:
@@ -90,19 +82,3 @@ def choose_best_anew(standing: Standing, checkpoints: Path) -> None:
             checkpoints,
         )
     standing.forget_best()
-
-
-def find_best(checkpoints: Path, step: int) -> Path:
-    """Return the kept checkpoint of the best step.
-
-    Raises:
-        CheckpointError: It is gone.
-    """
-    for path in find(checkpoints):
-        name = parse_directory_name(path.name)
-        if name is not None and name[0] == step:
-            return path
-    raise CheckpointError(
-        f"{checkpoints} has no checkpoint of step {step}, the best one; put it back, or use "
-        "eval.load_best=false to leave the last model in hf/"
-    )

@@ -20,8 +20,8 @@ from megatrain.model.head import count_targets
 from megatrain.stream.machine import Measure
 from megatrain.stream.report import StepReport
 from megatrain.train.callbacks.named import trackers
-from megatrain.train.going_on import best_step, choose_best_anew, find_best, find_checkpoint, is_finished
-from megatrain.train.outputs.export import export_model
+from megatrain.train.going_on import choose_best_anew, find_checkpoint, is_finished
+from megatrain.train.outputs.export import best_step, export_model, find_best
 from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.planning.timeline import planned_run
 from megatrain.train.records.directory import RunDirectory
@@ -195,7 +195,8 @@ def train(
             try:
                 with _stop_flag() as stop:
                     final = _train_until_done(run, directory, stop, own if step == run.step else None)
-                best = best_step(config, {"evaluation": run.evaluator.standing.state()})
+                standing = {"evaluation": run.evaluator.standing.state()}
+                best = best_step(standing, loads_best=config.eval.load_best)
                 if best is not None:
                     final = find_best(directory.checkpoints, best)
                 partial = directory.path / ".hf-partial"
@@ -203,7 +204,10 @@ def train(
                 is_done = True
             finally:
                 run.engine.close(removes=is_done)
-    _log.info("done: %d steps, %s tokens; the model is in %s", run.step, f"{run.tokens:,}", directory.model)
+    of = "" if best is None else f" of step {best:,}, the best one,"
+    _log.info(
+        "done: %d steps, %s tokens; the model%s is in %s", run.step, f"{run.tokens:,}", of, directory.model
+    )
     return directory.path
 
 

@@ -17,6 +17,7 @@ from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.config import Config
 from megatrain.config.sections.log import Event
 from megatrain.data.loader import PackedLoader
+from megatrain.data.tokens.template import template_source
 from megatrain.errors import ConfigError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.hardware.care import Care, power_cap_advice, sensor_of
@@ -219,6 +220,8 @@ def prepare(
     model_config = read_config(source)
     progress("reading and tokenising the data")
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
+    if config.data.chat_template is not None:  # whoever talks to the model needs what it was trained with
+        tokenizer.chat_template = template_source(config.data.chat_template, tokenizer)
     day = None if earlier is None else earlier["data"].get("day")
     data = pack_data(config, tokenizer, model_config, folder=prepared, day=day)
     loader = make_loader(config, data)

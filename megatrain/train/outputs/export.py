@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from functools import partial as partial_of
 from pathlib import Path
+from typing import Any
 
-from megatrain.checkpoint.format import FileEntry, Manifest
-from megatrain.checkpoint.load import newest_whole, verify
+from megatrain.checkpoint.format import FileEntry, Manifest, parse_directory_name
+from megatrain.checkpoint.load import find, newest_whole, verify
 from megatrain.errors import CheckpointError, ConfigError, OutputError, os_errors
 from megatrain.files import (
     copy_file_durably,
@@ -41,7 +42,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def newest_model(run: Path) -> Path:
-    """Return the Hugging Face model directory of a run's newest whole checkpoint.
+    """Return the checkpoint whose model a run leaves, were it to end now: the newest whole one, or the best.
 
     Raises:
         CheckpointError: There is no run, or it has no whole checkpoint.
@@ -56,14 +57,44 @@ def newest_model(run: Path) -> Path:
         raise CheckpointError(
             f"{run} has no checkpoint yet; let the run reach its first one (checkpoint.every)"
         )
-    return found[0]
+    path, newest = found
+    loads_best = bool(newest.meta.get("config", {}).get("eval", {}).get("load_best"))
+    best = best_step(newest.meta, loads_best=loads_best)
+    return path if best is None else find_best(run / "checkpoints", best)
+
+
+def best_step(meta: Mapping[str, Any], *, loads_best: bool) -> int | None:
+    """Return the step whose model the run leaves in place of the last one; None: that of the last one.
+
+    Args:
+        meta: Of a checkpoint.
+        loads_best: `eval.load_best`.
+    """
+    step = meta.get("evaluation", {}).get("best_step")
+    return int(step) if loads_best and step is not None else None
+
+
+def find_best(checkpoints: Path, step: int) -> Path:
+    """Return the kept checkpoint of the best step.
+
+    Raises:
+        CheckpointError: It is gone.
+    """
+    for path in find(checkpoints):
+        name = parse_directory_name(path.name)
+        if name is not None and name[0] == step:
+            return path
+    raise CheckpointError(
+        f"{checkpoints} has no checkpoint of step {step}, the best one; put it back, or use "
+        "eval.load_best=false to leave the last model in hf/"
+    )
 
 
 def export_run(run: Path, out: Path, *, merges: bool = False, max_shard_bytes: int | None = None) -> None:
     """Write the model of a run, or its adapters, into a new or empty directory.
 
     Args:
-        run: Its directory, for the newest checkpoint, or one of its checkpoints.
+        run: Its directory, for the newest checkpoint (with `eval.load_best`, the best one), or a checkpoint.
         out: For the model.
         merges: Write the base with the adapters merged into it, in the types of the base.
         max_shard_bytes: Size from which the weights are split into several files; None: 5 GB, or as they are.
@@ -96,7 +127,7 @@ def export_run(run: Path, out: Path, *, merges: bool = False, max_shard_bytes: i
         from megatrain.model.merge import write_model_of
 
         write = partial_of(write_model_of, max_shard_bytes=max_shard_bytes or SHARD_BYTES)
-    export_model(source, out, partial, card=model_card(run), write=write)
+    export_model(source, out, partial, card=model_card(run, is_merged=merges), write=write)
 
 
 def _checkpoint(path: Path) -> Path:

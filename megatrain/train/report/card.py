@@ -17,28 +17,41 @@ _SETTINGS = ("train", "optim", "data", "lora", "memory")
 """Sections that bear on the result or on the speed."""
 
 
-def model_card(path: Path) -> str:
+def model_card(path: Path, *, is_merged: bool = False) -> str:
     """Return the card of a run's model.
 
     Args:
         path: Of the run directory.
+        is_merged: Whether adapters that the run has trained are in the weights, and not beside them.
 
     Raises:
         OutputError: It is no run directory, or cannot be read.
     """
     run = read_run(path)
-    lines = [*_text(run)]
-    return f"---\n{_data(run)}\n---\n\n" + "\n".join(lines) + "\n"
+    lines = [*_text(run, is_merged)]
+    return f"---\n{_data(run, is_merged)}\n---\n\n" + "\n".join(lines) + "\n"
 
 
-def _data(run: RunFiles) -> str:
+def _rank(run: RunFiles) -> int | None:
+    """Return the rank of the adapters that were trained; None: the model itself was."""
+    rank = run.config.get("lora", {}).get("r")
+    return rank if isinstance(rank, int) else None
+
+
+def _best_step(run: RunFiles) -> int | None:
+    """Return the step of the model, where that is the best and not the last one."""
+    steps = [row["step"] for row in run.events if row["event"] == "best"]
+    return steps[-1] if steps and run.config.get("eval", {}).get("load_best") else None
+
+
+def _data(run: RunFiles, is_merged: bool) -> str:
     """Return the metadata, as YAML."""
     from huggingface_hub import ModelCardData
 
     model, is_on_hub = _model(run)
     card = ModelCardData(
         base_model=model if is_on_hub else None,
-        library_name="transformers",
+        library_name="transformers" if is_merged or _rank(run) is None else "peft",
         pipeline_tag="text-generation",
         tags=["megatrain"],
     )
@@ -50,16 +63,20 @@ def _model(run: RunFiles) -> tuple[str, bool]:
     return model_name(str(run.config.get("model", {}).get("path", "a model")))
 
 
-def _text(run: RunFiles) -> Iterator[str]:
+def _text(run: RunFiles, is_merged: bool) -> Iterator[str]:
     model, _ = _model(run)
     section = run.config.get("model", {})
     is_random = section.get("init") == "random"
     yield f"# {run.name}"
     yield ""
+    rank = _rank(run)
+    adapters = (
+        "" if rank is None else f"Adapters of rank {rank} (LoRA){', merged into the base' * is_merged}. "
+    )
     start = "random weights, with the architecture of" if is_random else "the weights of"
     versions = run.environment.get("versions")
     version = versions.get("megatrain", "") if isinstance(versions, Mapping) else ""
-    yield f"Trained with megatrain {version} from {start} `{model}`."
+    yield f"{adapters}Trained with megatrain {version} from {start} `{model}`."
     yield ""
     yield from _table("Training", ("what", ""), _training(run))
     yield from _table("Loss", ("data", "step", "loss", "perplexity"), _losses(run))
@@ -74,7 +91,11 @@ def _training(run: RunFiles) -> Iterator[tuple[str, str]]:
     paths = data.get("path") or []
     names = [Path(str(path)).name for path in ([paths] if isinstance(paths, (str, dict)) else paths)]
     yield "data", ", ".join(f"`{name}`" for name in names) or "-"
-    yield "steps", f"{run.step:,}"
+    best = _best_step(run)
+    yield (
+        "steps",
+        f"{run.step:,}" + ("" if best is None else f"; the model is that of step {best:,}, the best"),
+    )
     if run.rows:
         yield "tokens", f"{run.rows[-1].get('tokens') or 0:,}"
         if run.rows[-1].get("targets"):
@@ -92,7 +113,8 @@ def _losses(run: RunFiles) -> Iterator[tuple[str, ...]]:
             yield "training, first step", str(first["step"]), f"{first['loss']:.4f}", ""
         yield "training, mean of the last steps", str(run.step), f"{run.last_loss:.4f}", ""
     for name, rows in run.evaluations().items():
-        last = rows[-1]
+        of_model = [row for row in rows if row["step"] == _best_step(run)]
+        last = (of_model or rows)[-1]
         perplexity = last.get("perplexity")
         shown = f"{perplexity:.4g}" if isinstance(perplexity, (int, float)) else ""
         yield f"{name}, held out", str(last["step"]), f"{last['loss']:.4f}", shown

@@ -72,7 +72,7 @@ class RunFiles:
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     def state(self, now_s: float | None = None) -> str:
-        """Return `done`, `stopped`, `failed`, `running`, `killed`, or `silent`: it hangs, or writes no more."""
+        """Return `done`, `stopped`, `failed`, `running`, `killed`, or `silent`: it may hang."""
         ends = [row["event"] for row in self.events if row["event"] in (*_ENDS, *_BEGINS)]
         if ends and ends[-1] in _ENDS:
             return _ENDS[ends[-1]]

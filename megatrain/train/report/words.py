@@ -36,7 +36,10 @@ def model_name(place: str) -> tuple[str, bool]:
             return part.removeprefix("models--").replace("--", "/"), True
     if path.parent.name == "checkpoints":
         path = path.parents[1]
-    elif path.name == "hf" and path.parent not in (Path.home(), Path("/")):  # a user's name is none of a model
+    elif path.name == "hf" and path.parent not in (
+        Path.home(),
+        Path("/"),
+    ):  # a user's name is none of a model
         path = path.parent
     return path.name, False
 

@@ -22,6 +22,7 @@ from megatrain.train.evaluate.losses import EvalSet, Evaluation, evaluate
 from megatrain.train.evaluate.standing import Standing
 from megatrain.train.inputs import make_eval_sets, pack_data, prepare_data
 from megatrain.train.loop import train
+from megatrain.train.outputs.export import export_run
 from tests.stream.test_engine import start
 from tests.train.project import make_config, write_corpus
 from tests.train.test_loop import rows_of, state_of
@@ -236,14 +237,22 @@ def test_the_best_checkpoint_is_kept_with_its_metric_and_left_in_hf(
     stand_in(monkeypatch, [3.0, 2.0, 2.5, 2.1, 2.2, 2.3])
     settings = {"every": 2, "load_best": True}
     config = make_config(tmp_path, data=HELD_OUT, eval=settings, checkpoint={"every": 3, "keep_last": 1})
-    train(config)
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        train(config)
     run = tmp_path / "run"
+    assert "done: 12 steps" in caplog.text
+    assert f"; the model of step 4, the best one, is in {run / 'hf'}" in caplog.text
+    card = (run / "hf/README.md").read_text()
+    assert "| steps | 12; the model is that of step 4, the best |" in card
+    assert "| val, held out | 4 | 2.0000 |" in card
     assert saved_steps(run) == [4, 12], "the best, which no cadence would have saved, and the newest"
     assert [(row["step"], row["loss"]) for row in events_of(run, "best")] == [(2, 3.0), (4, 2.0)]
     standing = verify(run / "checkpoints/step-00000012").meta["evaluation"]
     assert (standing["best_step"], standing["best_loss"], standing["best_set"]) == (4, 2.0, "val")
     best = (run / "checkpoints/step-00000004/model.safetensors").read_bytes()
     assert (run / "hf/model.safetensors").read_bytes() == best
+    export_run(run, tmp_path / "out")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == best
     with caplog.at_level(logging.INFO, logger="megatrain"):
         train(config)
     assert "finished" in caplog.text

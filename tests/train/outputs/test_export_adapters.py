@@ -30,7 +30,12 @@ pytest.importorskip("peft")
 @pytest.fixture(scope="module")
 def run(base: Path) -> Path:  # noqa: F811
     """A short run with adapters."""
-    sections = {"train": {"steps": 2}, "optim": {"warmup_steps": 0}, "checkpoint": {"every": 1}}
+    sections: dict[str, Any] = {
+        "train": {"steps": 2},
+        "optim": {"warmup_steps": 0},
+        "checkpoint": {"every": 1},
+    }
+    sections["data"] = {"chat_template": "plain"}
     train(config_of(base, "exported", **sections))
     return base / "exported"
 
@@ -45,6 +50,9 @@ def test_adapters_alone_are_what_is_written_by_default(run: Path, tmp_path: Path
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
     assert not {"config.json", "model.safetensors"} & names
+    card = (tmp_path / "out/README.md").read_text()
+    assert "library_name: peft" in card
+    assert "Adapters of rank 4 (LoRA). Trained with" in card
     newest, older = tensors_of(tmp_path / "out"), run / "checkpoints/step-00000001"
     export_run(older, tmp_path / "older")
     assert any(
@@ -58,6 +66,14 @@ def test_a_merged_model_stands_alone(run: Path, base: Path, tmp_path: Path) -> N
     main_ok(["export", str(run), str(tmp_path / "out"), "--merge", "--max-shard-size", "20KB"])
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"README.md", "config.json", "model.safetensors.index.json", "tokenizer.json"} <= names
+    card = (tmp_path / "out/README.md").read_text()
+    assert "library_name: transformers" in card
+    assert "(LoRA), merged into the base. Trained with" in card
+    chat = [{"role": "user", "content": "hello"}]
+    told = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(
+        chat, tokenize=False, add_generation_prompt=True
+    )
+    assert told.endswith("### User:\nhello\n### Assistant:\n"), "who uses the model needs its template"
     assert not any("adapter" in name or "partial" in name for name in names)
     assert all(file.stat().st_size < 24_000 for file in (tmp_path / "out").glob("*.safetensors"))
     ids = torch.arange(3, 19)[None]

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from megatrain.cli import main
+from megatrain.train.records.directory import RunDirectory
 from megatrain.train.report import serve
 from megatrain.train.report.collect import RunFiles, read_run
 from megatrain.train.report.page import plotly_file
-from megatrain.train.records.directory import RunDirectory
 from megatrain.train.report.serve import LiveData, RunServer
 from tests.train.report.browser import drawn, needs_browser
 from tests.train.report.run_files import write_run
