@@ -15,6 +15,7 @@ import pytest
 from megatrain.cli import main, read_settings
 from megatrain.cli.help import MOST_USED
 from megatrain.config import config_keys
+from megatrain.data.read.files import check_path
 from megatrain.errors import CapacityError, ConfigError, DataError, DivergedError, MegatrainError, OutputError
 
 
@@ -28,6 +29,7 @@ def run(*arguments: str) -> int:
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
     """Stand-ins for the modules that the commands call; returns what they were called with."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no rates that `doctor --bench` has kept here
+    monkeypatch.setattr("megatrain.data.read.files.check_path", lambda path: None)
     seen: list[tuple[Any, ...]] = []
 
     def stand_in(module: str, name: str, result: object = None) -> None:
@@ -50,6 +52,7 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
+    monkeypatch.setattr("megatrain.data.read.files.check_path", lambda path: None)
     fake = types.ModuleType("megatrain.train.loop")
     fake.train = fail  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatrain.train.loop", fake)
@@ -189,7 +192,11 @@ def test_export_and_quickstart_are_called(calls: list[tuple[Any, ...]]) -> None:
         (["trace", "nothing"], "error: nothing is neither a run directory (one with a config.yaml) nor a"),
         (["trace", "a", "--steps", "0"], "--steps"),
         (["train", "nothing.yaml"], "error: nothing.yaml: cannot read the configuration"),
-        (["train", "--model", "m"], "error: command line: data.path is required"),
+        (["train", "my.txt"], "error: my.txt is no CONFIG, which is YAML; data is given as --data my.txt"),
+        (
+            ["train", "--model", "m"],
+            "error: command line: data.path is required (--data, or data.path=",
+        ),
         (["train", "--model", "m", "--data", "d", "--steps", "0"], "error: command line: train.steps is 0"),
         (["train", "--model", "m", "--data", "d", "train.stepz=3"], "did you mean train.steps?"),
         (["train", "--model", "m", "--data", "d", "--precision", "fp16"], "train.precision is 'fp16'"),
@@ -203,6 +210,17 @@ def test_bad_usage_exits_2_with_one_message(
     assert part in shown.err
     assert "Traceback" not in shown.err
     assert shown.out == ""
+
+
+def test_data_that_is_not_there_is_said_before_torch_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "megatrain.train.loop", None)
+    for path in ("gone.txt", "gone/*.jsonl"):
+        assert run("train", "--model", "m", "--data", path, "--out", "o") == 4
+        assert path in capsys.readouterr().err
+    check_path("somebody/chats")  # may be on the hub
 
 
 @pytest.mark.parametrize(
@@ -293,6 +311,7 @@ def test_log_lines_go_to_whatever_standard_error_is_now(
     def train(*_: Any, **__: Any) -> None:
         logging.getLogger("megatrain.train.loop").info("step 1")
 
+    monkeypatch.setattr("megatrain.data.read.files.check_path", lambda path: None)
     fake = types.ModuleType("megatrain.train.loop")
     fake.train = train  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatrain.train.loop", fake)

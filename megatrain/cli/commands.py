@@ -146,6 +146,11 @@ def train(
         "checkpoint.resume": resume,
     }
     config = read_settings(arguments or [], {key: value for key, value in flags.items() if value is not None})
+    if not Path(config.out, "config.yaml").exists():  # a run that is done needs its data no more
+        from megatrain.data.read.files import check_path
+
+        for source in config.data.sources:
+            check_path(source.path)
     with _doing("train") as doing:
         doing("loading torch and transformers")
         if dry_run:

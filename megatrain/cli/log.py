@@ -24,3 +24,5 @@ def log_to_stderr() -> None:
     if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
         logger.addHandler(_StderrHandler())
     logger.setLevel(logging.INFO)
+    # A hub that is away is said in our sentence: its client's lines for each try say less.
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)

@@ -179,3 +179,21 @@ def hint(name: str, value: Any) -> str:
         return f"{name} is off here anyway"
     key, read = translate(name, value)
     return f"{name} says nothing new" if read is LEFT_OUT else f"{name} is {key}"
+
+
+_MARKS = {
+    "LLaMA-Factory": (
+        "model_name_or_path",
+        {"stage", "finetuning_type", "dataset", "cutoff_len", "dataset_dir", "template"},
+    ),
+    "axolotl": ("base_model", {"datasets", "pretraining_dataset", "sequence_len"}),
+}
+"""Of each trainer whose files are imported: a key that they all have, and others of which one is there."""
+
+
+def trainer_of(settings: Mapping[str, Any]) -> str | None:
+    """Return whose training file these are the settings of; None: of none that is known."""
+    for trainer, (key, others) in _MARKS.items():
+        if key in settings and not others.isdisjoint(settings):
+            return trainer
+    return None

@@ -80,7 +80,8 @@ def describe(problem: Any) -> str:
     if problem["type"] == "missing":
         required = [known for known in config_keys().values() if known.default == "required"]
         return "; ".join(
-            f"{known.name} is required: {known.description}"
+            f"{known.name} is required (--{known.name.split('.')[0]}, or {known.name}=...): "
+            f"{known.description.split('. ')[0]}"
             for known in required
             if known.name == name or known.name.startswith(name + ".")
         )

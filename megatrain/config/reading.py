@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from megatrain.config.aliases import LEFT_OUT, hint, is_foreign, translate
+from megatrain.config.aliases import LEFT_OUT, hint, is_foreign, trainer_of, translate
 from megatrain.config.keys import describe, given
 from megatrain.config.sections.config import Config, conflicts
 from megatrain.config.yaml12 import dump_yaml, parse_yaml, read_yaml
 from megatrain.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+
+_OF_DATA = (".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz")
+"""Ends of names that a CONFIG never has."""
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -24,9 +28,18 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ConfigError: not readable, not YAML, a key given twice, or not a mapping.
     """
+    if Path(path).suffix in _OF_DATA:
+        raise ConfigError(
+            f"{path} is no CONFIG, which is YAML; data is given as --data {path}, or as data.path"
+        )
     raw = read_yaml(path, "configuration")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected sections ({', '.join(Config.model_fields)}), found {given(raw)}")
+    trainer = trainer_of(raw)
+    if trainer is not None:
+        raise ConfigError(
+            f"{path} is a file of {trainer}; make it ours by `megatrain import {path} --out mine.yaml`"
+        )
     return _expand_aliases(raw, source=str(path))
 
 
@@ -62,9 +75,6 @@ def set_keys(raw: Mapping[str, Any], settings: Sequence[tuple[str, Any]]) -> dic
     """Return `raw` with each dotted key of `settings` (or its alias) set to its value."""
     result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
     spelled: dict[str, str] = {}
-    foreign = [hint(spelling, value) for spelling, value in settings if is_foreign(spelling, value)]
-    if foreign:
-        _log.info("names of transformers: %s", ", ".join(foreign))
     for spelling, value in settings:
         key, value = translate(spelling, value)
         if value is LEFT_OUT:
@@ -81,6 +91,9 @@ def set_keys(raw: Mapping[str, Any], settings: Sequence[tuple[str, Any]]) -> dic
             target[section] = inner = dict(inner) if isinstance(inner, Mapping) else {}
             target = inner
         target[leaf] = value
+    foreign = [hint(spelling, value) for spelling, value in settings if is_foreign(spelling, value)]
+    if foreign:
+        _log.info("names of transformers: %s", ", ".join(foreign))
     return result
 
 

@@ -220,10 +220,3 @@ def _times(t: Translation) -> None:
         t.set("eval.every", "epoch")
         if evaluations != 1:
             t.leave_out("evals_per_epoch", evaluations, "eval.every is epoch, or a number of steps")
-
-
-def is_one(theirs: dict[str, Any]) -> bool:
-    """Say whether a file looks like one of theirs."""
-    return "base_model" in theirs and bool(
-        {"datasets", "pretraining_dataset", "sequence_len"} & theirs.keys()
-    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain.config.aliases import trainer_of
 from megatrain.config.foreign import axolotl, llamafactory
 from megatrain.config.foreign.translation import Translation
 from megatrain.config.reading import build_config, set_keys
@@ -48,25 +49,24 @@ def import_file(path: Path) -> Imported:
 
 def import_settings(theirs: Mapping[str, Any], *, source: str) -> Imported:
     """Translate settings of LLaMA-Factory or axolotl; the arguments and errors are those of `import_file`."""
-    for trainer, module in _TRAINERS.items():
-        if not module.is_one(dict(theirs)):
-            continue
-        translation = Translation(dict(theirs))
-        try:
-            module.translate(translation)
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from None
-        except (TypeError, ValueError) as error:  # of a value that is no such number, list or mapping
-            key, value = translation.newest
-            raise ConfigError(f"{source}: {key} is {value!r}, which {trainer} does not take there") from error
-        settings = set_keys({}, list(translation.settings.items()))
-        build_config(settings, source=source)  # what is wrong with it is said here, and not by `train`
-        left_out = tuple(_sentence(*entry) for entry in translation.left_out)
-        return Imported(trainer, settings, left_out)
-    raise ConfigError(
-        f"{source} is a training file of neither LLaMA-Factory (model_name_or_path, dataset, ...) nor "
-        "axolotl (base_model, datasets, ...)"
-    )
+    trainer = trainer_of(theirs)
+    if trainer is None:
+        raise ConfigError(
+            f"{source} is a training file of neither LLaMA-Factory (model_name_or_path, dataset, ...) nor "
+            "axolotl (base_model, datasets, ...)"
+        )
+    translation = Translation(dict(theirs))
+    try:
+        _TRAINERS[trainer].translate(translation)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    except (TypeError, ValueError) as error:  # of a value that is no such number, list or mapping
+        key, value = translation.newest
+        raise ConfigError(f"{source}: {key} is {value!r}, which {trainer} does not take there") from error
+    settings = set_keys({}, list(translation.settings.items()))
+    build_config(settings, source=source)  # what is wrong with it is said here, and not by `train`
+    left_out = tuple(_sentence(*entry) for entry in translation.left_out)
+    return Imported(trainer, settings, left_out)
 
 
 def _sentence(key: str, value: Any, reason: str) -> str:

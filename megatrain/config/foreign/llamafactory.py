@@ -6,7 +6,6 @@ Source: the fields and defaults of its hparams, version 0.9, and transformers' T
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Any
 
 from megatrain.config.foreign.translation import (
     NEEDLESS_MEMORY,
@@ -20,9 +19,6 @@ from megatrain.config.foreign.translation import (
     schedule,
 )
 from megatrain.errors import ConfigError
-
-MARKS = frozenset({"stage", "finetuning_type", "dataset", "cutoff_len", "dataset_dir", "template"})
-"""Keys by which a file is known as one of theirs."""
 
 _REASONS = {
     "template": "the tokenizer's own chat template is used; data.chat_template takes a file, or plain",
@@ -180,8 +176,3 @@ def _reason(key: str) -> str:
     if key.startswith(("image_", "video_", "audio_", "media_")):
         return "text is trained"
     return "there is nothing like it here"
-
-
-def is_one(theirs: dict[str, Any]) -> bool:
-    """Say whether a file looks like one of theirs."""
-    return "model_name_or_path" in theirs and bool(MARKS & theirs.keys())

@@ -88,6 +88,16 @@ def is_of_hub(path: str) -> bool:
     return not Path(path).exists() and bool(_HUB_ID.fullmatch(path)) and not _kind(Path(path))
 
 
+def check_path(path: str) -> None:
+    """Refuse a path at which there is nothing; of one that is there, and of a hub id, nothing is read.
+
+    Raises:
+        DataError: There is nothing.
+    """
+    if not Path(path).exists():
+        row_files(path, Reading())
+
+
 def _kind(file: Path) -> str:
     """Return the suffix that says how a file is read; empty: it is not."""
     suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]

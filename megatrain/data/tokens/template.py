@@ -218,6 +218,11 @@ def template_source(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> 
         return own or None
     if setting == PLAIN:
         return _PLAIN
+    if not Path(setting).exists():
+        raise ConfigError(
+            f"data.chat_template is {setting}, which is no file; it takes a file of Jinja, or plain, "
+            "and the tokenizer's own template where it is not set"
+        )
     with os_errors("read the chat template", setting, ConfigError):
         try:
             return Path(setting).read_text(encoding="utf-8")

@@ -109,7 +109,10 @@ def build_skeleton(
                 copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **options
             )
         except Exception as error:  # a constructor fails in its own way on values that do not fit together
-            raise ModelError(f"the {config.model_type} model cannot be built: {first_line(error)}") from error
+            way = "; use model.attn_implementation=sdpa" if "FlashAttention" in str(error) else ""
+            raise ModelError(
+                f"the {config.model_type} model cannot be built: {first_line(error)}{way}"
+            ) from error
     _keep_float32(model, dtype)
     model.tie_weights(recompute_mapping=False)
     with torch.random.fork_rng(devices=[]):

@@ -10,6 +10,7 @@ import pytest
 
 from megatrain.cli import main
 from megatrain.config import config_keys, load_config
+from megatrain.config.aliases import trainer_of
 from megatrain.config.foreign import axolotl, llamafactory, translation
 from megatrain.config.foreign.importing import import_settings
 from megatrain.config.foreign.translation import Translation
@@ -144,7 +145,7 @@ adam_beta2: 0.95
 def translated(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return settings by our keys, whether they are there already or not, and reasons by their keys."""
     theirs = parse_yaml(text, source="their.yaml")
-    module = llamafactory if llamafactory.is_one(theirs) else axolotl
+    module = llamafactory if trainer_of(theirs) == "LLaMA-Factory" else axolotl
     made = Translation(theirs)
     module.translate(made)
     assert not made.theirs, "every key is looked at"
@@ -336,6 +337,8 @@ def test_what_is_printed_is_a_configuration_that_says_what_was_left_out(
         assert not ended.value.code
     shown = capsys.readouterr().out
     assert shown.startswith((tmp_path / "ours.yaml").read_text())
+    with pytest.raises(ConfigError, match=r"a file of \S+; make it ours by `megatrain import \S+their"):
+        load_config(tmp_path / "their.yaml")
     config = load_config(tmp_path / "ours.yaml")
     settings, left_out = translated(text)
     assert config.optim.lr == settings.get("optim.lr", 5e-5)
