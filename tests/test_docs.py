@@ -71,6 +71,7 @@ COMMANDS = [(page, words) for page in PAGES for words in commands(page, "megatra
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Stand-ins for what the commands call; returns the arguments."""
+    monkeypatch.setattr("megatrain.data.read.files.check_path", lambda path: None)
     seen: list[tuple[Any, ...]] = []
     fakes: list[types.ModuleType] = []
     for module, name in (

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from megatrain.config import Config
 from megatrain.data.inspect import Inspection, inspect_examples
 from megatrain.data.read.examples import read_eval_examples, read_examples
 from megatrain.data.tokenizer import load_tokenizer
-from megatrain.model.weights.skeleton import read_config
-from megatrain.train.inputs import choose_tokenizer, make_recipe
+from megatrain.data.tokens.encode import Encoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def inspect_data(config: Config, *, has_model: bool = True, num_samples: int = 1) -> Mapping[str, Inspection]:
@@ -25,12 +28,7 @@ def inspect_data(config: Config, *, has_model: bool = True, num_samples: int = 1
         ModelError: The model has no tokenizer.
         ConfigError: The examples need a chat template, and there is none.
     """
-    tokenizer = None
-    if config.data.tokenizer is not None:
-        tokenizer = load_tokenizer(config.data.tokenizer)
-    elif has_model:
-        tokenizer = choose_tokenizer(config, None, read_config(config.model.path))
-    encoder = None if tokenizer is None else make_recipe(config, tokenizer).make()
+    tokenizer, encoder = _tokens(config) if has_model or config.data.tokenizer else (None, None)
     seed = config.data_seed
     streams = {"train": read_examples(config.data, seed=seed), **read_eval_examples(config.data, seed=seed)}
     return {
@@ -43,3 +41,15 @@ def inspect_data(config: Config, *, has_model: bool = True, num_samples: int = 1
         )
         for name, stream in streams.items()
     }
+
+
+def _tokens(config: Config) -> tuple[PreTrainedTokenizerBase, Encoder]:
+    """Return the tokenizer of a run and its encoder; torch and models are loaded for these alone."""
+    from megatrain.model.weights.skeleton import read_config
+    from megatrain.train.inputs import choose_tokenizer, make_recipe
+
+    if config.data.tokenizer is not None:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    else:
+        tokenizer = choose_tokenizer(config, None, read_config(config.model.path))
+    return tokenizer, make_recipe(config, tokenizer).make()

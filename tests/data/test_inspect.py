@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +111,13 @@ def test_nothing_to_train_on_ends_with_4(
     problem = inspect(capsys, "--data", write(tmp_path, "{"), code=4)
     assert "a.jsonl, line 1: not valid JSON" in problem
     assert inspect(capsys, code=2).startswith("error: command line: data.path is required")
+
+
+def test_without_a_model_torch_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n')
+    code = (
+        "import sys; from megatrain.cli import app\n"
+        "app(['data', 'inspect', '--data', sys.argv[1]], standalone_mode=False)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.jsonl")], check=True, capture_output=True)
