@@ -238,14 +238,15 @@ def test_what_is_no_loss_is_refused_and_the_next_step_is_whole() -> None:
     def inner(batch: Any) -> Tensor:
         return engine.forward_backward([batch])
 
-    for second, words in (
+    refused: list[tuple[Any, str]] = [
         (lambda: of(batches[1]).repeat(2), r"loss 1 of the step returned a tensor \(2,\) of torch.float32"),
         (lambda: of(batches[1]).item(), "loss 1 of the step returned a float"),
         (lambda: of(batches[1]).detach(), "loss 1 of the step has no gradient"),
         (lambda: inner(batches[1]), "has begun another step"),
-    ):
+    ]
+    for second, words in refused:
         with pytest.raises(ConfigError, match=words):
             engine.run_losses([lambda: of(batches[0]), second])
-    found = engine.run_losses([lambda batch=batch: of(batch) for batch in batches])
+    found = engine.run_losses([partial(of, batch) for batch in batches])
     with torch.no_grad():
         assert found == [of(batch) for batch in batches]

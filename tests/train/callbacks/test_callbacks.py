@@ -212,7 +212,7 @@ def test_a_callback_that_raises_before_the_first_step_saves_nothing(tmp_path: Pa
 class Counting(TrainerCallback, ExportableState):
     """Keeps a count of its own in the checkpoint."""
 
-    def __init__(self, count: int = 0) -> None:
+    def __init__(self, count: Any = 0) -> None:
         self.count = count
         self.last: list[int] = []
 
