@@ -167,6 +167,7 @@ def test_a_config_is_planned_as_it_would_run(
         "micro_batch_size": 2,
         "seq_len": 2048,
         "num_micro_batches": 4,
+        "num_passes_before": 0,
         "tokens": 16384,
     }
     assert found["clips"] is False
