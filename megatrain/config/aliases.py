@@ -44,6 +44,17 @@ ALIASES: Mapping[str, str] = {
     "warmup_steps": "optim.warmup_steps",
     "num_warmup_steps": "optim.warmup_steps",
     "warmup_ratio": "optim.warmup_steps",
+    "stage": "train.loss",
+    "beta": "preference.beta",
+    "pref_beta": "preference.beta",
+    "loss_type": "preference.loss_type",
+    "pref_loss": "preference.loss_type",
+    "label_smoothing": "preference.label_smoothing",
+    "dpo_label_smoothing": "preference.label_smoothing",
+    "desirable_weight": "preference.desirable_weight",
+    "kto_chosen_weight": "preference.desirable_weight",
+    "undesirable_weight": "preference.undesirable_weight",
+    "kto_rejected_weight": "preference.undesirable_weight",
     "lora_r": "lora.r",
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
@@ -100,6 +111,8 @@ _VALUES: Mapping[str, Callable[[Any], Any]] = {
     ),
     "eval_strategy": _strategy,
     "metric_for_best_model": _metric,
+    "stage": lambda value: "sft" if value == "pt" else value,
+    "loss_type": lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value,
     "report_to": _reporters,
 }
 """How a value is read where it means something else here."""
@@ -116,6 +129,8 @@ NEEDLESS: Mapping[str, str] = {
     "dataloader_num_workers": "data are tokenised before the first step",
     "dataloader_pin_memory": "batches are small beside the weights that are copied",
     "ddp_find_unused_parameters": "there is one process",
+    "precompute_ref_log_probs": "the reference is always computed before the first step",
+    "precompute_ref_batch_size": "the reference takes train.micro_batch_size",
     "optim": "the optimizer is AdamW",
 }
 """Names whose values change nothing here, and why."""
@@ -133,6 +148,7 @@ _REFUSED: Mapping[str, str] = {
     "greater_is_better": "the best evaluation is the one with the lowest loss; leave it out",
     "label_smoothing_factor": "megatrain train has no label smoothing; leave it out, or use the trainers of "
     "megatrain.hf",
+    "ref_model": "the reference is the model before the first step (model.path); leave it out",
     "neftune_noise_alpha": "megatrain train adds no noise to embeddings; leave it out",
     "overwrite_output_dir": "a run is never overwritten; give a new directory with out=DIR",
     "push_to_hub": "a run is pushed when it is done: megatrain export RUN OUT --push REPO",

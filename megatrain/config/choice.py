@@ -303,6 +303,8 @@ class StepBatch:
     num_micro_batches: int
     num_passes_before: int = 0
     """Passes without gradients that each micro-batch makes before its loss, such as one of a reference."""
+    rows_each: int = 1
+    """Rows that are never apart: 2 of a pair."""
 
     @property
     def tokens(self) -> int:

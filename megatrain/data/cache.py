@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -36,6 +36,18 @@ FORMAT = 2
 _ROWS, _MANIFEST = "rows.bin", "manifest.json"
 _MAKING = ".making-"
 _READ_BYTES = 1 << 24
+
+
+class Rows(Protocol):
+    """Rows of one length, in memory or in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows, and tokens of a row."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, numbers: Sequence[int], /) -> NDArray[np.int32]: ...
 
 
 class RowFile:
@@ -204,6 +216,11 @@ def kept_rows(folder: Path | None, key: str, make: Make, check: Check | None = N
             shutil.rmtree(making, ignore_errors=True)
             raise
     return _opened(target, manifest)
+
+
+def is_kept(folder: Path, key: str) -> bool:
+    """Whether the rows of a key are there, with the bits that were written."""
+    return find_rows(folder, key) is not None
 
 
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, DataError)

@@ -142,18 +142,14 @@ def _add_tokens(
     plain = [example for example in examples if not isinstance(example, (PreferenceExample, KtoExample))]
     for pair in pairs:
         try:
-            ids = encoder.encode_pair(pair)
+            judged = encoder.encode_pair(pair)
         except DataError as error:
             found.report.drop(pair.source, str(error).removeprefix(f"{pair.source}: "))
             continue
-        prompt = ids.pop("prompt_ids")
-        found.lengths.append(max(len(prompt) + len(answer) for answer in ids.values()))
-        found.num_trained += sum(map(len, ids.values()))
+        found.lengths.append(judged.length)
+        found.num_trained += sum(map(len, judged.answers))
         if len(found.samples) < num_samples:
-            pieces = [(tokenizer.decode(prompt), False)]
-            for name, answer in ids.items():
-                pieces += [(f"\n<{name.removesuffix('_ids')}> ", False), (tokenizer.decode(answer), True)]
-            found.samples.append((str(pair.source), pieces))
+            found.samples.append((str(pair.source), judged.show(tokenizer)))
     for example, words in zip(plain, encoder.encode(plain), strict=True):
         if isinstance(words, Refused):
             found.report.drop(example.source, words.reason)

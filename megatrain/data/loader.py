@@ -7,29 +7,18 @@ counter generator, which no numpy version may change. So the position is the who
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
 
-from megatrain.data.cache import name_of
+from megatrain.data.cache import Rows, name_of
+from megatrain.data.pairs import judged_batch, sequences, split_reference
 from megatrain.data.words import num_present, split_words
 from megatrain.errors import DataError
-
-
-class Rows(Protocol):
-    """Rows of one length, in memory or in a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Rows, and tokens of a row."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, numbers: Sequence[int], /) -> NDArray[np.int32]: ...
 
 
 class PackedLoader:
@@ -58,13 +47,13 @@ class PackedLoader:
             num_micro_batches: micro-batches in a step.
             seed: of the order of the rows.
             shuffle: a new random order in each epoch; else the order of `rows`.
-            packing: `join`, `best_fit` or `pad`; see `as_batch`.
+            packing: `join`, `best_fit`, `pad`, `dpo` or `kto`; see `as_batch`.
             name: the fingerprint of the rows, if it is known.
             day: that the chat template was told, for those who prepare the same data again.
         """
         assert len(rows.shape) == 2
         assert len(rows) > 0
-        self._rows = rows
+        self.rows = rows
         self._packing = packing
         self._micro_batch_size = micro_batch_size
         self._num_micro_batches = num_micro_batches
@@ -82,7 +71,7 @@ class PackedLoader:
     def steps_per_epoch(self) -> int:
         """Steps until every row has been visited; the last may reach into the next epoch."""
         per_step = self._micro_batch_size * self._num_micro_batches
-        return -(-len(self._rows) // per_step)
+        return -(-len(self.rows) // per_step)
 
     def __iter__(self) -> Iterator[list[dict[str, torch.Tensor]]]:
         return self
@@ -125,12 +114,12 @@ class PackedLoader:
 
     def _micro_batch(self) -> dict[str, torch.Tensor]:
         numbers = [self._next_row() for _ in range(self._micro_batch_size)]
-        rows = self._rows[numbers]
-        self.num_tokens += num_present(rows) if self._packing in ("best_fit", "pad") else rows.size
+        rows = self.rows[numbers]
+        self.num_tokens += _num_present(rows, self._packing)
         return as_batch(rows, self._packing)
 
     def _next_row(self) -> int:
-        if self._position == len(self._rows):
+        if self._position == len(self.rows):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._order_of(self._epoch)
         row = int(self._order[self._position])
@@ -139,8 +128,8 @@ class PackedLoader:
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         if not self._shuffle:
-            return np.arange(len(self._rows))
-        return epoch_order(len(self._rows), seed=self._seed, epoch=epoch)
+            return np.arange(len(self.rows))
+        return epoch_order(len(self.rows), seed=self._seed, epoch=epoch)
 
 
 def as_batch(rows: NDArray[np.int32], packing: str) -> dict[str, torch.Tensor]:
@@ -149,14 +138,24 @@ def as_batch(rows: NDArray[np.int32], packing: str) -> dict[str, torch.Tensor]:
     Joined rows give `input_ids` and equal `labels`. Others are words, with `labels` of -100 where nothing is
     trained on; packed best-fit they have `position_ids` too, which begin anew with each document: by them
     attention keeps documents apart, where no `attention_mask` is given. A row of one document that is filled
-    up at its end needs neither: no token sees what comes after it.
+    up at its end needs neither: no token sees what comes after it. Rows of judged answers (`dpo`, `kto`) are
+    two such rows each, with their reference; see `judged_batch`.
     """
+    if packing in ("dpo", "kto"):
+        words, reference = split_reference(rows)
+        return judged_batch(words, packing, reference)
     if packing == "join":
         input_ids = torch.from_numpy(rows.astype(np.int64))
         return {"input_ids": input_ids, "labels": input_ids.clone()}
     ids, labels, positions = (torch.from_numpy(array) for array in split_words(rows))
     batch = {"input_ids": ids, "labels": labels}
     return batch if packing == "pad" else batch | {"position_ids": positions}
+
+
+def _num_present(rows: NDArray[np.int32], packing: str) -> int:
+    if packing == "join":
+        return int(rows.size)
+    return num_present(sequences(split_reference(rows)[0]) if packing in ("dpo", "kto") else rows)
 
 
 def epoch_order(num_rows: int, *, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -8,17 +8,21 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.data.cache import Kept, RowFile, RowWriter, find_rows, kept_rows
 from megatrain.data.example import ChatExample, Example, TextExample
 from megatrain.data.packing import BestFit, Joining, OnePerRow, Packer, split_long
+from megatrain.data.pairs import SIDES, Judged, PairPacker
 from megatrain.data.read.examples import ExampleStream
 from megatrain.data.read.report import ReadReport
 from megatrain.data.tokens.encode import EncoderRecipe, Refused, show
 from megatrain.data.tokens.processes import encode_all
 from megatrain.data.words import IDS, Words, num_trained
 from megatrain.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +31,9 @@ _SHOWN_CHARACTERS = 300
 _PROGRESS_S = 10.0
 _MOST_CUT_OFF = 0.05
 """Of the examples, that pass without a warning."""
+
+JUDGED_WAYS = ("dpo", "kto")
+"""Of packing, for judged answers, by the loss that takes them."""
 
 ALL_MASKED = "no token of it is trained on"
 
@@ -42,11 +49,16 @@ class Packing:
     seq_len: int
     """Tokens of a row."""
     way: str
-    """`join`, `best_fit` or `pad`."""
+    """`join`, `best_fit` or `pad`; `dpo` and `kto` for judged answers."""
     too_long: str
     """`split`, `truncate`, `drop`, or `auto`: text is split, all else truncated."""
     fill_id: int
     """Of the token that fills rows up."""
+
+    @property
+    def width(self) -> int:
+        """Words of a row in the file."""
+        return self.seq_len * (SIDES if self.way in JUDGED_WAYS else 1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,7 +89,7 @@ class Prepared:
     rows: RowFile
     """Of words."""
     packing: str
-    """`join`, `best_fit` or `pad`."""
+    """The way."""
     fingerprint: str
     """A name for exactly these rows."""
     counts: Counts
@@ -95,10 +107,26 @@ class Prepared:
         """Largest token id."""
         return self.counts.max_id
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether each row holds two answers."""
+        return self.packing in JUDGED_WAYS
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence."""
+        return self.rows.shape[1] // (SIDES if self.is_judged else 1)
+
     def describe(self) -> str:
         """Return the counts as one line."""
-        counts, (num_rows, seq_len) = self.counts, self.rows.shape
+        counts, num_rows, seq_len = self.counts, self.rows.shape[0], self.seq_len
         sequences = f"{_number(num_rows, 'sequence')} of {seq_len:,}"
+        if self.is_judged:
+            what = "pairs" if self.packing == "dpo" else "answers"
+            return (
+                f"{counts.kept:,} of {_number(counts.examples, 'example')}, "
+                f"{_number(counts.tokens, 'token')}, {num_rows:,} {what} of 2 sequences, {seq_len:,} each"
+            )
         if self.packing == "join":
             left = counts.tokens - num_rows * seq_len
             return (
@@ -135,7 +163,7 @@ class Prepared:
         lines = list(self.read)
         if counts.too_long:
             lines.append(
-                f"{_number(counts.too_long, 'example')} longer than data.seq_len {self.rows.shape[1]:,}; "
+                f"{_number(counts.too_long, 'example')} longer than data.seq_len {self.seq_len:,}; "
                 f"{_number(counts.cut_tokens, 'token')} cut (data.too_long)"
             )
         if self.day is not None:
@@ -221,13 +249,13 @@ def _make(
     sample: list[tuple[str, bool]] = []
     has_chats = False
     started = shown = time.monotonic()
-    with RowWriter(place, packing.seq_len) as writer:
+    with RowWriter(place, packing.width) as writer:
         for example, encoded in encode_all(examples, recipe, workers):
             counts.examples += 1
             has_chats = has_chats or isinstance(example, ChatExample)
             pieces = _pieces(example, encoded, packing, counts, examples.report)
             if pieces and not sample:
-                sample = show(pieces[0][:_SAMPLE_TOKENS], recipe.tokenizer)
+                sample = _show(pieces[0], recipe.tokenizer)
             for piece in pieces:
                 for rows in packer.add(piece):
                     writer.write(rows)
@@ -246,7 +274,7 @@ def _make(
         raise _no_rows(counts, packing, examples.report)
     return {
         "packing": packing.way,
-        "shape": [writer.num_rows, packing.seq_len],
+        "shape": [writer.num_rows, packing.width],
         "fingerprint": fingerprint,
         "counts": asdict(counts),
         "sample": sample,
@@ -267,7 +295,9 @@ def _warning(counts: Counts, packing: Packing, more: str | None) -> str | None:
     return "\n".join(warnings) or None
 
 
-def _packer(packing: Packing) -> Packer:
+def _packer(packing: Packing) -> Packer | PairPacker:
+    if packing.way in JUDGED_WAYS:
+        return PairPacker(packing.seq_len, packing.fill_id, rotates=packing.way == "kto")
     if packing.way == "join":
         return Joining(packing.seq_len)
     kind = {"best_fit": BestFit, "pad": OnePerRow}[packing.way]
@@ -275,12 +305,18 @@ def _packer(packing: Packing) -> Packer:
 
 
 def _pieces(
-    example: Example, encoded: Words | Refused, packing: Packing, counts: Counts, report: ReadReport
-) -> list[Words]:
+    example: Example,
+    encoded: Words | Judged | Refused,
+    packing: Packing,
+    counts: Counts,
+    report: ReadReport,
+) -> list[Any]:
     """Return what of an example goes into rows, and count it."""
     if isinstance(encoded, Refused):
         report.drop(example.source, encoded.reason)
         return []
+    if isinstance(encoded, Judged):
+        return _judged(example, encoded, packing, counts, report)
     counts.max_id = max(counts.max_id, int((encoded & IDS).max()))
     if packing.way == "join":
         if not isinstance(example, TextExample):
@@ -310,6 +346,33 @@ def _pieces(
     else:
         report.drop(example.source, ALL_MASKED)
     return pieces
+
+
+def _judged(
+    example: Example, judged: Judged, packing: Packing, counts: Counts, report: ReadReport
+) -> list[Judged]:
+    """Return an example if each of its answers has tokens to train on, and count it."""
+    counts.max_id = max(counts.max_id, judged.max_id)
+    sides = judged.sides(packing.seq_len)
+    is_long = judged.length > packing.seq_len
+    counts.too_long += is_long
+    if is_long and packing.too_long == "drop":
+        counts.cut_tokens += judged.num_tokens
+        return []
+    if not all(map(num_trained, sides)):
+        counts.cut_off += is_long
+        report.drop(example.source, f"{ALL_MASKED} within data.seq_len" if is_long else ALL_MASKED)
+        return []
+    counts.kept += 1
+    counts.tokens += sum(map(len, sides))
+    counts.trained += sum(map(num_trained, sides))
+    counts.cut_tokens += judged.num_tokens - sum(map(len, sides))
+    return [judged]
+
+
+def _show(piece: Words | Judged, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """Decode what is trained on first, in pieces, each with whether it is trained on."""
+    return piece.show(tokenizer) if isinstance(piece, Judged) else show(piece[:_SAMPLE_TOKENS], tokenizer)
 
 
 def _no_rows(counts: Counts, packing: Packing, report: ReadReport) -> DataError:

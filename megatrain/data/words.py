@@ -1,4 +1,4 @@
-"""Tokens as they are kept and packed: a token id and two flags in one int32."""
+"""Tokens as they are kept and packed: a token id and its flags in one int32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ TRAINED: Final = 1 << 30
 """The model is trained to predict this token."""
 START: Final = 1 << 29
 """The first token of a document, or of a piece of one: it is not predicted, and sees nothing before it."""
-IDS: Final = START - 1
+GOOD: Final = 1 << 28
+"""On the first token of an answer that is marked good."""
+IDS: Final = GOOD - 1
 """Bits of the token id."""
 
 Words = NDArray[np.int32]

@@ -273,9 +273,27 @@ def adapter_config(model: PreTrainedModel, base: str) -> bytes:
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
+_SWITCH = "_disable_adapters"
+"""Attribute of PEFT's modules; its own switch also freezes and thaws parameters."""
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Whether `adapt` has put adapters into a model."""
     return _KEPT in model.__dict__
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let the model be what it is without its adapters, if it has any; what is trained stays marked so."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, _SWITCH)]
+    held = [module._disable_adapters for module in modules]
+    for module in modules:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module, is_off in zip(modules, held, strict=True):
+            module._disable_adapters = is_off
 
 
 @contextmanager

@@ -105,6 +105,10 @@ class Share:
         return loss * (self.count / self.total)
 
 
+class RowSums:
+    """In the place of a share: the loss of the coming pass is a vector, each row's sum over its tokens."""
+
+
 class Head:
     """Stands between the engine and the model's loss."""
 
@@ -133,7 +137,7 @@ class Head:
         self._original: Callable[..., Tensor] = self._owner.loss_function
         self._was_set = "_loss_function" in self._owner.__dict__
         self._takes_total = "num_items_in_batch" in inspect.signature(self._original).parameters
-        self.share: Share | None = None
+        self.share: Share | RowSums | None = None
         """The running micro-batch's; put away and back where micro-batches run in turns."""
         self.only_loss = False
         """Who calls the model takes nothing of its output but the loss."""
@@ -151,7 +155,7 @@ class Head:
             self._owner.__dict__.pop("_loss_function", None)
 
     @contextmanager
-    def over(self, share: Share | None) -> Iterator[None]:
+    def over(self, share: Share | RowSums | None) -> Iterator[None]:
         """Average over the tokens of the step, of which the coming micro-batch has its share."""
         self.share = share
         try:
@@ -204,6 +208,8 @@ class Head:
         labels = named.get("labels")
         if labels is None or not self._takes_total or self._adds_up is False:
             return False
+        if isinstance(self.share, RowSums):
+            return self._decoder() is not None
         # a caller of model(...) may want the logits
         wants_loss = torch.is_grad_enabled() and (self.only_loss or self._is_explicit)
         if self.share is None and not wants_loss:
@@ -252,27 +258,43 @@ class Head:
     def _chunked(
         self, inner: Callable[..., Any], named: dict[str, Any], output: Any, targets: Tensor
     ) -> ModelOutput:
-        hidden = output.last_hidden_state.flatten(0, -2)
-        flat = targets.reshape(-1)
-        self.chunked_tokens += flat.numel()
+        self.chunked_tokens += targets.numel()
+        if isinstance(self.share, RowSums):
+            rows = zip(output.last_hidden_state.split(1), targets.split(1), strict=True)
+            sums = [self._sum(inner, named, output, *row, 1, has_auxiliary=False) for row in rows]
+            return ModelOutput(loss=torch.stack(sums))
+        hidden, flat = output.last_hidden_state.flatten(0, -2)[None], targets.reshape(1, -1)
         total = named.get("num_items_in_batch")  # of a caller who divides by more than this batch's tokens
         if total is None:
             total = self.share.total if self.share is not None else int((flat != IGNORED).sum())
+        loss = self._sum(inner, named, output, hidden, flat, total, has_auxiliary=True)
+        if self.share is not None:
+            self.share.was_used = True
+        return ModelOutput(loss=loss)
+
+    def _sum(
+        self,
+        inner: Callable[..., Any],
+        named: dict[str, Any],
+        output: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        total: int | Tensor,
+        *,
+        has_auxiliary: bool,
+    ) -> Tensor:
+        """Add up the loss of one row, in chunks of tokens; auxiliary losses belong to the first one."""
         streaming = self._stream_again()
         losses = []
-        for start in range(0, flat.numel(), self.chunk_tokens):
-            stop = start + self.chunk_tokens
+        for start in range(0, targets.numel(), self.chunk_tokens):
+            span = slice(start, start + self.chunk_tokens)
 
-            def run(part: Tensor, targets: Tensor, is_first: bool = start == 0) -> Tensor:
+            def run(part: Tensor, targets: Tensor, is_first: bool = has_auxiliary and start == 0) -> Tensor:
                 with streaming():
                     return self._part(inner, named, output, part, targets, total, is_first=is_first)
 
-            losses.append(
-                checkpoint(run, hidden[start:stop][None], flat[start:stop][None], use_reentrant=False)
-            )
-        if self.share is not None:
-            self.share.was_used = True
-        return ModelOutput(loss=torch.stack(losses).sum())
+            losses.append(checkpoint(run, hidden[:, span], targets[:, span], use_reentrant=False))
+        return torch.stack(losses).sum()
 
     def _part(
         self,
@@ -285,7 +307,7 @@ class Head:
         *,
         is_first: bool,
     ) -> Tensor:
-        """Compute the loss of one chunk; auxiliary losses belong to the first one."""
+        """Compute the loss of one chunk, with auxiliary losses if it is the first one."""
         part = dataclasses.replace(output, last_hidden_state=hidden)
         named = {
             **named,
@@ -342,7 +364,7 @@ class Head:
         return False
 
     def _loss(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.share is not None and self._takes_total:
+        if isinstance(self.share, Share) and self._takes_total:
             logits = kwargs["logits"] if "logits" in kwargs else args[0]
             kwargs.setdefault("num_items_in_batch", _scalar(self.share.total, logits))
             self.share.was_used = True

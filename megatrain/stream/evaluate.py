@@ -1,4 +1,4 @@
-"""Losses of batches without gradients, while the state streams."""
+"""Losses of batches and of their rows, while the state streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain.model.head import Share, count_targets
+from megatrain.model.head import IGNORED, RowSums, Share, count_targets
 
 if TYPE_CHECKING:
     from megatrain.stream.engine import Engine
@@ -26,14 +26,43 @@ def losses(engine: Engine, batches: Iterable[Mapping[str, Any]]) -> Iterator[tup
         batches: Keyword arguments of the model's forward, `labels` included.
     """
     engine.require_attached()
-    model = engine.model
-    # a cache of keys and values would be filled, and nobody would read it
-    caches = "use_cache" in inspect.signature(type(model).forward).parameters
-    options = {"use_cache": False} if caches else {}
+    model, options = engine.model, _options(engine)
     for batch in batches:
         count = count_targets(batch)
         if count == 0:
             continue
         with torch.no_grad(), engine._model_forward.over(Share(count, count)):
-            loss: Tensor = model(**{**batch, **options, "return_dict": True}).loss
+            loss: Tensor = model(**{**batch, **options}).loss
         yield loss, count
+
+
+def row_losses(engine: Engine, batch: Mapping[str, Any]) -> Tensor:
+    """Return the loss of each row, summed over its labelled tokens: minus the log-probability of its answer.
+
+    It has gradients where they are wanted, as in a call of `Engine.run_losses`, and else is for the time
+    between two steps. The head runs row by row, each in chunks of tokens.
+
+    Args:
+        engine: Its model is in the mode that is wanted.
+        batch: Keyword arguments of the model's forward, `labels` included.
+
+    Returns:
+        A 1-dim tensor of fp32.
+    """
+    engine.require_attached()
+    with engine._model_forward.over(RowSums()):
+        output = engine.model(**{**batch, **_options(engine)})
+    if output.loss.ndim == 1:
+        return output.loss.float()
+    logits = output.logits[:, :-1].float()  # of a model whose loss has no parts
+    targets = batch["labels"][:, 1:].to(logits.device)
+    losses = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), targets, reduction="none", ignore_index=IGNORED
+    )
+    return losses.sum(-1)
+
+
+def _options(engine: Engine) -> dict[str, Any]:
+    """Return what is asked of the model beside a batch: no cache, which would be filled and never read."""
+    caches = "use_cache" in inspect.signature(type(engine.model).forward).parameters
+    return {"return_dict": True, **({"use_cache": False} if caches else {})}

@@ -16,11 +16,12 @@ import numpy as np
 
 from megatrain.config import Config
 from megatrain.config.sections.data import SourceConfig
-from megatrain.data.cache import FORMAT, SomeRows, remove_unused
+from megatrain.data.cache import FORMAT, Rows, SomeRows, remove_unused
 from megatrain.data.context import check_seq_len, context_length
 from megatrain.data.example import texts_of
-from megatrain.data.loader import PackedLoader, Rows, epoch_order, in_batches
-from megatrain.data.prepare import NotTextError, Packing, Prepared, find_prepared, prepare_rows
+from megatrain.data.loader import PackedLoader, epoch_order, in_batches
+from megatrain.data.pairs import JudgedRows
+from megatrain.data.prepare import JUDGED_WAYS, NotTextError, Packing, Prepared, find_prepared, prepare_rows
 from megatrain.data.read.content import content_of
 from megatrain.data.read.examples import ExampleStream, read_eval_examples, read_examples
 from megatrain.data.tokenizer import (
@@ -38,6 +39,7 @@ from megatrain.errors import ConfigError, DataError
 from megatrain.model.apart import why_not_apart
 from megatrain.model.weights.skeleton import read_config
 from megatrain.train.evaluate.losses import EvalSet
+from megatrain.train.preference.objective import Preference
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -96,15 +98,17 @@ def make_eval_sets(
         DataError: As of `pack_data`, or nothing is left to train on, or nothing is held out.
         ConfigError: As of `pack_data`.
     """
+    judge = None if config.train.loss == "sft" else Preference(config.preference).evaluate
     sets: dict[str, tuple[Rows, str]] = {}
     if config.data.val_size and prepared.packing == "join":
         sets["val"] = _hold_out(config, prepared)[1], "join"
     pack = _Pack(config, tokenizer, model_config, folder, prepared.day)
     for name, other in _pack_eval(config, pack, prepared).items():
-        sets[name] = other.rows, other.packing
+        sets[name] = _rows_of(other), other.packing
     size = config.train.micro_batch_size
     return [
-        EvalSet(name=name, batches=partial(in_batches, rows, size, way)) for name, (rows, way) in sets.items()
+        EvalSet(name=name, batches=partial(in_batches, rows, size, way), judge=judge, rows=rows)
+        for name, (rows, way) in sets.items()
     ]
 
 
@@ -282,6 +286,7 @@ def make_recipe(config: Config, tokenizer: PreTrainedTokenizerBase) -> EncoderRe
     """
     data = config.data
     return EncoderRecipe(
+        loss=config.train.loss,
         tokenizer=tokenizer,
         template=template_source(data.chat_template, tokenizer),
         train_on=TrainOn.of(data.train_on, reasoning=data.train_on_reasoning),
@@ -291,11 +296,13 @@ def make_recipe(config: Config, tokenizer: PreTrainedTokenizerBase) -> EncoderRe
 
 
 def _ways(config: Config, model_config: PretrainedConfig) -> list[str]:
-    """Return the ways of packing to try: the first is for text only.
+    """Return the ways of packing to try: the first is for text only; judged answers have one of their own.
 
     Raises:
         ConfigError: The way that is asked for is none for this model.
     """
+    if config.train.loss in JUDGED_WAYS:
+        return [config.train.loss]
     reason = why_not_apart(model_config) if config.data.packing in ("auto", "best_fit") else None
     if config.data.packing == "auto":
         return ["join", "best_fit" if reason is None else "pad"]
@@ -307,9 +314,13 @@ def _ways(config: Config, model_config: PretrainedConfig) -> list[str]:
     return [config.data.packing]
 
 
+def _rows_of(prepared: Prepared) -> Rows:
+    return JudgedRows(prepared.rows, prepared.fingerprint) if prepared.is_judged else prepared.rows
+
+
 def make_loader(config: Config, prepared: Prepared) -> PackedLoader:
     """Return the micro-batches of a run, in its order; what is held out is not among them."""
-    rows: Rows = prepared.rows
+    rows = _rows_of(prepared)
     name = prepared.fingerprint
     if config.data.val_size and prepared.packing == "join":
         rows = _hold_out(config, prepared)[0]

@@ -54,7 +54,7 @@ def train_step(run: Run) -> StepMetrics:
     seeds = run.micro_batch_seeds()
 
     callbacks.call("on_step_begin")
-    loss = run.engine.forward_backward(micro_batches, seeds=seeds)
+    loss, shown = run.forward_backward(micro_batches, seeds)
     callbacks.call("on_pre_optimizer_step")
     lr = float(run.optimizer.param_groups[0]["lr"])  # the schedule's, unless a callback has changed it
     # With `warn`, the loss is looked at behind the step: until then the device is still at work.
@@ -98,6 +98,7 @@ def train_step(run: Run) -> StepMetrics:
         tokens_per_s=num_tokens / seconds,
         seconds=seconds,
         skipped=is_skipped,
+        shown=shown,
         spike_above=highest,
         host_bytes=run.engine.host_bytes,
         device_bytes=run.engine.device_bytes_peak,
@@ -182,6 +183,7 @@ def train(
             measure=measure,
             counts=counts,
             prepared=prepared,
+            references=Path(config.data.cache or prepared or directory.path / "reference"),
             show=_log.info,
             callbacks=members,
             progress=progress,
@@ -283,7 +285,7 @@ def _evaluate(run: Run) -> bool:
     """Evaluate, and tell everyone; returns whether the model is the best so far."""
     outcome = run.evaluator.evaluate(run.engine, run.tokenizer, run.step)
     for one in outcome.evaluations:
-        run.tell("evaluation", name=one.name, loss=one.loss, perplexity=one.perplexity, tokens=one.tokens)
+        run.tell("evaluation", name=one.name, **one.numbers)
     for prompt, text in outcome.texts:
         run.tell("sample", prompt=prompt, text=text)
     standing = run.evaluator.standing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import warnings
@@ -17,6 +18,7 @@ from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.config import Config
 from megatrain.config.sections.log import Event
 from megatrain.data.loader import PackedLoader
+from megatrain.data.pairs import JudgedRows, NoReference
 from megatrain.data.tokens.template import template_source
 from megatrain.errors import ConfigError
 from megatrain.hardware import measure_matmul_peak
@@ -27,24 +29,26 @@ from megatrain.model.liger import apply_liger, uses_liger
 from megatrain.model.weights.skeleton import read_config
 from megatrain.optim.threads import update_threads, worker_threads
 from megatrain.store.drives.record import CommitRecord
-from megatrain.stream.attach import attach
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
-from megatrain.stream.load import load
 from megatrain.stream.machine import Measure
 from megatrain.stream.optimizer import StreamedAdamW
 from megatrain.train.adapters import base_of, check_base, write_adapter
 from megatrain.train.callbacks.calls import Callbacks
+from megatrain.train.engine import engine_of_base, make_engine, untouched
 from megatrain.train.evaluate.evaluator import Evaluator
 from megatrain.train.inputs import choose_tokenizer, make_eval_sets, make_loader, pack_data
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.plan_run import Planned
+from megatrain.train.preference.objective import Preference
+from megatrain.train.preference.reference import Reference
 from megatrain.train.records.events import EventLog
 from megatrain.train.resume.changes import report_changes
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
-from megatrain.train.resume.state_commits import encode_buffers, laid_out_as, restore_buffers, tiers_of
+from megatrain.train.resume.state_commits import encode_buffers, laid_out_as, tiers_of
+from megatrain.train.schedule import make_schedule
 from megatrain.train.screen.start import start_lines
 from megatrain.train.seeds import micro_batch_seed
 from megatrain.train.spikes import Spikes
@@ -88,6 +92,8 @@ class Run:
     """None: nothing is recorded, as in a dry run."""
     base: str | None = None
     """Fingerprint of the model that has adapters; None: the run trains the model itself."""
+    reference: str | None = None
+    """Fingerprint of the model that answers are compared with; None: there is none."""
 
     def tell(self, event: Event, **values: Any) -> None:
         """Record what happened after the steps so far, with what is known of it: plain values."""
@@ -122,7 +128,7 @@ class Run:
             "losses": self.spikes.state(),
             "callbacks": self.callbacks.saved_state(),
             "config": self.config.model_dump(mode="json"),
-        } | ({} if self.base is None else {"base": self.base})
+        } | {name: value for name in ("base", "reference") if (value := getattr(self, name)) is not None}
 
     def _counts(self) -> dict[str, Any]:
         return {"updates": compact_counts(self.optimizer.steps)}
@@ -169,6 +175,14 @@ class Run:
             for _ in range(int(meta["schedule"]["last_epoch"])):
                 self.scheduler.step()
 
+    def forward_backward(
+        self, micro_batches: Sequence[Mapping[str, Any]], seeds: Sequence[int]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Run a step up to its update; return its loss, and what else that loss has to say."""
+        if self.config.train.loss == "sft":
+            return self.engine.forward_backward(micro_batches, seeds=seeds), {}
+        return Preference(self.config.preference).forward_backward(self.engine, micro_batches, seeds)
+
     def micro_batch_seeds(self) -> list[int]:
         """Return one seed of dropout per micro-batch of the next step, from the run's seed and the step."""
         seed, count = self.config.train.seed, self.config.train.grad_accumulation
@@ -184,6 +198,7 @@ def prepare(
     measure: Measure | None = None,
     counts: Path | None = None,
     prepared: Path | None = None,
+    references: Path | None = None,
     show: Callable[[str], object] = _log.debug,
     callbacks: Sequence[TrainerCallback] = (),
     progress: Callable[[str], object] = _log.debug,
@@ -200,6 +215,8 @@ def prepare(
         measure: As in `machine_for`.
         counts: A folder in which counts of models are kept, as in `plan_run`.
         prepared: A folder in which prepared data is kept; None: nowhere but in `data.cache`.
+        references: A folder in which log-probabilities of reference models are kept; None: answers are
+            compared with nothing, where only times are measured.
         show: Is given the lines of `start_lines`, before memory is taken.
         callbacks: Of transformers' Trainer, called by the run.
         progress: Is told what takes time, before it begins.
@@ -209,7 +226,6 @@ def prepare(
         fit.
     """
     asked, config = config, laid_out_as(committed, config)
-    memory = config.memory
     device = compute_device(config.train.device)
     if config.train.deterministic:
         set_environment(device)  # before the first product: `_measure_peak`
@@ -257,39 +273,27 @@ def prepare(
         now=datetime.now(),
     ):
         show(line)
+    reference = _reference(config, loader, evaluator, references)
+    if reference is not None and earlier is not None:
+        reference.check(earlier)
     progress("loading the model")
     choice = config.choice if planned is None else planned.plan.choice
-    tiers = tiers_of(config, choice, resumes=committed is not None)
-    settings: dict[str, Any] = {
-        "precision": config.train.precision,
-        "batch": config.batch,
-        "optimizer_state": config.optim.state,
-        "host_limit": memory.host_budget,
-        "tiers": tiers,
-    }
     is_random = checkpoint is None and config.model.init == "random"
-    model = load(
-        None if is_random else source,
+    vocab_size = model_config.get_text_config().vocab_size if config.model.new_tokens else None
+    if reference is not None and earlier is not None and not reference.is_kept:
+        progress("computing the reference with the model that the run began with")
+        reference.fill(lambda: engine_of_base(config, choice, vocab_size))
+        gc.collect()  # its memory is the run's now
+    engine = make_engine(
+        config,
         choice,
-        config=model_config if is_random else None,
-        seed=config.train.seed,
-        attn_implementation=config.model.attn_implementation,
-        adaptation=config.adaptation,
+        model_config if is_random else source,
         adapter=None if base is None else checkpoint,
-        vocab_size=model_config.get_text_config().vocab_size if config.model.new_tokens else None,
-        **settings,
+        committed=committed,
+        vocab_size=vocab_size,
     )
-    if committed is not None:
-        restore_buffers(model, committed.meta["buffers"])
-    engine = attach(
-        model.train(),
-        choice,
-        device=config.train.device,
-        compile=config.train.compile,
-        deterministic=config.train.deterministic,
-        device_limit=memory.device_budget,
-        **settings,
-    )
+    if reference is not None:
+        reference.fill(lambda: untouched(engine))
     _log.debug(
         "%s; compiled: %s; optimizer state: %s",
         engine.choice.describe(),
@@ -305,7 +309,7 @@ def prepare(
         no_decay=config.optim.no_decay,
         seed=config.train.seed,
     )
-    scheduler = _scheduler(config, optimizer, num_steps)
+    scheduler = make_schedule(config, optimizer, num_steps)
     run = Run(
         config=asked,
         engine=engine,
@@ -323,13 +327,14 @@ def prepare(
             num_steps=num_steps,
             steps_per_epoch=loader.steps_per_epoch,
             objects={
-                "model": model,
+                "model": engine.model,
                 "processing_class": tokenizer,
                 "optimizer": optimizer,
                 "lr_scheduler": scheduler,
             },
         ),
         base=base,
+        reference=None if reference is None else reference.model,
     )
     if planned is not None and not planned.request.spec.is_cpu and not config.train.reproducible:
         run.elastic = Elastic(engine, planned.request, planned.plan)
@@ -341,6 +346,18 @@ def prepare(
         report_changes(config, meta)
         run.restore(checkpoint, meta)
     return run
+
+
+def _reference(
+    config: Config, loader: PackedLoader, evaluator: Evaluator, folder: Path | None
+) -> Reference | None:
+    """Return what the rows of a run are compared with; None: nothing, or nothing that matters."""
+    rows = [some for some in (loader.rows, *evaluator.rows) if isinstance(some, JudgedRows)]
+    if rows and folder is not None:
+        return Reference(config, rows, folder)
+    for some in rows:
+        some.reference = NoReference(len(some))
+    return None
 
 
 def _make_care(config: Config) -> Care:
@@ -368,25 +385,3 @@ def _measure_peak(config: Config) -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.precision]
     peak = measure_matmul_peak(device, dtype)
     _log.debug("matrix products: %.4g TFLOP/s in %s on %s, measured", peak / 1e12, dtype, device)
-
-
-def _scheduler(
-    config: Config, optimizer: StreamedAdamW, num_steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
-    from transformers import get_scheduler
-
-    optim = config.optim
-    warmup = optim.warmup_steps
-    try:
-        scheduler: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
-            optim.schedule,
-            optimizer,
-            num_warmup_steps=warmup if isinstance(warmup, int) else math.ceil(warmup * num_steps),
-            num_training_steps=num_steps,
-            scheduler_specific_kwargs=dict(optim.schedule_args) or None,
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"optim.schedule {optim.schedule} does not take {optim.schedule_args} (schedule_args): {error}"
-        ) from error
-    return scheduler

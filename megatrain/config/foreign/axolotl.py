@@ -15,9 +15,10 @@ from megatrain.config.foreign.translation import (
     common,
     lora_modules,
     optimizer,
-    refuse_method,
+    preference,
     schedule,
 )
+from megatrain.errors import ConfigError
 
 _REASONS = {
     "model_type": "the class is the one that config.json names",
@@ -75,6 +76,16 @@ _COLUMNS = {
     "field_tools": "tools",
     "field": "text",
 }
+_METHODS = {
+    "dpo": {"rl_beta": "beta", "dpo_label_smoothing": "label_smoothing"},
+    "ipo": {"rl_beta": "beta"},
+    "kto": {
+        "rl_beta": "beta",
+        "kto_desirable_weight": "desirable_weight",
+        "kto_undesirable_weight": "undesirable_weight",
+    },
+}
+"""Settings of their losses of judged answers."""
 _TAGS = {"role": "role_tag", "content": "content_tag"}
 
 
@@ -82,11 +93,15 @@ def translate(t: Translation) -> None:
     """Translate a file of axolotl.
 
     Raises:
-        ConfigError: Preference training.
+        ConfigError: Preference training by another loss than those that are there.
     """
     method = t.take("rl")
     if method is not None:
-        refuse_method("rl", method)
+        if method not in _METHODS:
+            raise ConfigError(f"rl is {method}; megatrain has {', '.join(_METHODS)}")
+        preference(t, "kto" if method == "kto" else "dpo", _METHODS[method])
+        if method == "ipo":
+            t.set("preference.loss_type", "ipo")
     t.rename(
         {
             "base_model": "model.path",
@@ -99,7 +114,10 @@ def translate(t: Translation) -> None:
         }
     )
     t.set("data.seq_len", t.take("sequence_len", 512))
-    t.set("data.packing", "best_fit" if t.take("sample_packing") else "pad")
+    packs = t.take("sample_packing")
+    if packs and method is not None:
+        t.leave_out("sample_packing", packs, "each answer has a sequence of its own")
+    t.set("data.packing", "best_fit" if packs and method is None else "pad")
     if t.take("shuffle_merged_datasets") is False:
         t.set("data.shuffle", False)
     for key, name in (

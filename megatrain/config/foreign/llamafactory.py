@@ -15,7 +15,7 @@ from megatrain.config.foreign.translation import (
     common,
     lora_modules,
     optimizer,
-    refuse_method,
+    preference,
     schedule,
 )
 from megatrain.errors import ConfigError
@@ -55,8 +55,20 @@ _REASONS = {
     "loraplus_lr_ratio": "all adapter matrices have one learning rate",
     "neftune_noise_alpha": "no noise is added to embeddings",
     "resize_vocab": "embeddings are resized where model.new_tokens need it",
+    "ref_model": "the reference is the model before the first step",
+    "pref_ftx": "no loss of plain fine-tuning is added",
     "rope_scaling": "a model's positions are as its config.json says",
 }
+_PAIR_LOSSES = ("sigmoid", "hinge", "ipo")
+_OF_LOSS = {
+    "dpo": {"pref_beta": "beta", "pref_loss": "loss_type", "dpo_label_smoothing": "label_smoothing"},
+    "kto": {
+        "pref_beta": "beta",
+        "kto_chosen_weight": "desirable_weight",
+        "kto_rejected_weight": "undesirable_weight",
+    },
+}
+"""Settings of their losses of judged answers."""
 _ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager"}
 
 
@@ -94,7 +106,8 @@ def translate(t: Translation) -> None:
         )
     if t.take("enable_liger_kernel"):
         t.set("model.kernels", "liger")
-    _data(t, _stage(t))
+    stage = _stage(t)
+    _data(t, stage)
     _adapters(t)
     schedule(t, "lr_scheduler_type")
     optimizer(t, "optim")
@@ -105,10 +118,13 @@ def translate(t: Translation) -> None:
 
 def _stage(t: Translation) -> str:
     stage = str(t.take("stage", "sft"))
-    if stage in ("dpo", "kto"):
-        refuse_method("stage", stage)
-    if stage not in ("pt", "sft"):
-        raise ConfigError(f"stage is {stage}; megatrain trains pt and sft files, and dpo and kto in Python")
+    if stage not in ("pt", "sft", *_OF_LOSS):
+        raise ConfigError(f"stage is {stage}; megatrain trains pt, sft, dpo and kto files")
+    if stage in _OF_LOSS:
+        kind = t.theirs.get("pref_loss", "sigmoid") if stage == "dpo" else "sigmoid"
+        if kind not in _PAIR_LOSSES:
+            raise ConfigError(f"pref_loss is {kind}; megatrain has {', '.join(_PAIR_LOSSES)}")
+        preference(t, stage, _OF_LOSS[stage])
     return stage
 
 
@@ -136,6 +152,10 @@ def _data(t: Translation, stage: str) -> None:
         t.set("data.train_on", "all")
     elif t.take("mask_history"):
         t.set("data.train_on", "last")
+    if stage in _OF_LOSS:
+        for key in ("packing", "neat_packing"):
+            t.leave_out(key, t.take(key), "each answer has a sequence of its own")
+        return
     neat, packs = t.take("neat_packing"), t.take("packing", stage == "pt")
     t.set("data.packing", "best_fit" if neat or (packs and stage == "sft") else "join" if packs else "pad")
     if packs and not neat and stage == "sft":

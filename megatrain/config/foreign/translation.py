@@ -9,15 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatrain.errors import ConfigError
-
 _NOTHING: tuple[Any, ...] = (None, False, "", "none", "no")
 """Values with which a key asks for nothing."""
-
-PREFERENCES = (
-    "{key} is {value}: preference losses are no setting here but classes of Python, "
-    "megatrain.hf.StreamingDPOTrainer for DPO; see docs/recipes.md"
-)
 
 
 @dataclass
@@ -177,10 +170,16 @@ def lora_modules(value: Any) -> list[str]:
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
 
 
-def refuse_method(key: str, value: Any) -> None:
-    """Refuse a method of training that is none of a run here.
+def preference(t: Translation, loss: str, keys: Mapping[str, str]) -> None:
+    """Translate the loss of judged answers.
 
-    Raises:
-        ConfigError: Always.
+    Args:
+        t: The file.
+        loss: `dpo` or `kto`.
+        keys: Names of theirs for settings of `preference`, without that word.
     """
-    raise ConfigError(PREFERENCES.format(key=key, value=value))
+    t.set("train.loss", loss)
+    for key, name in keys.items():
+        value = t.take(key)
+        if value not in _NOTHING:
+            t.set(f"preference.{name}", value)

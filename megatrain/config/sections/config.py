@@ -24,6 +24,7 @@ from megatrain.config.sections.data import DataConfig
 from megatrain.config.sections.eval import EvalConfig, eval_conflicts
 from megatrain.config.sections.log import LogConfig
 from megatrain.config.sections.lora import LoraConfig
+from megatrain.config.sections.preference import Loss, PreferenceConfig
 from megatrain.config.sections.section import Section
 from megatrain.config.types import (
     Betas,
@@ -68,12 +69,16 @@ class ModelConfig(Section):
 class TrainConfig(Section):
     """The step, and how many of them."""
 
+    loss: Loss = "sft"
+    """What is learnt: to give the texts and answers of the data (`sft`), to prefer the better of two answers
+    (`dpo`), or to tell good answers from bad ones (`kto`); see `preference`."""
     steps: Count | None = None
     """Optimizer steps. null = `train.epochs`."""
     epochs: Rate | None = None
     """Passes over the data, such as 3 or 0.5, in place of `train.steps`. null = 1."""
     micro_batch_size: Count = 1
-    """Sequences in one forward and backward."""
+    """Sequences in one forward and backward; with `train.loss` `dpo` or `kto` pairs or answers, of two
+    sequences each."""
     grad_accumulation: Count = 1
     """Micro-batches per optimizer step."""
     seed: Seed = 0
@@ -255,6 +260,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = TrainConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     lora: LoraConfig = LoraConfig()
     optim: OptimConfig = OptimConfig()
     memory: MemoryConfig = MemoryConfig()
@@ -285,10 +291,12 @@ class Config(Section):
     @property
     def batch(self) -> StepBatch:
         """What a step trains on."""
+        rows_each = 1 if self.train.loss == "sft" else 2
         return StepBatch(
-            micro_batch_size=self.train.micro_batch_size,
+            micro_batch_size=self.train.micro_batch_size * rows_each,
             seq_len=self.data.seq_len,
             num_micro_batches=self.train.grad_accumulation,
+            rows_each=rows_each,
         )
 
     @property
@@ -299,7 +307,7 @@ class Config(Section):
     @property
     def sequences_per_step(self) -> int:
         """Sequences in one optimizer step."""
-        return self.train.micro_batch_size * self.train.grad_accumulation
+        return self.batch.micro_batch_size * self.train.grad_accumulation
 
     @property
     def tokens_per_step(self) -> int:
@@ -316,6 +324,9 @@ def conflicts(config: Config) -> list[str]:
     train, optim, memory = config.train, config.optim, config.memory
     is_random = config.model.init == "random"
     problems = [*config.lora.problems(freezes=bool(train.freeze or train.only), is_random=is_random)]
+    problems += config.preference.problems(
+        train.loss, is_random=is_random, packing=config.data.packing, too_long=config.data.too_long
+    )
     problems += eval_conflicts(config.eval, has_data=config.data.val_size > 0 or bool(config.data.eval_path))
     if config.data.val_size > 1 and config.data.val_size % 1:
         problems.append(

@@ -19,7 +19,9 @@ from megatrain.data.example import (
     PreferenceExample,
     TextExample,
     TokensExample,
+    Turns,
 )
+from megatrain.data.pairs import Judged
 from megatrain.data.tokens.rendering import RenderError, Span
 from megatrain.data.tokens.template import ChatTemplate, TrainOn
 from megatrain.data.words import IDS, TRAINED, Words, join_words
@@ -59,6 +61,9 @@ class EncoderRecipe:
         """Whether the template may ask for the time."""
         return "strftime_now" in str(self.template)
 
+    loss: str = "sft"
+    """`dpo` and `kto` take judged answers, and nothing else does."""
+
     def make(self) -> Encoder:
         """Compile the template and return the encoder.
 
@@ -67,7 +72,7 @@ class EncoderRecipe:
         """
         names = dict(self.tokenizer.special_tokens_map)
         template = None if self.template is None else ChatTemplate(self.template, names, self.day)
-        return Encoder(self.tokenizer, template, train_on=self.train_on, end_id=self.end_id)
+        return Encoder(self.tokenizer, template, train_on=self.train_on, end_id=self.end_id, loss=self.loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ class Encoder:
         *,
         train_on: TrainOn,
         end_id: int,
+        loss: str = "sft",
     ) -> None:
         """Take what examples are encoded with.
 
@@ -98,7 +104,9 @@ class Encoder:
             template: Of chats; None: there is none.
             train_on: Which part of a chat or a completion.
             end_id: Of the token that ends a document.
+            loss: Which examples are taken.
         """
+        self._loss = loss
         self._tokenizer = tokenizer
         self._template = template
         self._train_on = train_on
@@ -109,8 +117,10 @@ class Encoder:
 
         Raises:
             ConfigError: A chat, and no template; or a tokenizer without offsets.
-            DataError: Pairs of answers, which are not trained on as text.
+            DataError: Examples that the loss does not take.
         """
+        for example in examples:
+            self._check_kind(example)
         results: list[Words | Refused | None] = [None] * len(examples)
         texts: dict[int, _Text] = {}
         for number, example in enumerate(examples):
@@ -126,6 +136,11 @@ class Encoder:
             for number, words in zip(some, self._tokenise(list(some.values()), is_rendered), strict=True):
                 results[number] = words
         return [result for result in results if result is not None]
+
+    @property
+    def takes_judged(self) -> bool:
+        """Whether `encode_judged` is for its examples, and not `encode`."""
+        return self._loss != "sft"
 
     def untrained_end(self) -> str | None:
         """Say which token ends an assistant's turn and is not trained on; None: it is, or there is no chat.
@@ -153,23 +168,21 @@ class Encoder:
             )
         return None
 
-    def encode_pair(self, example: PreferenceExample | KtoExample) -> dict[str, list[int]]:
-        """Return the ids of a prompt and of each answer to it, as losses over pairs take them.
-
-        Returns:
-            `prompt_ids`, and `chosen_ids` and `rejected_ids` or `completion_ids`, ended by the template or by
-            the token that ends a document.
+    def encode_pair(self, example: PreferenceExample | KtoExample) -> Judged:
+        """Return a prompt and the answers to it, ended by the template or by the token that ends a document.
 
         Raises:
             ConfigError: A chat, and no template.
             DataError: The template refuses it, or the prompt reads otherwise before another answer.
         """
+        answers: tuple[Turns, ...]
         if isinstance(example, KtoExample):
-            answers = {"completion_ids": example.completion}
+            answers, is_good = (example.completion,), example.is_good
         else:
-            answers = {"chosen_ids": example.chosen, "rejected_ids": example.rejected}
-        found: dict[str, list[int]] = {}
-        for name, answer in answers.items():
+            answers, is_good = (example.chosen, example.rejected), False
+        found: list[list[int]] = []
+        asked: list[int] | None = None
+        for answer in answers:
             try:
                 text = self._answer(example.prompt, answer, example.tools)
             except RenderError as error:
@@ -177,12 +190,51 @@ class Encoder:
             (words,) = self._tokenise([text], text.is_rendered)
             first = int(np.argmax(words & TRAINED != 0)) if (words & TRAINED).any() else len(words)
             prompt, ids = (words[:first] & IDS).tolist(), (words[first:] & IDS).tolist()
-            if found.get("prompt_ids", prompt) != prompt:
+            if asked not in (None, prompt):
                 raise DataError(
                     f"{example.source}: the prompt is tokenised otherwise before the other answer"
                 )
-            found |= {"prompt_ids": prompt, name: ids}
-        return found
+            asked = prompt
+            found.append(ids)
+        return Judged(asked or [], tuple(found), is_good)
+
+    def encode_judged(self, examples: Sequence[Example]) -> list[Judged | Refused]:
+        """Return each example's prompt and answers, or why there are none.
+
+        Raises:
+            ConfigError: A chat, and no template; or a tokenizer without offsets.
+            DataError: Examples that the loss does not take.
+        """
+        results: list[Judged | Refused] = []
+        for example in examples:
+            self._check_kind(example)
+            assert isinstance(example, (PreferenceExample, KtoExample))
+            try:
+                results.append(self.encode_pair(example))
+            except DataError as error:
+                results.append(Refused(str(error).removeprefix(f"{example.source}: ")))
+        return results
+
+    def _check_kind(self, example: Example) -> None:
+        """Refuse an example that the loss does not take.
+
+        Raises:
+            DataError: It is one.
+        """
+        kinds = {PreferenceExample: "dpo", KtoExample: "kto"}
+        wanted = kinds.get(type(example), "sft")
+        if wanted == self._loss:
+            return
+        held = {
+            "dpo": "preference pairs",
+            "kto": "answers marked good or bad (KTO)",
+            "sft": "texts or answers that nobody has judged",
+        }
+        why = ", which would train on all of them as if they were good" if self._loss == "sft" else ""
+        raise DataError(
+            f"{example.source}: the data holds {held[wanted]}, but train.loss is {self._loss}{why}; use "
+            f"train.loss={wanted}"
+        )
 
     # -- text ------------------------------------------------------------------------------------------------
 
@@ -196,15 +248,7 @@ class Encoder:
         if isinstance(example, ChatExample):
             text, spans = self._require_template().spans(example.messages, example.tools, self._train_on)
             return _Text(text, spans, True)
-        kind = (
-            "preference pairs"
-            if isinstance(example, PreferenceExample)
-            else "answers marked good or bad (KTO)"
-        )
-        raise DataError(
-            f"{example.source}: the data holds {kind}, which plain fine-tuning would train on as if all were "
-            "good; use them with TRL's DPO or KTO trainer, or keep the good answers as prompt and completion"
-        )
+        raise AssertionError(f"{type(example).__name__} has no one text")
 
     def _answer(
         self,

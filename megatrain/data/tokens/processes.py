@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from megatrain.data.example import Example, TextExample
+from megatrain.data.pairs import Judged
 from megatrain.data.tokens.encode import Encoder, EncoderRecipe, Refused
 from megatrain.data.words import Words
 from megatrain.errors import ConfigError
@@ -23,11 +24,11 @@ _EXAMPLES_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 1 << 20
 
 def encode_all(
     examples: Iterable[Example], recipe: EncoderRecipe, workers: int
-) -> Iterator[tuple[Example, Words | Refused]]:
-    """Yield each example with its words, in order.
+) -> Iterator[tuple[Example, Words | Judged | Refused]]:
+    """Yield each example with its words or its judged answers, in order.
 
     Args:
-        examples: To encode.
+        examples: Of one kind, which the recipe's loss takes.
         recipe: Of the encoder.
         workers: Processes that encode; with 1, this one.
 
@@ -39,13 +40,13 @@ def encode_all(
     if workers == 1:
         encoder = recipe.make()
         for chunk in chunks:
-            yield from zip(chunk, encoder.encode(chunk), strict=True)
+            yield from zip(chunk, _encode_with(encoder, chunk), strict=True)
         return
     # spawn, since torch's threads do not survive a fork
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(workers, context, _begin_worker, (recipe,)) as pool:
-            waiting: deque[tuple[Sequence[Example], Future[list[Words | Refused]]]] = deque()
+            waiting: deque[tuple[Sequence[Example], Future[list[Words | Judged | Refused]]]] = deque()
             for chunk in chunks:
                 with _no_script():
                     waiting.append((chunk, pool.submit(_encode, chunk)))
@@ -104,6 +105,10 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _encode(examples: Sequence[Example]) -> list[Words | Refused]:
+def _encode(examples: Sequence[Example]) -> list[Words | Judged | Refused]:
     assert _encoder is not None
-    return _encoder.encode(examples)
+    return _encode_with(_encoder, examples)
+
+
+def _encode_with(encoder: Encoder, examples: Sequence[Example]) -> list[Words | Judged | Refused]:
+    return [*(encoder.encode_judged if encoder.takes_judged else encoder.encode)(examples)]

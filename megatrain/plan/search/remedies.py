@@ -80,13 +80,13 @@ def _settings(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Rem
     yield from _limits(request)
     yield from _freed(request)
     batch, anatomy = request.batch, request.anatomy
-    rows = batch.micro_batch_size
+    rows = batch.micro_batch_size // batch.rows_each
     if rows > 1 and _is_short_of_passing_memory(request):
         count = batch.num_micro_batches * rows
-        fewer = replace(batch, micro_batch_size=1, num_micro_batches=count)
+        fewer = replace(batch, micro_batch_size=batch.rows_each, num_micro_batches=count)
         yield Remedy(
             f"train.micro_batch_size=1 train.grad_accumulation={count}",
-            replace(request, anatomy=recount(micro_batch_size=1), batch=fewer),
+            replace(request, anatomy=recount(micro_batch_size=batch.rows_each), batch=fewer),
         )
     if anatomy.precision == "fp32":
         yield Remedy("train.precision=bf16", replace(request, anatomy=recount(precision="bf16")))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.adapted_parameters import ATTRIBUTE, adapters_of_parameters
-from megatrain.model.head import Head, Share, count_targets
+from megatrain.model.head import Head, RowSums, Share, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
@@ -255,11 +255,11 @@ class ModelForward:
         finally:
             self._head.only_loss = False
 
-    def over(self, share: Share) -> AbstractContextManager[object]:
-        """Average the loss of the coming pass as a micro-batch of the engine's own: its head is in chunks."""
+    def over(self, share: Share | RowSums) -> AbstractContextManager[object]:
+        """Take the loss of the coming pass as `share` says: its head is in chunks."""
         return self._head.over(share)
 
-    def put_away(self) -> tuple[Pass | None, Share | None, _Turn | None]:
+    def put_away(self) -> tuple[Pass | None, Share | RowSums | None, _Turn | None]:
         """Take out what belongs to the running micro-batch: others run until `put_back`."""
         kept = self._pass, self._head.share, self._turn
         if self._pass is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain.config.sections.eval import EvalConfig
+from megatrain.data.cache import Rows
 from megatrain.errors import ConfigError
 from megatrain.stream.engine import Engine
 from megatrain.train.evaluate.losses import EvalSet, Evaluation, evaluate, undisturbed
@@ -36,8 +37,8 @@ class Outcome:
         found: dict[str, float] = {}
         for one in self.evaluations:
             name = "eval" if len(self.evaluations) == 1 else f"eval_{one.name}"
-            found |= {f"{name}_loss": one.loss, f"{name}_perplexity": one.perplexity}
-            found |= {f"{name}_tokens": one.tokens, f"{name}_runtime": one.seconds}
+            found |= {f"{name}_{key}": value for key, value in one.numbers.items()}
+            found[f"{name}_runtime"] = one.seconds
         return found
 
 
@@ -67,6 +68,11 @@ class Evaluator:
             raise ConfigError(f"eval.metric is {settings.metric}; the eval sets are {', '.join(names)}")
         self._deciding = settings.metric or (names[0] if names else None)
         self.standing = Standing()
+
+    @property
+    def rows(self) -> list[Rows]:
+        """What the sets are made of."""
+        return [one.rows for one in self._sets if one.rows is not None]
 
     def is_due(self, step: int) -> bool:
         """Say whether to evaluate after `step`."""
@@ -131,14 +137,6 @@ class Evaluator:
     def _say(self, outcome: Outcome) -> None:
         for one in outcome.evaluations:
             best = ", the best so far" if outcome.is_best and one.name == self._deciding else ""
-            _log.info(
-                "evaluation after step %d on %s: loss %.4f, perplexity %.4g, %s tokens%s",
-                outcome.step,
-                one.name,
-                one.loss,
-                one.perplexity,
-                f"{one.tokens:,}",
-                best,
-            )
+            _log.info("evaluation after step %d on %s: %s%s", outcome.step, one.name, one.describe(), best)
         for _, text in outcome.texts:
             _log.info("sample after step %d: %s", outcome.step, text)

@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
+from megatrain.data.cache import Rows
 from megatrain.errors import DataError
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import losses
@@ -25,6 +26,10 @@ class EvalSet:
     name: str
     batches: Callable[[], Iterable[Mapping[str, Any]]]
     """Begins a new pass over the micro-batches: `input_ids`, `labels` and what else the model takes."""
+    judge: Judge | None = None
+    """Evaluates it by another loss than the model's own."""
+    rows: Rows | None = None
+    """What its batches are made of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +38,20 @@ class Evaluation:
 
     name: str
     loss: float
-    """Mean over all tokens of the set, each of the same weight."""
-    tokens: int
-    """Tokens with a label."""
+    """Mean over all that was counted, each of the same weight."""
+    count: int
+    """Tokens with a label; rows of judged answers."""
     seconds: float
+    unit: str = "tokens"
+    """What was counted: `tokens` or `rows`."""
+    shown: Mapping[str, float] = field(default_factory=dict)
+    """What else was seen, by name."""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Return what it has shown by name: `loss`, of tokens `perplexity`, and what was counted."""
+        found = {"loss": self.loss, **self.shown, self.unit: self.count}
+        return found | ({"perplexity": self.perplexity} if self.unit == "tokens" else {})
 
     @property
     def perplexity(self) -> float:
@@ -45,6 +60,17 @@ class Evaluation:
             return math.exp(self.loss)
         except OverflowError:
             return math.inf
+
+    def describe(self) -> str:
+        """Return it in a few words."""
+        others = [
+            f"{name} {value:.4g}" for name, value in self.numbers.items() if name not in ("loss", self.unit)
+        ]
+        return ", ".join([f"loss {self.loss:.4f}", *others, f"{self.count:,} {self.unit}"])
+
+
+Judge = Callable[[Engine, str, Iterable[Mapping[str, Any]]], Evaluation]
+"""Evaluates batches of a set of that name."""
 
 
 def evaluate(engine: Engine, sets: Sequence[EvalSet], *, most_batches: int | None) -> list[Evaluation]:
@@ -63,6 +89,8 @@ def evaluate(engine: Engine, sets: Sequence[EvalSet], *, most_batches: int | Non
 
 
 def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None) -> Evaluation:
+    if one.judge is not None:
+        return one.judge(engine, one.name, islice(one.batches(), most_batches))
     began_s = time.perf_counter()
     parts: list[torch.Tensor] = []
     tokens = 0
@@ -72,7 +100,7 @@ def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None) -> Evaluat
     if tokens == 0:
         raise DataError(f"the eval set {one.name} has no token with a label; leave it out, or check its data")
     mean = float(torch.stack(parts).sum()) / tokens
-    return Evaluation(name=one.name, loss=mean, tokens=tokens, seconds=time.perf_counter() - began_s)
+    return Evaluation(name=one.name, loss=mean, count=tokens, seconds=time.perf_counter() - began_s)
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def shape_of(
     """Return what a count depends on beside the model: the arguments of `count_anatomy`."""
     is_packed = (packing or config.data.packing) == "best_fit"
     return {
-        "micro_batch_size": config.train.micro_batch_size,
+        "micro_batch_size": config.batch.micro_batch_size,
         "seq_len": config.data.seq_len,
         "precision": config.train.precision,
         "attn_implementation": config.model.attn_implementation,

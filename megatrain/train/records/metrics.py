@@ -46,6 +46,8 @@ class StepMetrics:
     """Those of them that were trained on: with a label."""
     skipped: bool = False
     """The gradient was not finite, or the loss jumped, and nothing was updated."""
+    shown: Mapping[str, float] = field(default_factory=dict)
+    """What else the loss has to say, each under its own name in a row, such as `rewards/margins`."""
     spike_above: float | None = None
     """The loss jumped: the highest that were no jump. In a row only then."""
     host_bytes: int = 0
@@ -85,7 +87,7 @@ class StepMetrics:
         numbers = {"loss": self.loss, "learning_rate": self.lr, "tokens_per_s": self.tokens_per_s}
         if self.grad_norm is not None:
             numbers["grad_norm"] = self.grad_norm
-        return numbers
+        return numbers | dict(self.shown)
 
 
 _ONLY_WHERE_KNOWN = {
@@ -136,8 +138,9 @@ class MetricsLog(JsonLines):
             {
                 name: value
                 for name, value in asdict(row).items()
-                if value is not None or name not in _ONLY_WHERE_KNOWN
+                if name != "shown" and (value is not None or name not in _ONLY_WHERE_KNOWN)
             }
+            | dict(row.shown)
         )
 
 

@@ -112,7 +112,9 @@ def _make_bar(stream: TextIO) -> RichProgress:
 def describe_step(row: StepMetrics, *, eta_s: float | None) -> str:
     """Return a step as one line, without its number."""
     norm = "-" if row.grad_norm is None else f"{row.grad_norm:.3g}"
-    parts = [f"loss {row.loss:.4f}", f"norm {norm}", f"lr {row.lr:.3g}", f"{row.tokens_per_s:,.0f} tokens/s"]
+    parts = [f"loss {row.loss:.4f}", f"norm {norm}", f"lr {row.lr:.3g}"]
+    parts += [f"{name} {value:.4g}" for name, value in row.shown.items()]
+    parts.append(f"{row.tokens_per_s:,.0f} tokens/s")
     if row.mfu is not None:
         parts.append(f"mfu {row.mfu:.1%}")
     if row.power_w is not None:

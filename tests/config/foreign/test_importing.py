@@ -295,8 +295,8 @@ def test_axolotl_qlora_becomes_lora_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"stage": "dpo"}, "stage is dpo: preference losses are"),
-        ({"stage": "rm"}, "stage is rm; megatrain trains pt and sft"),
+        ({"stage": "dpo", "pref_loss": "orpo"}, "pref_loss is orpo; megatrain has sigmoid, hinge, ipo"),
+        ({"stage": "rm"}, "stage is rm; megatrain trains pt, sft, dpo and kto files"),
         ({"finetuning_type": "oft"}, "finetuning_type is oft"),
         ({"do_train": False}, "do_train is false"),
         ({"model_name_or_path": None, "nothing": 1}, "model.path is required"),
@@ -316,9 +316,54 @@ def test_file_that_cannot_be_obeyed_is_refused(change: dict[str, Any], part: str
     assert part in str(caught.value)
 
 
-def test_preferences_of_axolotl_and_foreign_files_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rl is dpo: preference losses"):
-        import_settings({**parse_yaml(AX_FULL, source="x"), "rl": "dpo"}, source="x")
+@pytest.mark.parametrize(
+    ("text", "change", "settings", "left_out"),
+    [
+        (
+            LF_FULL,
+            {"stage": "dpo", "pref_beta": 0.2, "pref_loss": "hinge", "ref_model": "x", "pref_ftx": 0.5},
+            {"train.loss": "dpo", "preference.beta": 0.2, "preference.loss_type": "hinge"},
+            {"ref_model", "pref_ftx"},
+        ),
+        (
+            LF_FULL,
+            {"stage": "kto", "kto_rejected_weight": 1.5},
+            {"train.loss": "kto", "preference.undesirable_weight": 1.5},
+            set(),
+        ),
+        (
+            AX_FULL,
+            {"rl": "ipo", "rl_beta": 0.3, "sample_packing": True},
+            {
+                "train.loss": "dpo",
+                "preference.beta": 0.3,
+                "preference.loss_type": "ipo",
+                "data.packing": "pad",
+            },
+            {"sample_packing"},
+        ),
+    ],
+)
+def test_losses_of_judged_answers_are_taken_over(
+    text: str, change: dict[str, Any], settings: dict[str, Any], left_out: set[str]
+) -> None:
+    plain = import_settings(parse_yaml(text, source="x"), source="x")
+    found = import_settings({**parse_yaml(text, source="x"), **change}, source="x")
+    made = {f"{section}.{name}": value for section in found.settings for name, value in _of(found, section)}
+    assert {key: made[key] for key in settings} == settings
+    new = set(found.left_out) - set(plain.left_out)
+    assert {line.partition(":")[0] for line in new} - left_out <= {"packing", "neat_packing"}
+    assert left_out <= {line.partition(":")[0] for line in new}
+
+
+def _of(found: Any, section: str) -> list[tuple[str, Any]]:
+    values = found.settings[section]
+    return list(values.items()) if isinstance(values, dict) else []
+
+
+def test_other_methods_of_axolotl_and_foreign_files_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rl is orpo; megatrain has dpo, ipo, kto"):
+        import_settings({**parse_yaml(AX_FULL, source="x"), "rl": "orpo"}, source="x")
     with pytest.raises(ConfigError, match="of neither LLaMA-Factory"):
         import_settings({"model": {"path": "x"}}, source="x")
 

@@ -24,8 +24,10 @@ from megatrain.data.example import (
     TokensExample,
 )
 from megatrain.data.packing import split_long
+from megatrain.data.pairs import Judged
 from megatrain.data.tokenizer import load_tokenizer, train_tokenizer
 from megatrain.data.tokens.encode import EncoderRecipe, Refused, show
+from megatrain.data.tokens.processes import encode_all
 from megatrain.data.tokens.template import TrainOn, as_mapping, template_source
 from megatrain.data.words import IDS, START, TRAINED, Words
 from megatrain.errors import ConfigError, DataError
@@ -363,6 +365,7 @@ def test_tokens_keep_their_labels(tokenizer: Any) -> None:
         assert reason in refusal(tokenizer, TokensExample(source=WHERE, input_ids=ids, labels=labels))
 
 
+KTO = KtoExample(source=WHERE, prompt="hello", completion=" world", is_good=True)
 PAIR = PreferenceExample(
     source=WHERE,
     prompt=(Message(role="user", content="a"),),
@@ -372,20 +375,36 @@ PAIR = PreferenceExample(
 
 
 def test_pairs_are_encoded_as_prompt_and_answers(tokenizer: Any) -> None:
-    ids = recipe(tokenizer).make().encode_pair(PAIR)
-    assert {name: tokenizer.decode(part) for name, part in ids.items()} == {
-        "prompt_ids": "<user>a<assistant>",
-        "chosen_ids": "good<|endoftext|>",
-        "rejected_ids": "bad<|endoftext|>",
-    }
-    kto = KtoExample(source=WHERE, prompt="hello", completion=" world", is_good=False)
-    ids = recipe(tokenizer, None).make().encode_pair(kto)
-    assert {name: tokenizer.decode(part) for name, part in ids.items()} == {
-        "prompt_ids": "hello",
-        "completion_ids": " world<|endoftext|>",
-    }
+    def decoded(judged: Judged) -> list[str]:
+        return [tokenizer.decode(part) for part in (judged.prompt, *judged.answers)]
+
+    pair = recipe(tokenizer).make().encode_pair(PAIR)
+    assert decoded(pair) == ["<user>a<assistant>", "good<|endoftext|>", "bad<|endoftext|>"]
+    one = recipe(tokenizer, None).make().encode_pair(KTO)
+    assert decoded(one) == ["hello", " world<|endoftext|>"]
+    assert (pair.is_good, one.is_good) == (False, True)
 
 
-def test_pairs_are_not_trained_on_as_text(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"chats\.jsonl:7: the data holds preference pairs, .* DPO or KTO"):
-        recipe(tokenizer).make().encode([PAIR])
+@pytest.mark.parametrize(
+    ("loss", "example", "said"),
+    [
+        (
+            "sft",
+            PAIR,
+            "holds preference pairs, but train.loss is sft.* as if they were good; use train.loss=dpo",
+        ),
+        ("sft", KTO, r"holds answers marked good .*, but train.loss is sft.*; use train.loss=kto"),
+        ("kto", PAIR, "holds preference pairs, but train.loss is kto; use train.loss=dpo"),
+        (
+            "dpo",
+            TextExample(source=WHERE, text="a"),
+            "holds .* nobody has judged, but train.loss is dpo; use train.loss=sft",
+        ),
+    ],
+)
+def test_examples_are_refused_by_a_loss_that_is_not_theirs(
+    tokenizer: Any, loss: str, example: Any, said: str
+) -> None:
+    some = replace(recipe(tokenizer), loss=loss)
+    with pytest.raises(DataError, match=rf"chats\.jsonl:7: the data {said}"):
+        list(encode_all([example], some, 1))

@@ -70,6 +70,22 @@ def test_settings_come_before_hardware(case: str) -> None:
     assert kinds == sorted(kinds)
 
 
+def test_the_rows_of_a_pair_stay_together() -> None:
+    """Of two rows that are one pair, no smaller micro-batch is proposed; of two pairs, one."""
+    found = {}
+    for rows, room in ((2, 36 << 20), (4, 44 << 20)):
+        tight = request(
+            spec=machine(device_bytes=room),
+            anatomy=count(micro_batch_size=rows),
+            batch=replace(BATCH, micro_batch_size=rows, rows_each=2),
+        )
+        settings = list_settings(tight, count)
+        found[rows] = [r for r in settings if r.text.startswith("train.micro_batch_size=1 ")]
+    assert not found[2]
+    (remedy,) = found[4]
+    assert (remedy.request.batch.micro_batch_size, remedy.request.batch.num_micro_batches) == (2, 8)
+
+
 def before(option: str, sizes: list[Size]) -> int:
     """Return the bytes of the size before that of an option."""
     at = [size.text for size in sizes].index(option.split()[-1])

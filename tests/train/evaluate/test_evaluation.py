@@ -196,7 +196,7 @@ def test_logits_of_a_batch_are_never_there_as_a_whole() -> None:
         rows.clear()  # of the trial whether chunks add up to the model's own loss
         assert evaluate(engine, sets, most_batches=None)[0].loss == found[-1].loss
         assert rows == ([4] * 6 if chunk else [24])
-    assert found[0].tokens == found[1].tokens == 7 + 11
+    assert found[0].count == found[1].count == 7 + 11
     assert found[0].loss == pytest.approx(found[1].loss, rel=1e-6)
 
 
@@ -214,11 +214,11 @@ def test_tokens_have_equal_weight_and_batches_without_any_are_passed_over() -> N
         return evaluate(engine, sets, most_batches=None)[0]
 
     most, few = loss(1), loss(10)
-    assert (most.tokens, few.tokens) == (11, 2)
+    assert (most.count, few.count) == (11, 2)
     assert loss(1, 12, 10).loss == pytest.approx((11 * most.loss + 2 * few.loss) / 13, rel=1e-9)
     with pytest.raises(DataError, match="set a has no token with a label"):
         loss(12)
-    assert Evaluation(name="a", loss=1e9, tokens=1, seconds=0.0).perplexity == math.inf
+    assert Evaluation(name="a", loss=1e9, count=1, seconds=0.0).perplexity == math.inf
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
@@ -226,7 +226,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
 
     def told(engine: Any, sets: Any, *, most_batches: Any) -> list[Evaluation]:
         number = engine._optimizer.steps[next(iter(engine._optimizer.steps))] // 2 - 1
-        return [Evaluation(name="val", loss=losses[number], tokens=1, seconds=0.0)]
+        return [Evaluation(name="val", loss=losses[number], count=1, seconds=0.0)]
 
     monkeypatch.setattr("megatrain.train.evaluate.evaluator.evaluate", told)
 

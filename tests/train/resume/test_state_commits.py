@@ -310,7 +310,7 @@ def test_a_best_step_that_is_committed_and_not_yet_saved_is_saved_by_the_next_pr
     losses = iter([3.0, 2.0, 1.0, 5.0, 5.0, 5.0])
     monkeypatch.setattr(
         "megatrain.train.evaluate.evaluator.evaluate",
-        lambda *_, **__: [Evaluation(name="val", loss=next(losses), tokens=1, seconds=0.0)],
+        lambda *_, **__: [Evaluation(name="val", loss=next(losses), count=1, seconds=0.0)],
     )
     more: dict[str, Any] = {"data": {"val_size": 0.05}, "eval": {"every": 1, "load_best": True}}
     config = make_config(tmp_path, **sections(tmp_path, commit_every=1), **more)

@@ -107,7 +107,7 @@ def test_the_plan_is_said_before_memory_is_taken(
     def no_memory(*_: object, **__: object) -> None:
         raise MemoryError(str(len(said)))
 
-    monkeypatch.setattr("megatrain.train.run.load", no_memory)
+    monkeypatch.setattr("megatrain.train.engine.load", no_memory)
     with pytest.raises(MemoryError, match="4"):
         prepare(make_config(tmp_path), None, None, show=said.append)
 
@@ -138,7 +138,7 @@ def num_counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise MemoryError
 
     monkeypatch.setattr(counting_code, "count_anatomy", counted)
-    monkeypatch.setattr("megatrain.train.run.load", no_memory)
+    monkeypatch.setattr("megatrain.train.engine.load", no_memory)
     return seen
 
 

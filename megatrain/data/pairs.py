@@ -1,0 +1,198 @@
+"""Judged answers as rows: two sequences side by side, each a prompt and an answer.
+
+A row of DPO holds the chosen answer and the rejected one. A row of KTO holds an answer, and beside it the
+same prompt with an answer to another one: by these the loss knows how far the model is from its reference.
+The answers of up to 64 rows change places for that, each row's going to the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatrain.data.cache import Rows
+from megatrain.data.words import GOOD, START, Words, join_words, split_words
+from megatrain.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SIDES = 2
+"""Sequences of a row."""
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A prompt and the answers to it, as token ids."""
+
+    prompt: Sequence[int]
+    answers: tuple[Sequence[int], ...]
+    """The chosen and the rejected one (DPO), or one (KTO)."""
+    is_good: bool = False
+    """The one answer is."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return len(self.prompt) + max(map(len, self.answers))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all its sequences."""
+        return len(self.prompt) * len(self.answers) + sum(map(len, self.answers))
+
+    @property
+    def max_id(self) -> int:
+        """Largest token id."""
+        return max(itertools.chain(self.prompt, *self.answers))
+
+    def sides(self, seq_len: int) -> list[Words]:
+        """Return each answer behind the prompt, cut at the end."""
+        return [self._side(answer)[:seq_len] for answer in self.answers]
+
+    def _side(self, answer: Sequence[int]) -> Words:
+        ids = np.array([*self.prompt, *answer], dtype=np.int32)
+        return join_words(ids, np.arange(len(ids)) >= len(self.prompt))
+
+    def show(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+        """Decode it in pieces; return each with whether it is trained on."""
+        names = ("chosen", "rejected") if len(self.answers) > 1 else ("good" if self.is_good else "bad",)
+        pieces = [(tokenizer.decode(list(self.prompt)), False)]
+        for name, answer in zip(names, self.answers, strict=True):
+            pieces += [(f"\n<{name}> ", False), (tokenizer.decode(list(answer)), True)]
+        return pieces
+
+
+class PairPacker:
+    """Takes judged answers, gives rows."""
+
+    def __init__(self, seq_len: int, fill_id: int, *, rotates: bool) -> None:
+        """Begin with nothing.
+
+        Args:
+            seq_len: Tokens of a sequence.
+            fill_id: Of the token that fills sequences up.
+            rotates: Examples have one answer, and get that of the example before as their second; the first
+                gets that of the last.
+        """
+        self.num_filled = 0
+        self._seq_len, self._fill_id, self._rotates = seq_len, fill_id, rotates
+        self._held: list[Judged] = []
+
+    def add(self, example: Judged) -> Iterator[NDArray[np.int32]]:
+        """Take an example; yield (num_rows, 2 * seq_len) rows that are ready."""
+        self._held.append(example)
+        if len(self._held) == 2 * _AT_ONCE:  # so that never a single one is left
+            yield self._rows(self._held[:_AT_ONCE])
+            self._held = self._held[_AT_ONCE:]
+
+    def finish(self) -> Iterator[NDArray[np.int32]]:
+        """Yield the rows that are left.
+
+        Raises:
+            DataError: An answer has no other example's to be compared with.
+        """
+        if self._rotates and len(self._held) == 1:
+            raise DataError("there is one answer, and train.loss kto compares it with others; add rows")
+        if self._held:
+            yield self._rows(self._held)
+            self._held = []
+
+    def _rows(self, group: list[Judged]) -> NDArray[np.int32]:
+        if self._rotates:
+            others = [*group[-1:], *group[:-1]]
+            group = [
+                Judged(example.prompt, (*example.answers, *other.answers), example.is_good)
+                for example, other in zip(group, others, strict=True)
+            ]
+        return np.stack([self._row(example) for example in group])
+
+    def _row(self, example: Judged) -> NDArray[np.int32]:
+        row = np.full((SIDES, self._seq_len), self._fill_id, dtype=np.int32)
+        for side, words in zip(row, example.sides(self._seq_len), strict=True):
+            side[: len(words)] = words
+            if len(words) < self._seq_len:
+                side[len(words)] |= START
+                self.num_filled += self._seq_len - len(words)
+        row[0, 0] |= GOOD * example.is_good
+        return row.reshape(-1)
+
+
+def sequences(words: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return (2 B, T) of (B, 2 T), a row's two after each other."""
+    return words.reshape(SIDES * len(words), -1)
+
+
+def judged_batch(
+    words: NDArray[np.int32], packing: str, reference: NDArray[np.float32] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return what a model's forward takes, and what its loss takes beside that.
+
+    Args:
+        words: (B, 2 T).
+        packing: `dpo` or `kto`.
+        reference: (B, 2) log-probabilities of the answers; None: they are not there.
+
+    Returns:
+        `input_ids` and `labels` of 2 B sequences, a row's two after each other, `reference` if it is there,
+        and for `kto` `is_good`, (B,).
+    """
+    ids, labels, _ = (torch.from_numpy(part) for part in split_words(sequences(words)))
+    batch = {"input_ids": ids, "labels": labels}
+    if reference is not None:
+        batch["reference"] = torch.from_numpy(reference)
+    if packing == "kto":
+        batch["is_good"] = torch.from_numpy(words[:, 0] & GOOD != 0)
+    return batch
+
+
+class JudgedRows:
+    """Rows with the log-probabilities of their answers in the reference behind them, as bits of fp32."""
+
+    def __init__(self, rows: Rows, name: str) -> None:
+        """Take rows; nothing can be read until `reference` is there.
+
+        Args:
+            rows: (num_rows, 2 T).
+            name: Their fingerprint.
+        """
+        self.rows = rows
+        self.name = name
+        self.reference: Rows | None = None
+        """(num_rows, 2)."""
+        self.shape = (rows.shape[0], rows.shape[1] + SIDES)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, numbers: Sequence[int]) -> NDArray[np.int32]:
+        """Return (len(numbers), 2 T + 2) rows."""
+        assert self.reference is not None
+        return np.concatenate([self.rows[numbers], self.reference[numbers]], axis=1)
+
+
+class NoReference:
+    """In the place of a reference, where only times are measured."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.shape = (num_rows, SIDES)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, numbers: Sequence[int]) -> NDArray[np.int32]:
+        """Return (len(numbers), 2) zeros."""
+        return np.zeros((len(numbers), SIDES), dtype=np.int32)
+
+
+def split_reference(rows: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return the words and the log-probabilities of rows of `JudgedRows`."""
+    reference = np.ascontiguousarray(rows[:, -SIDES:]).view(np.float32)
+    return np.ascontiguousarray(rows[:, :-SIDES]), reference

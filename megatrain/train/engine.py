@@ -1,0 +1,95 @@
+"""The engine of a run: its model, read or drawn straight into host state, and attached."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config import Config
+from megatrain.config.choice import Choice
+from megatrain.model.adapters import adapters_off
+from megatrain.store.drives.record import CommitRecord
+from megatrain.stream.attach import attach
+from megatrain.stream.engine import Engine
+from megatrain.stream.load import load
+from megatrain.train.evaluate.losses import undisturbed
+from megatrain.train.resume.state_commits import drives_apart, restore_buffers, tiers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PretrainedConfig
+
+
+def make_engine(
+    config: Config,
+    choice: Choice,
+    source: str | PretrainedConfig,
+    *,
+    adapter: Path | None = None,
+    committed: CommitRecord | None = None,
+    vocab_size: int | None = None,
+) -> Engine:
+    """Load the model of a run into host state, with its adapters, and attach it.
+
+    Args:
+        config: Complete and checked.
+        choice: To arrange it by.
+        source: Where its weights are; a configuration: they are drawn at random.
+        adapter: A directory with trained adapters; None: those of `lora`, if any, begin at zero.
+        committed: Of the drives, to go on from.
+        vocab_size: Of the model with its new tokens; None: it has none.
+
+    Raises:
+        MegatrainError: As `load` and `attach`.
+    """
+    memory, is_random = config.memory, not isinstance(source, str)
+    settings: dict[str, Any] = {
+        "precision": config.train.precision,
+        "batch": config.batch,
+        "optimizer_state": config.optim.state,
+        "host_limit": memory.host_budget,
+        "tiers": tiers_of(config, choice, resumes=committed is not None),
+    }
+    model = load(
+        None if is_random else source,
+        choice,
+        config=source if is_random else None,
+        seed=config.train.seed,
+        attn_implementation=config.model.attn_implementation,
+        adaptation=config.adaptation,
+        adapter=adapter,
+        vocab_size=vocab_size,
+        **settings,
+    )
+    if committed is not None:
+        restore_buffers(model, committed.meta["buffers"])
+    return attach(
+        model.train(),
+        choice,
+        device=config.train.device,
+        compile=config.train.compile,
+        deterministic=config.train.deterministic,
+        device_limit=memory.device_budget,
+        **settings,
+    )
+
+
+@contextmanager
+def engine_of_base(config: Config, choice: Choice, vocab_size: int | None) -> Iterator[Engine]:
+    """Lend an engine of the model that a run began with, without dropout; its drives stay as they are."""
+    with drives_apart(config) as apart:
+        engine = make_engine(apart, choice, config.model.path, vocab_size=vocab_size)
+        try:
+            with untouched(engine):
+                yield engine
+        finally:
+            engine.close(removes=True)
+
+
+@contextmanager
+def untouched(engine: Engine) -> Iterator[Engine]:
+    """Lend an engine whose model has not been trained yet, without its adapters and without dropout."""
+    with undisturbed(engine), adapters_off(engine.model):
+        yield engine

@@ -1,0 +1,73 @@
+"""Steps and evaluations of a run that learns from judged answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.config.sections.preference import PreferenceConfig
+from megatrain.stream.engine import Engine
+from megatrain.stream.evaluate import row_losses
+from megatrain.train.evaluate.losses import Evaluation
+from megatrain.train.preference.losses import Shown, Tally, losses_of
+
+_OF_MODEL = ("input_ids", "labels")
+
+
+class Preference:
+    """The loss of a run."""
+
+    def __init__(self, settings: PreferenceConfig) -> None:
+        """Take the settings of the loss."""
+        self._settings = settings
+
+    def forward_backward(
+        self, engine: Engine, micro_batches: Sequence[Mapping[str, Any]], seeds: Sequence[int]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Run a step's micro-batches forward and backward; see `Engine.run_losses`.
+
+        Returns:
+            The loss, averaged over all rows of the step, and means of what was seen, by name.
+        """
+        total = sum(len(batch["reference"]) for batch in micro_batches)
+        shown: dict[int, Shown] = {}
+
+        def loss_of(number: int) -> Callable[[], Tensor]:
+            def loss() -> Tensor:
+                losses, shown[number] = self._losses(engine, micro_batches[number])
+                return losses.sum() / total
+
+            return loss
+
+        parts = engine.run_losses([loss_of(number) for number in range(len(micro_batches))], seeds=seeds)
+        tally = Tally()
+        for number in range(len(micro_batches)):  # in order, whatever the turns they took
+            tally.add(shown[number])
+        return reduce(torch.add, parts), tally.means()
+
+    def evaluate(self, engine: Engine, name: str, batches: Iterable[Mapping[str, Any]]) -> Evaluation:
+        """Return the mean loss over all rows of a set; the model is in the mode that is wanted."""
+        began_s = time.perf_counter()
+        tally = Tally()
+        for batch in batches:
+            with torch.no_grad():
+                losses, shown = self._losses(engine, batch)
+            tally.add({"loss": losses, **shown})
+        means = tally.means()
+        return Evaluation(
+            name=name,
+            loss=means.pop("loss"),
+            count=tally.num_rows,
+            unit="rows",
+            shown=means,
+            seconds=time.perf_counter() - began_s,
+        )
+
+    def _losses(self, engine: Engine, batch: Mapping[str, Any]) -> tuple[Tensor, Shown]:
+        sums = row_losses(engine, {name: batch[name] for name in _OF_MODEL})
+        return losses_of(self._settings, -sums, batch)

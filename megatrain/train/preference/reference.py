@@ -1,0 +1,137 @@
+"""What the untouched model says of the answers: computed before the first step, and kept.
+
+Once a model is trained, nobody can ask it what it said before. So the log-probabilities are kept under a name
+of the model's files, the rows and all that decides their bits; a run that goes on finds them there, or asks
+the untouched model again, which is read from its own files, and never the trained one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatrain.config import Config
+from megatrain.data.cache import RowWriter, is_kept, kept_rows
+from megatrain.data.pairs import SIDES, JudgedRows, judged_batch
+from megatrain.errors import CheckpointError
+from megatrain.model.weights.files import model_directory
+from megatrain.model.weights.fingerprint import fingerprint
+from megatrain.stream.engine import Engine
+from megatrain.stream.evaluate import row_losses
+from megatrain.stream.lanes.devices import compute_device
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = 1
+_PROGRESS_S = 10.0
+
+
+class Reference:
+    """The log-probabilities of all answers of a run, before its first step."""
+
+    def __init__(self, config: Config, rows: Sequence[JudgedRows], folder: Path) -> None:
+        """Compute nothing yet.
+
+        Args:
+            config: Of the run.
+            rows: Those that it trains and evaluates on.
+            folder: Where they are kept.
+
+        Raises:
+            ModelError: The model's files cannot be read.
+        """
+        import transformers
+
+        self._rows, self._folder = rows, folder
+        self.model = fingerprint(model_directory(config.model.path))
+        """Its fingerprint."""
+        self._size = config.train.micro_batch_size
+        self._named = {
+            "format": _FORMAT,
+            "model": self.model,
+            "software": [torch.__version__, transformers.__version__],
+            "device": compute_device(config.train.device).type,
+            "precision": config.train.precision,
+            "attention": config.model.attn_implementation,
+            "kernels": config.model.kernels,
+            "compile": config.train.compile,
+            "head_chunk_tokens": config.memory.head_chunk_tokens,
+            "rows_at_once": self._size,
+        }
+
+    def check(self, meta: Mapping[str, Any]) -> None:
+        """Refuse to go on with another reference.
+
+        Args:
+            meta: Of the checkpoint or commit that a run goes on from.
+
+        Raises:
+            CheckpointError: Its answers were compared with what another model says.
+        """
+        if meta.get("reference") not in (None, self.model):
+            raise CheckpointError(
+                "the run's answers were compared with what another model says than the one that is now in "
+                "model.path; set model.path to that one, or begin a new run"
+            )
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether all of it is there, sound."""
+        return all(is_kept(self._folder, self._key(rows)) for rows in self._rows)
+
+    def fill(self, untouched: Callable[[], AbstractContextManager[Engine]]) -> None:
+        """Put the log-probabilities beside the rows: those that are kept, or new ones.
+
+        Args:
+            untouched: Lends an engine of the model as it was before the first step, in the mode without
+                dropout; called if something is missing.
+
+        Raises:
+            OutputError: They cannot be written.
+        """
+        with ExitStack() as stack:
+            engine: list[Engine] = []
+
+            def make(rows: JudgedRows, place: Path) -> dict[str, Any]:
+                if not engine:
+                    engine.append(stack.enter_context(untouched()))
+                return self._make(place, engine[0], rows)
+
+            for rows in self._rows:
+                rows.reference = kept_rows(self._folder, self._key(rows), partial(make, rows)).rows
+
+    def _key(self, rows: JudgedRows) -> str:
+        text = json.dumps({**self._named, "rows": rows.name}, sort_keys=True)
+        return f"reference-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+
+    def _make(self, place: Path, engine: Engine, rows: JudgedRows) -> dict[str, Any]:
+        began_s = shown_s = time.monotonic()
+        _log.info(
+            "computing the reference: what the model says of %s rows before it is trained", f"{len(rows):,}"
+        )
+        with RowWriter(place, SIDES) as writer:
+            for first in range(0, len(rows), self._size):
+                words = rows.rows[range(first, min(first + self._size, len(rows)))]
+                batch = judged_batch(words, "dpo")
+                with torch.no_grad():
+                    found = -row_losses(engine, batch)
+                writer.write(found.view(-1, SIDES).cpu().numpy().astype("<f4").view(np.int32))
+                now_s = time.monotonic()
+                if now_s - shown_s > _PROGRESS_S:
+                    shown_s = now_s
+                    rate = writer.num_rows / (now_s - began_s)
+                    _log.info(
+                        "reference: %s of %s rows, %.3g/s", f"{writer.num_rows:,}", f"{len(rows):,}", rate
+                    )
+            name = writer.close()
+        return {"shape": [writer.num_rows, SIDES], "fingerprint": name}

@@ -1,0 +1,181 @@
+"""The losses of judged answers equal TRL's, in value and in gradients, whatever way the rows pass."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatrain
+from megatrain.config.sections.preference import PreferenceConfig
+from megatrain.data.pairs import Judged, PairPacker, judged_batch
+from megatrain.train.preference.losses import losses_of
+from megatrain.train.preference.objective import Preference
+from tests.families import VOCAB_SIZE
+from tests.hf.setups import arguments, tiny, tokenizer
+
+NUM_ROWS, SEQ_LEN = 4, 16
+
+
+def judged(count: int) -> list[Judged]:
+    """Make prompts and two answers of random tokens, of several lengths."""
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(number: int) -> list[int]:
+        return torch.randint(3, VOCAB_SIZE, (number,), generator=generator).tolist()
+
+    return [Judged(ids(2 + n), (ids(3 + n % 3), ids(7 - n)), is_good=n % 3 == 0) for n in range(count)]
+
+
+def batch_of(loss: str, examples: list[Judged], reference: Tensor) -> dict[str, Tensor]:
+    if loss == "kto":
+        examples = [Judged(one.prompt, one.answers[:1], one.is_good) for one in examples]
+    packer = PairPacker(SEQ_LEN, 2, rotates=loss == "kto")
+    (rows,) = [rows for one in examples for rows in packer.add(one)] + list(packer.finish())
+    return judged_batch(rows, loss, reference.numpy())
+
+
+def trl_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sides of a batch as TRL's collators make them: first sides of all rows, then the others."""
+    order = [*range(0, 2 * NUM_ROWS, 2), *range(1, 2 * NUM_ROWS, 2)]
+    ids, labels = batch["input_ids"][order], batch["labels"][order]
+    mask = (labels != -100).long()
+    lengths = torch.tensor([int(row.nonzero().max()) + 1 for row in mask])
+    attention = (torch.arange(SEQ_LEN) < lengths[:, None]).long()
+    return {"input_ids": ids, "attention_mask": attention, "completion_mask": mask}
+
+
+def theirs(trainer: Any, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
+    """Return TRL's loss of a batch, its gradients and what it logs."""
+    trainer._metrics["train"].clear()
+    trainer.model.zero_grad()
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+    return (
+        float(loss.detach()),
+        gradients,
+        {name: values[0] for name, values in trainer._metrics["train"].items()},
+    )
+
+
+def assert_equal(
+    trainer: Any, theirs_batch: Any, model: Any, settings: Any, batches: Any, lockstep: int
+) -> None:
+    loss, gradients, logged = theirs(trainer, theirs_batch)
+    engine = megatrain.attach(copy.deepcopy(model), activations="recompute", lockstep=lockstep)
+    try:
+        ours, shown = Preference(settings).forward_backward(engine, batches, [0] * len(batches))
+        found = {name: gradient.clone() for name, gradient in engine.named_gradients()}
+    finally:
+        engine.detach()
+    assert float(ours) == pytest.approx(loss, rel=1e-6)
+    for name, value in shown.items():
+        assert value == pytest.approx(logged[name], rel=1e-5), name
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6 * largest, msg=name)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny()
+
+
+REFERENCE = torch.tensor([[-20.0, -26.0], [-22.5, -28.0], [-31.0, -20.0], [-24.0, -17.5]])
+"""Of no model, but near enough to a random one's that no loss is at its end."""
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing[a-z_]*. is deprecated:FutureWarning")
+def test_dpo_equals_trl(tmp_path: Path, model: Any) -> None:
+    """Each kind of loss within 1e-6, as one micro-batch, and as two in lockstep."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'megatrain[trl]'")
+    from datasets import Dataset
+
+    data = Dataset.from_list([{"prompt": "3 4", "chosen": " 5 6", "rejected": " 7"}] * 2)
+    trainer = trl.DPOTrainer(
+        model=copy.deepcopy(model),
+        args=arguments(tmp_path, trl.DPOConfig, bf16=False, precompute_ref_log_probs=True, beta=0.3),
+        train_dataset=data,
+        processing_class=tokenizer(),
+    )
+    trainer.precompute_ref_logps = True
+    examples = judged(NUM_ROWS)
+    whole = batch_of("dpo", examples, REFERENCE)
+    halves = [batch_of("dpo", examples[n : n + 2], REFERENCE[n : n + 2]) for n in (0, 2)]
+    chosen, rejected = REFERENCE.unbind(1)
+    batch = {**trl_batch(whole), "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+    for kind, smoothing, batches in (
+        ("sigmoid", 0.0, halves),
+        ("ipo", 0.0, [whole]),
+        ("hinge", 0.0, halves),
+        ("robust", 0.2, [whole]),
+    ):
+        trainer.loss_types, trainer.label_smoothing = [kind], smoothing
+        settings = PreferenceConfig.model_validate(
+            {"beta": 0.3, "loss_type": kind, "label_smoothing": smoothing}
+        )
+        assert_equal(trainer, batch, model, settings, batches, len(batches))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing[a-z_]*. is deprecated:FutureWarning")
+def test_kto_equals_trl(tmp_path: Path, model: Any) -> None:
+    """With its KL term over the other answers, within 1e-6."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'megatrain[trl]'")
+    from datasets import Dataset
+
+    words = [
+        {"prompt": "3 4", "completion": " 5 6", "label": True},
+        {"prompt": "5", "completion": " 6", "label": False},
+    ]
+    trainer = trl.KTOTrainer(
+        model=copy.deepcopy(model),
+        args=arguments(tmp_path, trl.KTOConfig, bf16=False, precompute_ref_log_probs=True, beta=0.3),
+        train_dataset=Dataset.from_list(words * 2),
+        processing_class=tokenizer(),
+    )
+    trainer.precompute_ref_logps, trainer.desirable_weight, trainer.undesirable_weight = True, 0.7, 1.3
+    reference = REFERENCE - torch.tensor([0.0, 9.0])  # the KL term is above zero
+    ours = batch_of("kto", judged(NUM_ROWS), reference)
+    sides = {name: value.chunk(2) for name, value in trl_batch(ours).items()}
+    batch = {name: first for name, (first, _) in sides.items()}
+    batch |= {f"KL_{name}": second for name, (_, second) in sides.items()}
+    batch |= {"label": ours["is_good"], "ref_logps": reference[:, 0], "ref_KL_logps": reference[:, 1]}
+    settings = PreferenceConfig(beta=0.3, desirable_weight=0.7, undesirable_weight=1.3)
+    assert ours["is_good"].tolist() == [True, False, False, True]
+    assert_equal(trainer, batch, model, settings, [ours], 1)
+    assert trainer._metrics["train"]["kl"][0] > 1
+
+
+def test_a_smoothed_loss_by_hand() -> None:
+    """Conservative DPO, which TRL's sigmoid loss leaves out."""
+    batch = {"reference": torch.zeros(1, 2), "labels": torch.zeros(2, 3)}
+    settings = PreferenceConfig(beta=0.5, label_smoothing=0.1)
+    (loss,), shown = losses_of(settings, torch.tensor([-1.0, -3.0]), batch)
+    sigmoid = 1 / (1 + math.exp(-1))
+    assert float(loss) == pytest.approx(-0.9 * math.log(sigmoid) - 0.1 * math.log(1 - sigmoid), rel=1e-6)
+    assert {name: value.tolist() for name, value in shown.items()} == {
+        "rewards/chosen": [-0.5],
+        "rewards/rejected": [-1.5],
+        "rewards/accuracies": [1.0],
+    }
+
+
+def test_the_other_answers_of_kto_go_round_in_groups() -> None:
+    """Whole groups of 64 as they are full, and a last one that is never a single row."""
+    packer = PairPacker(4, 0, rotates=True)
+    examples = [Judged((1,), ((100 + n,),)) for n in range(129)]
+    groups = [rows for one in examples for rows in packer.add(one)] + list(packer.finish())
+    assert [len(rows) for rows in groups] == [64, 65]
+    batch = judged_batch(groups[1], "kto")
+    answers = batch["input_ids"].view(-1, 2, 4)[:, :, 1]
+    assert answers[:, 0].tolist() == [*range(164, 229)]
+    assert answers[:, 1].tolist() == [228, *range(164, 228)]
+    assert (batch["labels"].view(-1, 2, 4)[:, 1, 1] == answers[:, 1]).all()
+    assert (batch["labels"][:, [0, 2, 3]] == -100).all()
