@@ -89,6 +89,20 @@ class Recorded(SFTTrainer):
         return batches, count
 
 
+class Replayed:
+    """Gives a run's steps the batches that another has had."""
+
+    def __init__(self, steps: Sequence[list[dict[str, torch.Tensor]]]) -> None:
+        self._steps = iter(steps)
+        self.num_tokens = 0
+
+    def __next__(self) -> list[dict[str, torch.Tensor]]:
+        """Return the next step's micro-batches."""
+        batches = next(self._steps)
+        self.num_tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+        return batches
+
+
 def make(data: Path, rows: Dataset, directory: Path, num_steps: int, *, streams: bool, lora: bool) -> Any:
     """Make the trainer of one of the two sides."""
     args = SFTConfig(
@@ -172,7 +186,7 @@ def losses_of_our_loop(data: Path, directory: Path, theirs: Recorded, *, lora: b
     for name, value in theirs.first.items():
         run.engine.host.put(name, value)
     run.engine.weights_changed()
-    run.loader = iter(theirs.steps)  # type: ignore[assignment]
+    run.loader = Replayed(theirs.steps)  # type: ignore[assignment]
     losses = [train_step(run).loss for _ in theirs.steps]
     run.engine.close()
     return losses
