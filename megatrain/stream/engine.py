@@ -370,8 +370,6 @@ class Engine:
         """
         return self.meter.report()
 
-    # -- attaching ------------------------------------------------------------------------------------------
-
     def detach(self) -> None:
         """Give the model back: its parameters keep their values, in the working dtype, in host memory.
 
