@@ -188,8 +188,11 @@ def losses_of_our_loop(data: Path, directory: Path, theirs: Recorded, *, lora: b
         run.engine.host.put(name, value)
     run.engine.weights_changed()
     run.loader = replayed = Replayed(theirs.steps)  # type: ignore[assignment]
-    # the last step of an epoch has fewer micro-batches there; nothing is drawn, so seeds say nothing
-    with mock.patch.object(Run, "micro_batch_seeds", lambda _: [0] * replayed.num_batches):
+
+    def seeds(_: Run) -> list[int]:
+        return [0] * replayed.num_batches  # an epoch's last step may have fewer; nothing is drawn by them
+
+    with mock.patch.object(Run, "micro_batch_seeds", seeds):
         losses = [train_step(run).loss for _ in theirs.steps]
     run.engine.close()
     return losses
