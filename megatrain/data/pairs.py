@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megatrain.data.cache import Rows
@@ -21,6 +20,7 @@ from megatrain.data.words import GOOD, START, Words, join_words, split_words
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
 SIDES = 2
@@ -144,6 +144,8 @@ def judged_batch(
         `input_ids` and `labels` of 2 B sequences, a row's two after each other, `reference` if it is there,
         and for `kto` `is_good`, (B,).
     """
+    import torch
+
     ids, labels, _ = (torch.from_numpy(part) for part in split_words(sequences(words)))
     batch = {"input_ids": ids, "labels": labels}
     if reference is not None:

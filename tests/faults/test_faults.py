@@ -56,7 +56,8 @@ def test_sampled_fault_ends_in_a_sentence_and_the_run_goes_on(files: Bench, scen
     listed, sample = cases_of(files, scenario), []
     for place, number in enumerate(NUMBERS):
         found = [case for case in listed if case[0].number == number]
-        sample += found[place * SAMPLED[scenario] // len(NUMBERS) :: SAMPLED[scenario]]
+        start = place * SAMPLED[scenario] // len(NUMBERS) % len(found)
+        sample += found[start :: SAMPLED[scenario]]
     assert {fault.number for fault, _ in sample} == set(NUMBERS)
     problems = [problem for fault, call in sample for problem in judge(files, scenario, fault, call)]
     assert not problems, "\n".join(problems[:20])

@@ -14,6 +14,7 @@ import megatrain
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.errors import ConfigError
 from megatrain.store.placement import Tiers
+from megatrain.stream import machine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
 from tests.reference import Resident, attach_plainly, make_batches, make_model
@@ -180,8 +181,9 @@ def test_gradients_wait_where_there_is_room_for_each() -> None:
     assert set(choice.gradients) == {"device", "host"}
 
 
-def test_a_plan_with_a_drive_is_kept_too(tmp_path: Path) -> None:
+def test_a_plan_with_a_drive_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Qwen2.5-14B on an rtx-3090: state on a drive, and what the device holds of the gradients there."""
+    monkeypatch.setattr(machine, "measure_matmul_peak", lambda *_: 6e10)  # a busy one has another plan
     numel = sum(parameter.numel() for parameter in make_model(DEEP).parameters())
     choice = planned(DEEP, device=2_200_000, ram=int(12 * numel), tmp_path=tmp_path)
     assert choice.tier("moments") == "nvme"

@@ -168,6 +168,7 @@ def test_a_config_is_planned_as_it_would_run(
         "seq_len": 2048,
         "num_micro_batches": 4,
         "num_passes_before": 0,
+        "rows_each": 1,
         "tokens": 16384,
     }
     assert found["clips"] is False
