@@ -32,6 +32,7 @@ def test_every_script_can_be_imported(script: Path) -> None:
     importlib.import_module(f"benchmarks.{script.parent.name}.{script.stem}")
 
 
+@pytest.mark.parity
 def test_a_step_makes_fewer_calls_than_a_resident_one_under_torch_s_checkpoint() -> None:
     """Counts are exact on any machine; times are not asked for."""
     result = run("training.engine_over_resident", "--layers", "4", "--pairs", "1", "--warm-up", "1")

@@ -97,6 +97,7 @@ def test_what_is_tried_beside_a_choice_is_what_the_engine_can_run() -> None:
         assert [found for found in tried if not is_allowed(request, found)] == []
 
 
+@pytest.mark.parity
 def test_twice_the_micro_batches_are_no_slower() -> None:
     """In one round with boundaries on drives: sums of rounds would take RAM from the state of a 14B model."""
     config = qwen(48, 5120, 13824, 40, 8)
