@@ -69,6 +69,12 @@ class CallbackError(MegatrainError):
     """A callback of the run has raised; what was trained is saved."""
 
 
+class RankError(MegatrainError):
+    """Another process of a run that has several has ended, or does not answer."""
+
+    exit_code = 7
+
+
 class DivergedError(MegatrainError):
     """A run whose gradients stayed non-finite for too many steps in a row."""
 

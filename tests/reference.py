@@ -63,7 +63,9 @@ def attach_plainly(model: PreTrainedModel, **settings: Any) -> Engine:
     Where all layers are resident, the outer blocks are too. `num_micro_batches` stands for the whole batch.
     """
     choice, number = settings.pop("choice", None), settings.pop("num_micro_batches", 1)
-    settings.setdefault("batch", StepBatch(micro_batch_size=1, seq_len=1, num_micro_batches=number))
+    runs = settings.pop("num_runs", 1)
+    batch = StepBatch(micro_batch_size=1, seq_len=1, num_micro_batches=number, num_runs=runs)
+    settings.setdefault("batch", batch)
     given = {name: settings.pop(name) for name in _FIELDS & settings.keys()}
     if choice is None:
         layers = group_layers(find_blocks(model, fragments=bool(given.get("fragments"))))
@@ -81,7 +83,7 @@ class Resident:
 
     The padding is the oracle's: torch's fused CPU kernel rounds a parameter's last few elements otherwise.
     With `precision="bf16"` the model computes with bf16 weights, rounded from the fp32 masters; frozen ones,
-    which have none, are rounded as torch does.
+    which have none, are rounded as torch does. With `num_runs` gradients add up in runs, and these by a tree.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Resident:
         model: PreTrainedModel,
         *,
         precision: str = "fp32",
+        num_runs: int = 1,
         decays: Callable[[str, nn.Parameter], bool] = lambda name, p: (
             p.ndim >= 2 and not name.endswith("bias")
         ),
@@ -112,6 +115,7 @@ class Resident:
         ]
         self.optimizer = torch.optim.AdamW(groups, fused=True, **hyper)
         self.sums: dict[str, Tensor] = {}
+        self._num_runs = num_runs
 
     def to(self, device: str | torch.device) -> None:
         """Compute on a device from now on; masters stay on the host."""
@@ -122,9 +126,14 @@ class Resident:
     def forward_backward(self, batches: Sequence[Batch], seeds: Sequence[int] | None = None) -> Tensor:
         """Run ordinary gradient accumulation, normalised over the step's tokens; gradients add up in fp32."""
         total = sum(count_targets(batch) for batch in batches)
-        self.sums = {}
         losses = []
+        length = len(batches) // self._num_runs
+        assert length * self._num_runs == len(batches)
+        of_runs: list[dict[str, Tensor]] = []
         for number, batch in enumerate(batches):
+            if number % length == 0:
+                of_runs.append({})
+            sums = of_runs[-1]
             if seeds is not None:
                 torch.manual_seed(seeds[number])
             self.model.zero_grad()
@@ -135,10 +144,15 @@ class Resident:
             for name, parameter in self.parameters.items():
                 if parameter.grad is None:
                     continue
-                if name in self.sums:
-                    self.sums[name] += parameter.grad.float()
+                if name in sums:
+                    sums[name] += parameter.grad.float()
                 else:
-                    self.sums[name] = parameter.grad.float().clone()
+                    sums[name] = parameter.grad.float().clone()
+        self.sums = {
+            name: _tree([sums.get(name, torch.zeros(parameter.shape)) for sums in of_runs])
+            for name, parameter in self.parameters.items()
+            if any(name in sums for sums in of_runs)
+        }
         if len(batches) > 1:  # complete gradients are rounded to the working dtype once
             for name, parameter in self.parameters.items():
                 if name in self.sums:
@@ -183,6 +197,14 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
         wrong = (actual != expected).sum().item()
         error = (actual.float() - expected.float()).abs().max().item()
         raise AssertionError(f"{what}: {wrong} of {actual.numel()} differ, max |diff| {error:.3g}")
+
+
+def _tree(parts: Sequence[Tensor]) -> Tensor:
+    """Add tensors up by a balanced binary tree."""
+    if len(parts) == 1:
+        return parts[0]
+    half = len(parts) // 2
+    return _tree(parts[:half]) + _tree(parts[half:])
 
 
 def _padded(tensor: Tensor) -> nn.Parameter:

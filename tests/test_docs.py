@@ -28,7 +28,7 @@ from megatrain.config import Config, build_config, config_keys, load_config
 from megatrain.config.yaml12 import parse_yaml
 from megatrain.errors import MegatrainError
 from megatrain.hardware import load_machine
-from megatrain.train.loop import EXIT_STOPPED
+from megatrain.train.endings import EXIT_STOPPED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(

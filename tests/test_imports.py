@@ -26,7 +26,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("hf", "doctor"),
         ("train",),
         ("stream",),
-        ("store", "optim", "plan"),
+        ("store", "optim", "plan", "distributed"),
         ("data", "checkpoint", "model"),
         ("layout",),
         ("hardware", "config"),

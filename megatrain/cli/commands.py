@@ -25,6 +25,7 @@ from megatrain.cli import runs as run_commands
 from megatrain.cli.folders import counts_folder, measured_file, prepared_folder
 from megatrain.cli.help import SettingsCommand, show_all_keys
 from megatrain.cli.log import log_to_stderr
+from megatrain.cli.ranks import join_ranks, start_ranks
 from megatrain.errors import CapacityError, ConfigError, as_ours
 
 if TYPE_CHECKING:
@@ -115,6 +116,10 @@ def train(
     resume: Annotated[
         str | None, typer.Option(metavar="auto|PATH|no", help="Continue a stopped run (checkpoint.resume).")
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "--gpus", min=1, help="Processes that train together, one per GPU."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan, take two steps, show both side by side; write nothing.")
     ] = False,
@@ -145,12 +150,17 @@ def train(
         "train.device": device,
         "checkpoint.resume": resume,
     }
-    config = read_settings(arguments or [], {key: value for key, value in flags.items() if value is not None})
+    given = {key: value for key, value in flags.items() if value is not None}
+    config = read_settings(arguments or [], given)
     if not Path(config.out, "config.yaml").exists():  # a run that is done needs its data no more
         from megatrain.data.read.files import check_path
 
         for source in config.data.sources:
             check_path(source.path)
+    if ranks is not None and ranks > 1:
+        overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+        again = ["train", *(arguments or []), *overrides, *["--verbose"] * verbose]
+        raise typer.Exit(start_ranks(config, ranks, ["--debug"] * _debug + again, dry_run=dry_run))
     with _doing("train") as doing:
         doing("loading torch and transformers")
         if dry_run:
@@ -160,6 +170,7 @@ def train(
             return
         from megatrain.train.loop import train as run
 
+        joined = join_ranks(doing)
         run(
             config,
             resume=config.checkpoint.resume,
@@ -167,6 +178,7 @@ def train(
             counts=counts_folder(),
             prepared=prepared_folder(),
             progress=doing,
+            ranks=joined,
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, TypeVar
 
+from megatrain.config.runs import Runs
 from megatrain.errors import ConfigError
 
 AUTO: Any = "auto"
@@ -129,6 +130,11 @@ class Choice:
     def num_rounds(self, num_micro_batches: int) -> int:
         """Return in how many rounds the micro-batches of a step pass."""
         return -(-num_micro_batches // self.lockstep)
+
+    def rounds(self, num_micro_batches: int) -> list[int]:
+        """Return how many micro-batches pass in each round of a step of so many."""
+        starts = range(0, num_micro_batches, self.lockstep)
+        return [min(self.lockstep, num_micro_batches - start) for start in starts]
 
     def uses_gradients_up(self, num_micro_batches: int) -> bool:
         """Whether every gradient is used by its update as soon as it is complete, and waits nowhere.
@@ -305,6 +311,17 @@ class StepBatch:
     """Passes without gradients that each micro-batch makes before its loss, such as one of a reference."""
     rows_each: int = 1
     """Rows that are never apart: 2 of a pair."""
+    num_runs: int = 1
+    """Runs, in which gradients add up; `parallel.shards`."""
+
+    @property
+    def runs(self) -> Runs:
+        """How gradients add up.
+
+        Raises:
+            ConfigError: The micro-batches cannot be cut into so many runs.
+        """
+        return Runs.of(self.num_runs, self.num_micro_batches)
 
     @property
     def tokens(self) -> int:

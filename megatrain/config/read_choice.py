@@ -50,6 +50,22 @@ def read_choice(choice: Choice | None, values: Mapping[str, Any]) -> Choice:
     return checked(replace(choice, **{name: _value(value) for name, value in values.items()}))
 
 
+def as_values(choice: Choice) -> dict[str, Any]:
+    """Return the decided fields as plain JSON values, which `from_values` makes a choice of."""
+    given = choice.given
+    return given | ({"tiers": sorted(map(list, given["tiers"]))} if "tiers" in given else {})
+
+
+def from_values(values: Mapping[str, Any]) -> Choice:
+    """Make a choice of what `as_values` has returned."""
+    read: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+    if "tiers" in read:
+        read["tiers"] = frozenset(map(tuple, read["tiers"]))
+    return Choice(**read)
+
+
 def checked(choice: Choice) -> Choice:
     """Return a choice whose decided fields have possible values.
 

@@ -40,9 +40,14 @@ def resident_weights(sizes: BlockBytes) -> int:
     return sizes.working_bytes
 
 
-def resident_gradient(sizes: BlockBytes) -> int:
-    """Return the bytes in which the gradients of a block that stays on the device add up."""
-    return sizes.accumulator_bytes
+def resident_gradient(sizes: BlockBytes, num_sums: int = 1) -> int:
+    """Return the bytes in which the gradients of a block that stays on the device add up.
+
+    Args:
+        sizes: Of the block.
+        num_sums: Partial sums, at most; see `Runs.most_sums`.
+    """
+    return num_sums * sizes.accumulator_bytes
 
 
 def resident_state(sizes: BlockBytes, moments: MomentFormat) -> int:
@@ -50,9 +55,15 @@ def resident_state(sizes: BlockBytes, moments: MomentFormat) -> int:
     return sizes.remainder_bytes + sizes.moment_bytes(moments)
 
 
-def gradient_buffer(sizes: BlockBytes, is_wide: bool) -> int:
-    """Return the bytes of a gradient buffer for a block; `is_wide`: gradients add up there in fp32."""
-    return sizes.accumulator_bytes if is_wide else sizes.gradient_bytes
+def gradient_buffer(sizes: BlockBytes, is_wide: bool, num_sums: int = 1) -> int:
+    """Return the bytes of a gradient buffer for a block.
+
+    Args:
+        sizes: Of the block.
+        is_wide: Gradients add up there in fp32.
+        num_sums: Partial sums, at most; see `Runs.most_sums`.
+    """
+    return num_sums * sizes.accumulator_bytes if is_wide else sizes.gradient_bytes
 
 
 def waiting_gradient(sizes: BlockBytes) -> int:
@@ -103,9 +114,9 @@ def gradient_plane(sizes: BlockBytes) -> int:
     return sizes.gradient_bytes
 
 
-def accumulator_plane(sizes: BlockBytes) -> int:
-    """Return the bytes of a block's gradient that adds up over rounds."""
-    return sizes.accumulator_bytes
+def accumulator_plane(sizes: BlockBytes, num_sums: int = 1) -> int:
+    """Return the bytes of a block's gradient that adds up over rounds; `num_sums`: partial sums, at most."""
+    return num_sums * sizes.accumulator_bytes
 
 
 def gradient_staging(sizes: BlockBytes) -> int:
@@ -184,6 +195,7 @@ def device_pools(
     is_wide: bool,
     waiting: Selection,
     moments: MomentFormat,
+    num_sums: int = 1,
 ) -> dict[str, int]:
     """Return the bytes of each pool that is allocated on the device.
 
@@ -194,14 +206,15 @@ def device_pools(
         is_wide: Gradients add up in fp32.
         waiting: Blocks whose complete gradients wait on the device for the norm.
         moments: How the optimizer's state is kept.
+        num_sums: Partial sums of a gradient, at most; see `Runs.most_sums`.
     """
     streamed, staying = blocks.streamed, blocks.staying
     return {
         "slots": num_slots * streamed.largest(slot),
         "resident weights": staying.total(resident_weights),
-        "resident gradients": staying.total(resident_gradient),
+        "resident gradients": staying.total(resident_gradient, num_sums),
         "resident optimizer state": blocks.resident.total(resident_state, moments),
-        "gradient buffers": num_gradient_buffers * streamed.largest(gradient_buffer, is_wide),
+        "gradient buffers": num_gradient_buffers * streamed.largest(gradient_buffer, is_wide, num_sums),
         "waiting gradients": waiting.total(waiting_gradient),
     }
 
@@ -221,18 +234,18 @@ def state_planes(weights: Selection, state: Selection, moments: MomentFormat) ->
     }
 
 
-def gradient_planes(blocks: Selection, places: GradientPlaces, *, accumulates: bool) -> dict[str, int]:
+def gradient_planes(blocks: Selection, places: GradientPlaces, *, num_sums: int) -> dict[str, int]:
     """Return the bytes of each plane of gradients in RAM, and of the buffers that those elsewhere pass.
 
     Args:
         blocks: All.
         places: Where complete gradients wait.
-        accumulates: Sums of several rounds are kept in fp32, beside gradients in bf16.
+        num_sums: Sums of several rounds that are kept in fp32, beside complete gradients.
     """
     return {
         "gradient": places.on_host.total(gradient_plane),
         "staging": NUM_GRADIENT_STAGING * places.staged.largest(gradient_staging),
-        "accumulator": blocks.total(accumulator_plane) if accumulates else 0,
+        "accumulator": blocks.total(accumulator_plane, num_sums) if num_sums else 0,
     }
 
 

@@ -9,14 +9,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatrain.layout.ownership import CUT_NUMEL
 from megatrain.optim.pool import WorkerPool
 from megatrain.optim.tasks import ALIGN_NUMEL, bits_of, check_flat, check_host, run_pieces
 
-SUM_CHUNK_NUMEL = 1 << 15
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+SUM_CHUNK_NUMEL = CUT_NUMEL
 """Elements per partial sum of squares. A constant, so that the order of additions never changes."""
 
 
@@ -30,6 +36,11 @@ def sum_of_squares(pool: WorkerPool, flat: Tensor) -> float:
     Returns:
         The sum, each square exact and all additions in fp64. inf or nan if an element is.
     """
+    return math.fsum(squares_of_chunks(pool, flat))
+
+
+def squares_of_chunks(pool: WorkerPool, flat: Tensor) -> NDArray[np.float64]:
+    """Return the sums of squares of each `SUM_CHUNK_NUMEL` elements; `sum_of_squares` is their exact sum."""
     import numpy as np
 
     from megatrain.optim import kernels
@@ -39,7 +50,7 @@ def sum_of_squares(pool: WorkerPool, flat: Tensor) -> float:
     sums = np.zeros(-(-flat.numel() // SUM_CHUNK_NUMEL))
     piece = functools.partial(kernels.sum_squares, values, SUM_CHUNK_NUMEL, sums)
     run_pieces(pool, [piece], [flat.numel()], SUM_CHUNK_NUMEL)
-    return math.fsum(sums)
+    return sums
 
 
 def squares_on_device(flats: Iterable[Tensor], device: torch.device) -> Tensor:

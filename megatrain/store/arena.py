@@ -1,12 +1,14 @@
 """Exact-size host memory for one plane of model state.
 
-One private anonymous mapping per plane, with huge pages where the kernel gives them. Never torch's pinned
+One mapping per plane, private or, with several ranks, shared by those of a node; with huge pages where the
+kernel gives them. Never torch's pinned
 allocator: it rounds to powers of two. Only planes that a device reads or writes are page-locked.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 
 import torch
 from torch import Tensor
@@ -17,10 +19,20 @@ from megatrain.hardware.accelerators import Vendor
 class Arena:
     """`nbytes` of zeroed host memory, handed out as tensor views; freed when the last view is gone."""
 
-    def __init__(self, nbytes: int) -> None:
-        """Map the memory; pages are taken when first touched."""
+    def __init__(self, nbytes: int, file: int | None = None) -> None:
+        """Map the memory; pages are taken when first touched.
+
+        Args:
+            nbytes: How much.
+            file: Descriptor of memory that several processes map, which is closed here; None: it is private.
+        """
         self.nbytes = nbytes
-        self._map = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._is_shared = file is not None
+        if file is None:
+            self._map = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._map = mmap.mmap(file, max(nbytes, 1), flags=mmap.MAP_SHARED)
+            os.close(file)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
@@ -33,9 +45,10 @@ class Arena:
     def drop(self) -> None:
         """Give the pages back to the system, if none is locked; the memory's content is lost.
 
-        A device would go on writing into the old pages of locked memory while the CPU reads new ones.
+        A device would go on writing into the old pages of locked memory while the CPU reads new ones. What
+        others map too is theirs to read, and stays.
         """
-        if self._locked_by is not None:
+        if self._locked_by is not None or self._is_shared:
             return
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)

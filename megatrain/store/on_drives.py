@@ -74,14 +74,14 @@ class Image:
 class BlocksOnDrives:
     """The images of all blocks, and the store that holds them."""
 
-    def __init__(self, layouts: Sequence[BlockLayout], tiers: Tiers, *, accumulates: bool) -> None:
+    def __init__(self, layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int) -> None:
         """Decide where everything is; nothing is taken or opened.
 
         Raises:
             CapacityError: RAM does not hold what must be there.
         """
         self.tiers = tiers
-        self.placement: Placement = place(layouts, tiers, accumulates=accumulates)
+        self.placement: Placement = place(layouts, tiers, num_sums=num_sums)
         extents: list[Extent] = []
         self.images = [_image(number, layout, extents) for number, layout in enumerate(layouts)]
         self.store = StripedStore(tiers.nvme, extents, owner=tiers.owner)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from itertools import accumulate, groupby
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +32,12 @@ from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.layout.moments import MOMENT_PLANES, MomentFormat, moment_planes
 from megatrain.store.arena import Arena
 from megatrain.store.master import join_master, split_master_into
+
+SharedMemory: TypeAlias = Callable[[int], int]
+"""Returns a descriptor of zeroed memory of so many bytes, which every rank of the node gets in its turn."""
+
+_OWN = frozenset({"accumulator", "staging"})
+"""Planes of which every rank has its own: its part of the sums."""
 
 
 class Precision(str, Enum):
@@ -100,6 +107,12 @@ class BlockState:
                     views[f"{plane}/{entry.name}"] = self.plane_of(tensor, entry)
         return views
 
+    @property
+    def sums(self) -> Tensor:
+        """View the accumulator as (sums, num_state) partial sums in fp32; without runs there is one."""
+        assert self.accumulator is not None
+        return self.accumulator.view(-1, self.layout.num_state)
+
     def gradient_of(self, entry: Entry, plane: Tensor | None = None) -> Tensor:
         """View a parameter's gradient in the gradient plane's bytes (or in `plane`, laid out alike)."""
         plane = self.gradient if plane is None else plane
@@ -164,9 +177,18 @@ def split_gradient(plane: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
 class HostState:
     """All planes of all blocks. One arena per plane, of exact size, allocated when it is first needed."""
 
-    def __init__(self, layouts: Sequence[BlockLayout], precision: Precision) -> None:
-        """Allocate the working plane, and the remainder plane where there is one."""
+    def __init__(
+        self, layouts: Sequence[BlockLayout], precision: Precision, *, shared: SharedMemory | None = None
+    ) -> None:
+        """Allocate the working plane, and the remainder plane where there is one.
+
+        Args:
+            layouts: Of the blocks.
+            precision: How weights are kept.
+            shared: Where several ranks keep one state, each a share of it: makes memory that all of them map.
+        """
         self.precision = precision
+        self._shared = shared
         self.moments = MomentFormat.FP32
         """How the moments are kept, once they are allocated."""
         self.layouts = tuple(layouts)
@@ -207,18 +229,20 @@ class HostState:
             numels = [lay.gradient_bytes if n in here else 0 for n, lay in enumerate(self.layouts)]
             self._attach("gradient", pools.gradient_plane, numels, torch.uint8)
 
-    def allocate_accumulators(self, limit: int | None = None) -> None:
-        """Allocate the fp32 accumulator plane if it is not there. fp32 blocks add up in `gradient` itself.
+    def allocate_accumulators(self, num_sums: int = 1, limit: int | None = None) -> None:
+        """Allocate the fp32 accumulator plane if it is not there, or too small.
 
         Args:
+            num_sums: Sums of each gradient that it keeps.
             limit: Bytes that the whole state may take; None: what the machine has.
 
         Raises:
             CapacityError: There is no room for it.
         """
-        if "accumulator" in self._arenas or self.precision is Precision.FP32:
+        if self.num_sums >= num_sums:
             return
-        need = sum(pools.accumulator_plane(layout.sizes) for layout in self.layouts)
+        self.release("accumulator")
+        need = sum(pools.accumulator_plane(layout.sizes, num_sums) for layout in self.layouts)
         left = host_memory().available_bytes
         left = left if limit is None else min(left, limit - self.host_bytes)
         if need > left:
@@ -227,8 +251,16 @@ class HostState:
                 f"fp32 sums, but {left / GIB:.2f} GiB are left; use one larger micro-batch "
                 "(train.grad_accumulation=1)"
             )
-        numels = [layout.num_state for layout in self.layouts]
-        self._attach("accumulator", pools.accumulator_plane, numels, torch.float32)
+        numels = [num_sums * layout.num_state for layout in self.layouts]
+        size_of = partial(pools.accumulator_plane, num_sums=num_sums)
+        self._attach("accumulator", size_of, numels, torch.float32)
+
+    @property
+    def num_sums(self) -> int:
+        """Sums of each gradient that the accumulator plane keeps; 0: it is not there."""
+        planes = (block for block in self.blocks if block.accumulator is not None)
+        block = next(planes, None)
+        return 0 if block is None else block.sums.shape[0]
 
     def allocate_staging(self, num_buffers: int, nbytes: int) -> list[Tensor]:
         """Return buffers of so many bytes each, (nbytes,) uint8; the same ones until they are released."""
@@ -320,7 +352,9 @@ class HostState:
 
     def _allocate(self, plane: str, sizes: Sequence[int]) -> list[Tensor]:
         """Allocate an arena; return parts of it, uint8, of so many bytes each."""
-        arena = Arena(sum(sizes))
+        nbytes = sum(sizes)
+        file = self._shared(nbytes) if self._shared is not None and plane not in _OWN else None
+        arena = Arena(nbytes, file)
         self._arenas[plane] = arena
         return [
             arena.view(torch.uint8, stop - size, size)

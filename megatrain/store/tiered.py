@@ -52,7 +52,7 @@ class TieredState(HostState):
     """All planes of all blocks, in RAM as far as the placement says so."""
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], precision: Precision, tiers: Tiers, *, accumulates: bool = False
+        self, layouts: Sequence[BlockLayout], precision: Precision, tiers: Tiers, *, num_sums: int = 0
     ) -> None:
         """Decide where planes live, open the drives, then allocate.
 
@@ -60,8 +60,7 @@ class TieredState(HostState):
             MegatrainError: RAM or a drive does not hold its part; nothing was allocated.
             CheckpointError: `tiers.resumes`, and the drives hold no state of this model.
         """
-        in_fp32 = accumulates and precision is Precision.BF16
-        self.on_drives = BlocksOnDrives(layouts, tiers, accumulates=in_fp32)
+        self.on_drives = BlocksOnDrives(layouts, tiers, num_sums=num_sums)
         room = host_memory().available_bytes
         need = sum(self.on_drives.placement.ram_bytes.values())
         if need > room:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from megatrain.config.choice import Activations, Choice
+from megatrain.config.choice import Activations, Choice, StepBatch
 from megatrain.config.read_choice import checked
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import Block, ends_of, group_layers
 from megatrain.store.placement import Placement
 from megatrain.store.tiered import TieredState
 from megatrain.stream.bind import require_device_memory
+from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.forward.arrangement import Arrangement, residents_of
 
 
@@ -79,6 +81,54 @@ def check_choice(choice: Choice, blocks: Sequence[Block], *, compiles: bool = Fa
         )
 
 
+def check_runs(choice: Choice, num_runs: int) -> None:
+    """Refuse a choice that cannot add up gradients in so many runs.
+
+    Raises:
+        ConfigError: The host adds them up.
+    """
+    if num_runs > 1 and choice.sums == "host":
+        raise ConfigError(
+            f"sums=host lets the host add up gradients, but a step has {num_runs} runs, whose sums are "
+            "joined on the device; use sums=device, or parallel.shards=1 (StepBatch(num_runs=1))"
+        )
+
+
+def part_of(ranks: Ranks, choice: Choice, batch: StepBatch | None) -> tuple[Choice, StepBatch | None]:
+    """Return the choice and the batch of one rank of several.
+
+    Args:
+        ranks: That train together.
+        choice: What is decided.
+        batch: Of all ranks' step; None: it is not known.
+
+    Raises:
+        ConfigError: Ranks cannot do what is decided, or the batch cannot be shared out.
+    """
+    can: dict[str, Any] = {
+        "resident_layers": 0,
+        "outer_resident": False,
+        "gradients": "host",
+        "sums": "device",
+        "tiers": frozenset(),
+    }
+    for name, value in can.items():
+        given = choice.given.get(name, value)
+        if given != value and given != (value,) * len(choice.activations):
+            raise ConfigError(f"{name} is {given}, but {ranks.size} ranks train together; use {value}")
+    choice = replace(choice, **{name: value for name, value in can.items() if name not in choice.given})
+    if batch is None:
+        return choice, None
+    if batch.num_runs % ranks.size:
+        raise ConfigError(
+            f"a step has {batch.num_runs} runs (parallel.shards), which {ranks.size} ranks cannot share out "
+            f"evenly; use parallel.shards={max(batch.num_runs, ranks.size)}, or fewer ranks"
+        )
+    runs = batch.runs
+    part = batch.num_runs // ranks.size
+    return choice, replace(batch, num_micro_batches=part * runs.length, num_runs=part)
+
+
 def changed(choice: Choice, old: Choice, num_blocks: int) -> Choice:
     """Return a choice as an engine can go on with it, whose state stays as it is.
 
@@ -137,6 +187,7 @@ def check_change(choice: Choice, arrangement: Arrangement, *, compiles: bool) ->
     """
     blocks, lanes = arrangement.binding.blocks, arrangement.lanes
     check_choice(choice, blocks, compiles=compiles)
+    check_runs(choice, arrangement.binding.runs.number)
     residents = residents_of(choice, blocks)
     if residents and isinstance(arrangement.host, TieredState):
         raise ConfigError(
@@ -152,6 +203,6 @@ def check_change(choice: Choice, arrangement: Arrangement, *, compiles: bool) ->
         choice,
         residents,
         moments=arrangement.moments,
-        num_micro_batches=arrangement.binding.num_micro_batches,
+        runs=arrangement.binding.runs,
         held=lanes.device_bytes,
     )

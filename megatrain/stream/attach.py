@@ -8,6 +8,7 @@ import torch
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.read_choice import read_choice
+from megatrain.config.runs import Runs
 from megatrain.errors import ConfigError, ModelError
 from megatrain.hardware.accelerators import can_compile
 from megatrain.hardware.determinism import set_environment
@@ -15,9 +16,10 @@ from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import find_blocks
 from megatrain.store.placement import Tiers
 from megatrain.store.state import read_precision
-from megatrain.stream.arrange import check_choice, require_drives
+from megatrain.stream.arrange import check_choice, check_runs, part_of, require_drives
 from megatrain.stream.bind import bind, plan_layouts, require_device_memory
 from megatrain.stream.engine import Engine
+from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.forward.arrangement import residents_of
 from megatrain.stream.forward.compiled import say_how
 from megatrain.stream.lanes import Lanes
@@ -46,6 +48,7 @@ def attach(
     device_limit: int | None = None,
     tiers: Tiers | None = None,
     deterministic: bool = False,
+    ranks: Ranks | None = None,
     **fields: Any,
 ) -> Engine:
     """Make a model train by streaming, in place; `engine.detach()` undoes it.
@@ -77,6 +80,8 @@ def attach(
         deterministic: Give the same bits in every run on the same device. This is
             `torch.use_deterministic_algorithms`, for the whole process, until the engine is detached;
             attention is not cuDNN's then, and an operation that has no such form is a ModelError.
+        ranks: The processes that train together; each gives the engine its own micro-batches, in the order of
+            ranks, and they keep one state. `batch` is that of all. None: this one is alone.
         **fields: Fields of `Choice` by name, such as `num_slots=2` or `activations="recompute"`. With
             `lockstep` above 1 and without seeds, each micro-batch draws its dropout from a seed of its own,
             since they take turns.
@@ -86,7 +91,7 @@ def attach(
         CapacityError: The state does not fit into host or device memory; nothing was allocated.
         ConfigError: An unknown keyword, a value out of range, or two that exclude each other.
     """
-    asked, drives = read_choice(choice, fields), tiers
+    asked, drives, whole = read_choice(choice, fields), tiers, batch
     choice = asked
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigError(f"micro_batch_size is {micro_batch_size}; use 1 or more")
@@ -101,6 +106,8 @@ def attach(
             "tiers=megatrain.Tiers(nvme=[DIRECTORY, ...])"
         )
     kept = read_precision(precision)
+    if ranks is not None:
+        choice, batch = part_of(ranks, choice, batch)
     moments = MomentFormat.read(optimizer_state)
     if getattr(model, "_megatrain_engine", None) is not None:
         raise ModelError("the model is attached to an engine already; call engine.detach() first")
@@ -125,22 +132,22 @@ def attach(
     tiers = None if tiers is None else tiers.as_chosen(choice)
     blocks = find_blocks(model, fragments=choice.fragments)
     check_choice(choice, blocks, compiles=compiles)
+    runs = Runs() if batch is None else batch.runs
+    check_runs(choice, runs.number)
     say_how(compile, lanes.device, compiles=compiles)
     residents = residents_of(choice, blocks)
     layouts = plan_layouts(model, blocks, kept)
-    num_micro_batches = 1 if batch is None else batch.num_micro_batches
-    require_device_memory(
-        blocks, layouts, lanes, choice, residents, moments=moments, num_micro_batches=num_micro_batches
-    )
+    require_device_memory(blocks, layouts, lanes, choice, residents, moments=moments, runs=runs)
     binding = bind(
         model,
         kept,
         choice,
         residents,
-        num_micro_batches=num_micro_batches,
+        runs=runs,
         host_limit=host_limit,
         moments=moments,
         tiers=tiers,
+        ranks=ranks,
     )
     engine = Engine(
         model,
@@ -155,7 +162,7 @@ def attach(
         "choice": asked,
         "device": device,
         "precision": precision,
-        "batch": batch,
+        "batch": whole,
         "micro_batch_size": micro_batch_size,
         "compile": compile,
         "optimizer_state": optimizer_state,
@@ -163,6 +170,7 @@ def attach(
         "device_limit": device_limit,
         "tiers": drives,
         "deterministic": deterministic,
+        "ranks": ranks,
     }
     return engine
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.choice import Choice
+from megatrain.config.runs import Runs
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
@@ -23,6 +24,7 @@ from megatrain.model.layouts import lay_out_blocks
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
+from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.forward.arrangement import places_of, residency_of
 from megatrain.stream.forward.attached import Binding
 
@@ -43,10 +45,11 @@ def bind(
     choice: Choice,
     residents: Collection[int],
     *,
-    num_micro_batches: int = 1,
+    runs: Runs | None = None,
     host_limit: int | None = None,
     moments: MomentFormat = MomentFormat.FP32,
     tiers: Tiers | None = None,
+    ranks: Ranks | None = None,
 ) -> Binding:
     """Move a model's parameters into host state, one at a time; a model from `load` is there already.
 
@@ -55,10 +58,11 @@ def bind(
         precision: How they are kept.
         choice: How the model will stream.
         residents: Blocks that are updated on the device.
-        num_micro_batches: Of a step.
+        runs: Of a step; None: one micro-batch.
         host_limit: Bytes that the whole state may take.
         moments: How the optimizer's state will be kept.
         tiers: What goes to drives.
+        ranks: That keep one state; the values are those of the first one's model.
 
     Raises:
         ModelError: Weights that were never loaded, or a dtype that is no float.
@@ -66,16 +70,17 @@ def bind(
             nothing was allocated.
         ConfigError: The model was loaded for other tiers.
     """
-    accumulates = choice.num_rounds(num_micro_batches) > 1
+    runs = Runs() if runs is None else runs
+    num_sums = kept_sums(choice, runs, precision, has_ranks=ranks is not None)
     blocks = find_blocks(model, fragments=choice.fragments)
     layouts = plan_layouts(model, blocks, precision)
-    places = places_of(choice, blocks, layouts, num_micro_batches)
+    places = places_of(choice, blocks, layouts, runs.num_micro_batches)
     tiers = None if tiers is None else with_gradients(tiers, places)
     fits = partial(
         require_host_memory,
         layouts,
         precision,
-        accumulates=accumulates,
+        num_sums=num_sums,
         places=places,
         limit=host_limit,
         moments=moments,
@@ -89,7 +94,7 @@ def bind(
         )
     is_same = loaded is not None and loaded.precision is precision and list(loaded.layouts) == layouts
     if loaded is not None and is_same and isinstance(loaded, TieredState) == (tiers is not None):
-        binding = Binding(blocks, loaded, host_limit, moments, num_micro_batches)
+        binding = Binding(blocks, loaded, host_limit, moments, runs, ranks)
         binding.check()
         fits(held=loaded.host_bytes)
         return binding
@@ -102,15 +107,25 @@ def bind(
             )
     given = sum(parameter.nbytes for parameter in model.parameters())
     fits(held=0 if loaded is not None else given)
-    host = make_host(layouts, precision, tiers, accumulates=accumulates)
+    host = make_host(layouts, precision, tiers, num_sums=num_sums, ranks=ranks)
+    fills = ranks is None or ranks.rank == 0
     with torch.no_grad():
         for block, state in zip(blocks, host.blocks, strict=True):
             for entry in state.layout.entries:
                 parameter = block.parameters[entry.name]
-                host.put(entry.name, _value(loaded, entry.name, parameter))
+                if fills:
+                    host.put(entry.name, _value(loaded, entry.name, parameter))
                 parameter.data = state.weight(entry)
     model.__dict__["_megatrain_host"] = host
-    return Binding(blocks, host, host_limit, moments, num_micro_batches)
+    if ranks is not None:
+        ranks.meet()
+    return Binding(blocks, host, host_limit, moments, runs, ranks)
+
+
+def kept_sums(choice: Choice, runs: Runs, precision: Precision, *, has_ranks: bool = False) -> int:
+    """Return how many sums in fp32 a step keeps between rounds, beside complete gradients."""
+    rounds = choice.rounds(runs.num_micro_batches)
+    return runs.kept_sums(rounds, is_wide=has_ranks or precision is Precision.BF16)
 
 
 def with_gradients(tiers: Tiers, places: GradientPlaces) -> Tiers:
@@ -122,7 +137,12 @@ def with_gradients(tiers: Tiers, places: GradientPlaces) -> Tiers:
 
 
 def make_host(
-    layouts: Sequence[BlockLayout], precision: Precision, tiers: Tiers | None, *, accumulates: bool
+    layouts: Sequence[BlockLayout],
+    precision: Precision,
+    tiers: Tiers | None,
+    *,
+    num_sums: int,
+    ranks: Ranks | None = None,
 ) -> HostState:
     """Allocate host state, in RAM or also on drives.
 
@@ -130,8 +150,8 @@ def make_host(
         MegatrainError: As `TieredState`.
     """
     if tiers is None:
-        return HostState(layouts, precision)
-    host = TieredState(layouts, precision, tiers, accumulates=accumulates)
+        return HostState(layouts, precision, shared=None if ranks is None else ranks.shared_memory)
+    host = TieredState(layouts, precision, tiers, num_sums=num_sums)
     _log.debug("%s", host.on_drives.placement.describe(len(layouts)))
     read, written, committed = (nbytes / 1e9 for nbytes in host.on_drives.bytes_per_step())
     _log.debug(
@@ -164,7 +184,7 @@ def require_host_memory(
     *,
     held: int,
     places: GradientPlaces,
-    accumulates: bool = False,
+    num_sums: int = 0,
     limit: int | None = None,
     moments: MomentFormat = MomentFormat.FP32,
     tiers: Tiers | None = None,
@@ -176,7 +196,7 @@ def require_host_memory(
         precision: How weights are kept.
         held: Bytes that are taken already and will be part of the state, or given back.
         places: Where complete gradients wait.
-        accumulates: Steps have several rounds, whose sum bf16 keeps in fp32.
+        num_sums: Sums of several rounds in fp32 that are kept beside complete gradients.
         limit: Bytes that the whole state may take.
         moments: How the optimizer's state will be kept.
         tiers: State goes to drives too, and `TieredState` checks what is left.
@@ -186,7 +206,7 @@ def require_host_memory(
     """
     if tiers is not None:
         return
-    planes = host_planes(layouts, precision, places, accumulates=accumulates, moments=moments)
+    planes = host_planes(layouts, precision, places, num_sums=num_sums, moments=moments)
     total = sum(planes.values())
     parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items() if size)
     advice = (
@@ -216,7 +236,7 @@ def host_planes(
     precision: Precision,
     places: GradientPlaces,
     *,
-    accumulates: bool,
+    num_sums: int,
     moments: MomentFormat,
 ) -> dict[str, int]:
     """Return the bytes of each plane of a state that is in RAM; arguments as in `require_host_memory`."""
@@ -224,7 +244,7 @@ def host_planes(
     return pools.state_planes(totals[:], totals[:], moments) | pools.gradient_planes(
         totals[:],
         places,
-        accumulates=accumulates and precision is Precision.BF16,
+        num_sums=num_sums,
     )
 
 
@@ -238,7 +258,7 @@ def room_for_activations(binding: Binding, choice: Choice) -> int:
         host.layouts,
         host.precision,
         places_of(choice, binding.blocks, host.layouts),
-        accumulates=True,
+        num_sums=max(1, kept_sums(choice, binding.runs, host.precision, has_ranks=binding.ranks is not None)),
         moments=binding.moments,
     )
     to_come = sum(planes.values()) - planes["working"] - planes["remainder"]
@@ -253,7 +273,7 @@ def require_device_memory(
     residents: Collection[int],
     *,
     moments: MomentFormat = MomentFormat.FP32,
-    num_micro_batches: int = 1,
+    runs: Runs | None = None,
     held: int = 0,
 ) -> None:
     """Check the predicted bytes of slots, resident blocks and gradient buffers against the device's limit.
@@ -268,13 +288,15 @@ def require_device_memory(
     if limit is None:
         return
     limit += held
+    runs = Runs() if runs is None else runs
     sizes = pools.device_pools(
         residency_of(blocks, layouts, residents, streams_outer=choice.outer_streams),
         num_slots=choice.num_slots,
         num_gradient_buffers=choice.num_gradient_buffers,
-        is_wide=max(choice.lockstep, num_micro_batches) > 1 or choice.outer_streams,
+        is_wide=max(choice.lockstep, runs.num_micro_batches) > 1 or choice.outer_streams,
         waiting=places_of(choice, blocks, layouts).on_device,
         moments=moments,
+        num_sums=runs.most_sums,
     )
     need = sum(sizes.values())
     if need > limit:

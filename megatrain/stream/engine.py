@@ -144,6 +144,7 @@ class Engine:
 
         Args:
             micro_batches: Keyword arguments of the model's forward, `labels` included; one after the other.
+                Of several ranks each is given its own, of which they have equally many.
             seeds: One seed of torch's generators per micro-batch, set before it; None: the generators go on.
 
         Returns:
@@ -155,9 +156,15 @@ class Engine:
         """
         self.require_attached()
         batches, counts = read_micro_batches(micro_batches)
-        parts = zip(batches, (Share(sum(counts), count) for count in counts), strict=True)
-        losses = [self._model_forward.loss_of(batch, share) for batch, share in parts]
-        return functools.reduce(torch.add, self._steps.run(losses, seeds, sum(counts)))
+        ranks = self.arrangement.binding.ranks
+        total = sum(counts) if ranks is None else int(sum(ranks.gather(torch.tensor(sum(counts)))))
+        parts = zip(batches, (Share(total, count) for count in counts), strict=True)
+        losses = self._steps.run(
+            [self._model_forward.loss_of(batch, share) for batch, share in parts], seeds, sum(counts)
+        )
+        if ranks is not None:  # those of all ranks, in the order of one
+            losses = list(torch.cat(ranks.gather(torch.stack(losses))))
+        return functools.reduce(torch.add, losses)
 
     def run_losses(
         self,
@@ -204,6 +211,8 @@ class Engine:
                 "read them"
             )
         self.executor.wait_for_gradients()
+        if self.arrangement.shared is not None:  # each rank has put its share into memory of all
+            self.arrangement.shared.ranks.meet()
         return self.arrangement.gradients.named(self._names)
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from megatrain.config.adaptation import Adaptation
 from megatrain.config.choice import AUTO, Choice, StepBatch
 from megatrain.config.read_choice import read_choice
+from megatrain.config.runs import Runs
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.layout.moments import MomentFormat
@@ -36,7 +38,9 @@ from megatrain.store.drives.scratch import FileArena
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision, read_precision
 from megatrain.store.tiered import TieredState
-from megatrain.stream.bind import make_host, plan_layouts, require_host_memory, with_gradients
+from megatrain.stream.arrange import part_of
+from megatrain.stream.bind import kept_sums, make_host, plan_layouts, require_host_memory, with_gradients
+from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.forward.arrangement import places_of
 
 if TYPE_CHECKING:
@@ -58,6 +62,7 @@ def load(
     adaptation: Adaptation | None = None,
     adapter: str | Path | None = None,
     vocab_size: int | None = None,
+    ranks: Ranks | None = None,
     **fields: Any,
 ) -> PreTrainedModel:
     """Load a Hugging Face causal LM into host state, ready for `megatrain.attach` with the same precision.
@@ -85,6 +90,7 @@ def load(
         vocab_size: Rows of the embedding and the head, if the model has fewer: those for new tokens begin as
             the mean of the others. None: as many as the model has, or the embedding that was trained with
             the adapters.
+        ranks: As in `attach`: the first one reads the weights into the state of all.
         **fields: Fields of `Choice` by name.
 
     Returns:
@@ -101,6 +107,8 @@ def load(
     Tiers.check(tiers)
     tiers = None if tiers is None else tiers.as_chosen(choice)
     kept = read_precision(precision)
+    if ranks is not None:
+        choice, batch = part_of(ranks, choice, batch)
     lora = None
     if path is not None and adapter is None and is_adapter(Path(path)):
         path, adapter = None, path
@@ -127,7 +135,8 @@ def load(
     now = {plain_names[id(p)]: name for name, p in model.named_parameters() if id(p) in plain_names}
     blocks = find_blocks(model, fragments=choice.fragments is True)
     layouts = plan_layouts(model, blocks, kept)
-    number = 1 if batch is None else batch.num_micro_batches
+    runs = Runs() if batch is None else batch.runs
+    number = runs.num_micro_batches
     # what is open may yet be decided so that it takes least
     num_layers = len(group_layers(blocks))
     spare: dict[str, Any] = {"gradients": "device", "lockstep": number, "updates": "deferred"}
@@ -139,15 +148,15 @@ def load(
         layouts,
         kept,
         held=0,
-        accumulates=least.num_rounds(number) > 1,
+        num_sums=kept_sums(least, runs, kept, has_ranks=ranks is not None),
         limit=host_limit,
         moments=MomentFormat.read(optimizer_state),
         places=places,
         tiers=tiers,
     )
-    may_accumulate = number > choice.given.get("lockstep", 1)
-    host = make_host(layouts, kept, tiers, accumulates=may_accumulate)
-    if isinstance(host, TieredState) and host.is_resumed:
+    most = replace(least, lockstep=choice.given.get("lockstep", 1))
+    host = make_host(layouts, kept, tiers, num_sums=kept_sums(most, runs, kept), ranks=ranks)
+    if (ranks is not None and ranks.rank > 0) or (isinstance(host, TieredState) and host.is_resumed):
         _bind_parameters(model, lambda name: _working(host, name))
         if path is not None:
             take_generation_config(model, path)
@@ -158,6 +167,8 @@ def load(
     else:
         _draw(model, host, seed)
         _bind_parameters(model, lambda name: _working(host, name))
+    if ranks is not None:
+        ranks.meet()
     model.__dict__["_megatrain_host"] = host
     return model
 

@@ -286,6 +286,10 @@ class StreamedAdamW(torch.optim.Optimizer):
                 runs.append((key, entry.state_offset, stop))
                 if not self._moments.is_exact:  # a range is one parameter: its own key and scales
                     keys[entry.state_offset] = rounding_key(self._seed, entry.name, key[1])
+        shared = self._executor.gradients.shared
+        if shared is not None:
+            share = shared.shares[block]
+            runs = [(key, part.start, part.stop) for key, *run in runs for part in share.cut(*run)]
         return [
             (
                 AdamWStep(
@@ -360,11 +364,16 @@ def check_moments(executor: Executor, moments: MomentFormat, planned: MomentForm
 
 def _plan_updates(executor: Executor, moments: MomentFormat, *, clips: bool) -> None:
     """Let programs know of the optimizer: what its state takes, and whether it clips."""
+    shared = executor.gradients.shared
     sizes = [
         BlockSize.of(
-            layout.sizes, is_streamed=size.is_streamed, on_device=size.updates_on_device, moments=moments
+            layout.sizes,
+            is_streamed=size.is_streamed,
+            on_device=size.updates_on_device,
+            moments=moments,
+            share=None if shared is None else shared.shares[number],
         )
-        for layout, size in zip(executor.host.layouts, executor.spec.sizes, strict=True)
+        for number, (layout, size) in enumerate(zip(executor.host.layouts, executor.spec.sizes, strict=True))
     ]
     executor.spec = replace(executor.spec, sizes=sizes, clips=clips)
 

@@ -113,6 +113,7 @@ class Steps:
         try:
             for numbers in numbers_of_rounds:
                 rounds.num_together = len(numbers)
+                self._arrangement.gradients.run_sums.round = numbers
                 for order, each in enumerate(before):
                     own = None if seeds is None else [seed + 1 + order for seed in seeds]
                     with each.around():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.config.choice import Choice
+from megatrain.distributed.ranks import Ranks
 from megatrain.model.adapters import adapters_off
 from megatrain.store.drives.record import CommitRecord
 from megatrain.stream.attach import attach
@@ -30,6 +31,7 @@ def make_engine(
     adapter: Path | None = None,
     committed: CommitRecord | None = None,
     vocab_size: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """Load the model of a run into host state, with its adapters, and attach it.
 
@@ -40,6 +42,7 @@ def make_engine(
         adapter: A directory with trained adapters; None: those of `lora`, if any, begin at zero.
         committed: Of the drives, to go on from.
         vocab_size: Of the model with its new tokens; None: it has none.
+        ranks: That train together and keep one state.
 
     Raises:
         MegatrainError: As `load` and `attach`.
@@ -51,6 +54,7 @@ def make_engine(
         "optimizer_state": config.optim.state,
         "host_limit": memory.host_budget,
         "tiers": tiers_of(config, choice, resumes=committed is not None),
+        "ranks": ranks,
     }
     model = load(
         None if is_random else source,

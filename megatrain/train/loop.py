@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from megatrain.checkpoint.save import save
 from megatrain.config import Config
-from megatrain.errors import CallbackError
+from megatrain.distributed.ranks import Ranks
 from megatrain.model.head import count_targets
 from megatrain.stream.machine import Measure
 from megatrain.stream.report import StepReport
 from megatrain.train.callbacks.named import trackers
+from megatrain.train.endings import end_early, refuse_failed_callback, stop_flag
 from megatrain.train.going_on import choose_best_anew, find_checkpoint, is_finished
 from megatrain.train.outputs.export import best_step, export_model, find_best
 from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.planning.timeline import planned_run
+from megatrain.train.ranks import END, STEP, signals_ignored, with_shards
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.report.card import model_card
@@ -42,19 +41,16 @@ _log = logging.getLogger(__name__)
 _NUM_WAITS = 3
 """Of the longest waits of a step that its row names."""
 
-EXIT_STOPPED = 75
-"""EX_TEMPFAIL: stopped by a signal after saving; the same command goes on."""
-
 
 def train_step(run: Run) -> StepMetrics:
     """Do one optimizer step."""
     started = time.monotonic()
     callbacks, policy = run.callbacks, run.config.train.on_spike
     micro_batches = next(run.loader)
-    seeds = run.micro_batch_seeds()
+    seeds = run.micro_batch_seeds()[run.own]
 
     callbacks.call("on_step_begin")
-    loss, shown = run.forward_backward(micro_batches, seeds)
+    loss, shown = run.forward_backward(micro_batches[run.own], seeds)
     callbacks.call("on_pre_optimizer_step")
     lr = float(run.optimizer.param_groups[0]["lr"])  # the schedule's, unless a callback has changed it
     # With `warn`, the loss is looked at behind the step: until then the device is still at work.
@@ -134,6 +130,7 @@ def train(
     prepared: Path | None = None,
     callbacks: Sequence[TrainerCallback] = (),
     progress: Callable[[str], object] = _log.debug,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Train, or go on training, and leave the model in `hf/` of the run directory.
 
@@ -145,6 +142,7 @@ def train(
         prepared: A folder in which prepared data is kept for the next run; None: nowhere but in `data.cache`.
         callbacks: Of transformers' Trainer; called after those of `log.to`.
         progress: Is told what takes time before the first step; nothing, when that begins.
+        ranks: That train together, of which this process is one; None: it is alone.
 
     Returns:
         The run directory.
@@ -154,6 +152,9 @@ def train(
         SystemExit: 75, after a signal stopped the run and its state was saved.
     """
     directory = RunDirectory(Path(config.out))
+    if ranks is not None and ranks.rank > 0:
+        _follow(config, ranks, prepared)
+        return directory.path
     directory.check()
     with directory.lock():
         directory.remove_leftovers()
@@ -167,6 +168,8 @@ def train(
                     "its settings differ (%s); give a new directory with --out to train with these",
                     "; ".join(changed),
                 )
+            if ranks is not None:
+                ranks.tell(None)
             return directory.path
         committed = find_commit(config, is_run=directory.is_run) if resume == "auto" else None
         if committed is not None and found is not None and committed.step <= step:
@@ -174,6 +177,15 @@ def train(
         checkpoint, meta = (None, None) if found is None else (found[0], found[1].meta)
         is_own = checkpoint is not None and checkpoint.resolve().parent == directory.checkpoints.resolve()
         own = checkpoint if is_own else None
+        config = with_shards(config, ranks, meta)
+        if ranks is not None:
+            ranks.tell(
+                {
+                    "checkpoint": None if checkpoint is None else str(checkpoint),
+                    "meta": meta,
+                    "shards": config.parallel.shards,
+                }
+            )
         members = [*trackers(config.log.to, directory.path), *callbacks]
         run = prepare(
             config,
@@ -187,6 +199,7 @@ def train(
             show=_log.info,
             callbacks=members,
             progress=progress,
+            ranks=ranks,
         )
         progress("")
         if checkpoint is not None and not is_own:
@@ -195,7 +208,7 @@ def train(
         is_done = False
         with recorded(run, directory), way_back(run, directory):
             try:
-                with _stop_flag() as stop:
+                with stop_flag() as stop:
                     final = _train_until_done(run, directory, stop, own if step == run.step else None)
                 standing = {"evaluation": run.evaluator.standing.state()}
                 best = best_step(standing, loads_best=config.eval.load_best)
@@ -211,6 +224,28 @@ def train(
         "done: %d steps, %s tokens; the model%s is in %s", run.step, f"{run.tokens:,}", of, directory.model
     )
     return directory.path
+
+
+def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
+    """Take the steps that the first rank tells of."""
+    found = ranks.tell()
+    if found is None:
+        return
+    parallel = config.parallel.model_copy(update={"shards": found["shards"]})
+    checkpoint = None if found["checkpoint"] is None else Path(found["checkpoint"])
+    with signals_ignored():
+        run = prepare(
+            config.model_copy(update={"parallel": parallel}),
+            checkpoint,
+            found["meta"],
+            prepared=prepared,
+            ranks=ranks,
+        )
+        try:
+            while ranks.tell() == STEP:
+                train_step(run)
+        finally:
+            run.engine.close()
 
 
 def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, saved: Path | None) -> Path:
@@ -232,6 +267,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             if stop.is_set():
                 reason = "a signal"
                 break
+            if run.ranks is not None:
+                run.ranks.tell(STEP)
             row = train_step(run)
             saved = None
             callbacks.at(run.step, tokens=run.tokens)
@@ -262,11 +299,13 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
                 callbacks.call("on_epoch_begin")
     if saved is None:
         saved = _save(run, directory)
+    if run.ranks is not None:
+        run.ranks.tell(END)
     callbacks.call("on_train_end")
-    _refuse_failed_callback(run, saved)
+    refuse_failed_callback(run, saved)
     if reason and run.step < run.num_steps:
         run.tell("stop", reason=reason)
-        _end_early(run, reason)
+        end_early(run, reason)
     return saved
 
 
@@ -276,7 +315,7 @@ def _begin(run: Run) -> None:
     run.callbacks.call("on_train_begin")
     run.callbacks.call("on_epoch_begin")
     run.callbacks.saved_state()  # one that cannot be saved is told of now, and not at the first checkpoint
-    _refuse_failed_callback(run, None)
+    refuse_failed_callback(run, None)
     if run.evaluator.is_due(run.step):
         _evaluate(run)
 
@@ -298,33 +337,6 @@ def _evaluate(run: Run) -> bool:
     return outcome.is_best
 
 
-def _refuse_failed_callback(run: Run, saved: Path | None) -> None:
-    """End a run one of whose callbacks has raised; `saved` has its state, None: there is nothing new.
-
-    Raises:
-        CallbackError: One has.
-    """
-    failed = run.callbacks.failure
-    if failed is not None:
-        done = "no step was taken" if saved is None else f"step {run.step} is saved in {saved}"
-        raise CallbackError(
-            f"the callback {failed.name} failed in {failed.event} ({type(failed.error).__name__}: "
-            f"{failed.error}); {done}. The same command goes on from there; without the callback "
-            "(log.to) nothing else changes"
-        ) from failed.error
-
-
-def _end_early(run: Run, reason: str) -> None:
-    """Say why a run has ended before its last step; after a signal or a callback it is not done."""
-    if run.evaluator.standing.has_stopped:
-        _log.info("stopped after step %d: %s", run.step, reason)
-        return
-    _log.warning(
-        "stopped by %s after step %d, which is saved; the same command goes on from there", reason, run.step
-    )
-    sys.exit(EXIT_STOPPED)
-
-
 def _save(run: Run, directory: RunDirectory) -> Path:
     path = save(
         directory.checkpoints,
@@ -340,27 +352,3 @@ def _save(run: Run, directory: RunDirectory) -> Path:
         run.callbacks.best(standing.best_loss, run.step, str(path))
     run.callbacks.call("on_save")
     return path
-
-
-@contextmanager
-def _stop_flag() -> Iterator[threading.Event]:
-    """Let the first SIGINT or SIGTERM finish the step; a second one ends the process as it always does."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.getsignal(number) for number in numbers}
-
-    def handle(number: int, _: FrameType | None) -> None:
-        stop.set()
-        signal.signal(number, previous[signal.Signals(number)])
-        _log.warning("%s: finishing the step, then saving", signal.Signals(number).name)
-
-    for number in numbers:
-        signal.signal(number, handle)
-    try:
-        yield stop
-    finally:
-        for number in numbers:
-            signal.signal(number, previous[number])

@@ -16,18 +16,18 @@ import torch
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.config import Config
+from megatrain.config.read_choice import as_values, from_values
 from megatrain.config.sections.log import Event
 from megatrain.data.loader import PackedLoader
 from megatrain.data.pairs import JudgedRows, NoReference
 from megatrain.data.tokens.template import template_source
+from megatrain.distributed.ranks import Ranks
 from megatrain.errors import ConfigError
-from megatrain.hardware import measure_matmul_peak
-from megatrain.hardware.care import Care, power_cap_advice, sensor_of
+from megatrain.hardware.care import Care
 from megatrain.hardware.determinism import set_environment
 from megatrain.model.adapters import has_adapters
 from megatrain.model.liger import apply_liger, uses_liger
 from megatrain.model.weights.skeleton import read_config
-from megatrain.optim.threads import update_threads, worker_threads
 from megatrain.store.drives.record import CommitRecord
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
@@ -42,8 +42,10 @@ from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.plan_run import Planned
+from megatrain.train.planning.run_machine import choose_threads, make_care, measure_peak
 from megatrain.train.preference.objective import Preference
 from megatrain.train.preference.reference import Reference
+from megatrain.train.ranks import own_part, part_of_rank, require_same_run
 from megatrain.train.records.events import EventLog
 from megatrain.train.resume.changes import report_changes
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
@@ -90,6 +92,8 @@ class Run:
     """Knows the losses of the last steps."""
     events: EventLog | None = None
     """None: nothing is recorded, as in a dry run."""
+    ranks: Ranks | None = None
+    """Those that train together; None: there is one."""
     base: str | None = None
     """Fingerprint of the model that has adapters; None: the run trains the model itself."""
     reference: str | None = None
@@ -148,7 +152,10 @@ class Run:
             CheckpointError: It does not belong to this model.
             DataError: It does not belong to this data.
         """
-        read_state(self.engine.host, source)
+        if self.ranks is None or self.ranks.rank == 0:
+            read_state(self.engine.host, source)
+        if self.ranks is not None:
+            self.ranks.meet()
         self.engine.weights_changed()
         self.restore_position(meta)
 
@@ -188,6 +195,11 @@ class Run:
         seed, count = self.config.train.seed, self.config.train.grad_accumulation
         return [micro_batch_seed(seed, self.step, number) for number in range(count)]
 
+    @property
+    def own(self) -> slice:
+        """Which of a step's micro-batches are this rank's."""
+        return own_part(self.ranks, self.config.train.grad_accumulation)
+
 
 def prepare(
     config: Config,
@@ -202,6 +214,7 @@ def prepare(
     show: Callable[[str], object] = _log.debug,
     callbacks: Sequence[TrainerCallback] = (),
     progress: Callable[[str], object] = _log.debug,
+    ranks: Ranks | None = None,
 ) -> Run:
     """Make everything that a run needs; from a checkpoint, or from what is committed on drives, if any.
 
@@ -220,6 +233,7 @@ def prepare(
         show: Is given the lines of `start_lines`, before memory is taken.
         callbacks: Of transformers' Trainer, called by the run.
         progress: Is told what takes time, before it begins.
+        ranks: That train together; the first one plans, and reads weights and state.
 
     Raises:
         MegatrainError: Its subclasses say what is wrong with the model, the data, the configuration or the
@@ -228,7 +242,7 @@ def prepare(
     asked, config = config, laid_out_as(committed, config)
     device = compute_device(config.train.device)
     if config.train.deterministic:
-        set_environment(device)  # before the first product: `_measure_peak`
+        set_environment(device)  # before the first product: `measure_peak`
     liger = uses_liger(config.model.kernels, device.type)
     earlier = meta if committed is None else committed.meta
     base = check_base(config, earlier)
@@ -239,7 +253,11 @@ def prepare(
     if config.data.chat_template is not None:  # whoever talks to the model needs what it was trained with
         tokenizer.chat_template = template_source(config.data.chat_template, tokenizer)
     day = None if earlier is None else earlier["data"].get("day")
+    if ranks is not None and ranks.rank > 0:
+        ranks.meet()  # the first one prepares the data, and the others read them
     data = pack_data(config, tokenizer, model_config, folder=prepared, day=day)
+    if ranks is not None and ranks.rank == 0:
+        ranks.meet()
     loader = make_loader(config, data)
     for line in data.notes():
         show(line)
@@ -254,15 +272,19 @@ def prepare(
         raise ConfigError(
             f"optim.warmup_steps is {config.optim.warmup_steps}, but the run has {num_steps} steps; use fewer"
         )
-    _choose_threads()
+    choose_threads()
     if liger:
         apply_liger(model_config.get_text_config().model_type)
     progress("planning where memory goes")
-    _measure_peak(config)
+    measure_peak(config)
     # the counts that are kept are of transformers' own modules, and of the model as it is saved
     is_other = liger or bool(config.model.new_tokens)
     counted = PlannedModel(source, None if is_other else counts, progress, model_config, data.packing)
-    planned = plan_memory(config, counted, measure)
+    planned = None
+    if ranks is None:
+        planned = plan_memory(config, counted, measure)
+    elif ranks.rank == 0:
+        planned = plan_memory(part_of_rank(config, ranks), counted, measure)
     first_step = 0 if earlier is None else int(earlier["step"])
     for line in start_lines(
         config,
@@ -278,6 +300,10 @@ def prepare(
         reference.check(earlier)
     progress("loading the model")
     choice = config.choice if planned is None else planned.plan.choice
+    if ranks is not None:
+        choice = from_values(ranks.tell(as_values(choice)))
+        facts = {"data": loader.state(), "steps": num_steps, "model": model_config.to_dict()}
+        require_same_run(ranks, config, facts)
     is_random = checkpoint is None and config.model.init == "random"
     vocab_size = model_config.get_text_config().vocab_size if config.model.new_tokens else None
     if reference is not None and earlier is not None and not reference.is_kept:
@@ -291,6 +317,7 @@ def prepare(
         adapter=None if base is None else checkpoint,
         committed=committed,
         vocab_size=vocab_size,
+        ranks=ranks,
     )
     if reference is not None:
         reference.fill(lambda: untouched(engine))
@@ -319,7 +346,7 @@ def prepare(
         tokenizer=tokenizer,
         num_steps=num_steps,
         planned=planned,
-        care=_make_care(config),
+        care=make_care(config),
         evaluator=evaluator,
         callbacks=Callbacks(
             callbacks,
@@ -335,8 +362,14 @@ def prepare(
         ),
         base=base,
         reference=None if reference is None else reference.model,
+        ranks=ranks,
     )
-    if planned is not None and not planned.request.spec.is_cpu and not config.train.reproducible:
+    if (
+        ranks is None
+        and planned is not None
+        and not planned.request.spec.is_cpu
+        and not config.train.reproducible
+    ):
         run.elastic = Elastic(engine, planned.request, planned.plan)
     if committed is not None:
         report_changes(config, committed.meta)
@@ -358,30 +391,3 @@ def _reference(
     for some in rows:
         some.reference = NoReference(len(some))
     return None
-
-
-def _make_care(config: Config) -> Care:
-    """Watch over the machine, and say how to set the power cap that is wished for."""
-    sensor = sensor_of(compute_device(config.train.device))
-    cap_w = config.hardware.power_cap
-    advice = None if cap_w is None else power_cap_advice(sensor, cap_w)
-    if advice is not None:
-        _log.warning("%s", advice)
-    return Care(sensor, rated_bytes_written=config.hardware.rated_bytes_written)
-
-
-def _choose_threads() -> None:
-    """Keep torch to the cores that this process may use: more would wait for each other's turn."""
-    allowed = worker_threads()
-    if torch.get_num_threads() > allowed:
-        torch.set_num_threads(allowed)
-    _log.debug("torch threads: %d", torch.get_num_threads())
-    _log.debug("%s", update_threads().describe())
-
-
-def _measure_peak(config: Config) -> None:
-    """Measure what MFU is a share of, while there is still room on the device."""
-    device = compute_device(config.train.device)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.precision]
-    peak = measure_matmul_peak(device, dtype)
-    _log.debug("matrix products: %.4g TFLOP/s in %s on %s, measured", peak / 1e12, dtype, device)

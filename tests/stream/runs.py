@@ -141,10 +141,17 @@ class RecordedRun:
     """
 
     def __init__(
-        self, family: str, *, dropout: bool, padded: bool, num_micro_batches: int, max_grad_norm: float | None
+        self,
+        family: str,
+        *,
+        dropout: bool,
+        padded: bool,
+        num_micro_batches: int,
+        max_grad_norm: float | None,
+        num_runs: int = 1,
     ) -> None:
         self.model: PreTrainedModel = make_model(family_config(family, dropout=dropout))
-        self._resident = Resident(self.model, **HYPER)
+        self._resident = Resident(self.model, num_runs=num_runs, **HYPER)
         self._padded = padded
         self._num_micro_batches = num_micro_batches
         self._max_grad_norm = max_grad_norm
@@ -179,7 +186,12 @@ class RecordedRun:
 
 @lru_cache(maxsize=64)
 def recorded(
-    family: str, dropout: bool, padded: bool, num_micro_batches: int, max_grad_norm: float | None
+    family: str,
+    dropout: bool,
+    padded: bool,
+    num_micro_batches: int,
+    max_grad_norm: float | None,
+    num_runs: int = 1,
 ) -> RecordedRun:
     """Return the one resident run of these settings."""
     return RecordedRun(
@@ -188,6 +200,7 @@ def recorded(
         padded=padded,
         num_micro_batches=num_micro_batches,
         max_grad_norm=max_grad_norm,
+        num_runs=num_runs,
     )
 
 
@@ -201,15 +214,18 @@ def check_parity(
     steps: int = 2,
     max_grad_norm: float | None = 0.5,
     updates: str = "deferred",
+    num_runs: int = 1,
     **settings: Any,
 ) -> None:
     """Train the family streamed, and compare everything after every step with the resident run.
 
     `settings` go to `megatrain.attach`.
     """
-    reference = recorded(family, dropout, padded, num_micro_batches, max_grad_norm)
+    reference = recorded(family, dropout, padded, num_micro_batches, max_grad_norm, num_runs)
     model = make_model(family_config(family, dropout=dropout))
-    engine = attach_plainly(model, device=device, **settings)
+    engine = attach_plainly(
+        model, device=device, num_micro_batches=num_micro_batches, num_runs=num_runs, **settings
+    )
     engine.arrangement.offloaded._min_bytes = 1  # tiny tensors too, or nothing would be copied
     optimizer = engine.adamw(**HYPER, max_grad_norm=max_grad_norm, updates=updates)
     masters: dict[str, Tensor] = {}

@@ -122,9 +122,9 @@ class Bytes:
     loss: float
 
 
-def placed(layouts: Sequence[BlockLayout], tiers: Tiers, *, accumulates: bool) -> placement.Placement:
+def placed(layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int) -> placement.Placement:
     """Have the weights of four blocks in RAM, and the state of two: what pools take must not change it."""
-    return placement.placed(layouts, tiers, 4, 2, accumulates=accumulates)
+    return placement.placed(layouts, tiers, 4, 2, num_sums=num_sums)
 
 
 def train(case: Case, root: Path, limits: Mapping[str, int]) -> tuple[Engine, float]:

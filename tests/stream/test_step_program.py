@@ -180,13 +180,13 @@ def program_of(engine: Engine, row: dict[str, Any]) -> list[Operation]:
     return list(step.program().operations)
 
 
-def as_told(layouts: Any, tiers: Tiers, *, accumulates: bool, where: str) -> placement.Placement:
+def as_told(layouts: Any, tiers: Tiers, *, num_sums: int, where: str) -> placement.Placement:
     """Keep all weights in RAM, or half of them, and all of the state or half of it."""
     weights, state = (
         len(layouts) // 2 if is_on_drives else len(layouts)
         for is_on_drives in (where == "weights on drives", "drives" in where)
     )
-    return placement.placed(layouts, tiers, weights, state, accumulates=accumulates)
+    return placement.placed(layouts, tiers, weights, state, num_sums=num_sums)
 
 
 def run(row: dict[str, Any], tmp_path: Path) -> tuple[list[Event], list[Operation], StepSpec]:

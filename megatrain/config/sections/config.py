@@ -20,10 +20,12 @@ from megatrain.config.choice import (
     StepBatch,
     Updates,
 )
+from megatrain.config.runs import Runs
 from megatrain.config.sections.data import DataConfig
 from megatrain.config.sections.eval import EvalConfig, eval_conflicts
 from megatrain.config.sections.log import LogConfig
 from megatrain.config.sections.lora import LoraConfig
+from megatrain.config.sections.parallel import ParallelConfig
 from megatrain.config.sections.preference import Loss, PreferenceConfig
 from megatrain.config.sections.section import Section
 from megatrain.config.types import (
@@ -43,6 +45,7 @@ from megatrain.config.types import (
     one_of,
     reads_as,
 )
+from megatrain.errors import ConfigError
 
 
 class ModelConfig(Section):
@@ -264,6 +267,7 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     optim: OptimConfig = OptimConfig()
     memory: MemoryConfig = MemoryConfig()
+    parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     hardware: HardwareConfig = HardwareConfig()
     eval: EvalConfig = EvalConfig()
@@ -297,6 +301,7 @@ class Config(Section):
             seq_len=self.data.seq_len,
             num_micro_batches=self.train.grad_accumulation,
             rows_each=rows_each,
+            num_runs=self.parallel.shards or 1,
         )
 
     @property
@@ -355,6 +360,17 @@ def conflicts(config: Config) -> list[str]:
             f"memory.gradients is {memory.gradients} and memory.sums is host: what the host has added up is "
             "complete there, and waits nowhere else; use memory.gradients=host, or memory.sums=device"
         )
+    shards = config.parallel.shards or 1
+    if memory.sums == "host" and shards > 1:
+        problems.append(
+            f"memory.sums is host and parallel.shards is {shards}: the sums of runs are "
+            "joined on the device; use memory.sums=device, or parallel.shards=1"
+        )
+    if config.train.grad_accumulation % shards:
+        try:
+            Runs.of(shards, config.train.grad_accumulation)
+        except ConfigError as error:
+            problems.append(str(error))
     if memory.fragments is True and memory.num_slots == 1:
         problems.append(
             "memory.fragments is true and memory.num_slots is 1: the parts of a layer are on the device "

@@ -96,9 +96,8 @@ class Pricing:
         goes_on = operation.kind is Kind.LOAD or not operation.completes
         if not goes_on or operation.sums_on_host:
             return operation.nbytes
-        return min(
-            operation.nbytes, self._rates.kernels.sum_bytes * self._blocks[operation.block].sizes.num_state
-        )
+        numel = operation.num_sums * self._blocks[operation.block].sizes.num_state
+        return min(operation.nbytes, self._rates.kernels.sum_bytes * numel)
 
     def _visit_s(self, operation: Operation) -> float:
         block = self._blocks[operation.block]

@@ -7,6 +7,7 @@ goes on, and micro-batches that pass together in one visit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -86,6 +87,7 @@ class Step:
             clips=self.clips,
             drives=self.block_sums.drive_spec(self.choice),
             saved_bytes=[run.leaving_bytes for run in self.costs.runs],
+            num_runs=self.batch.num_runs,
         )
 
     @property
@@ -111,18 +113,31 @@ class Step:
         """
         return self._program(self._rounds(is_short=is_short), in_pieces=not is_short)
 
-    def _program(self, rounds: list[list[int]], *, in_pieces: bool) -> Program:
-        num_passes_before = self.batch.num_passes_before
-        return step_program(self.spec, rounds, num_passes_before=num_passes_before, in_pieces=in_pieces)
+    def _program(
+        self, rounds: list[list[int]], left: Sequence[int] | None = None, *, in_pieces: bool
+    ) -> Program:
+        return step_program(
+            self.spec,
+            rounds,
+            left=self._sums_left(rounds) if left is None else left,
+            num_passes_before=self.batch.num_passes_before,
+            in_pieces=in_pieces,
+        )
+
+    def _sums_left(self, rounds: Sequence[Sequence[int]]) -> list[int]:
+        """Return how many partial sums there are after each round; where rounds are left out, the most."""
+        left = self.batch.runs.left_after(self.choice.rounds(self.batch.num_micro_batches))
+        return left if len(rounds) == len(left) else [max(left)] * len(rounds)
 
     @cached_property
     def moved_bytes(self) -> dict[Kind, int]:
         """Bytes that a step moves, by the kind of operation."""
         rounds = self._rounds(is_short=True)
-        moved = _bytes_by_kind(self._program(rounds, in_pieces=False))
+        left = self._sums_left(rounds)
+        moved = _bytes_by_kind(self._program(rounds, left, in_pieces=False))
         more = self.num_rounds - len(rounds)
         if more:  # each goes on as the last but one did
-            fewer = _bytes_by_kind(self._program(rounds[1:], in_pieces=False))
+            fewer = _bytes_by_kind(self._program(rounds[1:], left[1:], in_pieces=False))
             moved = {kind: nbytes + more * (nbytes - fewer[kind]) for kind, nbytes in moved.items()}
         return moved
 
@@ -207,7 +222,7 @@ class Step:
     def copied_bytes(self) -> CopiedBytes:
         """What no program of the step can do without copying: what its slots hold already is left out."""
         choice, sums, rounds = self.choice, self.block_sums, self.num_rounds
-        fetched, offloaded = sums.moved_bytes(choice, self.batch.num_micro_batches)
+        fetched, offloaded = sums.moved_bytes(choice, self.batch.runs)
         saved = self.sums[3]
         restored = saved - rounds * self.costs.newest_bytes
         read, written = sums.drive_bytes(choice, rounds)

@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatrain.config.choice import Choice
+from megatrain.config.runs import Runs
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import largest_first
@@ -189,8 +190,9 @@ class BlockSums:
     def _sizes(self) -> list[tuple[int, int]]:
         return [(block.sizes.num_split, block.largest_run) for block in self.blocks]
 
-    def moved_bytes(self, choice: Choice, num_micro_batches: int) -> tuple[int, int]:
-        """Return the bytes that a step of so many micro-batches fetches and offloads, activations apart."""
+    def moved_bytes(self, choice: Choice, runs: Runs) -> tuple[int, int]:
+        """Return the bytes that a step fetches and offloads, activations apart."""
+        num_micro_batches = runs.num_micro_batches
         layers = self.totals[self.first_streamed(choice) : self.first_outer]
         num_rounds = choice.num_rounds(num_micro_batches)
         fetched = self._weights_fetched(choice, num_rounds)
@@ -199,7 +201,8 @@ class BlockSums:
             later = num_micro_batches - choice.lockstep
             more = (later - 1) * layers.total(pools.gradient_plane)
             return fetched, offloaded + layers.total(pools.accumulator_plane) + more
-        loads = (num_rounds - 1) * layers.total(pools.accumulator_plane)
+        num_sums = sum(runs.left_after(choice.rounds(num_micro_batches))[:-1])
+        loads = num_sums * layers.total(pools.accumulator_plane)
         return fetched + loads, offloaded + loads
 
     def added_bytes(self, choice: Choice, num_micro_batches: int) -> int:

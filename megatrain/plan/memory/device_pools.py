@@ -57,7 +57,9 @@ def host_planes(
     planes = pools.state_planes(blocks.all, blocks.all, state) | pools.gradient_planes(
         blocks.all,
         block_sums.gradient_places(choice, batch.num_micro_batches),
-        accumulates=choice.num_rounds(batch.num_micro_batches) > 1 and anatomy.precision == "bf16",
+        num_sums=batch.runs.kept_sums(
+            choice.rounds(batch.num_micro_batches), is_wide=anatomy.precision == "bf16"
+        ),
     )
     together = min(choice.lockstep, batch.num_micro_batches)
     boundary, offloaded = 0, 0
@@ -81,5 +83,6 @@ def _allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: Moment
         is_wide=batch.num_micro_batches > 1 or choice.outer_streams,
         waiting=block_sums.gradient_places(choice, batch.num_micro_batches).on_device,
         moments=state,
+        num_sums=batch.runs.most_sums,
     )
     return [Pool(tier="device", name=name, nbytes=nbytes) for name, nbytes in sizes.items()]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.moments import MomentFormat
+from megatrain.layout.ownership import Share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +22,8 @@ class BlockSize:
     """Bytes of a complete gradient."""
     accumulator_bytes: int
     """Bytes of a gradient that is still adding up."""
+    exchange_bytes: int = 0
+    """Bytes of a sum that a rank sends to others, for their shares of the block."""
     added_bytes: int = 0
     """Bytes of memory that the host reads and writes to add a gradient to the sum of those before it."""
     last_added_bytes: int = 0
@@ -35,7 +38,15 @@ class BlockSize:
     """A resident block with all of its state on the device: nothing of it crosses the link."""
 
     @classmethod
-    def of(cls, sizes: BlockBytes, *, is_streamed: bool, on_device: bool, moments: MomentFormat) -> BlockSize:
+    def of(
+        cls,
+        sizes: BlockBytes,
+        *,
+        is_streamed: bool,
+        on_device: bool,
+        moments: MomentFormat,
+        share: Share | None = None,
+    ) -> BlockSize:
         """Return what a schedule needs to know of a block.
 
         Args:
@@ -43,17 +54,20 @@ class BlockSize:
             is_streamed: Its weights are on the device for a visit at a time.
             on_device: It is updated there.
             moments: How its moments are kept.
+            share: What of its state this rank keeps; None: all.
         """
+        own = sizes if share is None else share.sizes
         return cls(
             is_streamed=is_streamed,
             is_trained=sizes.num_state > 0,
             fetch_bytes=sizes.working_bytes,
-            offload_bytes=sizes.gradient_bytes,
+            offload_bytes=own.gradient_bytes,
             accumulator_bytes=sizes.accumulator_bytes,
+            exchange_bytes=4 * (sizes.num_state - own.num_state),
             added_bytes=sizes.added_bytes(completes=False),
             last_added_bytes=sizes.added_bytes(completes=True),
             parked_bytes=pools.parked_gradient(sizes),
-            update_bytes=sizes.update_bytes(moments),
+            update_bytes=own.update_bytes(moments),
             whole_bytes=sizes.working_bytes + sizes.remainder_bytes + sizes.moment_bytes(moments),
             updates_on_device=on_device,
         )

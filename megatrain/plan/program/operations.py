@@ -25,6 +25,10 @@ class Lane(str, Enum):
     COMPUTE = "compute"
     FETCH = "fetch"
     OFFLOAD = "offload"
+    EXCHANGE = "exchange"
+    """Gradients between ranks."""
+    SPREAD = "spread"
+    """What ranks have updated."""
     SAVE = "save"
     """Copies of saved activations to the host."""
     RESTORE = "restore"
@@ -78,6 +82,10 @@ class Kind(str, Enum):
     the norm."""
     UNPARK = "unpark"
     """Read it back, ahead of its update."""
+    EXCHANGE = "exchange"
+    """Send each rank its share of a complete sum, and add up what all ranks have sent of one's own."""
+    SPREAD = "spread"
+    """Wait until every rank has updated its share of a block: then its weights are new."""
     ADD = "add"
     """Add a gradient that has come home by itself to the block's sum there; the last one is rounded to the
     working dtype, and the squares are summed."""
@@ -127,6 +135,8 @@ _LANES = {
     Kind.RECALL: Lane.RECALL,
     Kind.PARK: Lane.STOW,
     Kind.UNPARK: Lane.RECALL,
+    Kind.EXCHANGE: Lane.EXCHANGE,
+    Kind.SPREAD: Lane.SPREAD,
     Kind.ADD: Lane.HOST,
     Kind.ROUND: Lane.HOST,
     Kind.NORM: Lane.HOST,
@@ -196,6 +206,10 @@ class Operation:
     """The gradient is complete after this round; otherwise it stays in fp32 for a later one."""
     sums_on_host: bool = False
     """BACKWARD and OFFLOAD: of one micro-batch of a later round, whose gradient leaves by itself."""
+    num_sums: int = 1
+    """LOAD and OFFLOAD of what adds up over rounds: how many partial sums that is; see `Runs`."""
+    is_share: bool = False
+    """Of a rank's share of the block, among several ranks: an EXCHANGE has made the sum, a SPREAD follows."""
     follows_norm: bool = True
     """UPDATE only: clipping or skipping needs the norm first."""
     nbytes: int = 0
@@ -208,7 +222,7 @@ class Operation:
     def is_single(self) -> bool:
         """Whether one backward makes the whole gradient, which is then in the working dtype already."""
         whole = self.completes and self.is_last and not self.loads and not self.adds and not self.is_head
-        return whole or self.sums_on_host
+        return (whole and not self.is_share) or self.sums_on_host
 
     @property
     def lane(self) -> Lane:
@@ -246,6 +260,10 @@ class Operation:
                 return (waiting_buffer(self.block, self.waiting),)
             case Kind.OFFLOAD | Kind.HOLD:
                 return (gradients_buffer(self.block, self.gradient_buffer),)
+            case Kind.EXCHANGE:
+                return (gradients_buffer(self.block, self.gradient_buffer),)
+            case Kind.SPREAD:
+                return (("share", self.block),)
             case Kind.UPDATE:
                 norm: tuple[Buffer, ...] = (("norm", 0),) if self.follows_norm else ()
                 if self.on_device:
@@ -302,6 +320,12 @@ class Operation:
                 return (("parked", self.block),)
             case Kind.UNPARK:
                 return (home_buffer(self.block, self.staging),)
+            case Kind.EXCHANGE:
+                return (gradients_buffer(self.block, self.gradient_buffer), ("exchange", 0))
+            case Kind.SPREAD:
+                return (("working", self.block), ("moments", self.block))
+            case Kind.UPDATE if self.is_share:
+                return (("share", self.block),)
             case Kind.UPDATE:
                 through: tuple[Buffer, ...] = (("drive_staging", self.drive_staging),)
                 through = through if self.drive_staging >= 0 else ()

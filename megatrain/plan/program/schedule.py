@@ -37,6 +37,7 @@ def schedule(
     tier_of: TierOf | None = None,
     outer: Sequence[int] = (),
     saved_bytes: Mapping[int, int] | None = None,
+    has_shares: bool = False,
 ) -> Program:
     """Place fetches, loads, offloads and copies of activations around the visits of blocks.
 
@@ -54,6 +55,7 @@ def schedule(
             `nvme`. From the latter two `step.update_program` takes it home. None: the host.
         outer: Blocks in no layer, which the head reads.
         saved_bytes: By block: what a micro-batch saves to the host; none: not known.
+        has_shares: Several ranks keep a share of each block: what is complete is exchanged.
 
     Raises:
         AssertionError: More gradients add up at the same time than there are buffers.
@@ -86,6 +88,7 @@ def schedule(
             "completes": visit.completes,
             "is_head": visit.is_head,
             "sums_on_host": visit.sums_on_host,
+            "is_share": has_shares and visit.completes,
         }
         visiting: dict[str, Any] = {"num_micro_batches": visit.num_micro_batches, "arrival": arrival}
         if not size.is_trained or not size.is_streamed:
@@ -100,6 +103,8 @@ def schedule(
         if not visit.is_last:
             continue
         common["micro_batch"] = 0
+        if common["is_share"]:
+            operations.append(exchanged(visit.block, size, common["gradient_buffer"]))
         tier = tier_of(visit.block, visit.completes)
         if tier == "device":
             operations.append(Operation(kind=Kind.HOLD, waiting=visit.block, **common))
@@ -110,13 +115,15 @@ def schedule(
         if visit.sums_on_host:
             common["staging"] = rings.next_staging()
             operations += added(Operation(kind=Kind.OFFLOAD, **common), size, visit.num_micro_batches)
-            operations += [_update_at_once(visit.block, size)] * (visit.completes and updates_at_once)
+            if visit.completes and updates_at_once:
+                operations += _updated_at_once(visit.block, size)
             continue
-        nbytes = size.offload_bytes if visit.completes else size.accumulator_bytes
+        num_sums = 1 if visit.completes else visit.num_left
+        nbytes = size.offload_bytes if visit.completes else num_sums * size.accumulator_bytes
         common["staging"] = staging if visit.completes and num_staging else -1
-        operations.append(Operation(kind=Kind.OFFLOAD, nbytes=nbytes, **common))
+        operations.append(Operation(kind=Kind.OFFLOAD, nbytes=nbytes, num_sums=num_sums, **common))
         if visit.completes and updates_at_once:
-            operations.append(_update_at_once(visit.block, size, common["staging"]))
+            operations += _updated_at_once(visit.block, size, common["staging"], has_shares=has_shares)
         staging = (staging + 1) % num_staging if common["staging"] >= 0 else staging
     return Program(tuple(operations), tuple(placing.slots))
 
@@ -125,9 +132,30 @@ def _on_host(block: int, completes: bool) -> str:
     return "host"
 
 
-def _update_at_once(block: int, size: BlockSize, staging: int = -1) -> Operation:
+def exchanged(block: int, size: BlockSize, gradient_buffer: int = -1) -> Operation:
+    """Return what makes the sum of all ranks' gradients of a block out of this rank's own."""
     return Operation(
-        kind=Kind.UPDATE, block=block, staging=staging, follows_norm=False, nbytes=size.update_bytes
+        kind=Kind.EXCHANGE, block=block, gradient_buffer=gradient_buffer, nbytes=size.exchange_bytes
+    )
+
+
+def spread(update: Operation) -> list[Operation]:
+    """List an update, and, of a rank's share, what waits for those of the other ranks."""
+    return [update, Operation(kind=Kind.SPREAD, block=update.block)] if update.is_share else [update]
+
+
+def _updated_at_once(
+    block: int, size: BlockSize, staging: int = -1, *, has_shares: bool = False
+) -> list[Operation]:
+    return spread(
+        Operation(
+            kind=Kind.UPDATE,
+            block=block,
+            staging=staging,
+            follows_norm=False,
+            is_share=has_shares,
+            nbytes=size.update_bytes,
+        )
     )
 
 
@@ -359,7 +387,8 @@ class _Rings:
             loads=True,
             completes=visit.completes,
             waiting=block if tier == "device" else -1,
-            nbytes=0 if tier == "device" else size.accumulator_bytes,
+            num_sums=visit.num_loaded,
+            nbytes=0 if tier == "device" else visit.num_loaded * size.accumulator_bytes,
         )
         if tier != "nvme":
             return [load]

@@ -47,6 +47,10 @@ class StepSpec:
     clips: bool = True
     splits: bool = True
     """Weights are bf16, the upper halves of fp32 masters: sums are wider than complete gradients."""
+    num_runs: int = 1
+    """Runs of the step; see `Runs`."""
+    num_ranks: int = 1
+    """Ranks that train together, each with a share of every block's state."""
     first_trained: int = 0
     """The first layer that backward reaches."""
     activations_on_drives: bool = False
@@ -69,6 +73,8 @@ class StepSpec:
         clips: bool = True,
         drives: DriveSpec | None = None,
         saved_bytes: Sequence[int] | None = None,
+        num_runs: int = 1,
+        num_ranks: int = 1,
     ) -> StepSpec:
         """Say how a choice runs.
 
@@ -82,6 +88,8 @@ class StepSpec:
             clips: Gradients are clipped to a norm.
             drives: Where the state is, if a part of it is on drives.
             saved_bytes: What a micro-batch saves of each layer; None: not known.
+            num_runs: Of a rank's part of a step.
+            num_ranks: That train together.
         """
         inside = {block for layer in layers for block in layer}
         trained = [any(sizes[block].is_trained for block in layer) for layer in layers]
@@ -103,6 +111,8 @@ class StepSpec:
             clips=clips,
             activations_on_drives=choice.boundaries == "nvme",
             drives=drives,
+            num_runs=num_runs,
+            num_ranks=num_ranks,
         )
 
     def __post_init__(self) -> None:
@@ -120,9 +130,14 @@ class StepSpec:
             completes: False: it is a sum that goes on adding up in a later round. One in fp32 waits where it
                 will be complete: it takes no more room there. Others are wider, and the host keeps them.
         """
-        if not self.tiers or (self.splits and not completes):
+        if not self.tiers or (self.keeps_wide_sums and not completes):
             return "host"
         return self.tiers[block]
+
+    @property
+    def keeps_wide_sums(self) -> bool:
+        """Whether what adds up over rounds is kept apart from complete gradients, and on the host."""
+        return self.splits or self.num_runs > 1 or self.num_ranks > 1
 
     @property
     def is_immediate(self) -> bool:

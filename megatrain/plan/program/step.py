@@ -24,9 +24,9 @@ from megatrain.plan.program.drive_traffic import (
     with_weights_through,
 )
 from megatrain.plan.program.operations import Kind, Operation, Program
-from megatrain.plan.program.schedule import parked, schedule, unparked
+from megatrain.plan.program.schedule import exchanged, parked, schedule, spread, unparked
 from megatrain.plan.program.spec import StepSpec
-from megatrain.plan.program.visits import Visit
+from megatrain.plan.program.visits import Visit, step_visits
 
 
 def visits_program(
@@ -67,6 +67,7 @@ def visits_program(
         tier_of=lambda block, completes: spec.tier(block, completes=completes),
         outer=spec.outer,
         saved_bytes={layer.blocks[-1]: layer.saved_bytes for layer in spec.layers},
+        has_shares=spec.num_ranks > 1,
     )
     operations: Sequence[Operation] = placed.operations
     if spec.activations_on_drives:
@@ -104,15 +105,18 @@ def complete_program(
         num_staging: Host buffers through which gradients then pass, used in turn; 0: the gradient plane.
         first_staging: The first one to use.
     """
-    operations = []
+    operations: list[Operation] = []
+    has_shares = spec.num_ranks > 1
     for number, block in enumerate(away):
+        if has_shares:
+            operations.append(exchanged(block, spec.sizes[block]))
         if spec.tier(block) == "device":
             operations.append(Operation(kind=Kind.HOLD, block=block))
             continue
         staging = (first_staging + number) % num_staging if updates_at_once and num_staging else -1
-        operations += offload_residents(spec.sizes, [block], staging=staging)
+        operations += offload_residents(spec.sizes, [block], staging=staging, has_shares=has_shares)
         if updates_at_once:
-            operations.append(_update(spec, block, staging=staging))
+            operations += spread(_update(spec, block, staging=staging))
     for block in on_host:  # read in fp32, written and read again in the working dtype
         nbytes = spec.sizes[block].accumulator_bytes + 2 * spec.sizes[block].offload_bytes
         operations.append(Operation(kind=Kind.ROUND, block=block, nbytes=nbytes))
@@ -120,12 +124,17 @@ def complete_program(
 
 
 def offload_residents(
-    sizes: Sequence[BlockSize], blocks: Sequence[int], *, staging: int = -1
+    sizes: Sequence[BlockSize], blocks: Sequence[int], *, staging: int = -1, has_shares: bool = False
 ) -> list[Operation]:
     """List the copies that take the gradients of resident `blocks` home, once per step."""
     return [
         Operation(
-            kind=Kind.OFFLOAD, block=block, loads=True, staging=staging, nbytes=sizes[block].offload_bytes
+            kind=Kind.OFFLOAD,
+            block=block,
+            loads=True,
+            staging=staging,
+            is_share=has_shares,
+            nbytes=sizes[block].offload_bytes,
         )
         for block in blocks
     ]
@@ -146,7 +155,7 @@ def offload_of_sum(spec: StepSpec, operation: Operation) -> list[Operation]:
     home = replace(
         operation,
         kind=Kind.OFFLOAD,
-        completes=not spec.splits,  # in fp32 the plane holds a sum like any other
+        completes=not spec.keeps_wide_sums,  # in fp32 the plane holds a sum like any other
         staging=-1,
         waiting=-1,
         nbytes=size.accumulator_bytes,
@@ -179,7 +188,8 @@ def update_program(
     operations = [Operation(kind=Kind.ROUND, block=block, on_device=True) for block in on_device]
     norm = Operation(kind=Kind.NORM, blocks=tuple(ordered))
     if spec.is_immediate:
-        return [*operations, *(_update(spec, block) for block in ordered if block not in updated), norm]
+        later = [_update(spec, block) for block in ordered if block not in updated]
+        return [*operations, *(part for update in later for part in spread(update)), norm]
     operations.append(norm)
     staging = 0
     for block in ordered:
@@ -196,9 +206,9 @@ def update_program(
         elif block in on_drives:
             arrives = unparked(block, size, staging)
         else:
-            operations.append(_update(spec, block))
+            operations += spread(_update(spec, block))
             continue
-        operations += [arrives, _update(spec, block, staging=staging)]
+        operations += [arrives, *spread(_update(spec, block, staging=staging))]
         staging = (staging + 1) % NUM_GRADIENT_STAGING
     if not spec.clips:
         operations.append(Operation(kind=Kind.RELEASE, blocks=tuple(ordered)))
@@ -212,6 +222,7 @@ def _update(spec: StepSpec, block: int, *, staging: int = -1) -> Operation:
         block=block,
         staging=staging,
         follows_norm=not spec.is_immediate,
+        is_share=spec.num_ranks > 1,
         on_device=size.updates_on_device,
         nbytes=0 if size.updates_on_device else size.update_bytes,
     )
@@ -251,26 +262,28 @@ def commit_program(
 
 
 def step_program(
-    spec: StepSpec, rounds: Sequence[Sequence[int]], *, num_passes_before: int = 0, in_pieces: bool = True
+    spec: StepSpec,
+    rounds: Sequence[Sequence[int]],
+    *,
+    left: Sequence[int] | None = None,
+    num_passes_before: int = 0,
+    in_pieces: bool = True,
 ) -> Program:
     """List a whole step among many equal ones.
 
     Args:
         spec: Of the step.
         rounds: How many micro-batches pass in each visit of each round.
+        left: How many partial sums of a gradient there are after each round; None: one, that of one run.
         num_passes_before: Passes without gradients that come before the losses of each round.
         in_pieces: As in `commit_program`.
     """
-    visits = [
-        visit
-        for number, micro_batches in enumerate(rounds)
-        for visit in spec.visits(
-            micro_batches,
-            loads=number > 0,
-            completes=number == len(rounds) - 1,
-            num_passes_before=num_passes_before,
-        )
-    ]
+
+    def visits_of(micro_batches: Sequence[int], loads: bool, completes: bool) -> list[Visit]:
+        before = num_passes_before
+        return spec.visits(micro_batches, loads=loads, completes=completes, num_passes_before=before)
+
+    visits = step_visits(visits_of, rounds, left or [1] * len(rounds))
     at_once = spec.is_immediate
     num_staging = NUM_GRADIENT_STAGING if at_once and len(rounds) == 1 else 0
     program = visits_program(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 RECOMPUTED = frozenset({"recompute", "recompute_cheap", "drop_boundary"})
 """Policies under which a layer's forward runs again, whole or in part."""
 
 HEAD = -1
 """In place of a block: the final norm, the head and the loss, which are passed between the layers."""
+
+
+_Size = TypeVar("_Size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,10 @@ class Visit:
     """Of a head that streams: final norm, head and loss."""
     num_micro_batches: int = 1
     """More than one where a plan times several together."""
+    num_loaded: int = 1
+    """Backward only: how many partial sums earlier rounds left; see `Runs`."""
+    num_left: int = 1
+    """Backward only: how many there are after this round."""
 
     @property
     def needs_sum(self) -> bool:
@@ -222,6 +230,30 @@ def layer_plans(
         )
         for number, (policy, size) in enumerate(zip(policies, sizes, strict=True))
     )
+
+
+def step_visits(
+    visits_of: Callable[[_Size, bool, bool], list[Visit]], rounds: Sequence[_Size], left: Sequence[int]
+) -> list[Visit]:
+    """List the visits of all rounds of a step.
+
+    Args:
+        visits_of: Lists those of a round, by its size, whether earlier ones left gradients to add to, and
+            whether no later one follows.
+        rounds: The size of each, as `visits_of` takes it.
+        left: How many partial sums there are after each, as `Runs.left_after` says.
+    """
+    visits = []
+    for number, size in enumerate(rounds):
+        of_round = visits_of(size, number > 0, number == len(rounds) - 1)
+        num_loaded, num_left = left[number - 1] if number else 1, left[number]
+        if (num_loaded, num_left) != (1, 1):
+            of_round = [
+                replace(visit, num_loaded=num_loaded, num_left=num_left) if visit.is_backward else visit
+                for visit in of_round
+            ]
+        visits += of_round
+    return visits
 
 
 def marked(

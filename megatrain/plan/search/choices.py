@@ -269,8 +269,11 @@ def stream_options(request: Request) -> list[bool]:
 
 
 def sum_options(request: Request) -> list[str]:
-    """List where gradients of several rounds may add up; a CPU would only copy them more often."""
-    return ["device"] if request.spec.is_cpu else ["device", "host"]
+    """List where gradients of several rounds may add up.
+
+    A CPU would only copy them more often, and the sums of several runs are joined on the device.
+    """
+    return ["device"] if request.spec.is_cpu or request.batch.num_runs > 1 else ["device", "host"]
 
 
 def lockstep_sizes(count: int) -> list[int]:

@@ -20,7 +20,7 @@ from megatrain.layout.totals import GradientPlaces, Residency
 from megatrain.plan.program.operations import Operation
 from megatrain.store.arena import Arena
 from megatrain.store.drives.scratch import Place, ScratchFiles
-from megatrain.store.state import HostState, Precision, split_gradient
+from megatrain.store.state import HostState, split_gradient
 from megatrain.stream.lanes import Lanes
 
 
@@ -48,6 +48,7 @@ class GradientBuffers:
         scratch: ScratchFiles | None = None,
         host_limit: int | None = None,
         adds_on_host: bool = False,
+        most_sums: int = 1,
     ) -> None:
         """Allocate the places; the ring and what is on the host come with `prepare`.
 
@@ -61,10 +62,12 @@ class GradientBuffers:
             scratch: Room on drives for those that wait there; None: there are no drives.
             host_limit: Bytes that the state may take on the host.
             adds_on_host: The host adds up the gradients of several rounds.
+            most_sums: Partial sums that a buffer holds; more than one where a step has runs.
         """
         self._lanes = lanes
         self._host = host
         self._blocks = blocks
+        self._most_sums = most_sums
         self._host_limit = host_limit
         self.num_buffers = num_buffers
         self.in_ram = frozenset(places.on_host)
@@ -77,10 +80,10 @@ class GradientBuffers:
         """Whether this step's gradients pass through them: those of several rounds cannot."""
         self._ring: list[Tensor] = []
         self._staging: list[Tensor] = []
-        self._views: dict[tuple[int, int, bool], Views] = {}
+        self._views: dict[tuple[int, int, bool, int], Views] = {}
         layouts = host.layouts
         self._resident = {
-            block: lanes.allocate(pools.resident_gradient(layouts[block].sizes))
+            block: lanes.allocate(pools.resident_gradient(layouts[block].sizes, most_sums))
             for block in blocks.staying
             if layouts[block].num_state
         }
@@ -99,24 +102,26 @@ class GradientBuffers:
         self._parked: dict[int, Place] = {}
         """By block, the room on drives where its gradient waits."""
 
-    def needs_room(self, *, adds_up: bool, num_rounds: int) -> bool:
+    def needs_room(self, *, adds_up: bool, num_rounds: int, num_sums: int) -> bool:
         """Whether `prepare` would have to allocate something."""
         is_used_up = bool(self.num_staging) and not self.waits and num_rounds == 1
         self.is_staged = self.waits or is_used_up
         self._has_plane = bool(self.in_ram) and not is_used_up
         self._has_staging = self.is_staged or (self._adds_on_host and num_rounds > 1)
         planes = ["staging"] * self._has_staging + ["gradient"] * self._has_plane
-        planes += ["accumulator"] * self._is_wide(num_rounds > 1)
+        if num_sums > self._host.num_sums:
+            return True
         return self._ring_bytes(adds_up=adds_up) > (self._ring[0].numel() if self._ring else 0) or any(
             self._host.arena(plane) is None for plane in planes
         )
 
-    def prepare(self, *, adds_up: bool, num_rounds: int) -> None:
+    def prepare(self, *, adds_up: bool, num_rounds: int, num_sums: int) -> None:
         """Allocate what a step needs: the gradient plane or staging buffers, the ring, and fp32 room.
 
         Args:
             adds_up: Gradients of several micro-batches add up, in a round or over rounds.
-            num_rounds: Rounds of the step; more than one need the accumulator plane in bf16.
+            num_rounds: Rounds of the step.
+            num_sums: Sums that are kept between them beside complete gradients, at most.
 
         Raises:
             CapacityError: The device has no room for the ring, or the host none for the accumulator plane.
@@ -127,8 +132,9 @@ class GradientBuffers:
             self._staging = self._host.allocate_staging(NUM_GRADIENT_STAGING, nbytes)
         if self._has_plane:
             self._host.allocate_gradients(self.in_ram)
-        if self._is_wide(num_rounds > 1):
-            self._host.allocate_accumulators(self._host_limit)
+        if num_sums > self._host.num_sums:
+            self._lanes.unlock(self._host.arena("accumulator"))
+            self._host.allocate_accumulators(num_sums, self._host_limit)
         for plane in ("gradient", "accumulator", "staging"):
             self._lanes.lock(self._host.arena(plane))
         need = self._ring_bytes(adds_up=adds_up)
@@ -153,19 +159,26 @@ class GradientBuffers:
         """Return the uint8 buffer with a block's gradient: one of the ring, or its own if that is -1."""
         return self._resident[block] if gradient_buffer < 0 else self._ring[gradient_buffer]
 
-    def sums(self, block: int, gradient_buffer: int = -1) -> Tensor:
-        """View such a buffer as the (num_state,) fp32 sums of a block."""
+    def sums(self, block: int, gradient_buffer: int = -1, height: int = 0) -> Tensor:
+        """View such a buffer as the (num_state,) fp32 sums of a block; `height`: of a later partial sum."""
         num_state = self._host.layouts[block].num_state
-        return self.buffer(block, gradient_buffer)[: 4 * num_state].view(torch.float32)
+        start = 4 * num_state * height
+        return self.buffer(block, gradient_buffer)[start : start + 4 * num_state].view(torch.float32)
 
-    def views(self, block: int, gradient_buffer: int, *, is_sum: bool) -> Views:
+    def stack(self, block: int, gradient_buffer: int) -> Tensor:
+        """View such a buffer as the (sums, num_state) fp32 partial sums of a block."""
+        num_state = self._host.layouts[block].num_state
+        buffer = self.buffer(block, gradient_buffer)[: 4 * num_state * self._most_sums]
+        return buffer.view(torch.float32).view(self._most_sums, num_state)
+
+    def views(self, block: int, gradient_buffer: int, *, is_sum: bool, height: int = 0) -> Views:
         """View a block's gradients in such a buffer: fp32 sums, or each in its own dtype."""
-        key = block, gradient_buffer, is_sum
+        key = block, gradient_buffer, is_sum, height
         if key not in self._views:
             state = self._host.blocks[block]
             layout = state.layout
             if is_sum:
-                flat = self.sums(block, gradient_buffer)
+                flat = self.sums(block, gradient_buffer, height)
                 gradients = [state.plane_of(flat, entry) for entry in layout.trained]
                 low, full = flat[: layout.num_split], flat[layout.num_split :]
             else:
@@ -220,10 +233,7 @@ class GradientBuffers:
         assert self._scratch is not None
         self._scratch.read(self._parked[block], buffer, f"the gradient of block {block}")
 
-    def _is_wide(self, adds_up: bool) -> bool:
-        return adds_up and self._host.precision is Precision.BF16
-
     def _ring_bytes(self, *, adds_up: bool) -> int:
         return self._blocks.streamed.largest(
-            pools.gradient_buffer, self._is_wide(adds_up or self._adds_parts)
+            pools.gradient_buffer, adds_up or self._adds_parts, self._most_sums
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from megatrain.optim.sums import add, add_last, sum_of_squares
 from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.state import HostState, Precision, split_gradient
 from megatrain.stream.execute.gradient_buffers import GradientBuffers, Views
+from megatrain.stream.execute.run_sums import RunSums
+from megatrain.stream.execute.shared_gradients import SharedGradients
 from megatrain.stream.lanes import Lanes
 
 
@@ -44,12 +47,20 @@ class Home(Enum):
 class Gradients:
     """The gradients of one step. The methods named after operations are what these operations run."""
 
-    def __init__(self, lanes: Lanes, host: HostState, buffers: GradientBuffers) -> None:
-        """Begin without any; `buffers` is their memory."""
+    def __init__(
+        self,
+        lanes: Lanes,
+        host: HostState,
+        buffers: GradientBuffers,
+        shared: SharedGradients | None = None,
+    ) -> None:
+        """Begin without any; `buffers` is their memory, `shared` what several ranks keep of them."""
+        self.shared = shared
         self._lanes = lanes
         self._host = host
         self.buffers = buffers
         self._is_filled = [False] * buffers.num_buffers
+        self.run_sums = RunSums(len(host.blocks))
         num_blocks = len(host.blocks)
         sums = torch.zeros(pools.square_sums(num_blocks), dtype=torch.uint8, device=lanes.device)
         self._sums = sums.view(torch.float64)[:num_blocks]
@@ -65,6 +76,9 @@ class Gradients:
         self._is_filled = [False] * self.buffers.num_buffers
         for names in self.present:
             names.clear()
+        self.run_sums.clear()
+        if self.shared is not None:
+            self.shared.clear()
 
     @property
     def blocks(self) -> list[int]:
@@ -81,18 +95,48 @@ class Gradients:
 
     def collect(self, operation: Operation, grads: Sequence[Tensor | None]) -> None:
         """Put one backward's gradients of a streamed block into its gradient buffer (compute lane)."""
-        adds = self._is_filled[operation.gradient_buffer]
-        self._is_filled[operation.gradient_buffer] = True
-        views = self.buffers.views(operation.block, operation.gradient_buffer, is_sum=not operation.is_single)
+        block, buffer = operation.block, operation.gradient_buffer
+        adds, height = self._is_filled[buffer], 0
+        if self.has_runs:
+            adds = self.run_sums.enter(block, operation.micro_batch, self._partial_sums(block, buffer))
+            height = self.run_sums.top(block)
+        self._is_filled[buffer] = True
+        views = self.buffers.views(block, buffer, is_sum=not operation.is_single, height=height)
         # nothing is what a negative zero adds: what the host adds to stays as it is, its zeros too
         missing = -0.0 if operation.sums_on_host else 0.0
-        self._put(operation.block, views, grads, adds=adds, missing=missing)
+        self._put(block, views, grads, adds=adds, missing=missing)
 
-    def collect_resident(self, block: int, grads: Sequence[Tensor | None]) -> None:
+    def collect_resident(self, block: int, micro_batch: int, grads: Sequence[Tensor | None]) -> None:
         """Put one backward's gradients of a resident block into its own fp32 buffer (compute lane)."""
-        self._put(block, self.buffers.views(block, -1, is_sum=True), grads, adds=self.has(block))
+        adds, height = self.has(block), 0
+        if self.has_runs:
+            adds = self.run_sums.enter(block, micro_batch, self._partial_sums(block, -1))
+            height = self.run_sums.top(block)
+        self._put(block, self.buffers.views(block, -1, is_sum=True, height=height), grads, adds=adds)
         self.homes[block] = Home.DEVICE
         self._is_home[block] = False
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether the gradients of a step add up in more than one run, of this rank or of others."""
+        return self.run_sums.runs.number > 1 or self.shared is not None
+
+    def exchange(self, operation: Operation) -> None:
+        """Make a sum that of all ranks, in this rank's share of the block (exchange lane)."""
+        assert self.shared is not None
+        block = operation.block
+        self.shared.exchange(block, self.buffers.sums(block, operation.gradient_buffer), self.present[block])
+
+    def leave_round(self, block: int, gradient_buffer: int) -> None:
+        """Join the partial sums of a block whose last backward of a round is over (compute lane)."""
+        self.run_sums.leave(block, self._partial_sums(block, gradient_buffer))
+        if gradient_buffer >= 0:
+            self._is_filled[gradient_buffer] = True
+        else:
+            self.homes[block] = Home.DEVICE
+
+    def _partial_sums(self, block: int, gradient_buffer: int) -> Callable[[int], Tensor]:
+        return partial(self.buffers.sums, block, gradient_buffer)
 
     def is_filled(self, gradient_buffer: int) -> bool:
         """Whether a buffer of the ring holds a part of its block's gradient."""
@@ -103,6 +147,9 @@ class Gradients:
         self._is_filled[operation.gradient_buffer] = True
         state = self._host.blocks[operation.block]
         edge = state.layout.num_split
+        if self.has_runs:
+            whole = self.buffers.stack(operation.block, operation.gradient_buffer)[: operation.num_sums]
+            return lambda: self._lanes.copy(whole, state.sums[: operation.num_sums])
         flat = self.buffers.sums(operation.block, operation.gradient_buffer)
         if operation.waiting >= 0:
             sources = split_gradient(self.buffers.waiting(operation.block), state.layout)
@@ -134,8 +181,13 @@ class Gradients:
         else:
             flat = self.buffers.sums(operation.block, operation.gradient_buffer)
             if self._stays_wide(operation):
-                assert state.accumulator is not None
-                self._lanes.copy(state.accumulator, flat)
+                whole = self.buffers.stack(operation.block, operation.gradient_buffer)
+                self._lanes.copy(state.sums[: operation.num_sums], whole[: operation.num_sums])
+                return
+            if self.shared is not None:
+                self.shared.keep(operation.block, flat, split_gradient(self.home(operation), layout))
+                if operation.gradient_buffer >= 0:
+                    self._lanes.freed(buffer)
                 return
             rounded = (flat[: layout.num_split].to(torch.bfloat16), flat[layout.num_split :])
             for plane, part in zip(split_gradient(self.home(operation), layout), rounded, strict=True):
@@ -270,6 +322,8 @@ class Gradients:
 
     def sums(self, blocks: Sequence[int]) -> list[float]:
         """Return the sum of squares of the gradients of `blocks`, which must be complete."""
+        if self.shared is not None:
+            return self.shared.sums(blocks)
         values = self._sums.tolist()
         return [values[block] for block in blocks]
 
@@ -309,7 +363,7 @@ class Gradients:
         return found.to("cpu", torch.float32)
 
     def _stays_wide(self, operation: Operation) -> bool:
-        return not operation.completes and self._host.precision is Precision.BF16
+        return not operation.completes and (self.has_runs or self._host.precision is Precision.BF16)
 
     def _put(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
@@ -155,6 +156,11 @@ class Issuer:
                 return lambda: gradients.take_home(operation)
             case Kind.OFFLOAD:
                 return lambda: gradients.offload(operation)
+            case Kind.EXCHANGE:
+                return lambda: gradients.exchange(operation)
+            case Kind.SPREAD:
+                assert gradients.shared is not None
+                return partial(gradients.shared.ranks.meet, "spread")
             case Kind.PARK:
                 return gradients.buffers.park(operation)
             case Kind.UNPARK:
@@ -237,11 +243,11 @@ class Issuer:
 
     # -- gradients, within a visit -------------------------------------------------------------------------
 
-    def collect_resident(self, block: int, grads: Sequence[Tensor | None]) -> None:
+    def collect_resident(self, block: int, micro_batch: int, grads: Sequence[Tensor | None]) -> None:
         """Take one backward's gradients of a resident block."""
         buffer = [("resident_gradient", block)]
         self.lanes.begin(Lane.COMPUTE, writes=buffer)
-        self.gradients.collect_resident(block, grads)
+        self.gradients.collect_resident(block, micro_batch, grads)
         self.lanes.end(Lane.COMPUTE, writes=buffer)
 
     def collect_part(self, operation: Operation, grads: Sequence[Tensor | None]) -> None:

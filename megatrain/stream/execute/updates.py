@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TypeAlias
@@ -151,17 +152,19 @@ def _view(
     assert working is not None
     assert exp_avg is not None
     assert exp_avg_sq is not None
-    entries = {entry.state_offset: entry for entry in layout.trained}
+    starts = [entry.state_offset for entry in layout.trained]
     scales = {name: plane for name, plane in planes.items() if name.endswith("_scale") and plane is not None}
     places = layout.scale_ranges if scales else {}
     views = []
     for hyper, start, stop in ranges:
-        first = entries[start]
+        first = layout.trained[bisect_right(starts, start) - 1]
+        assert first.state_offset is not None
+        begin = first.byte_offset + (start - first.state_offset) * first.dtype.itemsize
         nbytes = (stop - start) * first.dtype.itemsize
         is_split = start < layout.num_split
         edge = 0 if is_split else layout.num_split
         view = Planes(
-            working=working[first.byte_offset : first.byte_offset + nbytes].view(first.dtype),
+            working=working[begin : begin + nbytes].view(first.dtype),
             remainder=remainder[start:stop] if is_split and remainder is not None else None,
             exp_avg=exp_avg[start:stop],
             exp_avg_sq=exp_avg_sq[start:stop],

@@ -30,6 +30,7 @@ from megatrain.stream.execute.gradient_buffers import GradientBuffers
 from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.issuer import Counts
 from megatrain.stream.execute.resident_state import DeviceStates
+from megatrain.stream.execute.shared_gradients import SharedGradients
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
 from megatrain.stream.execute.wholeness import Wholeness
@@ -95,6 +96,8 @@ class Arrangement:
         """Room for saved activations on the drives, if there are any."""
         self.parking = None if tiered is None else ScratchFiles(tiered.on_drives.store.directories)
         """And for gradients that wait for the norm."""
+        self.shared = None if binding.ranks is None else SharedGradients(binding.ranks, self.host.layouts)
+        """What this rank keeps of the gradients; None: it is alone."""
         self._arrange(choice)
 
     def change(self, choice: Choice, then: Callable[[], object]) -> None:
@@ -155,6 +158,7 @@ class Arrangement:
                 is_streamed=n in streamed,
                 on_device=n in residents,
                 moments=self.moments,
+                share=None if self.shared is None else self.shared.shares[n],
             )
             for n, layout in enumerate(host.layouts)
         ]
@@ -170,8 +174,9 @@ class Arrangement:
             scratch=self.parking if "nvme" in choice.gradients else None,
             host_limit=self.binding.host_limit,
             adds_on_host=choice.sums == "host",
+            most_sums=self.binding.runs.most_sums,
         )
-        self.gradients = Gradients(lanes, host, buffers)
+        self.gradients = Gradients(lanes, host, buffers, self.shared)
         self.executor = Executor(
             lanes,
             host,
@@ -183,6 +188,8 @@ class Arrangement:
                 tiers=tiers_of_gradients(choice, blocks, host.layouts),
                 ends=ends_of(blocks),
                 drives=_drive_spec(host),
+                num_runs=self.binding.runs.number,
+                num_ranks=1 if self.shared is None else self.shared.ranks.size,
             ),
             slots=self.slots,
             gradients=self.gradients,
@@ -194,7 +201,7 @@ class Arrangement:
         )
         for layer, policy, boundaries in zip(self.layers, choice.policies, self._boundaries(), strict=True):
             layer.arrange(self.executor, self.slots, self.offloaded, policy, boundaries)
-        self.rounds = Rounds(self.executor, choice)
+        self.rounds = Rounds(self.executor, choice, self.binding.runs.number)
 
     def _boundaries(self) -> list[Boundaries]:
         policies = self.choice.policies

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatrain.config.choice import Activations
+from megatrain.config.runs import Runs
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MomentFormat
@@ -18,6 +19,7 @@ from megatrain.store.state import HostState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.forward.stream_weights import Place
 
@@ -32,8 +34,10 @@ class Binding:
     """Bytes that the whole state may take."""
     moments: MomentFormat = MomentFormat.FP32
     """For which format of the optimizer's state memory was planned."""
-    num_micro_batches: int = 1
-    """Of a step, as memory was planned."""
+    runs: Runs = field(default_factory=Runs)
+    """Of a step: how many there always are, and how long memory was planned for."""
+    ranks: Ranks | None = None
+    """Those that train together and keep one state; None: there is one."""
 
     def check(self) -> None:
         """Refuse to go on with parameters that are no views of the host state any more.

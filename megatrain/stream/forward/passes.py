@@ -100,11 +100,12 @@ class Pass:
 
     def _stream_block(self, block: AttachedBlock, arrangement: Arrangement) -> list[Tensor]:
         trained, begin_backward, executor = block.trained_now(), self.begin_backward, arrangement.executor
+        micro_batch = self.micro_batch
 
         def collect(grads: Sequence[Tensor | None]) -> None:
             begin_backward()
             if any(grad is not None for grad in grads):
-                executor.collect_resident(block.index, block.line_up(grads, trained))
+                executor.collect_resident(block.index, micro_batch, block.line_up(grads, trained))
 
         return stream_weights(arrangement.slots.aliases(block.index, -1), trained, collect)
 

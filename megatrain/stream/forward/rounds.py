@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from megatrain.config.choice import Activations, Choice
+from megatrain.config.runs import Runs
 from megatrain.errors import ConfigError, ModelError
-from megatrain.plan.program.visits import HEAD, Visit, marked, most_open, pass_visits
+from megatrain.plan.program.visits import HEAD, Visit, marked, most_open, pass_visits, step_visits
 from megatrain.store.state import Precision
 from megatrain.stream.execute.executor import Executor
 
@@ -22,8 +23,9 @@ from megatrain.stream.execute.executor import Executor
 class Rounds:
     """Foresees rounds, and notes what came of them."""
 
-    def __init__(self, executor: Executor, choice: Choice) -> None:
-        """Expect nothing yet."""
+    def __init__(self, executor: Executor, choice: Choice, num_runs: int = 1) -> None:
+        """Expect nothing yet of steps of so many runs."""
+        self._num_runs = num_runs
         self._executor = executor
         self._gradients = executor.gradients
         self._choice = choice
@@ -100,16 +102,21 @@ class Rounds:
         Args:
             sizes: Their micro-batches.
             num_before: Passes without gradients that come before the losses of each.
+
+        Raises:
+            ConfigError: They cannot be cut into the step's runs.
         """
-        self._prepare_gradients(num_rounds=len(sizes), adds_up=sum(sizes) > 1)
+        runs = self._gradients.run_sums.runs = Runs.of(self._num_runs, sum(sizes))
+        num_sums = runs.kept_sums(sizes, is_wide=self._executor.spec.keeps_wide_sums)
+        self._prepare_gradients(num_rounds=len(sizes), adds_up=sum(sizes) > 1, num_sums=num_sums)
         self._num_before = num_before
         visits = self._steps.get((tuple(sizes), num_before))
         if visits is None:
-            visits = self._steps[tuple(sizes), num_before] = [
-                visit
-                for number, size in enumerate(sizes)
-                for visit in self.visits(size, loads=number > 0, completes=number == len(sizes) - 1)
-            ]
+            visits = self._steps[tuple(sizes), num_before] = step_visits(
+                lambda size, loads, completes: self.visits(size, loads=loads, completes=completes),
+                sizes,
+                runs.left_after(sizes),
+            )
         self._executor.foresee(visits)
         self.num_together, self.in_step = sizes[0], True
 
@@ -117,9 +124,16 @@ class Rounds:
         """Foresee a round that the caller begins: whether others follow is not known.
 
         Raises:
+            ConfigError: A step has several runs, which only a whole step can be cut into.
             ModelError: Gradients are there already, and an immediate update has used them up.
         """
         has_gradients = bool(self._gradients.blocks)
+        if self._num_runs > 1 or self._gradients.shared is not None:
+            raise ConfigError(
+                "a step has several runs (parallel.shards) or ranks, so all of its micro-batches have to be "
+                "known: give them to engine.forward_backward or engine.run_losses, and do not call "
+                "model(...).loss.backward()"
+            )
         if has_gradients and self._executor.update_at_once is not None:
             raise ModelError(
                 "a second backward before opt.step(): with updates=immediate, the first one has updated the "
@@ -196,9 +210,9 @@ class Rounds:
         self._executor.abandon(error)
         self._gradients.clear()
 
-    def _prepare_gradients(self, *, num_rounds: int, adds_up: bool) -> None:
+    def _prepare_gradients(self, *, num_rounds: int, adds_up: bool, num_sums: int | None = None) -> None:
         self._adds_up = adds_up
-        self._executor.prepare_gradients(adds_up=adds_up, num_rounds=num_rounds)
+        self._executor.prepare_gradients(adds_up=adds_up, num_rounds=num_rounds, num_sums=num_sums)
 
     def _end_backward(self) -> None:
         self._in_backward = False

@@ -204,9 +204,11 @@ def _head(planned: Planned) -> Iterator[str]:
     size = f"{format_count(anatomy.num_params)} parameters, {len(anatomy.layers)} layers"
     yield from _row("model", f"{planned.model}{part}: {size}")
     shape = f"{batch.num_micro_batches} x {batch.micro_batch_size} x {batch.seq_len:,} = {batch.tokens:,}"
+    runs = f" in {batch.num_runs} runs (parallel.shards)" if batch.num_runs > 1 else ""
     yield from _row(
         "step",
-        f"{shape} tokens; {anatomy.precision}, {masters}, {'clipped' if request.clips else 'not clipped'}",
+        f"{shape} tokens{runs}; {anatomy.precision}, {masters}, "
+        f"{'clipped' if request.clips else 'not clipped'}",
     )
     drives = "no drives" if spec.drives is None else f"{_tera(spec.drives.nbytes)} on drives"
     device = "the host computes" if spec.is_cpu else spec.device

@@ -1,22 +1,28 @@
-"""The machine that a run is planned for."""
+"""The machine that a run is planned for, as it is measured, used and watched over."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
 from megatrain.config import Config
-from megatrain.hardware import HardwareSpec, host_memory
+from megatrain.hardware import HardwareSpec, host_memory, measure_matmul_peak
+from megatrain.hardware.care import Care, power_cap_advice, sensor_of
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.timing import time_layers
+from megatrain.optim.threads import update_threads, worker_threads
 from megatrain.plan.cost.measured import Measured
 from megatrain.plan.cost.rates import Rates
+from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure, machine_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+_log = logging.getLogger(__name__)
 
 _MOST_LAYER_S = 1.0
 """A layer that takes longer is not run for a plan."""
@@ -77,3 +83,30 @@ def _time(spec: HardwareSpec, anatomy: Anatomy, model_config: PretrainedConfig, 
         adaptation=config.adaptation,
     )
     return Measured.of_layers(rates, anatomy, timed)
+
+
+def make_care(config: Config) -> Care:
+    """Watch over the machine, and say how to set the power cap that is wished for."""
+    sensor = sensor_of(compute_device(config.train.device))
+    cap_w = config.hardware.power_cap
+    advice = None if cap_w is None else power_cap_advice(sensor, cap_w)
+    if advice is not None:
+        _log.warning("%s", advice)
+    return Care(sensor, rated_bytes_written=config.hardware.rated_bytes_written)
+
+
+def choose_threads() -> None:
+    """Keep torch to the cores that this process may use: more would wait for each other's turn."""
+    allowed = worker_threads()
+    if torch.get_num_threads() > allowed:
+        torch.set_num_threads(allowed)
+    _log.debug("torch threads: %d", torch.get_num_threads())
+    _log.debug("%s", update_threads().describe())
+
+
+def measure_peak(config: Config) -> None:
+    """Measure what MFU is a share of, while there is still room on the device."""
+    device = compute_device(config.train.device)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.precision]
+    peak = measure_matmul_peak(device, dtype)
+    _log.debug("matrix products: %.4g TFLOP/s in %s on %s, measured", peak / 1e12, dtype, device)

@@ -16,7 +16,7 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
     """Name every setting that differs from a checkpoint's and bears on the numbers, as `key old -> new`."""
     now = _flatten(config.model_dump(mode="json"))
     then = {key: _default(config, key) for key in now} | _flatten(saved)  # older ones lack newer settings
-    numeric = ("model.", "data.", "train.", "lora.", "optim.", "memory.head_chunk_tokens")
+    numeric = ("model.", "data.", "train.", "lora.", "optim.", "parallel.", "memory.head_chunk_tokens")
     return [
         f"{key} {then[key]} -> {value}"
         for key, value in now.items()

@@ -44,9 +44,9 @@ def make_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     def make(
         *, working: float = 0.0, state: float = 0.0, num_drives: int = 1, ram: int = 1 << 30, **settings: Any
     ) -> Tiers:
-        def forced(layouts: Sequence[BlockLayout], tiers: Tiers, *, accumulates: bool) -> placement.Placement:
+        def forced(layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int) -> placement.Placement:
             counts = (round(working * len(layouts)), round(state * len(layouts)))
-            return placement.placed(layouts, tiers, *counts, accumulates=accumulates)
+            return placement.placed(layouts, tiers, *counts, num_sums=num_sums)
 
         monkeypatch.setattr(away, "place", forced)
         return Tiers(nvme=tuple(tmp_path / f"drive{n}" for n in range(num_drives)), ram=ram, **settings)

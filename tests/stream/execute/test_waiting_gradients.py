@@ -327,7 +327,7 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
         layouts,
         engine.host.precision,
         places_of(choice, engine.arrangement.binding.blocks, layouts),
-        accumulates=False,
+        num_sums=0,
         moments=engine.arrangement.moments,
     )
     assert engine.host_bytes == sum(planes.values())

@@ -137,8 +137,8 @@ def assert_poisoned(engine: Engine, optimizer: Any, directory: Path, first: str)
 def drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tiers:
     """Tiers that put the state of every block, and all weights, on one drive."""
 
-    def forced(layouts: Sequence[BlockLayout], tiers: Tiers, *, accumulates: bool) -> placement.Placement:
-        return placement.placed(layouts, tiers, 0, 0, accumulates=accumulates)
+    def forced(layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int) -> placement.Placement:
+        return placement.placed(layouts, tiers, 0, 0, num_sums=num_sums)
 
     monkeypatch.setattr(away, "place", forced)
     monkeypatch.setattr(calls, "system", Counted())

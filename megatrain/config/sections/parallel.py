@@ -1,0 +1,21 @@
+"""How the work of a step is cut, so that its result does not depend on who does it: section `parallel`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from megatrain.config.runs import check_shards
+from megatrain.config.sections.section import Section
+from megatrain.config.types import Count
+
+
+class ParallelConfig(Section):
+    """How a step is cut into parts that may be computed apart."""
+
+    shards: Annotated[Count, AfterValidator(check_shards)] | None = None
+    """Runs of a step: contiguous, equally long pieces of its `train.grad_accumulation` micro-batches; a power
+    of two. Gradients add up in order inside a run, and the sums of runs by a balanced tree, so the result
+    depends on this number, and not on who computes what. Each doubling keeps one more sum in fp32. null = one
+    per rank, or as many as the checkpoint was made with."""

@@ -1,0 +1,73 @@
+"""Which rank keeps which part of a block's state: a pure function of sizes and numbers.
+
+A block's state space is cut at multiples of `CUT_NUMEL` elements of each of its segments, bf16 and fp32. That
+is what sums of squares add up at a time, so a norm of all chunks, in order, has the same bits whoever owns
+them. A segment with fewer chunks than there are ranks stays whole on one of them, by the block's number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatrain.layout.block_bytes import BlockBytes
+
+CUT_NUMEL = 1 << 15
+"""Elements between cuts: 64 KiB of bf16, so that a page of a working plane has one owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of a block's state one rank keeps: a range of each segment, as indices of the state space."""
+
+    split: range
+    """Of bf16 parameters."""
+    full: range
+    """Of fp32 parameters."""
+
+    @property
+    def numel(self) -> int:
+        """State elements of both."""
+        return len(self.split) + len(self.full)
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """Those of the two that hold something."""
+        return tuple(part for part in (self.split, self.full) if part)
+
+    @property
+    def sizes(self) -> BlockBytes:
+        """The bytes of the state in it: frozen weights and scales are not counted."""
+        working = 2 * len(self.split) + 4 * len(self.full)
+        return BlockBytes(working_bytes=working, num_split=len(self.split), num_state=self.numel)
+
+    def cut(self, start: int, stop: int) -> list[range]:
+        """Return what of the state range `[start, stop)` is in the share."""
+        parts = (range(max(start, part.start), min(stop, part.stop)) for part in self.ranges)
+        return [part for part in parts if part]
+
+
+def shares(sizes: BlockBytes, block: int, num_ranks: int) -> list[Share]:
+    """Cut a block's state among ranks.
+
+    Args:
+        sizes: Of the block.
+        block: Its number.
+        num_ranks: Among how many.
+
+    Returns:
+        One share per rank, in order. Together they are the whole state space, and no two have anything in
+        common.
+    """
+    split = _cut(0, sizes.num_split, block, num_ranks)
+    full = _cut(sizes.num_split, sizes.num_state, block, num_ranks)
+    return [Share(*pair) for pair in zip(split, full, strict=True)]
+
+
+def _cut(start: int, stop: int, block: int, num_ranks: int) -> list[range]:
+    num_chunks = -(-(stop - start) // CUT_NUMEL)
+    if num_chunks < num_ranks:
+        owner = block % num_ranks
+        return [range(start, stop) if rank == owner else range(0) for rank in range(num_ranks)]
+    edges = [start + CUT_NUMEL * (num_chunks * rank // num_ranks) for rank in range(num_ranks)] + [stop]
+    return [range(*pair) for pair in pairwise(edges)]

@@ -1,0 +1,71 @@
+"""How a run ends before its last step: by a signal, a callback that has failed, or an early stop."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from megatrain.errors import CallbackError
+from megatrain.train.run import Run
+
+_log = logging.getLogger(__name__)
+
+EXIT_STOPPED = 75
+"""EX_TEMPFAIL: stopped by a signal after saving; the same command goes on."""
+
+
+def refuse_failed_callback(run: Run, saved: Path | None) -> None:
+    """End a run one of whose callbacks has raised; `saved` has its state, None: there is nothing new.
+
+    Raises:
+        CallbackError: One has.
+    """
+    failed = run.callbacks.failure
+    if failed is not None:
+        done = "no step was taken" if saved is None else f"step {run.step} is saved in {saved}"
+        raise CallbackError(
+            f"the callback {failed.name} failed in {failed.event} ({type(failed.error).__name__}: "
+            f"{failed.error}); {done}. The same command goes on from there; without the callback "
+            "(log.to) nothing else changes"
+        ) from failed.error
+
+
+def end_early(run: Run, reason: str) -> None:
+    """Say why a run has ended before its last step; after a signal or a callback it is not done."""
+    if run.evaluator.standing.has_stopped:
+        _log.info("stopped after step %d: %s", run.step, reason)
+        return
+    _log.warning(
+        "stopped by %s after step %d, which is saved; the same command goes on from there", reason, run.step
+    )
+    sys.exit(EXIT_STOPPED)
+
+
+@contextmanager
+def stop_flag() -> Iterator[threading.Event]:
+    """Let the first SIGINT or SIGTERM finish the step; a second one ends the process as it always does."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.getsignal(number) for number in numbers}
+
+    def handle(number: int, _: FrameType | None) -> None:
+        stop.set()
+        signal.signal(number, previous[signal.Signals(number)])
+        _log.warning("%s: finishing the step, then saving", signal.Signals(number).name)
+
+    for number in numbers:
+        signal.signal(number, handle)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            signal.signal(number, previous[number])

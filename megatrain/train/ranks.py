@@ -1,0 +1,131 @@
+"""A run of several ranks: the first one decides and writes, the others take the steps that it tells of.
+
+The state is one, in memory that all of them map, so the first rank evaluates, samples, saves and exports it
+as if it were alone. The others wait meanwhile for the next step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from megatrain.config import Config
+from megatrain.distributed.ranks import Ranks
+from megatrain.errors import ConfigError
+
+STEP, END = "step", "end"
+
+
+def with_shards(config: Config, ranks: Ranks | None, meta: Mapping[str, Any] | None) -> Config:
+    """Return the settings with `parallel.shards` decided: as given, as the checkpoint's, or one per rank.
+
+    Raises:
+        ConfigError: Ranks cannot share them out, or the micro-batches of a step cannot be cut so.
+    """
+    shards = config.parallel.shards
+    if shards is None and meta is not None:
+        shards = meta["config"].get("parallel", {}).get("shards", 1)
+    size = 1 if ranks is None else ranks.size
+    shards = shards or size
+    if shards % size:
+        raise ConfigError(
+            f"parallel.shards is {shards}, which {size} ranks cannot share out evenly; use {shards} ranks or "
+            f"fewer, a power of two, or parallel.shards={size}"
+        )
+    parallel = config.parallel.model_copy(update={"shards": shards})
+    config = config.model_copy(update={"parallel": parallel})
+    config.batch.runs  # noqa: B018 - raises where a step cannot be cut into them
+    return config
+
+
+def part_of_rank(config: Config, ranks: Ranks) -> Config:
+    """Return the settings of one rank's part of a step, for its plan.
+
+    Raises:
+        ConfigError: They ask for what ranks cannot do.
+    """
+    if config.memory.drives:
+        raise ConfigError("memory.tiers names drives, which several ranks cannot share yet; use one rank")
+    if config.train.loss != "sft":
+        raise ConfigError(
+            f"train.loss is {config.train.loss}, which several ranks cannot train yet; use one rank"
+        )
+    if config.optim.state != "fp32":
+        raise ConfigError(
+            f"optim.state is {config.optim.state}, which several ranks cannot keep yet; use optim.state=fp32"
+        )
+    assert config.parallel.shards is not None
+    count = config.train.grad_accumulation // ranks.size
+    lockstep = config.memory.lockstep
+    return config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"grad_accumulation": count}),
+            "parallel": config.parallel.model_copy(update={"shards": config.parallel.shards // ranks.size}),
+            "memory": config.memory.model_copy(
+                update={
+                    "resident_blocks": 0,
+                    "gradients": "host",
+                    "sums": "device",
+                    "lockstep": lockstep if lockstep == "auto" else min(lockstep, count),
+                }
+            ),
+        }
+    )
+
+
+def own_part(ranks: Ranks | None, count: int) -> slice:
+    """Return which of a step's `count` micro-batches are this rank's."""
+    if ranks is None:
+        return slice(None)
+    return slice(ranks.rank * count // ranks.size, (ranks.rank + 1) * count // ranks.size)
+
+
+def require_same_run(ranks: Ranks, config: Config, facts: Mapping[str, Any]) -> None:
+    """Refuse to train with ranks that would train something else.
+
+    Args:
+        ranks: That are about to begin.
+        config: Of this one.
+        facts: What else has to be equal, by what it is: plain values.
+
+    Raises:
+        ConfigError: A rank differs; the sentence says in what.
+    """
+    mine = {
+        f"{section}.{key}": value
+        for section, values in config.model_dump(mode="json").items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+    }
+    mine |= {name: _short(value) for name, value in facts.items()}
+    first, *others = ranks.gather_values(mine)
+    for rank, other in enumerate(others, start=1):
+        differing = [key for key in first if first[key] != other.get(key)]
+        if differing:
+            key = differing[0]
+            raise ConfigError(
+                f"rank {rank} would train something else than rank 0: its {key} is {other.get(key)!r}, and "
+                f"not {first[key]!r}; give every rank the same settings, files and versions"
+            )
+
+
+def _short(value: Any) -> Any:
+    """Return a digest in the place of a long value."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return value if len(text) <= 80 else "a digest of " + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Leave it to the first rank to finish a step and save after a signal: others end when it says so."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, previous[number])

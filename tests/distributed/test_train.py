@@ -1,0 +1,46 @@
+"""Runs of several ranks: they stop, are killed, and go on with another number of ranks, to the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import RankError
+from tests.distributed.processes import exit_codes, run_ranks
+from tests.distributed.runs import train_run
+from tests.train.test_loop import assert_same_runs
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train on one rank, without an interruption."""
+    root = tmp_path_factory.mktemp("alone")
+    run_ranks(root / "logs", 1, train_run, root=str(root), out="run")
+    return root / "run"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "killed"), [((4, 2), [3, 9]), ((2, 4), [0, 22]), ((2, 1), [1, 17])], ids=str
+)
+def test_a_killed_rank_ends_all_and_other_ranks_go_on_to_the_same_bits(
+    tmp_path: Path, alone: Path, sizes: tuple[int, int], killed: list[int]
+) -> None:
+    place = {"root": str(alone.parent), "out": f"run-{sizes[0]}-{killed[1]}"}
+    codes = exit_codes(tmp_path / "first", sizes[0], train_run, killed=killed, **place)
+    assert codes.pop(killed[0]) == -9
+    assert set(codes) <= {RankError.exit_code, 6}  # 6: some of its blocks are updated, others are not
+    run_ranks(tmp_path / "then", sizes[1], train_run, **place)
+    assert_same_runs(alone.parent / place["out"], alone)
+
+
+def test_ranks_that_would_train_other_things_are_refused(tmp_path: Path) -> None:
+    codes = exit_codes(tmp_path / "logs", 2, _train_another, root=str(tmp_path))
+    assert codes == [2, 2]
+    said = (tmp_path / "logs/errors").read_text()
+    assert "rank 1 would train something else than rank 0: its optim.lr is 0.02, and not 0.01" in said
+
+
+def _train_another(ranks: object, *, root: str) -> str:
+    lr = 0.01 if ranks.rank == 0 else 0.02  # type: ignore[attr-defined]
+    return train_run(ranks, root=root, out="run", optim={"lr": lr})

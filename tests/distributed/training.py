@@ -1,0 +1,55 @@
+"""A run of one rank or of several, told as digests of all that it computes."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch import Tensor
+
+from megatrain.config.choice import StepBatch
+from tests.families import FAMILIES
+from tests.reference import attach_plainly, make_batches, make_model
+from tests.stream.runs import HYPER, family_config
+
+
+def train(
+    ranks: Any,
+    *,
+    family: str = "llama_tied",
+    num_runs: int = 4,
+    num_micro_batches: int = 4,
+    steps: int = 3,
+    dropout: bool = False,
+    padded: bool = False,
+    updates: str = "deferred",
+    max_grad_norm: float | None = 0.5,
+    device: str = "checked",
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train a family, and return each step's loss, norm and digests of gradients and masters."""
+    model = make_model(family_config(family, dropout=dropout) if dropout else FAMILIES[family]())
+    batch = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=num_micro_batches, num_runs=num_runs)
+    engine = attach_plainly(model, device=device, batch=batch, ranks=ranks, **settings)
+    optimizer = engine.adamw(**HYPER, max_grad_norm=max_grad_norm, updates=updates)
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    own = slice(rank * num_micro_batches // size, (rank + 1) * num_micro_batches // size)
+    told: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "masters": []}
+    for step in range(steps):
+        batches = make_batches(num_micro_batches, seed=step, padded=padded)
+        seeds = [100 * step + number for number in range(num_micro_batches)]
+        loss = engine.forward_backward(batches[own], seeds=seeds[own])
+        told["losses"].append(float(loss))
+        if updates != "immediate":
+            told["gradients"].append(_digest(dict(engine.named_gradients())))
+        told["norms"].append(optimizer.step().grad_norm)
+        told["masters"].append(_digest(dict(engine.named_masters())))
+    return told
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
