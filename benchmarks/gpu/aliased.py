@@ -45,9 +45,7 @@ class AliasedState(HostState):
         totals = BlockTotals(layout.sizes for layout in self.layouts)
         everything, nobody = totals[:], totals[:0]
         places = GradientPlaces(everything, on_device=nobody, on_drives=nobody, staged=nobody)
-        planes = host_planes(
-            self.layouts, self.precision, places, accumulates=False, moments=MomentFormat.FP32
-        )
+        planes = host_planes(self.layouts, self.precision, places, num_sums=0, moments=MomentFormat.FP32)
         return sum(planes.values())
 
     @property

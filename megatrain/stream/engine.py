@@ -6,20 +6,17 @@ come in here is `ModelForward`'s; what can be changed between two steps is in an
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from megatrain.config.choice import Choice, Updates, read_member
 from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.moments import MomentFormat
-from megatrain.model.head import Share, read_micro_batches
 from megatrain.store.state import HostState
 from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import as_placed, changed, check_change, check_choice
@@ -155,16 +152,7 @@ class Engine:
             ConfigError: No micro-batch, or not one seed per micro-batch.
         """
         self.require_attached()
-        batches, counts = read_micro_batches(micro_batches)
-        ranks = self.arrangement.binding.ranks
-        total = sum(counts) if ranks is None else int(sum(ranks.gather(torch.tensor(sum(counts)))))
-        parts = zip(batches, (Share(total, count) for count in counts), strict=True)
-        losses = self._steps.run(
-            [self._model_forward.loss_of(batch, share) for batch, share in parts], seeds, sum(counts)
-        )
-        if ranks is not None:  # those of all ranks, in the order of one
-            losses = list(torch.cat(ranks.gather(torch.stack(losses))))
-        return functools.reduce(torch.add, losses)
+        return self._steps.run_batches(micro_batches, seeds)
 
     def run_losses(
         self,

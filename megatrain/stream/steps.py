@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
+from megatrain.model.head import Share, read_micro_batches
 from megatrain.stream.failures import explained
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.model_forward import ModelForward
@@ -145,6 +146,18 @@ class Steps:
             for place, number in enumerate(numbers)
         ]
         return [turns[0]()] if len(turns) == 1 else self._forward.lockstep.run(turns)
+
+    def run_batches(self, micro_batches: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None) -> Tensor:
+        """Run a step of the model's own loss; see `Engine.forward_backward`."""
+        batches, counts = read_micro_batches(micro_batches)
+        ranks = self._arrangement.binding.ranks
+        own = sum(counts)
+        total = own if ranks is None else int(sum(ranks.gather(torch.tensor(own))))
+        parts = zip(batches, (Share(total, count) for count in counts), strict=True)
+        losses = self.run([self._forward.loss_of(batch, share) for batch, share in parts], seeds, own)
+        if ranks is not None:  # those of all ranks, in the order of one
+            losses = list(torch.cat(ranks.gather(torch.stack(losses))))
+        return reduce(torch.add, losses)
 
     def zero_grad(self) -> None:
         """Drop the gradients gathered since the last step."""

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatrain.layout.moments import MOMENT_PLANES
-from megatrain.plan.program.operations import Buffer, Lane
+from megatrain.plan.program.buffers import Buffer
+from megatrain.plan.program.operations import Lane
 from megatrain.store.drives.scratch import Place, ScratchFiles
 from megatrain.store.drives.striped import StripedStore
 from megatrain.store.on_drives import BlocksOnDrives

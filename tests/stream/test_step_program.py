@@ -23,7 +23,8 @@ from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.step_time import Step
-from megatrain.plan.program.operations import Buffer, Kind, Lane, Operation
+from megatrain.plan.program.buffers import Buffer
+from megatrain.plan.program.operations import Kind, Lane, Operation
 from megatrain.plan.program.spec import StepSpec
 from megatrain.store import on_drives, placement
 from megatrain.store.placement import Tiers

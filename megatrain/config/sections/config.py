@@ -20,12 +20,11 @@ from megatrain.config.choice import (
     StepBatch,
     Updates,
 )
-from megatrain.config.runs import Runs
 from megatrain.config.sections.data import DataConfig
 from megatrain.config.sections.eval import EvalConfig, eval_conflicts
 from megatrain.config.sections.log import LogConfig
 from megatrain.config.sections.lora import LoraConfig
-from megatrain.config.sections.parallel import ParallelConfig
+from megatrain.config.sections.parallel import ParallelConfig, cut_problems
 from megatrain.config.sections.preference import Loss, PreferenceConfig
 from megatrain.config.sections.section import Section
 from megatrain.config.types import (
@@ -45,7 +44,6 @@ from megatrain.config.types import (
     one_of,
     reads_as,
 )
-from megatrain.errors import ConfigError
 
 
 class ModelConfig(Section):
@@ -366,11 +364,7 @@ def conflicts(config: Config) -> list[str]:
             f"memory.sums is host and parallel.shards is {shards}: the sums of runs are "
             "joined on the device; use memory.sums=device, or parallel.shards=1"
         )
-    if config.train.grad_accumulation % shards:
-        try:
-            Runs.of(shards, config.train.grad_accumulation)
-        except ConfigError as error:
-            problems.append(str(error))
+    problems += cut_problems(shards, config.train.grad_accumulation)
     if memory.fragments is True and memory.num_slots == 1:
         problems.append(
             "memory.fragments is true and memory.num_slots is 1: the parts of a layer are on the device "

@@ -6,9 +6,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from megatrain.config.runs import check_shards
+from megatrain.config.runs import Runs, check_shards
 from megatrain.config.sections.section import Section
 from megatrain.config.types import Count
+from megatrain.errors import ConfigError
 
 
 class ParallelConfig(Section):
@@ -19,3 +20,12 @@ class ParallelConfig(Section):
     of two. Gradients add up in order inside a run, and the sums of runs by a balanced tree, so the result
     depends on this number, and not on who computes what. Each doubling keeps one more sum in fp32. null = one
     per rank, or as many as the checkpoint was made with."""
+
+
+def cut_problems(shards: int, num_micro_batches: int) -> list[str]:
+    """Say why the micro-batches of a step cannot be cut into so many runs, if they cannot."""
+    try:
+        Runs.of(shards, num_micro_batches)
+    except ConfigError as error:
+        return [str(error)]
+    return []

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from megatrain.plan.program.operations import Buffer, Lane
+from megatrain.plan.program.buffers import Buffer
+from megatrain.plan.program.operations import Lane
 
 _LINKS = {
     Lane.FETCH: Lane.FETCH,

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
 
-Buffer: TypeAlias = tuple[str, int]
-"""A kind and an index: ("slot", 0), ("gradient_buffer", 1), ("working", block), ("gradient", block), ..."""
+from megatrain.plan.program.buffers import (
+    Buffer,
+    gradients_buffer,
+    home_buffer,
+    waiting_buffer,
+    weights_buffer,
+)
 
 
 class Lane(str, Enum):
@@ -367,26 +371,6 @@ class Operation:
         parts += [f"p{self.page}"] if self.page >= 0 else []
         parts += ["adds"] if self.loads or self.adds else []
         return " ".join(parts)
-
-
-def weights_buffer(block: int, slot: int) -> Buffer:
-    """Name the device buffer with a block's weights: its slot, or its own place if it is resident."""
-    return ("slot", slot) if slot >= 0 else ("resident", block)
-
-
-def gradients_buffer(block: int, gradient_buffer: int) -> Buffer:
-    """Name the device buffer with a block's gradients: one of the ring, or its own if it is resident."""
-    return ("gradient_buffer", gradient_buffer) if gradient_buffer >= 0 else ("resident_gradient", block)
-
-
-def waiting_buffer(block: int, waiting: int) -> Buffer:
-    """Name the device buffer in which a gradient waits: one for that, or where a resident block's adds up."""
-    return ("waiting", waiting) if waiting >= 0 else ("resident_gradient", block)
-
-
-def home_buffer(block: int, staging: int) -> Buffer:
-    """Name the host buffer with a block's gradient: its part of the gradient plane, or a staging buffer."""
-    return ("staging", staging) if staging >= 0 else ("gradient", block)
 
 
 @dataclass(frozen=True, slots=True)

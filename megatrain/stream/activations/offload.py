@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES
-from megatrain.plan.program.operations import Buffer, Kind, Lane, Operation
+from megatrain.plan.program.buffers import Buffer
+from megatrain.plan.program.operations import Kind, Lane, Operation
 from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.stream.activations.host_ring import HostBuffer, HostRing
 from megatrain.stream.activations.on_drives import Staged, Staging

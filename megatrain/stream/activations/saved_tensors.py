@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatrain.layout.host_buffers import OFFLOAD_ALIGNMENT
-from megatrain.plan.program.operations import Buffer
+from megatrain.plan.program.buffers import Buffer
 from megatrain.stream.activations.host_ring import HostBuffer
 from megatrain.stream.activations.on_drives import Staged
 from megatrain.stream.lanes import Lanes

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatrain.config.runs import Runs
 from megatrain.errors import ModelError
-from megatrain.plan.program.operations import Kind, Lane, Operation, gradients_buffer, weights_buffer
+from megatrain.plan.program.buffers import weights_buffer
+from megatrain.plan.program.operations import Kind, Lane, Operation
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import (
     around_drives,
@@ -131,22 +131,6 @@ class Executor(Issuer):
     def _outer_work(self) -> float:
         return 0.0 if self.work is None else self.work.take_outer()
 
-    def prepare_gradients(self, *, adds_up: bool, num_rounds: int, num_sums: int | None = None) -> None:
-        """Make room for a step's gradients; waits for whoever uses the ring only if it has to grow.
-
-        Args:
-            adds_up: As in `GradientBuffers.prepare`.
-            num_rounds: As there.
-            num_sums: As there; None: one between rounds that are not foreseen together.
-        """
-        buffers = self.gradients.buffers
-        if num_sums is None:
-            num_sums = Runs().kept_sums([1] * num_rounds, is_wide=self.spec.splits)
-        needs: dict[str, Any] = {"adds_up": adds_up, "num_rounds": num_rounds, "num_sums": num_sums}
-        if buffers.needs_room(**needs):
-            with self.touching(writes=[("gradient_buffer", index) for index in range(buffers.num_buffers)]):
-                buffers.prepare(**needs)
-
     def foresee(self, visits: Sequence[Visit], *, is_whole: bool = True) -> None:
         """Plan the copies for visits to come, from what the slots hold now; the first visit issues them.
 
@@ -236,9 +220,7 @@ class Executor(Issuer):
         if self.open_visit is not None:
             self.close()
         self._pinned.clear()
-        if self.gradients.has_runs:
-            for block in self._staying():
-                self._leave_round(block)
+        self.leave_residents()
         self._advance()
         self._activations.sweep()
         self.end_pass()
@@ -341,25 +323,13 @@ class Executor(Issuer):
             self.gradients.collect(operation, grads)
             self.lanes.end(Lane.COMPUTE, writes=operation.writes)
         if operation.is_last and self.gradients.has_runs:
-            self._leave_round(operation.block, operation.gradient_buffer)
+            self.leave_round(operation.block, operation.gradient_buffer)
         if operation.is_last:
             self._ring = (operation.gradient_buffer + 1) % self.gradients.buffers.num_buffers
             if not self.gradients.is_filled(operation.gradient_buffer):
                 ends = (Kind.OFFLOAD, Kind.ADD, Kind.HOLD, Kind.PARK, Kind.UPDATE)
                 while self._pending and self._pending[0].kind in ends:
                     assert self._pending.popleft().block == operation.block
-
-    def _staying(self) -> list[int]:
-        """List the blocks on the device whose gradients add up in runs; other ranks may have one of any."""
-        if self.spec.num_ranks == 1:
-            return self.gradients.still_at(Home.DEVICE)
-        return [n for n, size in enumerate(self.spec.sizes) if size.is_trained and not size.is_streamed]
-
-    def _leave_round(self, block: int, gradient_buffer: int = -1) -> None:
-        buffer = [gradients_buffer(block, gradient_buffer)]
-        self.lanes.begin(Lane.COMPUTE, writes=buffer)
-        self.gradients.leave_round(block, gradient_buffer)
-        self.lanes.end(Lane.COMPUTE, writes=buffer)
 
     def _matches(self, operation: Operation, visit: BlockVisit, is_backward: bool) -> bool:
         foreseen = (operation.block, operation.micro_batch, operation.kind is Kind.BACKWARD)
@@ -427,5 +397,4 @@ class Executor(Issuer):
                 self.issue(operation)
 
     def _outer_at_home(self) -> set[int]:
-        sizes = self.spec.sizes
-        return {block for block in self.spec.outer if not sizes[block].updates_on_device}
+        return {block for block in self.spec.outer if not self.spec.sizes[block].updates_on_device}

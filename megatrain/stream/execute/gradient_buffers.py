@@ -155,6 +155,10 @@ class GradientBuffers:
             self._scratch.close()
         self._parked.clear()
 
+    def is_resident(self, block: int) -> bool:
+        """Whether a block's gradient adds up in a place of its own on the device."""
+        return block in self._resident
+
     def buffer(self, block: int, gradient_buffer: int) -> Tensor:
         """Return the uint8 buffer with a block's gradient: one of the ring, or its own if that is -1."""
         return self._resident[block] if gradient_buffer < 0 else self._ring[gradient_buffer]

@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
+from megatrain.config.runs import Runs
 from megatrain.plan.program.block_size import BlockSize
-from megatrain.plan.program.operations import Buffer, Kind, Lane, Operation, weights_buffer
+from megatrain.plan.program.buffers import Buffer, gradients_buffer, weights_buffer
+from megatrain.plan.program.operations import Kind, Lane, Operation
 from megatrain.plan.program.schedule import unparked
-from megatrain.store.state import HostState
+from megatrain.store.state import HostState, Precision
 from megatrain.stream.execute.gradients import Gradients, Home
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
@@ -255,6 +257,39 @@ class Issuer:
         self.lanes.begin(Lane.COMPUTE, writes=operation.writes)
         self.gradients.collect(operation, grads)
         self.lanes.end(Lane.COMPUTE, writes=operation.writes)
+
+    def leave_round(self, block: int, gradient_buffer: int = -1) -> None:
+        """Join the partial sums of a block that no later backward of the round passes."""
+        buffer = [gradients_buffer(block, gradient_buffer)]
+        self.lanes.begin(Lane.COMPUTE, writes=buffer)
+        self.gradients.leave_round(block, gradient_buffer)
+        self.lanes.end(Lane.COMPUTE, writes=buffer)
+
+    def leave_residents(self) -> None:
+        """Join the partial sums of blocks on the device: of all, where other ranks may have gradients."""
+        if not self.gradients.has_runs:
+            return
+        are_all = self.gradients.shared is not None
+        blocks = range(len(self.host.layouts)) if are_all else self.gradients.still_at(Home.DEVICE)
+        for block in blocks:
+            if self.gradients.buffers.is_resident(block):
+                self.leave_round(block)
+
+    def prepare_gradients(self, *, adds_up: bool, num_rounds: int, num_sums: int | None = None) -> None:
+        """Make room for a step's gradients; waits for whoever uses the ring only if it has to grow.
+
+        Args:
+            adds_up: As in `GradientBuffers.prepare`.
+            num_rounds: As there.
+            num_sums: As there; None: one between rounds that are not foreseen together.
+        """
+        buffers = self.gradients.buffers
+        if num_sums is None:
+            num_sums = Runs().kept_sums([1] * num_rounds, is_wide=self.host.precision is Precision.BF16)
+        needs: dict[str, Any] = {"adds_up": adds_up, "num_rounds": num_rounds, "num_sums": num_sums}
+        if buffers.needs_room(**needs):
+            with self.touching(writes=[("gradient_buffer", index) for index in range(buffers.num_buffers)]):
+                buffers.prepare(**needs)
 
     # -- waiting --------------------------------------------------------------------------------------------
 

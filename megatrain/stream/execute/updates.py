@@ -152,7 +152,7 @@ def _view(
     assert working is not None
     assert exp_avg is not None
     assert exp_avg_sq is not None
-    starts = [entry.state_offset for entry in layout.trained]
+    starts = [entry.state_offset or 0 for entry in layout.trained]
     scales = {name: plane for name, plane in planes.items() if name.endswith("_scale") and plane is not None}
     places = layout.scale_ranges if scales else {}
     views = []

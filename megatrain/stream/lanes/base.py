@@ -17,7 +17,8 @@ from torch import Tensor
 from megatrain.errors import CapacityError
 from megatrain.optim.pool import default_pool
 from megatrain.optim.sums import sum_of_squares
-from megatrain.plan.program.operations import Buffer, Lane
+from megatrain.plan.program.buffers import Buffer
+from megatrain.plan.program.operations import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.records import Cause, Record, Recorder
 

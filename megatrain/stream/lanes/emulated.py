@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.plan.program.operations import Buffer, Lane
+from megatrain.plan.program.buffers import Buffer
+from megatrain.plan.program.operations import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.base import Event
 from megatrain.stream.lanes.pacing import LaunchClock, Link, PacedWorker

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatrain.plan.cost.timetable import Task, TaskSpan, Timetable, steady
-from megatrain.plan.program.operations import Buffer, Lane
+from megatrain.plan.program.buffers import Buffer
+from megatrain.plan.program.operations import Lane
 
 
 def task(lane: Lane, seconds: float, reads: str = "", writes: str = "") -> Task:
