@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.errors import ConfigError
 from megatrain.layout.moments import SCALE_NUMEL
 from megatrain.optim.pool import WorkerPool
 from megatrain.optim.tasks import ALIGN_NUMEL, bits_of, check_flat, check_host, run_pieces
@@ -218,3 +219,29 @@ def _kernel(hyper: AdamWStep, planes: Planes) -> Callable[[int, int], None]:
 def _bits(plane: Tensor | None) -> Any:
     """Return a NumPy view of the plane, bf16 as int16; None of None."""
     return None if plane is None else bits_of(plane)
+
+
+def check_hyper(
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float | None
+) -> None:
+    """Refuse hyper-parameters that AdamW does not take.
+
+    Raises:
+        ConfigError: One is out of range.
+    """
+    problems = [
+        (not 0.0 <= lr < math.inf, f"lr is {lr}; use a finite number of 0 or more"),
+        (not all(0.0 <= beta < 1.0 for beta in betas), f"betas is {betas}; each must be in [0, 1)"),
+        (not 0.0 <= eps < math.inf, f"eps is {eps}; use a finite number of 0 or more"),
+        (
+            not 0.0 <= weight_decay < math.inf,
+            f"weight_decay is {weight_decay}; use a finite number of 0 or more",
+        ),
+        (
+            max_grad_norm is not None and not 0.0 < max_grad_norm < math.inf,
+            f"max_grad_norm is {max_grad_norm}; use a positive number, or None for no clipping",
+        ),
+    ]
+    for is_wrong, message in problems:
+        if is_wrong:
+            raise ConfigError(message)

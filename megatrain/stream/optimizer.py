@@ -18,7 +18,7 @@ from megatrain.layout.block_bytes import aligned
 from megatrain.layout.blocks import Entry
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.moments import MomentFormat
-from megatrain.optim.adamw import AdamWStep, rounding_key
+from megatrain.optim.adamw import AdamWStep, check_hyper, rounding_key
 from megatrain.optim.clip import global_norm
 from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.operations import Kind, Operation
@@ -81,7 +81,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             moments: What they are kept in.
             seed: Of stochastic rounding.
         """
-        _check_ranges(lr, betas, eps, weight_decay, max_grad_norm)
+        check_hyper(lr, betas, eps, weight_decay, max_grad_norm)
         self._executor = executor
         self._hooks = hooks
         self._moments = moments
@@ -382,24 +382,3 @@ def _decays(entry: Entry, patterns: tuple[str, ...] | None) -> bool:
     if patterns is None:
         return len(entry.shape) >= 2 and not entry.name.endswith("bias")
     return not any(fnmatch(entry.name, pattern) for pattern in patterns)
-
-
-def _check_ranges(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float | None
-) -> None:
-    problems = [
-        (not 0.0 <= lr < math.inf, f"lr is {lr}; use a finite number of 0 or more"),
-        (not all(0.0 <= beta < 1.0 for beta in betas), f"betas is {betas}; each must be in [0, 1)"),
-        (not 0.0 <= eps < math.inf, f"eps is {eps}; use a finite number of 0 or more"),
-        (
-            not 0.0 <= weight_decay < math.inf,
-            f"weight_decay is {weight_decay}; use a finite number of 0 or more",
-        ),
-        (
-            max_grad_norm is not None and not 0.0 < max_grad_norm < math.inf,
-            f"max_grad_norm is {max_grad_norm}; use a positive number, or None for no clipping",
-        ),
-    ]
-    for is_wrong, message in problems:
-        if is_wrong:
-            raise ConfigError(message)
