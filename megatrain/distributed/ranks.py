@@ -20,8 +20,11 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError, RankError
 
-_LANES = ("exchange", "norm", "spread", "caller")
+_LANES = ("exchange", "norm", "spread", "caller", "orders")
 """What goes on at the same time has a group of its own: the calls of one group keep one order."""
+
+_PATIENCE = timedelta(days=1)
+"""How long ranks wait for the next order: the first one may evaluate or save meanwhile."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 """Says which machine this is."""
@@ -56,7 +59,9 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if self.size.bit_count() != 1:
             raise ConfigError(f"{self.size} ranks train together; use a power of two: 1, 2, 4, 8, ...")
-        self._groups = {lane: dist.new_group(timeout=timeout) for lane in _LANES}
+        self._groups = {
+            lane: dist.new_group(timeout=_PATIENCE if lane == "orders" else timeout) for lane in _LANES
+        }
         if len(set(self.gather_values(_BOOT.read_text()))) > 1:
             raise ConfigError("the ranks are on several nodes, and state is shared within one; use one node")
 
@@ -84,18 +89,18 @@ class Ranks:
             dist.all_gather(found, mine, group=self._groups[lane])
         return found
 
-    def gather_values(self, mine: Any) -> list[Any]:
+    def gather_values(self, mine: Any, lane: str = "caller") -> list[Any]:
         """Return everybody's plain JSON value, in the order of ranks."""
         text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        sizes = [int(size) for size in self.gather(torch.tensor([text.numel()]))]
+        sizes = [int(size) for size in self.gather(torch.tensor([text.numel()]), lane)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: text.numel()] = text
-        found = zip(self.gather(padded), sizes, strict=True)
+        found = zip(self.gather(padded, lane), sizes, strict=True)
         return [json.loads(each[:size].numpy().tobytes()) for each, size in found]
 
     def tell(self, value: Any = None) -> Any:
         """Return the first rank's plain JSON value; what the others give is not looked at."""
-        return self.gather_values(value if self.rank == 0 else None)[0]
+        return self.gather_values(value if self.rank == 0 else None, "orders")[0]
 
     def meet(self, lane: str = "caller") -> None:
         """Wait until every rank has come here."""
