@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megatrain.config.choice import StepBatch
+from tests.distributed.threads import RankLanes
 from tests.families import FAMILIES
 from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, family_config
@@ -24,11 +25,15 @@ def train(
     padded: bool = False,
     updates: str = "deferred",
     max_grad_norm: float | None = 0.5,
-    device: str = "checked",
+    device: Any = "ranks",
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a family, and return each step's loss, norm and digests of gradients and masters."""
     model = make_model(family_config(family, dropout=dropout) if dropout else FAMILIES[family]())
+    if ranks is not None and device == "ranks":
+        device = RankLanes(ranks.turns, ranks.rank)
+    elif device == "ranks":
+        device = "checked"
     batch = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=num_micro_batches, num_runs=num_runs)
     engine = attach_plainly(model, device=device, batch=batch, ranks=ranks, **settings)
     optimizer = engine.adamw(**HYPER, max_grad_norm=max_grad_norm, updates=updates)
