@@ -313,6 +313,13 @@ class StepBatch:
     """Rows that are never apart: 2 of a pair."""
     num_runs: int = 1
     """Runs, in which gradients add up; `parallel.shards`."""
+    num_ranks: int = 1
+    """Of several ranks' step this is the part of one, in micro-batches and runs; 1: all of it."""
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the gradients of several micro-batches add up, on this rank or among ranks."""
+        return self.num_micro_batches > 1 or self.num_ranks > 1
 
     @property
     def runs(self) -> Runs:

@@ -126,7 +126,8 @@ def part_of(ranks: Ranks, choice: Choice, batch: StepBatch | None) -> tuple[Choi
         )
     runs = batch.runs
     part = batch.num_runs // ranks.size
-    return choice, replace(batch, num_micro_batches=part * runs.length, num_runs=part)
+    counts = {"num_micro_batches": part * runs.length, "num_runs": part, "num_ranks": ranks.size}
+    return choice, replace(batch, **counts)
 
 
 def changed(choice: Choice, old: Choice, num_blocks: int) -> Choice:
@@ -204,5 +205,6 @@ def check_change(choice: Choice, arrangement: Arrangement, *, compiles: bool) ->
         residents,
         moments=arrangement.moments,
         runs=arrangement.binding.runs,
+        has_ranks=arrangement.binding.ranks is not None,
         held=lanes.device_bytes,
     )

@@ -137,7 +137,9 @@ def attach(
     say_how(compile, lanes.device, compiles=compiles)
     residents = residents_of(choice, blocks)
     layouts = plan_layouts(model, blocks, kept)
-    require_device_memory(blocks, layouts, lanes, choice, residents, moments=moments, runs=runs)
+    require_device_memory(
+        blocks, layouts, lanes, choice, residents, moments=moments, runs=runs, has_ranks=ranks is not None
+    )
     binding = bind(
         model,
         kept,

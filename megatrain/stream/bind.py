@@ -274,6 +274,7 @@ def require_device_memory(
     *,
     moments: MomentFormat = MomentFormat.FP32,
     runs: Runs | None = None,
+    has_ranks: bool = False,
     held: int = 0,
 ) -> None:
     """Check the predicted bytes of slots, resident blocks and gradient buffers against the device's limit.
@@ -293,7 +294,7 @@ def require_device_memory(
         residency_of(blocks, layouts, residents, streams_outer=choice.outer_streams),
         num_slots=choice.num_slots,
         num_gradient_buffers=choice.num_gradient_buffers,
-        is_wide=max(choice.lockstep, runs.num_micro_batches) > 1 or choice.outer_streams,
+        is_wide=max(choice.lockstep, runs.num_micro_batches) > 1 or has_ranks or choice.outer_streams,
         waiting=places_of(choice, blocks, layouts).on_device,
         moments=moments,
         num_sums=runs.most_sums,

@@ -284,7 +284,7 @@ def prepare(
     if ranks is None:
         planned = plan_memory(config, counted, measure)
     elif ranks.rank == 0:
-        planned = plan_memory(part_of_rank(config, ranks), counted, measure)
+        planned = plan_memory(part_of_rank(config, ranks), counted, measure, num_ranks=ranks.size)
     first_step = 0 if earlier is None else int(earlier["step"])
     for line in start_lines(
         config,

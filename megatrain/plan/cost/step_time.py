@@ -88,6 +88,7 @@ class Step:
             drives=self.block_sums.drive_spec(self.choice),
             saved_bytes=[run.leaving_bytes for run in self.costs.runs],
             num_runs=self.batch.num_runs,
+            num_ranks=self.batch.num_ranks,
         )
 
     @property

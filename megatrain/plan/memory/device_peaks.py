@@ -67,7 +67,7 @@ class DevicePeaks:
         self._m = min(choice.lockstep, batch.num_micro_batches)
         self._streams = choice.outer_streams
         """The micro-batches pass the head when all have passed the last layer, and it takes its gradient."""
-        self._is_wide = batch.num_micro_batches > 1 and anatomy.precision == "bf16"
+        self._is_wide = batch.adds_up and anatomy.precision == "bf16"
         self._block_sums = BlockSums.of(anatomy, choice.fragments)
         self._rounded = max(self._rounded_bytes(is_resident=False), default=0) if overlaps else 0
         """What the rounding of one gradient takes beside a backward."""

@@ -58,7 +58,8 @@ def host_planes(
         blocks.all,
         block_sums.gradient_places(choice, batch.num_micro_batches),
         num_sums=batch.runs.kept_sums(
-            choice.rounds(batch.num_micro_batches), is_wide=anatomy.precision == "bf16"
+            choice.rounds(batch.num_micro_batches),
+            is_wide=anatomy.precision == "bf16" or batch.num_ranks > 1,
         ),
     )
     together = min(choice.lockstep, batch.num_micro_batches)
@@ -80,7 +81,7 @@ def _allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: Moment
         block_sums.residency(choice),
         num_slots=choice.num_slots,
         num_gradient_buffers=choice.num_gradient_buffers,
-        is_wide=batch.num_micro_batches > 1 or choice.outer_streams,
+        is_wide=batch.adds_up or choice.outer_streams,
         waiting=block_sums.gradient_places(choice, batch.num_micro_batches).on_device,
         moments=state,
         num_sums=batch.runs.most_sums,

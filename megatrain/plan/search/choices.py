@@ -114,7 +114,7 @@ def least_held(request: Request, tier: str) -> int | None:
     in a round of all micro-batches also their boundaries, as a step keeps its tokens.
     """
     count = request.batch.num_micro_batches
-    wide = request.batch.num_micro_batches > 1 and request.anatomy.precision == "bf16"
+    wide = request.batch.adds_up and request.anatomy.precision == "bf16"
 
     def leaving(choice: Choice) -> int:
         parts = [f for layer in request.anatomy.layers for f in layer.fragments]

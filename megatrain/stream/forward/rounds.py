@@ -107,8 +107,9 @@ class Rounds:
             ConfigError: They cannot be cut into the step's runs.
         """
         runs = self._gradients.run_sums.runs = Runs.of(self._num_runs, sum(sizes))
+        adds_up = sum(sizes) > 1 or self._gradients.shared is not None
         num_sums = runs.kept_sums(sizes, is_wide=self._executor.spec.keeps_wide_sums)
-        self._prepare_gradients(num_rounds=len(sizes), adds_up=sum(sizes) > 1, num_sums=num_sums)
+        self._prepare_gradients(num_rounds=len(sizes), adds_up=adds_up, num_sums=num_sums)
         self._num_before = num_before
         visits = self._steps.get((tuple(sizes), num_before))
         if visits is None:

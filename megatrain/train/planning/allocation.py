@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 
 from megatrain.config import Config
@@ -23,15 +24,23 @@ from megatrain.train.planning.run_machine import machine_for, with_layers_timed
 _log = logging.getLogger(__name__)
 
 
-def plan_memory(config: Config, model: PlannedModel, measure: Measure | None) -> Planned | None:
+def plan_memory(
+    config: Config, model: PlannedModel, measure: Measure | None, *, num_ranks: int = 1
+) -> Planned | None:
     """Plan a run; None if the model cannot be counted: what `attach` then does is said there.
+
+    Args:
+        config: Of the run, or of one rank's part of it.
+        model: That will be trained.
+        measure: As in `machine_for`.
+        num_ranks: That train together.
 
     Raises:
         CapacityError: It does not fit; nothing was allocated.
     """
     spec = machine_for(config, measure)
     try:
-        planned = plan_training(config, model, spec)
+        planned = plan_training(config, model, spec, num_ranks=num_ranks)
     except ModelError:
         return None
     plan = planned.plan
@@ -47,13 +56,14 @@ def plan_memory(config: Config, model: PlannedModel, measure: Measure | None) ->
     return planned
 
 
-def plan_training(config: Config, model: PlannedModel, spec: HardwareSpec) -> Planned:
+def plan_training(config: Config, model: PlannedModel, spec: HardwareSpec, *, num_ranks: int = 1) -> Planned:
     """Plan a run that is about to begin.
 
     Args:
         config: Complete.
         model: That will be trained.
         spec: The machine.
+        num_ranks: As in `plan_memory`.
 
     Raises:
         CapacityError: Nothing that the settings leave open makes it fit.
@@ -67,6 +77,7 @@ def plan_training(config: Config, model: PlannedModel, spec: HardwareSpec) -> Pl
     count_s = time.perf_counter() - began_s
     device = compute_device(config.train.device)
     request = make_request(config, anatomy, spec, can_compile=can_compile(device))
+    request = replace(request, batch=replace(request.batch, num_ranks=num_ranks))
     plan = make_plan(request)
     if not plan.fits:
         raise CapacityError(with_ways_out(plan.problem, advise(request, recount, is_running=True)))
