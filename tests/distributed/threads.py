@@ -144,9 +144,20 @@ class ThreadRanks:
 class RankLanes(InlineLanes):
     """Lanes of one rank whose order is proved among all ranks; `CheckedLanes` proves that of one."""
 
-    def __init__(self, turns: Turns, rank: int) -> None:
+    def __init__(
+        self, turns: Turns, rank: int, *, skips: tuple[Lane, str] | None = None, checks: bool = True
+    ) -> None:
+        """Begin a rank's lanes.
+
+        Args:
+            turns: Of the ranks.
+            rank: Whose lanes these are.
+            skips: A lane that does not wait for buffers of a kind: a fault.
+            checks: Whether that shows.
+        """
         super().__init__(None)
         self._turns, self._rank = turns, rank
+        self._skips, self._checks = skips, checks
         self._clocks: dict[Lane, dict[tuple[int, Lane], int]] = {lane: {} for lane in Lane}
         assert len(turns.lanes) == rank
         turns.lanes.append(self)
@@ -174,6 +185,12 @@ class RankLanes(InlineLanes):
             return [] if is_written else [("state", block, other) for other in range(self._turns.size)]
         return [(kind, block, self._rank)]
 
+    def _wait_for(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> None:
+        def kept(buffers: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
+            return tuple(buffer for buffer in buffers if (lane, buffer[0]) != self._skips)
+
+        super()._wait_for(lane, kept(reads), kept(writes))
+
     def _access(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> None:
         clock, turns, me = self._clocks[lane], self._turns, (self._rank, lane)
         self.merge(lane, self._clocks[Lane.CALLER])  # who launches it has done that
@@ -191,7 +208,7 @@ class RankLanes(InlineLanes):
             turns.last_reads.setdefault(part, {})[me] = clock[me]
 
     def _require(self, lane: Lane, part: Any, owner: tuple[int, Lane], tick: int, verb: str) -> None:
-        if self._clocks[lane].get(owner, 0) < tick:
+        if self._checks and self._clocks[lane].get(owner, 0) < tick:
             raise OrderingError(
                 f"rank {self._rank}: lane {lane.value} uses {part} without waiting until lane "
                 f"{owner[1].value} of rank {owner[0]} has {verb} it"
