@@ -1,0 +1,152 @@
+"""How much faster two ranks are than one, each on a core of its own, at the same step with the same bits.
+
+    python -m benchmarks.distributed.ranks_on_cpu [--ranks 2] [--pairs 5] [--steps 4] [--layers 8]
+        [--hidden 512] [--micro-batches 2] [--rows 4] [--tokens 1024] [--out FILE]
+
+A random llama is trained in fp32 with clipping, first by one process, then by several, in turns. All have
+`num_runs` equal to the most ranks, so that they make the same additions; the digests of all weights after the
+last step must be equal. The time of a step is from one `engine.sync()` to the next, the first step is not
+counted, and of a run it is the median of the others, on the rank that is slowest. The result is the median of
+the ratios within pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.report import emit, hardware, spread
+
+LR = 1e-3
+
+
+def main() -> None:
+    """Time both in turns, and compare them."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="of each run, after one that is not counted")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--micro-batches", type=int, default=2, help="of a step")
+    parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a row")
+    parser.add_argument("--out", help="file to save the JSON line to")
+    arguments = parser.parse_args()
+    seconds: dict[int, list[float]] = {1: [], arguments.ranks: []}
+    digests, numel = set(), 0
+    for pair in range(arguments.pairs):
+        for size in seconds:
+            found = run(size, arguments)
+            seconds[size].append(max(one["step_s"] for one in found))
+            digests |= {one["digest"] for one in found}
+            numel = found[0]["parameters"]
+        print(f"pair {pair + 1}: {seconds[1][-1] / seconds[arguments.ranks][-1]:.3f}", flush=True)
+    assert len(digests) == 1, f"the bits differ: {digests}"
+    ratios = [one / several for one, several in zip(seconds[1], seconds[arguments.ranks], strict=True)]
+    tokens = arguments.micro_batches * arguments.rows * arguments.tokens
+    print(f"{arguments.ranks} ranks: {statistics.median(ratios):.3f} times as fast as one, at equal bits")
+    result = {
+        "hardware": hardware(),
+        "arguments": vars(arguments),
+        "parameters": numel,
+        "tokens_per_step": tokens,
+        "step_s": {str(size): spread(times) for size, times in seconds.items()},
+        "speedup": spread(ratios),
+        "digest": digests.pop(),
+    }
+    emit(result, arguments.out)
+
+
+def run(size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train once on so many ranks; return what each says."""
+    context = multiprocessing.get_context("spawn")
+    answers: Any = context.Queue()
+    with tempfile.TemporaryDirectory() as place:
+        processes = [
+            context.Process(target=rank_main, args=(rank, size, place, vars(arguments), answers))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        found = [answers.get(timeout=1800) for _ in processes]
+        for process in processes:
+            process.join()
+    return found
+
+
+def rank_main(rank: int, size: int, place: str, given: dict[str, Any], answers: Any) -> None:
+    """Train as one rank, on one core."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    torch.set_num_threads(1)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import megatrain
+    from megatrain.config.choice import Choice, StepBatch
+    from megatrain.distributed.ranks import Ranks
+
+    ranks = None
+    if size > 1:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(str(Path(place, "store")), size), rank=rank, world_size=size
+        )
+        ranks = Ranks()
+    hidden = given["hidden"]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=hidden,
+        intermediate_size=8 * hidden // 3 // 64 * 64,
+        num_hidden_layers=given["layers"],
+        num_attention_heads=hidden // 64,
+        max_position_embeddings=given["tokens"],
+    )
+    model = LlamaForCausalLM(config).train()
+    count = given["micro_batches"]
+    batch = StepBatch(
+        micro_batch_size=given["rows"],
+        seq_len=given["tokens"],
+        num_micro_batches=count,
+        num_runs=given["ranks"],
+    )
+    choice = Choice().with_defaults(given["layers"])
+    engine = megatrain.attach(model, choice, batch=batch, ranks=ranks)
+    optimizer = engine.adamw(lr=LR, max_grad_norm=1.0)
+    times = []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(given["steps"] + 1):
+        ids = torch.randint(1024, (count, given["rows"], given["tokens"]), generator=generator)
+        own = ids[rank * count // size : (rank + 1) * count // size]
+        began = time.perf_counter()
+        engine.forward_backward([{"input_ids": part, "labels": part} for part in own])
+        optimizer.step()
+        engine.sync()
+        times.append(time.perf_counter() - began)
+    digest = hashlib.sha256()
+    for _, master in engine.named_masters():
+        digest.update(master.numpy().tobytes())
+    answers.put(
+        {
+            "step_s": statistics.median(times[1:]),
+            "digest": digest.hexdigest(),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        }
+    )
+    if ranks is not None:
+        ranks.meet()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
