@@ -88,7 +88,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_train_help_is_short_and_help_all_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train", "--help") == 0
     lines = capsys.readouterr().out.split("\n")
-    assert len(lines) <= 50
+    assert len(lines) <= 52
     assert all(any(line.startswith(f"  {name} ") for line in lines) for name in MOST_USED)
     assert run("train", "--help-all") == 0
     everything = capsys.readouterr().out.split("\n")
@@ -126,7 +126,7 @@ def test_train_from_flags(calls: list[tuple[Any, ...]], tmp_path: Path) -> None:
     ((name, config, options),) = calls
     options.pop("progress")
     folders = {"counts": tmp_path / "megatrain/counts", "prepared": tmp_path / "megatrain/data"}
-    assert (name, options) == ("train", {"resume": "no", "measure": None, **folders})
+    assert (name, options) == ("train", {"resume": "no", "measure": None, "ranks": None, **folders})
     assert (config.model.path, config.data.path, config.out) == ("m", ("a.txt", "b.txt"), "o")
     assert (config.train.steps, config.data.seq_len, config.optim.lr) == (3, 64, 1e-3)
     assert (config.train.precision, config.train.device, config.checkpoint.resume) == ("bf16", "cpu", "no")
@@ -146,6 +146,7 @@ def test_train_from_a_file_with_overrides_and_flags(tmp_path: Path, calls: list[
         {
             "resume": "auto",
             "measure": None,
+            "ranks": None,
             "counts": tmp_path / "megatrain/counts",
             "prepared": tmp_path / "megatrain/data",
         },

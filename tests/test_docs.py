@@ -73,6 +73,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Stand-ins for what the commands call; returns the arguments."""
     monkeypatch.setattr("megatrain.data.read.files.check_path", lambda path: None)
     seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        "megatrain.cli.commands.start_ranks", lambda config, *_, **__: seen.append(("train", config))
+    )
     fakes: list[types.ModuleType] = []
     for module, name in (
         ("loop", "train"),

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megatrain.config.choice import StepBatch
-from tests.distributed.threads import RankLanes
+from tests.distributed.threads import RankLanes, ThreadRanks
 from tests.families import FAMILIES
 from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, family_config
@@ -26,14 +26,29 @@ def train(
     updates: str = "deferred",
     max_grad_norm: float | None = 0.5,
     device: Any = "ranks",
+    reads: bool = True,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train a family, and return each step's loss, norm and digests of gradients and masters."""
+    """Train a family, and return each step's loss, norm and digests of gradients and masters.
+
+    Args:
+        ranks: That train together; None: one.
+        family: Of models.
+        num_runs: Of a step.
+        num_micro_batches: Of a step.
+        steps: How many.
+        dropout: Is on.
+        padded: Rows have ends of padding, so that micro-batches have unequally many tokens.
+        updates: As in `engine.adamw`.
+        max_grad_norm: Likewise.
+        device: As in `attach`; `ranks`: lanes that prove their order among ranks.
+        reads: Gradients and masters are read in every step: whoever reads waits for all that goes on.
+        settings: Of `attach`.
+    """
     model = make_model(family_config(family, dropout=dropout) if dropout else FAMILIES[family]())
-    if ranks is not None and device == "ranks":
-        device = RankLanes(ranks.turns, ranks.rank)
-    elif device == "ranks":
-        device = "checked"
+    if device == "ranks":
+        is_thread = isinstance(ranks, ThreadRanks)
+        device = RankLanes(ranks.turns, ranks.rank) if is_thread else "checked"
     batch = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=num_micro_batches, num_runs=num_runs)
     engine = attach_plainly(model, device=device, batch=batch, ranks=ranks, **settings)
     optimizer = engine.adamw(**HYPER, max_grad_norm=max_grad_norm, updates=updates)
@@ -45,10 +60,13 @@ def train(
         seeds = [100 * step + number for number in range(num_micro_batches)]
         loss = engine.forward_backward(batches[own], seeds=seeds[own])
         told["losses"].append(float(loss))
-        if updates != "immediate":
+        if updates != "immediate" and reads:
             told["gradients"].append(_digest(dict(engine.named_gradients())))
-        told["norms"].append(optimizer.step().grad_norm)
-        told["masters"].append(_digest(dict(engine.named_masters())))
+        stats = optimizer.step()
+        if reads:
+            told["norms"].append(stats.grad_norm)
+            told["masters"].append(_digest(dict(engine.named_masters())))
+    told["end"] = _digest(dict(engine.named_masters()))
     return told
 
 
