@@ -109,6 +109,8 @@ class EmulatedMachine:
             Lane.HOST: self.host_bytes_per_s,
             Lane.READ: self.nvme_read_bytes_per_s,
             Lane.WRITE: self.nvme_write_bytes_per_s,
+            Lane.EXCHANGE: 0.0,  # how fast other ranks are is not emulated
+            Lane.SPREAD: 0.0,
         }
         return rates[_SHARERS.get(lane, lane)]
 

@@ -20,7 +20,11 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
     return [
         f"{key} {then[key]} -> {value}"
         for key, value in now.items()
-        if key.startswith(numeric) and key != "train.device" and then[key] != value
+        if key.startswith(numeric)
+        and key != "train.device"
+        and then[key] != value
+        # left open, it is the checkpoint's
+        and (key, value) != ("parallel.shards", None)
     ]
 
 

@@ -169,6 +169,8 @@ def test_a_config_is_planned_as_it_would_run(
         "num_micro_batches": 4,
         "num_passes_before": 0,
         "rows_each": 1,
+        "num_runs": 1,
+        "num_ranks": 1,
         "tokens": 16384,
     }
     assert found["clips"] is False

@@ -111,7 +111,7 @@ def test_the_plan_is_said_before_memory_is_taken(
     with pytest.raises(MemoryError, match="4"):
         prepare(make_config(tmp_path), None, None, show=said.append)
 
-    def uncountable(*_: object) -> None:
+    def uncountable(*_: object, **__: object) -> None:
         raise ModelError("no")
 
     said.clear()
