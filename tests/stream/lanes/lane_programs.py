@@ -15,7 +15,7 @@ from megatrain.stream.lanes import Lanes
 
 NUM_BUFFERS = 5
 
-HOST_LANES = (Lane.CALLER, Lane.HOST, Lane.READ, Lane.PAGE, Lane.WRITE, Lane.STOW, Lane.RECALL)
+HOST_LANES = (Lane.CALLER, Lane.HOST, Lane.READ, Lane.PAGE, Lane.WRITE, Lane.STOW, Lane.RECALL, Lane.SPREAD)
 """Lanes that are threads of the host on every device: their functions do the work themselves."""
 
 Launch = Callable[[Callable[[], None]], None]
