@@ -16,6 +16,7 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import ConfigError
+from megatrain.train.resume.changes import flatten
 
 STEP, END = "step", "end"
 
@@ -95,12 +96,7 @@ def require_same_run(ranks: Ranks, config: Config, facts: Mapping[str, Any]) -> 
     Raises:
         ConfigError: A rank differs; the sentence says in what.
     """
-    mine = {
-        f"{section}.{key}": value
-        for section, values in config.model_dump(mode="json").items()
-        if isinstance(values, dict)
-        for key, value in values.items()
-    }
+    mine = flatten(config.model_dump(mode="json"))
     mine |= {name: _short(value) for name, value in facts.items()}
     first, *others = ranks.gather_values(mine)
     for rank, other in enumerate(others, start=1):

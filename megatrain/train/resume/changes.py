@@ -14,8 +14,8 @@ _log = logging.getLogger(__name__)
 
 def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
     """Name every setting that differs from a checkpoint's and bears on the numbers, as `key old -> new`."""
-    now = _flatten(config.model_dump(mode="json"))
-    then = {key: _default(config, key) for key in now} | _flatten(saved)  # older ones lack newer settings
+    now = flatten(config.model_dump(mode="json"))
+    then = {key: _default(config, key) for key in now} | flatten(saved)  # older ones lack newer settings
     numeric = ("model.", "data.", "train.", "lora.", "optim.", "parallel.", "memory.head_chunk_tokens")
     return [
         f"{key} {then[key]} -> {value}"
@@ -56,7 +56,8 @@ def report_changes(config: Config, meta: Mapping[str, Any]) -> None:
         _log.warning("resuming the checkpoint's weights with changed settings: %s", "; ".join(changed))
 
 
-def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a dumped configuration by their keys, such as `optim.lr`."""
     return {
         f"{section}.{key}": value
         for section, values in tree.items()
