@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatrain.stream.attach import attach, reattach
     from megatrain.stream.engine import Engine
     from megatrain.stream.load import load
-    from megatrain.train.fit import fit
+    from megatrain.train.commands.fit import fit
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ _HOMES = {
     "attach": "megatrain.stream.attach",
     "reattach": "megatrain.stream.attach",
     "load": "megatrain.stream.load",
-    "fit": "megatrain.train.fit",
+    "fit": "megatrain.train.commands.fit",
     "MegatrainError": "megatrain.errors",
     "CallbackError": "megatrain.errors",
     "CapacityError": "megatrain.errors",

@@ -42,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
         monkeypatch.setitem(sys.modules, module, fake)
 
     stand_in("megatrain.train.loop", "train")
-    stand_in("megatrain.train.quickstart", "quickstart")
+    stand_in("megatrain.train.commands.quickstart", "quickstart")
     stand_in("megatrain.train.outputs.sample", "sample", "Once upon a time")
     stand_in("megatrain.train.outputs.export", "export_run")
     return seen

@@ -79,13 +79,13 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     fakes: list[types.ModuleType] = []
     for module, name in (
         ("loop", "train"),
-        ("dry_run", "dry_run"),
-        ("quickstart", "quickstart"),
+        ("commands.dry_run", "dry_run"),
+        ("commands.quickstart", "quickstart"),
         ("outputs.sample", "sample"),
         ("outputs.export", "export_run"),
         ("outputs.push", "push"),
-        ("trace", "trace"),
-        ("trace", "describe"),
+        ("commands.trace", "trace"),
+        ("commands.trace", "describe"),
         ("planning.plan_run", "plan_run"),
         ("planning.plan_report", "report"),
         ("report.page", "write_report"),

@@ -90,7 +90,7 @@ def quickstart(
     ] = None,
 ) -> None:
     """Train a small model from scratch on this machine and check it against plain PyTorch; no download."""
-    from megatrain.train.quickstart import quickstart as run
+    from megatrain.train.commands.quickstart import quickstart as run
 
     run(out, print)
 
@@ -164,7 +164,7 @@ def train(
     with _doing("train") as doing:
         doing("loading torch and transformers")
         if dry_run:
-            from megatrain.train.dry_run import dry_run as try_out
+            from megatrain.train.commands.dry_run import dry_run as try_out
 
             try_out(config, print, measure=_measure(), progress=doing)
             return
@@ -325,8 +325,8 @@ def trace(
     config = read_settings([str(_config_file(path)), *(overrides or [])], {})
     with _doing("trace") as doing:
         doing("loading torch and transformers")
-        from megatrain.train.trace import describe
-        from megatrain.train.trace import trace as run
+        from megatrain.train.commands.trace import describe
+        from megatrain.train.commands.trace import trace as run
 
         reports = run(config, out, steps=steps, progress=doing)
     print(describe(reports))

@@ -56,7 +56,7 @@ def data_inspect(
     has_model = isinstance(named, dict) and named.get("path") is not None
     raw = raw if has_model else set_keys(raw, [("model.path", _NO_MODEL)])
     config = build_config(raw, source=source or "command line")
-    from megatrain.train.inspect import inspect_data
+    from megatrain.train.commands.inspect import inspect_data
 
     found = inspect_data(config, has_model=has_model, num_samples=samples)
     if as_json:

@@ -53,6 +53,20 @@ class Runs:
         """The most sums that are in the stack at a time."""
         return self.number.bit_length()
 
+    def shared_out(self, num_ranks: int) -> int:
+        """Return how many of them each of several ranks makes.
+
+        Raises:
+            ConfigError: They cannot be shared out evenly.
+        """
+        if self.number % num_ranks:
+            raise ConfigError(
+                f"a step has {self.number} runs (parallel.shards), which {num_ranks} ranks cannot share out "
+                f"evenly; use parallel.shards={max(self.number, num_ranks)}, or a power of two of ranks, at "
+                f"most {self.number}"
+            )
+        return self.number // num_ranks
+
     def num_sums(self, done: int) -> int:
         """Return how many sums are in the stack after so many micro-batches."""
         whole, rest = divmod(done, self.length)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatrain.config.choice import Activations, Choice, StepBatch
+from megatrain.config.choice import KEYS, Activations, Choice, StepBatch
 from megatrain.config.read_choice import checked
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import Block, ends_of, group_layers
 from megatrain.store.placement import Placement
 from megatrain.store.tiered import TieredState
 from megatrain.stream.bind import require_device_memory
-from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.forward.arrangement import Arrangement, residents_of
 
 
@@ -94,11 +93,11 @@ def check_runs(choice: Choice, num_runs: int) -> None:
         )
 
 
-def part_of(ranks: Ranks, choice: Choice, batch: StepBatch | None) -> tuple[Choice, StepBatch | None]:
+def part_of(num_ranks: int, choice: Choice, batch: StepBatch | None) -> tuple[Choice, StepBatch | None]:
     """Return the choice and the batch of one rank of several.
 
     Args:
-        ranks: That train together.
+        num_ranks: That train together.
         choice: What is decided.
         batch: Of all ranks' step; None: it is not known.
 
@@ -114,19 +113,21 @@ def part_of(ranks: Ranks, choice: Choice, batch: StepBatch | None) -> tuple[Choi
     }
     for name, value in can.items():
         given = choice.given.get(name, value)
-        if given != value and given != (value,) * len(choice.activations):
-            raise ConfigError(f"{name} is {given}, but {ranks.size} ranks train together; use {value}")
+        if given != value and not (isinstance(given, tuple) and set(given) == {value}):
+            said = ", ".join(sorted(set(map(str, given)))) if isinstance(given, Iterable) else given
+            what = f"{name} ({KEYS[name]})" if name in KEYS else name
+            raise ConfigError(
+                f"{what} is {said}, but {num_ranks} ranks train together; use {value or 0}, or one rank"
+            )
     choice = replace(choice, **{name: value for name, value in can.items() if name not in choice.given})
     if batch is None:
         return choice, None
-    if batch.num_runs % ranks.size:
-        raise ConfigError(
-            f"a step has {batch.num_runs} runs (parallel.shards), which {ranks.size} ranks cannot share out "
-            f"evenly; use parallel.shards={max(batch.num_runs, ranks.size)}, or fewer ranks"
-        )
     runs = batch.runs
-    part = batch.num_runs // ranks.size
-    counts = {"num_micro_batches": part * runs.length, "num_runs": part, "num_ranks": ranks.size}
+    part = runs.shared_out(num_ranks)
+    counts = {"num_micro_batches": part * runs.length, "num_runs": part, "num_ranks": num_ranks}
+    lockstep = choice.given.get("lockstep", 1)
+    if lockstep > part * runs.length:
+        choice = replace(choice, lockstep=part * runs.length)
     return choice, replace(batch, **counts)
 
 

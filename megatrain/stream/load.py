@@ -17,8 +17,7 @@ from megatrain.config.runs import Runs
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.layout.moments import MomentFormat
-from megatrain.model.adapter_files import is_adapter
-from megatrain.model.adapters import (
+from megatrain.model.adapters.adapt import (
     adapt,
     add_adapters,
     initialise,
@@ -26,6 +25,7 @@ from megatrain.model.adapters import (
     saved_config,
     saved_vocabulary,
 )
+from megatrain.model.adapters.files import is_adapter
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.vocabulary import grow, rows_of
 from megatrain.model.weights.convert import Region
@@ -108,7 +108,7 @@ def load(
     tiers = None if tiers is None else tiers.as_chosen(choice)
     kept = read_precision(precision)
     if ranks is not None:
-        choice, batch = part_of(ranks, choice, batch)
+        choice, batch = part_of(ranks.size, choice, batch)
     lora = None
     if path is not None and adapter is None and is_adapter(Path(path)):
         path, adapter = None, path

@@ -16,8 +16,8 @@ from megatrain.checkpoint.tensor_files import TensorSource, write_safetensors
 from megatrain.config import Config
 from megatrain.errors import CheckpointError, os_errors
 from megatrain.files import write_bytes_durably
-from megatrain.model.adapter_files import CONFIG_NAME, WEIGHTS_NAME
-from megatrain.model.adapters import adapter_config, adapter_tensors
+from megatrain.model.adapters.adapt import adapter_config, adapter_tensors
+from megatrain.model.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from megatrain.model.weights.files import model_directory
 from megatrain.model.weights.fingerprint import fingerprint
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.config import Config
 from megatrain.config.choice import Choice
 from megatrain.distributed.ranks import Ranks
-from megatrain.model.adapters import adapters_off
+from megatrain.model.adapters.adapt import adapters_off
 from megatrain.store.drives.record import CommitRecord
 from megatrain.stream.attach import attach
 from megatrain.stream.engine import Engine

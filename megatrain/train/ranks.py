@@ -32,22 +32,17 @@ def with_shards(config: Config, ranks: Ranks | None, meta: Mapping[str, Any] | N
         shards = meta["config"].get("parallel", {}).get("shards", 1)
     size = 1 if ranks is None else ranks.size
     shards = shards or size
-    if shards % size:
-        raise ConfigError(
-            f"parallel.shards is {shards}, which {size} ranks cannot share out evenly; use {shards} ranks or "
-            f"fewer, a power of two, or parallel.shards={size}"
-        )
     parallel = config.parallel.model_copy(update={"shards": shards})
     config = config.model_copy(update={"parallel": parallel})
-    config.batch.runs  # noqa: B018 - raises where a step cannot be cut into them
+    config.batch.runs.shared_out(size)
     return config
 
 
-def part_of_rank(config: Config, ranks: Ranks) -> Config:
-    """Return the settings of one rank's part of a step, for its plan.
+def check_ranks(config: Config) -> None:
+    """Refuse settings of what ranks cannot do; of memory, `part_of` refuses them.
 
     Raises:
-        ConfigError: They ask for what ranks cannot do.
+        ConfigError: They ask for it.
     """
     if config.memory.drives:
         raise ConfigError("memory.tiers names drives, which several ranks cannot share yet; use one rank")
@@ -59,23 +54,6 @@ def part_of_rank(config: Config, ranks: Ranks) -> Config:
         raise ConfigError(
             f"optim.state is {config.optim.state}, which several ranks cannot keep yet; use optim.state=fp32"
         )
-    assert config.parallel.shards is not None
-    count = config.train.grad_accumulation // ranks.size
-    lockstep = config.memory.lockstep
-    return config.model_copy(
-        update={
-            "train": config.train.model_copy(update={"grad_accumulation": count}),
-            "parallel": config.parallel.model_copy(update={"shards": config.parallel.shards // ranks.size}),
-            "memory": config.memory.model_copy(
-                update={
-                    "resident_blocks": 0,
-                    "gradients": "host",
-                    "sums": "device",
-                    "lockstep": lockstep if lockstep == "auto" else min(lockstep, count),
-                }
-            ),
-        }
-    )
 
 
 def own_part(ranks: Ranks | None, count: int) -> slice:

@@ -25,7 +25,7 @@ from megatrain.distributed.ranks import Ranks
 from megatrain.errors import ConfigError
 from megatrain.hardware.care import Care
 from megatrain.hardware.determinism import set_environment
-from megatrain.model.adapters import has_adapters
+from megatrain.model.adapters.adapt import has_adapters
 from megatrain.model.liger import apply_liger, uses_liger
 from megatrain.model.weights.skeleton import read_config
 from megatrain.store.drives.record import CommitRecord
@@ -45,7 +45,7 @@ from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.run_machine import choose_threads, make_care, measure_peak
 from megatrain.train.preference.objective import Preference
 from megatrain.train.preference.reference import Reference
-from megatrain.train.ranks import own_part, part_of_rank, require_same_run
+from megatrain.train.ranks import check_ranks, own_part, require_same_run
 from megatrain.train.records.events import EventLog
 from megatrain.train.resume.changes import report_changes
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
@@ -281,10 +281,10 @@ def prepare(
     is_other = liger or bool(config.model.new_tokens)
     counted = PlannedModel(source, None if is_other else counts, progress, model_config, data.packing)
     planned = None
-    if ranks is None:
-        planned = plan_memory(config, counted, measure)
-    elif ranks.rank == 0:
-        planned = plan_memory(part_of_rank(config, ranks), counted, measure, num_ranks=ranks.size)
+    if ranks is not None:
+        check_ranks(config)
+    if ranks is None or ranks.rank == 0:
+        planned = plan_memory(config, counted, measure, num_ranks=1 if ranks is None else ranks.size)
     first_step = 0 if earlier is None else int(earlier["step"])
     for line in start_lines(
         config,

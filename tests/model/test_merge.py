@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain.config.adaptation import Adaptation, LoraChoice
 from megatrain.errors import ModelError
-from megatrain.model.adapters import adapt
-from megatrain.model.merge import write_model_of
+from megatrain.model.adapters.adapt import adapt
+from megatrain.model.adapters.merge import write_model_of
 from tests.families import FAMILIES
 from tests.reference import assert_same_bits, make_model
 
@@ -107,7 +107,7 @@ def test_an_adapter_without_a_base_is_refused(tmp_path: Path) -> None:
 MERGE = """
 import sys, threading, time
 from pathlib import Path
-from megatrain.model.merge import write_model_of
+from megatrain.model.adapters.merge import write_model_of
 root, highest, is_done = Path(sys.argv[1]), 0, False
 
 def taken():

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import megatrain
 from megatrain.config.adaptation import Adaptation, LoraChoice
 from megatrain.layout.block_bytes import aligned
-from megatrain.model.adapters import adapt, adapter_tensors
+from megatrain.model.adapters.adapt import adapt, adapter_tensors
 from tests.families import FAMILIES
 from tests.products import every_value
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model

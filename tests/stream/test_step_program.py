@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from megatrain.config.adaptation import Adaptation, LoraChoice
 from megatrain.config.choice import StepBatch
 from megatrain.layout.moments import MomentFormat
-from megatrain.model.adapters import adapt
+from megatrain.model.adapters.adapt import adapt
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.cost.rates import Rates

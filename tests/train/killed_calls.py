@@ -26,7 +26,7 @@ from megatrain import files
 from megatrain.checkpoint.load import verify
 from megatrain.config import Config
 from megatrain.data.tokenizer import train_tokenizer
-from megatrain.train.dry_run import dry_run
+from megatrain.train.commands.dry_run import dry_run
 from megatrain.train.loop import train
 from megatrain.train.spikes import Spikes
 from tests.train.killed_run import wait

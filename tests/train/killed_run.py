@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatrain.train.dry_run import dry_run
+from megatrain.train.commands.dry_run import dry_run
 from megatrain.train.loop import train
 from tests.train.project import make_config
 

@@ -13,7 +13,7 @@ import megatrain
 from megatrain.config import Config, build_config
 from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import train_tokenizer
-from megatrain.model.adapters import adapt
+from megatrain.model.adapters.adapt import adapt
 from megatrain.model.weights.skeleton import read_config
 from megatrain.train.loop import train, train_step
 from megatrain.train.outputs.export import export_run

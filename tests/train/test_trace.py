@@ -19,8 +19,8 @@ from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, Span, Wait
 from megatrain.stream.report import StepReport
 from megatrain.train import trace as traces
+from megatrain.train.commands.trace import trace, trace_events
 from megatrain.train.run import Run, prepare
-from megatrain.train.trace import trace, trace_events
 from tests.train.project import make_config
 
 STEPS = 2

@@ -36,8 +36,8 @@ from megatrain.config.adaptation import Adaptation
 from megatrain.errors import ConfigError, MegatrainError, ModelError
 from megatrain.layout.block_bytes import aligned
 from megatrain.layout.blocks import BlockLayout
-from megatrain.model.adapted_parameters import ATTRIBUTE, adapters_of_parameters
-from megatrain.model.adapters import adapt
+from megatrain.model.adapters.adapt import adapt
+from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
 from megatrain.model.blocks import Block, find_blocks, group_layers
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatrain.errors import ConfigError, ModelError
-from megatrain.model.adapted_parameters import ATTRIBUTE, adapters_of_parameters
+from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
 from megatrain.model.head import Head, RowSums, Share, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.stream.forward.arrangement import Arrangement

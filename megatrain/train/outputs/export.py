@@ -28,7 +28,7 @@ from megatrain.files import (
     rename,
     write_bytes_durably,
 )
-from megatrain.model.adapter_files import CONFIG_NAME
+from megatrain.model.adapters.files import CONFIG_NAME
 from megatrain.train.report.card import model_card
 
 _log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def export_run(run: Path, out: Path, *, merges: bool = False, max_shard_bytes: i
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     write = None
     if merges or max_shard_bytes is not None:
-        from megatrain.model.merge import write_model_of
+        from megatrain.model.adapters.merge import write_model_of
 
         write = partial_of(write_model_of, max_shard_bytes=max_shard_bytes or SHARD_BYTES)
     export_model(source, out, partial, card=model_card(run, is_merged=merges), write=write)

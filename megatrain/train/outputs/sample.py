@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import ModelError
-from megatrain.model.adapter_files import is_adapter
+from megatrain.model.adapters.files import is_adapter
 from megatrain.train.evaluate.prompts import continue_text
 from megatrain.train.outputs.export import newest_model
 

@@ -14,6 +14,7 @@ from megatrain.hardware import GIB, HardwareSpec
 from megatrain.hardware.accelerators import can_compile
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, with_ways_out
+from megatrain.stream.arrange import part_of
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
@@ -30,12 +31,13 @@ def plan_memory(
     """Plan a run; None if the model cannot be counted: what `attach` then does is said there.
 
     Args:
-        config: Of the run, or of one rank's part of it.
+        config: Of the run.
         model: That will be trained.
         measure: As in `machine_for`.
-        num_ranks: That train together.
+        num_ranks: That train together; the plan is of one rank's part.
 
     Raises:
+        ConfigError: Ranks cannot do what the settings ask for.
         CapacityError: It does not fit; nothing was allocated.
     """
     spec = machine_for(config, measure)
@@ -66,7 +68,7 @@ def plan_training(config: Config, model: PlannedModel, spec: HardwareSpec, *, nu
         num_ranks: As in `plan_memory`.
 
     Raises:
-        CapacityError: Nothing that the settings leave open makes it fit.
+        ConfigError, CapacityError: As `plan_memory`.
         ModelError: A model that cannot be counted.
     """
     began_s = time.perf_counter()
@@ -77,7 +79,10 @@ def plan_training(config: Config, model: PlannedModel, spec: HardwareSpec, *, nu
     count_s = time.perf_counter() - began_s
     device = compute_device(config.train.device)
     request = make_request(config, anatomy, spec, can_compile=can_compile(device))
-    request = replace(request, batch=replace(request.batch, num_ranks=num_ranks))
+    if num_ranks > 1:
+        choice, batch = part_of(num_ranks, request.choice, request.batch)
+        assert batch is not None
+        request = replace(request, choice=choice, batch=batch)
     plan = make_plan(request)
     if not plan.fits:
         raise CapacityError(with_ways_out(plan.problem, advise(request, recount, is_running=True)))

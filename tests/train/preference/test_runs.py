@@ -17,7 +17,7 @@ from megatrain.config import Config, apply_overrides, build_config
 from megatrain.data.tokenizer import train_tokenizer
 from megatrain.errors import ConfigError
 from megatrain.model.weights.skeleton import read_config
-from megatrain.train.dry_run import dry_run
+from megatrain.train.commands.dry_run import dry_run
 from megatrain.train.loop import train
 from tests.reference import make_model
 from tests.train.evaluate.test_evaluation import events_of

@@ -20,13 +20,13 @@ from megatrain.stream.lanes import EmulatedMachine
 from megatrain.stream.lanes.emulated_spec import emulated_spec
 from megatrain.stream.machine import common_cpu
 from megatrain.train import loop
-from megatrain.train.dry_run import dry_run
+from megatrain.train.commands.dry_run import dry_run
+from megatrain.train.commands.trace import trace
 from megatrain.train.evaluate.losses import Evaluation
 from megatrain.train.loop import train, train_step
 from megatrain.train.planning.allocation import check_allocated, plan_training
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.run import prepare
-from megatrain.train.trace import trace
 from tests.forks import run_module
 from tests.products import every_value
 from tests.train.project import make_config

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
-from megatrain.model.adapter_files import CONFIG_NAME, is_adapter
-from megatrain.model.adapters import add_adapters, read_adapter, saved_config, saved_vocabulary
+from megatrain.model.adapters.adapt import add_adapters, read_adapter, saved_config, saved_vocabulary
+from megatrain.model.adapters.files import CONFIG_NAME, is_adapter
 from megatrain.model.blocks import find_blocks
 from megatrain.model.vocabulary import grow
 from megatrain.model.weights.export import export_weights

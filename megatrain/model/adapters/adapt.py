@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatrain.config.adaptation import ALL_LINEAR, Adaptation, LoraChoice
 from megatrain.errors import ConfigError, ModelError, os_errors
 from megatrain.files import open_safetensors
-from megatrain.model.adapter_files import CONFIG_NAME, WEIGHTS_NAME
+from megatrain.model.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from megatrain.model.weights.skeleton import first_line, tied_names
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Commands that are built on the training loop."""

@@ -1,0 +1,47 @@
+"""Settings that several ranks cannot follow are refused, and never changed in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.errors import ConfigError
+from megatrain.stream.arrange import part_of
+from megatrain.train.planning.allocation import plan_memory
+from megatrain.train.planning.counting import PlannedModel
+from tests.train.project import make_config
+
+BATCH = StepBatch(micro_batch_size=1, seq_len=8, num_micro_batches=8, num_runs=4)
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        ({"resident_blocks": 1}, "resident_layers (memory.resident_blocks) is 1, but 2 ranks"),
+        ({"gradients": "device"}, "gradients (memory.gradients) is device, but 2 ranks"),
+    ],
+    ids=str,
+)
+def test_the_plan_of_a_run_refuses_what_ranks_cannot_do(
+    tmp_path: Path, memory: dict[str, Any], said: str
+) -> None:
+    shards: dict[str, Any] = {"parallel": {"shards": 2}, "train": {"grad_accumulation": 2, "steps": 1}}
+    config = make_config(tmp_path, "run", memory=memory, **shards)
+    with pytest.raises(ConfigError) as caught:
+        plan_memory(config, PlannedModel(config.model.path, None, lambda line: None), None, num_ranks=2)
+    assert said in str(caught.value)
+
+
+def test_a_part_is_of_one_rank() -> None:
+    choice, part = part_of(2, Choice(gradients="host", lockstep=8).for_layers(3), BATCH)
+    assert part is not None
+    assert (part.num_micro_batches, part.num_runs, part.num_ranks) == (4, 2, 2)
+    assert (choice.lockstep, choice.resident_layers, choice.sums) == (4, 0, "device")
+
+
+def test_runs_that_cannot_be_shared_out_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a step has 4 runs .* which 8 ranks cannot .*parallel.shards=8"):
+        part_of(8, Choice(), BATCH)
