@@ -18,7 +18,7 @@ from megatrain.plan.program.step import step_program
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, Span, Wait
 from megatrain.stream.report import StepReport
-from megatrain.train import trace as traces
+from megatrain.train.commands import trace as traces
 from megatrain.train.commands.trace import trace, trace_events
 from megatrain.train.run import Run, prepare
 from tests.train.project import make_config
