@@ -36,7 +36,7 @@ def test_the_plan_of_a_run_refuses_what_ranks_cannot_do(
 
 
 def test_a_part_is_of_one_rank() -> None:
-    choice, part = part_of(2, Choice(gradients=("host",), lockstep=8).for_layers(3), BATCH)
+    choice, part = part_of(2, Choice(gradients=("host",) * 3, lockstep=8), BATCH)
     assert part is not None
     assert (part.num_micro_batches, part.num_runs, part.num_ranks) == (4, 2, 2)
     assert (choice.lockstep, choice.resident_layers, choice.sums) == (4, 0, "device")
