@@ -8,6 +8,9 @@ A random llama is trained in fp32 with clipping, first by one process, then by s
 last step must be equal. The time of a step is from one `engine.sync()` to the next, the first step is not
 counted, and of a run it is the median of the others, on the rank that is slowest. The result is the median of
 the ratios within pairs.
+
+Beside it stands what the machine allows: as many processes at a time as there are ranks, each with its part
+of the step and a whole model of its own, that exchange nothing and update everything alone (`apart`).
 """
 
 from __future__ import annotations
@@ -44,38 +47,52 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="of a row")
     parser.add_argument("--out", help="file to save the JSON line to")
     arguments = parser.parse_args()
-    seconds: dict[int, list[float]] = {1: [], arguments.ranks: []}
+    several = arguments.ranks
+    seconds: dict[str, list[float]] = {"one": [], "ranks": [], "apart": []}
     digests, numel = set(), 0
     for pair in range(arguments.pairs):
-        for size in seconds:
-            found = run(size, arguments)
-            seconds[size].append(max(one["step_s"] for one in found))
-            digests |= {one["digest"] for one in found}
+        for name, size in (("one", 1), ("ranks", several), ("apart", several)):
+            found = run(size, arguments, is_joined=name != "apart")
+            seconds[name].append(max(one["step_s"] for one in found))
+            if name != "apart":
+                digests |= {one["digest"] for one in found}
             numel = found[0]["parameters"]
-        print(f"pair {pair + 1}: {seconds[1][-1] / seconds[arguments.ranks][-1]:.3f}", flush=True)
+        last = {name: times[-1] for name, times in seconds.items()}
+        told = ", ".join(f"{name} {last['one'] / last[name]:.3f}" for name in ("ranks", "apart"))
+        print(f"pair {pair + 1}: {told}", flush=True)
     assert len(digests) == 1, f"the bits differ: {digests}"
-    ratios = [one / several for one, several in zip(seconds[1], seconds[arguments.ranks], strict=True)]
+    ratios = {
+        name: [one / other for one, other in zip(seconds["one"], seconds[name], strict=True)]
+        for name in ("ranks", "apart")
+    }
+    median = {name: statistics.median(values) for name, values in ratios.items()}
     tokens = arguments.micro_batches * arguments.rows * arguments.tokens
-    print(f"{arguments.ranks} ranks: {statistics.median(ratios):.3f} times as fast as one, at equal bits")
+    print(
+        f"{several} ranks: {median['ranks']:.3f} times as fast as one, at equal bits; processes that share "
+        f"nothing: {median['apart']:.3f}"
+    )
     result = {
         "hardware": hardware(),
         "arguments": vars(arguments),
         "parameters": numel,
         "tokens_per_step": tokens,
-        "step_s": {str(size): spread(times) for size, times in seconds.items()},
-        "speedup": spread(ratios),
+        "step_s": {name: spread(times) for name, times in seconds.items()},
+        "speedup": spread(ratios["ranks"]),
+        "speedup_apart": spread(ratios["apart"]),
         "digest": digests.pop(),
     }
     emit(result, arguments.out)
 
 
-def run(size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train once on so many ranks; return what each says."""
+def run(size: int, arguments: argparse.Namespace, *, is_joined: bool) -> list[dict[str, Any]]:
+    """Train once on so many ranks, or on processes that are apart; return what each says."""
     context = multiprocessing.get_context("spawn")
     answers: Any = context.Queue()
     with tempfile.TemporaryDirectory() as place:
         processes = [
-            context.Process(target=rank_main, args=(rank, size, place, vars(arguments), answers))
+            context.Process(
+                target=rank_main, args=(rank, size, place if is_joined else None, vars(arguments), answers)
+            )
             for rank in range(size)
         ]
         for process in processes:
@@ -86,8 +103,8 @@ def run(size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def rank_main(rank: int, size: int, place: str, given: dict[str, Any], answers: Any) -> None:
-    """Train as one rank, on one core."""
+def rank_main(rank: int, size: int, place: str | None, given: dict[str, Any], answers: Any) -> None:
+    """Train as one rank, on one core; without a place to meet, on its part of the step alone."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     torch.set_num_threads(1)
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -97,7 +114,7 @@ def rank_main(rank: int, size: int, place: str, given: dict[str, Any], answers: 
     from megatrain.distributed.ranks import Ranks
 
     ranks = None
-    if size > 1:
+    if size > 1 and place is not None:
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(Path(place, "store")), size), rank=rank, world_size=size
         )
@@ -117,8 +134,8 @@ def rank_main(rank: int, size: int, place: str, given: dict[str, Any], answers: 
     batch = StepBatch(
         micro_batch_size=given["rows"],
         seq_len=given["tokens"],
-        num_micro_batches=count,
-        num_runs=given["ranks"],
+        num_micro_batches=count if place is not None else count // size,
+        num_runs=given["ranks"] if place is not None else given["ranks"] // size,
     )
     choice = Choice().with_defaults(given["layers"])
     engine = megatrain.attach(model, choice, batch=batch, ranks=ranks)
