@@ -73,6 +73,21 @@ class HardwareSpec:
     compressed_params_per_s: Mapping[str, float] = field(default_factory=dict)
     """And with moments in `bf16` and `int8`, by the best number of threads; empty: not known."""
     num_cores: int
+    num_gpus: int = 1
+    """Devices of a node that train together. Host memory, cores, updates and drives are of all of them; every
+    other rate is of one, each on a link of its own."""
+    peer_bytes_per_s: float | None = None
+    """What a device sends to the others of its node in a collective, and receives at the same time; None:
+    they have no access to each other, and what they exchange passes through host memory."""
+    peer_latency_s: float = 0.0
+    """Of a collective among them, beside its bytes."""
+    num_nodes: int = 1
+    """Machines like this one that train together."""
+    network_bytes_per_s: float | None = None
+    """What a node sends to others, and receives at the same time, for all of its devices; None: nothing
+    joins it to others."""
+    network_latency_s: float = 0.0
+    """Of a collective among nodes, for each further one."""
     drives: Drives | None = None
     device_watts: float | None = None
     """Of the device under load."""
@@ -128,6 +143,32 @@ class HardwareSpec:
     def update_rate(self) -> float:
         """Parameters per second of AdamW with the best number of threads."""
         return max(self.update_params_per_s.values())
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices of all nodes: one rank each."""
+        return self.num_gpus * self.num_nodes
+
+    def with_ranks(self, num_gpus: int, num_nodes: int = 1) -> HardwareSpec:
+        """Return so many nodes like this one, of each of which so many devices are used."""
+        return replace(self, num_gpus=num_gpus, num_nodes=num_nodes)
+
+    def of_rank(self) -> HardwareSpec:
+        """Return the machine as a rank has it while all do the same: with its part of what they share."""
+        count = self.num_gpus
+        if count == 1:
+            return self
+        drives = self.drives
+        if drives is not None:
+            read, write = drives.read_bytes_per_s / count, drives.write_bytes_per_s / count
+            drives = replace(drives, read_bytes_per_s=read, write_bytes_per_s=write)
+        return replace(
+            self,
+            memory=tuple(replace(node, bytes_per_s=node.bytes_per_s / count) for node in self.memory),
+            update_params_per_s={n: rate / count for n, rate in self.update_params_per_s.items()},
+            compressed_params_per_s={n: rate / count for n, rate in self.compressed_params_per_s.items()},
+            drives=drives,
+        )
 
     def with_ram(self, nbytes: int) -> HardwareSpec:
         """Return the machine with another amount of host memory, at the same rates."""

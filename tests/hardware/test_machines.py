@@ -20,6 +20,7 @@ BUNDLED = Path(__file__).parents[2] / "megatrain/hardware/machines"
 PROMISED = {
     *("rtx-3080", "rtx-3090", "rtx-4090", "rtx-5090", "a100", "h100", "h200", "gh200", "b200", "mi300x"),
     *("mi400", "pcie6-host", "cxl-node", "cpu-laptop", "rtx-pro-6000", "rtx-5060-ti"),
+    *("4xrtx-4090", "8xh100", "8xh200", "8xb200", "8xrtx-pro-6000", "2xdgx-spark"),
 }
 
 
@@ -99,7 +100,7 @@ def test_unknown_name_is_answered_with_the_nearest() -> None:
     message = problem_of("h20")
     assert "unknown machine 'h20'; did you mean h200?" in message
     assert "rtx-4090" in message
-    assert "the bundled machines are a100" in problem_of("zzzzzz")
+    assert "the bundled machines are 2xdgx-spark" in problem_of("zzzzzz")
 
 
 def test_path_that_is_no_file_is_named(tmp_path: Path) -> None:
@@ -231,3 +232,17 @@ def test_machines_are_read_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_rank_has_its_part_of_what_the_devices_of_a_node_share() -> None:
+    node = load_machine("8xh100")
+    rank = node.of_rank()
+    assert node.num_ranks == 8
+    assert rank.host_bytes_per_s == node.host_bytes_per_s / 8
+    assert rank.update_rate == node.update_rate / 8
+    assert rank.compressed_params_per_s["int8"] == node.compressed_params_per_s["int8"] / 8
+    assert node.drives is not None
+    assert rank.drives is not None
+    assert rank.drives.read_bytes_per_s == node.drives.read_bytes_per_s / 8
+    assert (rank.h2d_bytes_per_s, rank.host_bytes) == (node.h2d_bytes_per_s, node.host_bytes)
+    assert node.with_ranks(1).of_rank() == node.with_ranks(1), "one device has it all"
