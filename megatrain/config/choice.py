@@ -315,6 +315,8 @@ class StepBatch:
     """Runs, in which gradients add up; `parallel.shards`."""
     num_ranks: int = 1
     """Of several ranks' step this is the part of one, in micro-batches and runs; 1: all of it."""
+    num_nodes: int = 1
+    """On which these ranks are, equally many on each."""
 
     @property
     def adds_up(self) -> bool:

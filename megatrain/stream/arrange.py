@@ -93,13 +93,16 @@ def check_runs(choice: Choice, num_runs: int) -> None:
         )
 
 
-def part_of(num_ranks: int, choice: Choice, batch: StepBatch | None) -> tuple[Choice, StepBatch | None]:
+def part_of(
+    num_ranks: int, choice: Choice, batch: StepBatch | None, *, num_nodes: int = 1
+) -> tuple[Choice, StepBatch | None]:
     """Return the choice and the batch of one rank of several.
 
     Args:
         num_ranks: That train together.
         choice: What is decided.
         batch: Of all ranks' step; None: it is not known.
+        num_nodes: On which they are.
 
     Raises:
         ConfigError: Ranks cannot do what is decided, or the batch cannot be shared out.
@@ -124,7 +127,12 @@ def part_of(num_ranks: int, choice: Choice, batch: StepBatch | None) -> tuple[Ch
         return choice, None
     runs = batch.runs
     part = runs.shared_out(num_ranks)
-    counts = {"num_micro_batches": part * runs.length, "num_runs": part, "num_ranks": num_ranks}
+    counts = {
+        "num_micro_batches": part * runs.length,
+        "num_runs": part,
+        "num_ranks": num_ranks,
+        "num_nodes": num_nodes,
+    }
     lockstep = choice.given.get("lockstep", 1)
     if lockstep > part * runs.length:
         choice = replace(choice, lockstep=part * runs.length)
