@@ -21,7 +21,8 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
 
-from megatrain.config.choice import Choice, Plan, StepBatch
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.plan import Plan
 from megatrain.hardware import HardwareSpec, load_machine
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy

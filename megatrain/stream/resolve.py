@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatrain.config.choice import AUTO, Choice, Plan, StepBatch
+from megatrain.config.choice import AUTO, Choice, StepBatch
+from megatrain.config.plan import Plan
 from megatrain.data.context import context_length
 from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import GIB, HardwareSpec

@@ -22,7 +22,7 @@ from megatrain.train.going_on import choose_best_anew, find_checkpoint, is_finis
 from megatrain.train.outputs.export import best_step, export_model, find_best
 from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.planning.timeline import planned_run
-from megatrain.train.ranks import END, STEP, signals_ignored, with_shards
+from megatrain.train.ranks import END, EVALUATE, STEP, signals_ignored, with_shards
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.report.card import model_card
@@ -242,8 +242,11 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
             ranks=ranks,
         )
         try:
-            while ranks.tell() == STEP:
-                train_step(run)
+            while (order := ranks.tell()) != END:
+                if order == STEP:
+                    train_step(run)
+                else:
+                    run.evaluator.losses(run.engine, ranks)
         finally:
             run.engine.close()
 
@@ -322,7 +325,9 @@ def _begin(run: Run) -> None:
 
 def _evaluate(run: Run) -> bool:
     """Evaluate, and tell everyone; returns whether the model is the best so far."""
-    outcome = run.evaluator.evaluate(run.engine, run.tokenizer, run.step)
+    if run.ranks is not None:
+        run.ranks.tell(EVALUATE)
+    outcome = run.evaluator.evaluate(run.engine, run.tokenizer, run.step, run.ranks)
     for one in outcome.evaluations:
         run.tell("evaluation", name=one.name, **one.numbers)
     for prompt, text in outcome.texts:

@@ -1,7 +1,7 @@
 """A run of several ranks: the first one decides and writes, the others take the steps that it tells of.
 
-The state is one, in memory that all of them map, so the first rank evaluates, samples, saves and exports it
-as if it were alone. The others wait meanwhile for the next step.
+The state is one, in memory that all of them map, so the first rank samples, saves and exports it as if it
+were alone, while the others wait for the next order. Batches of evaluation are shared out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatrain.distributed.ranks import Ranks
 from megatrain.errors import ConfigError
 from megatrain.train.resume.changes import flatten
 
-STEP, END = "step", "end"
+STEP, EVALUATE, END = "step", "evaluate", "end"
 
 
 def with_shards(config: Config, ranks: Ranks | None, meta: Mapping[str, Any] | None) -> Config:

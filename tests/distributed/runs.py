@@ -24,6 +24,7 @@ def train_run(ranks: Any, *, root: str, out: str, killed: list[int] | None = Non
     if killed is not None and ranks.rank == killed[0]:
         _kill_in_exchange(ranks, killed[1])
     sections["train"] = {"grad_accumulation": 4, "steps": 6} | sections.get("train", {})
+    sections = {"data": {"val_size": 0.02}, "eval": {"every": 3}, **sections}
     config = make_config(Path(root), out, parallel={"shards": 4}, checkpoint={"every": 2}, **sections)
     return str(train(config, ranks=ranks))
 

@@ -9,6 +9,7 @@ import pytest
 from megatrain.errors import RankError
 from tests.distributed.processes import exit_codes, run_ranks
 from tests.distributed.runs import train_run
+from tests.train.evaluate.test_evaluation import losses_of
 from tests.train.test_loop import assert_same_runs
 
 
@@ -38,6 +39,7 @@ def test_a_killed_rank_ends_all_and_other_ranks_go_on_to_the_same_bits(
     assert set(codes) <= {RankError.exit_code, 6}  # 6: some of its blocks are updated, others are not
     run_ranks(tmp_path / "then", sizes[1], train_run, **place)
     assert_same_runs(alone.parent / place["out"], alone)
+    assert losses_of(alone.parent / place["out"]) == losses_of(alone)
 
 
 def test_ranks_that_would_train_other_things_are_refused(tmp_path: Path) -> None:

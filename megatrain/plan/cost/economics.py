@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatrain.config.choice import Plan
+from megatrain.config.plan import Plan
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 

@@ -5,7 +5,8 @@ Pools that the engine allocates are exact. What comes and goes is the largest of
 
 from __future__ import annotations
 
-from megatrain.config.choice import Choice, Pool, StepBatch
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.plan import Pool
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
 from megatrain.layout.moments import MomentFormat

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatrain.config.choice import Choice, Pool, StepBatch
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.plan import Pool
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import SCRATCH_CHUNK_BYTES

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatrain.config.choice import Choice, Plan, Pool
+from megatrain.config.choice import Choice
+from megatrain.config.plan import Plan, Pool
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.program.operations import Kind
 from megatrain.plan.search.choices import least

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from weakref import WeakKeyDictionary
 
-from megatrain.config.choice import Choice, Pool, StepBatch
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.plan import Pool
 from megatrain.hardware import HardwareSpec
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Anatomy

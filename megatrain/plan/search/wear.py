@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatrain.config.choice import Plan
+from megatrain.config.plan import Plan
 from megatrain.plan.cost.economics import economics
 from megatrain.plan.search.enough import enough_ram, fits
 from megatrain.plan.search.planner import make_plan

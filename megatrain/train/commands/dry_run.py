@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatrain.config import Config
-from megatrain.config.choice import Plan
+from megatrain.config.plan import Plan
 from megatrain.hardware import GIB, resident_bytes
 from megatrain.stream.machine import Measure
 from megatrain.stream.report import StepReport

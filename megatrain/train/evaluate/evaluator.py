@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.config.sections.eval import EvalConfig
 from megatrain.data.cache import Rows
+from megatrain.distributed.ranks import Ranks
 from megatrain.errors import ConfigError
 from megatrain.stream.engine import Engine
 from megatrain.train.evaluate.losses import EvalSet, Evaluation, evaluate, undisturbed
@@ -84,13 +85,20 @@ class Evaluator:
             return self._settings.at_end
         return self._every is not None and step % self._every == 0
 
-    def evaluate(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, step: int) -> Outcome:
+    def losses(self, engine: Engine, ranks: Ranks | None = None) -> list[Evaluation]:
+        """Evaluate all sets; several ranks do it together."""
+        return evaluate(engine, self._sets, most_batches=self._settings.batches, ranks=ranks)
+
+    def evaluate(
+        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, step: int, ranks: Ranks | None = None
+    ) -> Outcome:
         """Evaluate after `step`; no bit of training changes.
 
-        The model before the first step is no candidate for the best one.
+        The model before the first step is no candidate for the best one. Of several ranks the first one calls
+        this, and the others call `losses`.
         """
         settings, standing = self._settings, self.standing
-        found = evaluate(engine, self._sets, most_batches=settings.batches) if self._sets else []
+        found = self.losses(engine, ranks)
         texts = []
         if settings.prompts:
             engine.sync()

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.data.cache import Rows
+from megatrain.distributed.ranks import Ranks
 from megatrain.errors import DataError
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import losses
@@ -73,34 +74,52 @@ Judge = Callable[[Engine, str, Iterable[Mapping[str, Any]]], Evaluation]
 """Evaluates batches of a set of that name."""
 
 
-def evaluate(engine: Engine, sets: Sequence[EvalSet], *, most_batches: int | None) -> list[Evaluation]:
+def evaluate(
+    engine: Engine, sets: Sequence[EvalSet], *, most_batches: int | None, ranks: Ranks | None = None
+) -> list[Evaluation]:
     """Return the loss of each set, with the state streaming as in training.
+
+    Several ranks share the batches out, and every one returns the same. Sets with judges are left to the
+    first one, and the others pass them over.
 
     Args:
         engine: Between two steps.
         sets: To evaluate on.
         most_batches: Of each; None: all.
+        ranks: That call this together; None: this one is alone.
 
     Raises:
         DataError: A set has no token with a label.
     """
+    rank = 0 if ranks is None else ranks.rank
     with undisturbed(engine):
-        return [_evaluate(engine, one, most_batches) for one in sets]
+        return [_evaluate(engine, one, most_batches, ranks) for one in sets if one.judge is None or rank == 0]
 
 
-def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None) -> Evaluation:
+def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None, ranks: Ranks | None) -> Evaluation:
     if one.judge is not None:
         return one.judge(engine, one.name, islice(one.batches(), most_batches))
     began_s = time.perf_counter()
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    numbers: list[int] = []
     parts: list[torch.Tensor] = []
-    tokens = 0
-    for loss, count in losses(engine, islice(one.batches(), most_batches)):
-        parts.append(loss.double() * count)  # read only in the end: nobody waits for the device in between
-        tokens += count
-    if tokens == 0:
+    tokens: list[int] = []
+    for number, batch in enumerate(islice(one.batches(), most_batches)):
+        if number % size != rank:
+            continue
+        for loss, count in losses(engine, [batch]):
+            numbers.append(number)
+            parts.append(loss.double() * count)  # read only in the end: nobody waits for the device before
+            tokens.append(count)
+    sums = torch.stack(parts).tolist() if parts else []
+    found = list(zip(numbers, sums, tokens, strict=True))
+    if ranks is not None:
+        found = sorted(map(tuple, chain.from_iterable(ranks.gather_values(found))))
+    count = sum(tokens for *_, tokens in found)
+    if count == 0:
         raise DataError(f"the eval set {one.name} has no token with a label; leave it out, or check its data")
-    mean = float(torch.stack(parts).sum()) / tokens
-    return Evaluation(name=one.name, loss=mean, count=tokens, seconds=time.perf_counter() - began_s)
+    mean = float(torch.tensor([each for _, each, _ in found], dtype=torch.float64).sum()) / count
+    return Evaluation(name=one.name, loss=mean, count=count, seconds=time.perf_counter() - began_s)
 
 
 @contextmanager

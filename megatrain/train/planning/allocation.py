@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from megatrain.config import Config
-from megatrain.config.choice import Plan
+from megatrain.config.plan import Plan
 from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import GIB, HardwareSpec
 from megatrain.hardware.accelerators import can_compile

@@ -11,7 +11,8 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from megatrain.config.choice import Choice, Plan
+from megatrain.config.choice import Choice
+from megatrain.config.plan import Plan
 from megatrain.plan.cost.measured import Measured
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.planner import make_plan, plan_of

@@ -13,7 +13,8 @@ from textwrap import wrap
 from typing import Any
 
 from megatrain.config import config_keys
-from megatrain.config.choice import KEYS, Plan, Pool
+from megatrain.config.choice import KEYS
+from megatrain.config.plan import Plan, Pool
 from megatrain.errors import ConfigError
 from megatrain.hardware import GIB
 from megatrain.plan.cost.economics import Economics, economics

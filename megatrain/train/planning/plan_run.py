@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, build_config, set_keys
-from megatrain.config.choice import Plan
+from megatrain.config.plan import Plan
 from megatrain.data.context import check_seq_len
 from megatrain.errors import ConfigError
 from megatrain.hardware import GIB, HardwareSpec, load_machine, machine_names

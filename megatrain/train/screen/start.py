@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 
 from megatrain.config import Config
-from megatrain.config.choice import Plan
+from megatrain.config.plan import Plan
 from megatrain.layout.moments import MomentFormat
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.records.metrics import format_bytes, format_count, format_duration

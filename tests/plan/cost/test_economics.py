@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.config.choice import Plan, StepBatch
+from megatrain.config.choice import StepBatch
+from megatrain.config.plan import Plan
 from megatrain.hardware import Drives
 from megatrain.plan.cost.economics import economics, hourly_price, machine_watts
 from megatrain.plan.search.planner import make_plan

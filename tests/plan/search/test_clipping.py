@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from megatrain.config.choice import Choice, Plan, StepBatch
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.plan import Plan
 from megatrain.hardware import GIB, HardwareSpec, load_machine
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.search.choices import is_allowed

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.config.choice import SUMS, Choice, Plan, StepBatch
+from megatrain.config.choice import SUMS, Choice, StepBatch
+from megatrain.config.plan import Plan
 from megatrain.errors import ConfigError
 from megatrain.hardware import Drives
 from megatrain.model.profile.anatomy import Anatomy

@@ -224,7 +224,7 @@ def test_tokens_have_equal_weight_and_batches_without_any_are_passed_over() -> N
 def stand_in(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
     """Let the n-th evaluation of a run, at the steps 2, 4, 6 ..., have the n-th loss."""
 
-    def told(engine: Any, sets: Any, *, most_batches: Any) -> list[Evaluation]:
+    def told(engine: Any, sets: Any, **_: Any) -> list[Evaluation]:
         number = engine._optimizer.steps[next(iter(engine._optimizer.steps))] // 2 - 1
         return [Evaluation(name="val", loss=losses[number], count=1, seconds=0.0)]
 

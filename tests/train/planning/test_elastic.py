@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.config.choice import Choice, Plan, StepBatch
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.plan import Plan
 from megatrain.plan.cost.measured import Measured
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.planner import make_plan, plan_of

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatrain.config import Config
-from megatrain.config.choice import Pool
+from megatrain.config.plan import Pool
 from megatrain.errors import ModelError
 from megatrain.hardware import load_machine
 from megatrain.model.profile import count as counting_code
