@@ -20,8 +20,9 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError, RankError
 
-_LANES = ("exchange", "norm", "spread", "caller", "orders")
-"""What goes on at the same time has a group of its own: the calls of one group keep one order."""
+_LANES = ("exchange", "norm", "caller", "orders")
+"""What goes on at the same time has a group of its own: the calls of one group keep one order. `spread` has
+two more: of the ranks of a node, and of those that have one place on all nodes."""
 
 _PATIENCE = timedelta(days=1)
 """How long ranks wait for the next order: the first one may evaluate or save meanwhile."""
@@ -48,13 +49,20 @@ def _answers() -> Iterator[None]:
 
 
 class Ranks:
-    """All ranks of a run; every method is called by each of them, in the same order for each lane."""
+    """All ranks of a run; every method is called by each of them, in the same order for each lane.
 
-    def __init__(self, timeout: timedelta = timedelta(minutes=10)) -> None:
+    Those of a node follow one another, and the first one of a node does for it what is done once per node.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(minutes=10), *, local_size: int | None = None) -> None:
         """Join the processes of `torch.distributed`, which is initialised.
 
+        Args:
+            timeout: How long to wait for others.
+            local_size: Ranks of a node, as many on each; None: all are on one.
+
         Raises:
-            ConfigError: They are no power of two, or on more than one node.
+            ConfigError: They are no power of two, or the nodes are not as said.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if self.size.bit_count() != 1:
@@ -62,8 +70,26 @@ class Ranks:
         self._groups = {
             lane: dist.new_group(timeout=_PATIENCE if lane == "orders" else timeout) for lane in _LANES
         }
-        if len(set(self.gather_values(_BOOT.read_text()))) > 1:
-            raise ConfigError("the ranks are on several nodes, and state is shared within one; use one node")
+        self.local_size = local_size or self.size
+        found = self.gather_values([_BOOT.read_text(), self.local_size])
+        if any(size != self.local_size for _, size in found) or self.size % self.local_size:
+            sizes = sorted({size for _, size in found})
+            raise ConfigError(
+                f"nodes have {' and '.join(map(str, sizes))} of {self.size} ranks; start as many on each"
+            )
+        self.num_nodes = self.size // self.local_size
+        self.node, self.local_rank = divmod(self.rank, self.local_size)
+        nodes = [found[first : first + self.local_size] for first in range(0, self.size, self.local_size)]
+        if any(len({machine for machine, _ in node}) > 1 for node in nodes):
+            raise ConfigError(
+                f"{self.local_size} ranks that follow one another share a node's memory, but they are on "
+                "several machines; start the ranks with torchrun, which numbers them by node"
+            )
+        numbers = range(self.size)
+        inside = [[*numbers[first : first + self.local_size]] for first in numbers[:: self.local_size]]
+        across = [[*numbers[place :: self.local_size]] for place in range(self.local_size)]
+        self._groups["spread"], _ = dist.new_subgroups_by_enumeration(inside, timeout=timeout)
+        self._across, _ = dist.new_subgroups_by_enumeration(across, timeout=timeout)
 
     def exchange(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
         """Send each rank its part of a flat tensor, and return the parts that all have sent to this one.
@@ -103,16 +129,36 @@ class Ranks:
         return self.gather_values(value if self.rank == 0 else None, "orders")[0]
 
     def meet(self, lane: str = "caller") -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has come here; in lane `spread`, every one of the node."""
         with _answers():
             dist.barrier(group=self._groups[lane])
 
+    def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Bring what each node has to the others, between the ranks that have the same place on their nodes.
+
+        Args:
+            parts: By node, tensors on the CPU: those of the own node are sent, and those of others filled.
+        """
+        with _answers():
+            begun = [
+                dist.broadcast(
+                    part.view(torch.uint8),
+                    node * self.local_size + self.local_rank,
+                    self._across,
+                    async_op=True,
+                )
+                for node, tensors in enumerate(parts)
+                for part in tensors
+            ]
+            for work in begun:
+                work.wait()
+
     def shared_memory(self, nbytes: int) -> int:
         """Return a descriptor of zeroed memory that every rank of the node gets; the caller closes it."""
-        own = os.memfd_create("megatrain") if self.rank == 0 else -1
+        own = os.memfd_create("megatrain") if self.local_rank == 0 else -1
         if own >= 0:
             os.ftruncate(own, max(nbytes, 1))
-        process, number = self.tell([os.getpid(), own])
+        process, number = self.gather_values([os.getpid(), own])[self.node * self.local_size]
         file = own if own >= 0 else os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         self.meet()
         return file

@@ -94,6 +94,15 @@ class BlockLayout:
         """Elements of all parameters, padding not counted."""
         return sum(entry.numel for entry in self.entries)
 
+    def working_range(self, part: range) -> slice:
+        """Return where a state range, of bf16 parameters or of fp32 ones, is in the working bytes."""
+        is_split = part.start < self.num_split
+        first = next(entry for entry in self.trained if is_split or entry.dtype == torch.float32)
+        assert first.state_offset is not None
+        size = first.dtype.itemsize
+        start = first.byte_offset - first.state_offset * size
+        return slice(start + part.start * size, start + part.stop * size)
+
     @cached_property
     def scale_ranges(self) -> dict[str, tuple[int, int]]:
         """Where the scales of each trained parameter are in a block's scale planes: [start, stop)."""

@@ -7,10 +7,12 @@ them. A segment with fewer chunks than there are ranks stays whole on one of the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.totals import BlockTotals
 
 CUT_NUMEL = 1 << 15
 """Elements between cuts: 64 KiB of bf16, so that a page of a working plane has one owner."""
@@ -62,6 +64,25 @@ def shares(sizes: BlockBytes, block: int, num_ranks: int) -> list[Share]:
     split = _cut(0, sizes.num_split, block, num_ranks)
     full = _cut(sizes.num_split, sizes.num_state, block, num_ranks)
     return [Share(*pair) for pair in zip(split, full, strict=True)]
+
+
+def node_shares(sizes: BlockBytes, block: int, num_ranks: int, num_nodes: int) -> list[Share]:
+    """Return what of a block's state the ranks of each node keep together, of which ranges adjoin."""
+    cut, size = shares(sizes, block, num_ranks), num_ranks // num_nodes
+    nodes = [cut[first : first + size] for first in range(0, num_ranks, size)]
+    return [Share(_joined([s.split for s in node]), _joined([s.full for s in node])) for node in nodes]
+
+
+def node_totals(blocks: Iterable[BlockBytes], num_ranks: int, num_nodes: int, node: int = 0) -> BlockTotals:
+    """Return the sizes of what a node keeps of the state of each block."""
+    return BlockTotals(
+        node_shares(sizes, block, num_ranks, num_nodes)[node].sizes for block, sizes in enumerate(blocks)
+    )
+
+
+def _joined(parts: list[range]) -> range:
+    held = [part for part in parts if part]
+    return range(held[0].start, held[-1].stop) if held else range(0)
 
 
 def _cut(start: int, stop: int, block: int, num_ranks: int) -> list[range]:

@@ -55,6 +55,15 @@ class Arena:
         else:  # no such call on this system: the bytes stay ours, and their content does not matter
             self._bytes.zero_()
 
+    def give_back(self, part: Tensor) -> None:
+        """Give the whole pages of a view of shared memory back to the system; nobody needs what is there."""
+        assert self._is_shared
+        start = part.data_ptr() - self._bytes.data_ptr()
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (start + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < stop:
+            self._map.madvise(mmap.MADV_REMOVE, first, stop - first)
+
     def touch(self) -> None:
         """Take all pages now, as locking them does; nobody else may write meanwhile."""
         self._bytes[:: mmap.PAGESIZE].add_(0)

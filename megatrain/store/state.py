@@ -284,6 +284,9 @@ class HostState:
             if plane in self._arenas:
                 self._arenas[plane].drop()
 
+    def bring_gradients(self) -> None:
+        """Make all complete gradients readable here, where several nodes keep them."""
+
     @property
     def plane_bytes(self) -> dict[str, int]:
         """Bytes of each plane and buffer allocated so far."""

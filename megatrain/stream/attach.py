@@ -107,7 +107,7 @@ def attach(
         )
     kept = read_precision(precision)
     if ranks is not None:
-        choice, batch = part_of(ranks.size, choice, batch)
+        choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes)
     moments = MomentFormat.read(optimizer_state)
     if getattr(model, "_megatrain_engine", None) is not None:
         raise ModelError("the model is attached to an engine already; call engine.detach() first")

@@ -21,6 +21,7 @@ from megatrain.layout.moments import MomentFormat
 from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import Block, find_blocks
 from megatrain.model.layouts import lay_out_blocks
+from megatrain.store.nodes import NodeState
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
@@ -62,7 +63,7 @@ def bind(
         host_limit: Bytes that the whole state may take.
         moments: How the optimizer's state will be kept.
         tiers: What goes to drives.
-        ranks: That keep one state; the values are those of the first one's model.
+        ranks: That keep one state; the values are those of the first one's model on each node.
 
     Raises:
         ModelError: Weights that were never loaded, or a dtype that is no float.
@@ -108,7 +109,7 @@ def bind(
     given = sum(parameter.nbytes for parameter in model.parameters())
     fits(held=0 if loaded is not None else given)
     host = make_host(layouts, precision, tiers, num_sums=num_sums, ranks=ranks)
-    fills = ranks is None or ranks.rank == 0
+    fills = ranks is None or ranks.local_rank == 0
     with torch.no_grad():
         for block, state in zip(blocks, host.blocks, strict=True):
             for entry in state.layout.entries:
@@ -149,6 +150,8 @@ def make_host(
     Raises:
         MegatrainError: As `TieredState`.
     """
+    if tiers is None and ranks is not None and ranks.num_nodes > 1:
+        return NodeState(layouts, precision, ranks)
     if tiers is None:
         return HostState(layouts, precision, shared=None if ranks is None else ranks.shared_memory)
     host = TieredState(layouts, precision, tiers, num_sums=num_sums)

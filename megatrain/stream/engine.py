@@ -200,7 +200,7 @@ class Engine:
             )
         self.executor.wait_for_gradients()
         if self.arrangement.shared is not None:  # each rank has put its share into memory of all
-            self.arrangement.shared.ranks.meet()
+            self.arrangement.shared.show_gradients(self.host)
         return self.arrangement.gradients.named(self._names)
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:

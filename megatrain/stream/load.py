@@ -36,7 +36,7 @@ from megatrain.model.weights.skeleton import build_skeleton, read_config
 from megatrain.store.arena import Arena
 from megatrain.store.drives.scratch import FileArena
 from megatrain.store.placement import Tiers
-from megatrain.store.state import HostState, Precision, read_precision
+from megatrain.store.state import HostState, Precision, read_precision, view_entry
 from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import part_of
 from megatrain.stream.bind import kept_sums, make_host, plan_layouts, require_host_memory, with_gradients
@@ -90,7 +90,7 @@ def load(
         vocab_size: Rows of the embedding and the head, if the model has fewer: those for new tokens begin as
             the mean of the others. None: as many as the model has, or the embedding that was trained with
             the adapters.
-        ranks: As in `attach`: the first one reads the weights into the state of all.
+        ranks: As in `attach`: the first one of each node reads the weights into the state of its node.
         **fields: Fields of `Choice` by name.
 
     Returns:
@@ -108,7 +108,7 @@ def load(
     tiers = None if tiers is None else tiers.as_chosen(choice)
     kept = read_precision(precision)
     if ranks is not None:
-        choice, batch = part_of(ranks.size, choice, batch)
+        choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes)
     lora = None
     if path is not None and adapter is None and is_adapter(Path(path)):
         path, adapter = None, path
@@ -156,7 +156,7 @@ def load(
     )
     most = replace(least, lockstep=choice.given.get("lockstep", 1))
     host = make_host(layouts, kept, tiers, num_sums=kept_sums(most, runs, kept), ranks=ranks)
-    if (ranks is not None and ranks.rank > 0) or (isinstance(host, TieredState) and host.is_resumed):
+    if (ranks is not None and ranks.local_rank > 0) or (isinstance(host, TieredState) and host.is_resumed):
         _bind_parameters(model, lambda name: _working(host, name))
         if path is not None:
             take_generation_config(model, path)
@@ -195,8 +195,9 @@ def _fill_adapters(model: PreTrainedModel, host: HostState, adapter: str | Path 
         read_adapter(model, Path(adapter), host.put)
         return
 
-    def read(name: str) -> Tensor:
-        return next(host.masters([name]))[1]
+    def read(name: str) -> Tensor:  # of the base, which is frozen: the working weight is the whole value
+        weights = host.lend_working(host.number_of(name))
+        return view_entry(weights, host.find(name)[1]).to(torch.float32)
 
     initialise(model, read, host.put, seed=seed)
 

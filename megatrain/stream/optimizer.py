@@ -20,7 +20,6 @@ from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.moments import MomentFormat
 from megatrain.optim.adamw import AdamWStep, check_hyper, rounding_key
 from megatrain.optim.clip import global_norm
-from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.tiered import TieredState
 from megatrain.stream.execute.executor import Executor
@@ -366,13 +365,7 @@ def _plan_updates(executor: Executor, moments: MomentFormat, *, clips: bool) -> 
     """Let programs know of the optimizer: what its state takes, and whether it clips."""
     shared = executor.gradients.shared
     sizes = [
-        BlockSize.of(
-            layout.sizes,
-            is_streamed=size.is_streamed,
-            on_device=size.updates_on_device,
-            moments=moments,
-            share=None if shared is None else shared.shares[number],
-        )
+        size.with_moments(layout.sizes, moments, None if shared is None else shared.shares[number])
         for number, (layout, size) in enumerate(zip(executor.host.layouts, executor.spec.sizes, strict=True))
     ]
     executor.spec = replace(executor.spec, sizes=sizes, clips=clips)

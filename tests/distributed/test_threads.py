@@ -6,18 +6,23 @@ from typing import Any
 
 import pytest
 
+from megatrain.config.choice import StepBatch
 from megatrain.layout import ownership
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.operations import Kind, Lane
+from megatrain.plan.program.step import step_program
 from megatrain.stream.execute import shared_gradients
 from megatrain.stream.execute.shared_gradients import SharedGradients
 from megatrain.stream.lanes.base import OrderingError
 from tests.distributed.threads import RankLanes, ThreadRanks, Turns
 from tests.distributed.training import train
+from tests.families import FAMILIES
 from tests.products import pairwise_rows
+from tests.reference import attach_plainly, make_batches, make_model
+from tests.stream.runs import HYPER
 
 AXES: dict[str, tuple[Any, ...]] = {
     "family": ("llama_tied", "mixtral", "gpt2", "jamba", "gemma2"),
-    "size": (2, 4),
+    "ranks": ((2, 1), (2, 2), (4, 1), (4, 2)),
     "rounds": ((4, 1), (4, 4), (8, 2), (12, 1)),
     "activations": ("keep", "recompute", "offload"),
     "fragments": (False, True),
@@ -27,13 +32,13 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dropout": (False, True),
     "padded": (False, True),
 }
-"""Rounds are micro-batches of a step, and how many of them are in lockstep, at most."""
+"""Ranks are on so many nodes; rounds are micro-batches of a step, and how many of them are in lockstep."""
 
 
 def settings_of(row: dict[str, Any]) -> dict[str, Any]:
     row = dict(row)
     count, lockstep = row.pop("rounds")
-    del row["size"]
+    del row["ranks"]
     if row["updates"] == "immediate":
         row["max_grad_norm"] = None
     if row["family"] in ("llama_tied", "gpt2", "gemma2"):
@@ -45,7 +50,8 @@ def settings_of(row: dict[str, Any]) -> dict[str, Any]:
 def test_every_pair_of_settings_has_the_bits_of_one_rank(row: dict[str, Any]) -> None:
     settings = settings_of(row)
     alone = train(None, **settings)
-    for told in Turns(row["size"]).run(lambda ranks: train(ranks, **settings)):
+    size, num_nodes = row["ranks"]
+    for told in Turns(size, num_nodes).run(lambda ranks: train(ranks, **settings)):
         assert told == alone
 
 
@@ -56,10 +62,14 @@ FAULTS = {
     "a share kept before it has been exchanged": (Lane.OFFLOAD, "gradient_buffer"),
     "a buffer used again before its sum was kept": (Lane.COMPUTE, "gradient_buffer"),
 }
+ON_NODES = [
+    ("weights fetched before all ranks have updated them", 2),
+    ("weights called new before this rank has updated its share", 2),
+]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_missing_wait_among_ranks_is_found(fault: str) -> None:
+@pytest.mark.parametrize(("fault", "num_nodes"), [*((fault, 1) for fault in FAULTS), *ON_NODES])
+def test_a_missing_wait_among_ranks_is_found(fault: str, num_nodes: int) -> None:
     alone = train(None, steps=2, reads=False)
 
     def faulty(ranks: ThreadRanks, *, checks: bool) -> Any:
@@ -67,8 +77,9 @@ def test_a_missing_wait_among_ranks_is_found(fault: str) -> None:
         return train(ranks, steps=2, device=lanes, reads=False)
 
     with pytest.raises(OrderingError, match="without waiting"):
-        Turns(2).run(lambda ranks: faulty(ranks, checks=True))
-    assert Turns(2).run(lambda ranks: faulty(ranks, checks=False)) == [alone, alone]  # in turns nothing shows
+        Turns(2, num_nodes).run(lambda ranks: faulty(ranks, checks=True))
+    found = Turns(2, num_nodes).run(lambda ranks: faulty(ranks, checks=False))
+    assert found == [alone, alone]  # in turns nothing shows
 
 
 def test_another_tree_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +104,39 @@ def test_ranks_that_disagree_on_owners_have_other_bits(monkeypatch: pytest.Monke
     monkeypatch.setattr(SharedGradients, "__init__", begin_wrong)
     with pytest.raises((RuntimeError, AssertionError)):
         assert Turns(2).run(lambda ranks: train(ranks, steps=1)) == [alone, alone]
+
+
+def test_weights_that_another_node_does_not_get_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = train(None, steps=2)
+    monkeypatch.setattr(ThreadRanks, "spread", lambda self, parts: None)
+    found = Turns(2, 2).run(lambda ranks: train(ranks, steps=2))
+    assert [one["losses"][0] for one in found] == [alone["losses"][0]] * 2
+    assert [one["losses"][1] for one in found] != [alone["losses"][1]] * 2
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_bytes_that_a_rank_moves_are_the_program_s(num_nodes: int) -> None:
+    """With the updates of two steps of two rounds, on the second of two ranks and two nodes."""
+
+    def run(ranks: ThreadRanks) -> tuple[dict[str, int], dict[str, int]]:
+        model = make_model(FAMILIES["llama"]())
+        batch = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=8, num_runs=4)
+        lanes = RankLanes(ranks.turns, ranks.rank)
+        engine = attach_plainly(model, device=lanes, batch=batch, ranks=ranks, precision="bf16", lockstep=2)
+        optimizer = engine.adamw(**HYPER)
+        runs = engine.arrangement.binding.runs
+        program = step_program(engine.executor.spec, [[2], [2]], left=runs.left_after([2, 2]))
+        for step in range(2):
+            engine.forward_backward(make_batches(8, seed=step)[4 * ranks.rank :][:4])
+            optimizer.step()
+        engine.settle()
+        counts = engine.counts
+        moved = {"fetched": counts.fetch_bytes, "offloaded": counts.offload_bytes, **ranks.sent}
+        kinds = {"fetched": (Kind.FETCH, Kind.LOAD), "offloaded": (Kind.OFFLOAD,)}
+        kinds |= {"exchange": (Kind.EXCHANGE,), "spread": (Kind.SPREAD,)}
+        return moved, {name: 2 * sum(map(program.nbytes, kinds[name])) for name in moved}
+
+    for moved, planned in Turns(2, num_nodes).run(run):
+        assert moved == planned
+        assert ("spread" in moved) == (num_nodes > 1)
+        assert all(moved.values())

@@ -4,14 +4,15 @@ A thread runs until it has to wait for the others in a collective, then the next
 state of torch's generator. So a run of several ranks is as repeatable as one of a single engine.
 
 Vector clocks go over all lanes of all ranks. A collective merges the clocks of those who take part, in the
-lane that it belongs to. What ranks share is one plane per kind of state: an UPDATE writes its rank's share of
-a block, and a FETCH reads the shares of all.
+lane that it belongs to. What the ranks of a node share is one plane per kind of state: an UPDATE writes its
+rank's share of a block, a SPREAD those of its peers on other nodes, and a FETCH reads the shares of all.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,16 +30,16 @@ WAIT_S = 120.0
 class Turns:
     """Lets one of several threads run at a time, and brings them together in collectives."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, num_nodes: int = 1) -> None:
+        self.size, self.num_nodes = size, num_nodes
         self.lanes: list[RankLanes] = []
         self.last_write: dict[Any, tuple[tuple[int, Lane], int]] = {}
         self.last_reads: dict[Any, dict[tuple[int, Lane], int]] = {}
         self.memory: list[int] = []
         self._changed = threading.Condition()
         self._turn = 0
-        self._rounds = [0] * size
-        self._given: dict[int, dict[int, Any]] = {}
+        self._rounds: Counter[Any] = Counter()
+        self._given: dict[Any, dict[int, Any]] = {}
         self._ended: set[int] = set()
         self.error: BaseException | None = None
 
@@ -69,20 +70,21 @@ class Turns:
             raise self.error
         return found
 
-    def together(self, rank: int, lane: str, mine: Any) -> list[Any]:
-        """Return what every rank gives in this collective, once all have come to it."""
-        number = self._rounds[rank]
-        self._rounds[rank] += 1
+    def together(self, rank: int, lane: str, mine: Any, members: Sequence[int] | None = None) -> list[Any]:
+        """Return what every member, by default every rank, gives in this collective, once all are here."""
+        members = tuple(members or range(self.size))
+        number = self._rounds[rank, members]
+        self._rounds[rank, members] += 1
         clocks = None if not self.lanes else dict(self.lanes[rank].clock_of(_LANES[lane]))
-        given = self._given.setdefault(number, {})
+        given = self._given.setdefault((members, number), {})
         given[rank] = (lane, mine, clocks)
-        if len(given) < self.size:
+        if len(given) < len(members):
             kept = torch.get_rng_state()
             with self._changed:
                 self._pass_on(rank)
-            while len(given) < self.size:
+            while len(given) < len(members):
                 self._take_turn(rank)
-                if len(given) < self.size:
+                if len(given) < len(members):
                     with self._changed:
                         self._pass_on(rank)
             torch.set_rng_state(kept)
@@ -90,7 +92,7 @@ class Turns:
         if clocks is not None:
             for _, _, other in given.values():
                 self.lanes[rank].merge(_LANES[lane], other)
-        return [given[other][1] for other in range(self.size)]
+        return [given[other][1] for other in members]
 
     def _take_turn(self, rank: int) -> None:
         with self._changed:
@@ -112,9 +114,14 @@ class ThreadRanks:
     def __init__(self, turns: Turns, rank: int) -> None:
         self.turns = self._turns = turns
         self.rank, self.size = rank, turns.size
+        self.num_nodes, self.local_size = turns.num_nodes, turns.size // turns.num_nodes
+        self.node, self.local_rank = divmod(rank, self.local_size)
+        self.sent: Counter[str] = Counter()
+        """By lane: bytes that went to others."""
 
     def exchange(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
         """Give every rank its part."""
+        self.sent["exchange"] += mine[0].nbytes * (sum(counts) - counts[self.rank])
         found = self._turns.together(self.rank, "exchange", mine.clone())
         start = sum(counts[: self.rank])
         return torch.stack([each[start : start + counts[self.rank]] for each in found])
@@ -124,16 +131,28 @@ class ThreadRanks:
         return list(self._turns.together(self.rank, lane, mine.clone()))
 
     def meet(self, lane: str = "caller") -> None:
-        """Wait for everybody."""
-        self._turns.together(self.rank, lane, None)
+        """Wait for everybody, or for those of the node."""
+        first = self.node * self.local_size
+        inside = range(first, first + self.local_size) if lane == "spread" else None
+        self._turns.together(self.rank, lane, None, inside)
+
+    def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Give the other nodes what this one has, and take theirs."""
+        own = [part.clone() for part in parts[self.node]]
+        self.sent["spread"] += (self.num_nodes - 1) * sum(part.nbytes for part in own)
+        across = range(self.local_rank, self.size, self.local_size)
+        found = self._turns.together(self.rank, "spread", own, across)
+        for node, values in enumerate(found):
+            for part, value in zip(parts[node], values, strict=True) if node != self.node else ():
+                part.copy_(value)
 
     def shared_memory(self, nbytes: int) -> int:
-        """Return a descriptor of memory that all threads map."""
+        """Return a descriptor of memory that all threads of a node map."""
         own = None
-        if self.rank == 0:
+        if self.local_rank == 0:
             own = os.memfd_create("ranks")
             os.ftruncate(own, max(nbytes, 1))
-        first = self._turns.together(self.rank, "caller", own)[0]
+        first = self._turns.together(self.rank, "caller", own)[self.node * self.local_size]
         file = os.dup(first)
         self.meet()
         if own is not None:
@@ -177,12 +196,17 @@ class RankLanes(InlineLanes):
         flat.fill_(0xFF)
 
     def _parts(self, buffer: Buffer, *, is_written: bool) -> list[Any]:
-        """Name what a buffer is among all ranks."""
+        """Name what a buffer is among all ranks: of a plane, the shares, each of them once per node."""
         kind, block = buffer
+        size, local_size = self._turns.size, self._turns.size // self._turns.num_nodes
+        node, place = divmod(self._rank, local_size)
         if kind == "share":
-            return [("state", block, self._rank)] if is_written else []
-        if kind in ("working", "moments"):  # SPREAD, which has written nothing itself, writes these
-            return [] if is_written else [("state", block, other) for other in range(self._turns.size)]
+            return [("state", block, self._rank, node)] if is_written else []
+        if kind == "working":  # SPREAD writes those of its peers on other nodes
+            owners = range(place, size, local_size) if is_written else range(size)
+            return [("state", block, o, node) for o in owners if not is_written or o != self._rank]
+        if kind == "moments":
+            return [] if is_written else [("state", block, self._rank, node)]
         return [(kind, block, self._rank)]
 
     def _wait_for(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
@@ -24,6 +24,8 @@ class BlockSize:
     """Bytes of a gradient that is still adding up."""
     exchange_bytes: int = 0
     """Bytes of a sum that a rank sends to others, for their shares of the block."""
+    spread_bytes: int = 0
+    """Bytes of new weights that a rank sends to other nodes."""
     added_bytes: int = 0
     """Bytes of memory that the host reads and writes to add a gradient to the sum of those before it."""
     last_added_bytes: int = 0
@@ -46,6 +48,7 @@ class BlockSize:
         on_device: bool,
         moments: MomentFormat,
         share: Share | None = None,
+        num_nodes: int = 1,
     ) -> BlockSize:
         """Return what a schedule needs to know of a block.
 
@@ -55,19 +58,26 @@ class BlockSize:
             on_device: It is updated there.
             moments: How its moments are kept.
             share: What of its state this rank keeps; None: all.
+            num_nodes: On which the ranks are.
         """
         own = sizes if share is None else share.sizes
-        return cls(
+        size = cls(
             is_streamed=is_streamed,
             is_trained=sizes.num_state > 0,
             fetch_bytes=sizes.working_bytes,
             offload_bytes=own.gradient_bytes,
             accumulator_bytes=sizes.accumulator_bytes,
             exchange_bytes=4 * (sizes.num_state - own.num_state),
+            spread_bytes=(num_nodes - 1) * own.working_bytes,
             added_bytes=sizes.added_bytes(completes=False),
             last_added_bytes=sizes.added_bytes(completes=True),
             parked_bytes=pools.parked_gradient(sizes),
-            update_bytes=own.update_bytes(moments),
-            whole_bytes=sizes.working_bytes + sizes.remainder_bytes + sizes.moment_bytes(moments),
             updates_on_device=on_device,
         )
+        return size.with_moments(sizes, moments, share)
+
+    def with_moments(self, sizes: BlockBytes, moments: MomentFormat, share: Share | None = None) -> BlockSize:
+        """Return the same with moments kept in another way; arguments as of `of`."""
+        own = sizes if share is None else share.sizes
+        whole = sizes.working_bytes + sizes.remainder_bytes + sizes.moment_bytes(moments)
+        return replace(self, update_bytes=own.update_bytes(moments), whole_bytes=whole)

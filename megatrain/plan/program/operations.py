@@ -89,7 +89,8 @@ class Kind(str, Enum):
     EXCHANGE = "exchange"
     """Send each rank its share of a complete sum, and add up what all ranks have sent of one's own."""
     SPREAD = "spread"
-    """Wait until every rank has updated its share of a block: then its weights are new."""
+    """Wait until every rank has updated its share of a block, and bring the shares of one node to the others:
+    then its weights are new."""
     ADD = "add"
     """Add a gradient that has come home by itself to the block's sum there; the last one is rounded to the
     working dtype, and the squares are summed."""

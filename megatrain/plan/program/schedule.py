@@ -140,9 +140,11 @@ def exchanged(block: int, size: BlockSize, gradient_buffer: int = -1) -> Operati
     )
 
 
-def spread(update: Operation) -> list[Operation]:
-    """List an update, and, of a rank's share, what waits for those of the other ranks."""
-    return [update, Operation(kind=Kind.SPREAD, block=update.block)] if update.is_share else [update]
+def spread(update: Operation, size: BlockSize) -> list[Operation]:
+    """List an update, and, of a rank's share, what brings those of the other ranks."""
+    if not update.is_share:
+        return [update]
+    return [update, Operation(kind=Kind.SPREAD, block=update.block, nbytes=size.spread_bytes)]
 
 
 def _updated_at_once(
@@ -156,7 +158,8 @@ def _updated_at_once(
             follows_norm=False,
             is_share=has_shares,
             nbytes=size.update_bytes,
-        )
+        ),
+        size,
     )
 
 

@@ -116,7 +116,7 @@ def complete_program(
         staging = (first_staging + number) % num_staging if updates_at_once and num_staging else -1
         operations += offload_residents(spec.sizes, [block], staging=staging, has_shares=has_shares)
         if updates_at_once:
-            operations += spread(_update(spec, block, staging=staging))
+            operations += spread(_update(spec, block, staging=staging), spec.sizes[block])
     for block in on_host:  # read in fp32, written and read again in the working dtype
         nbytes = spec.sizes[block].accumulator_bytes + 2 * spec.sizes[block].offload_bytes
         operations.append(Operation(kind=Kind.ROUND, block=block, nbytes=nbytes))
@@ -189,7 +189,11 @@ def update_program(
     norm = Operation(kind=Kind.NORM, blocks=tuple(ordered))
     if spec.is_immediate:
         later = [_update(spec, block) for block in ordered if block not in updated]
-        return [*operations, *(part for update in later for part in spread(update)), norm]
+        return [
+            *operations,
+            *(part for update in later for part in spread(update, spec.sizes[update.block])),
+            norm,
+        ]
     operations.append(norm)
     staging = 0
     for block in ordered:
@@ -206,9 +210,9 @@ def update_program(
         elif block in on_drives:
             arrives = unparked(block, size, staging)
         else:
-            operations += spread(_update(spec, block))
+            operations += spread(_update(spec, block), size)
             continue
-        operations += [arrives, *spread(_update(spec, block, staging=staging))]
+        operations += [arrives, *spread(_update(spec, block, staging=staging), size)]
         staging = (staging + 1) % NUM_GRADIENT_STAGING
     if not spec.clips:
         operations.append(Operation(kind=Kind.RELEASE, blocks=tuple(ordered)))

@@ -162,7 +162,7 @@ class Issuer:
                 return lambda: gradients.exchange(operation)
             case Kind.SPREAD:
                 assert gradients.shared is not None
-                return partial(gradients.shared.ranks.meet, "spread")
+                return partial(gradients.shared.spread, block, self.host.blocks[block].working)
             case Kind.PARK:
                 return gradients.buffers.park(operation)
             case Kind.UNPARK:

@@ -1,4 +1,4 @@
-"""A rank's share of every gradient: exchanged between ranks, added up by its owner, and its squares.
+"""A rank's share of every gradient: exchanged between ranks, added up by its owner, its squares, its weights.
 
 Every rank sends each other one its part of the rank's own fp32 sum. The owner adds the parts by a balanced
 tree in the order of ranks, which is the upper part of the tree of `Runs`: so the sum has the same bits for
@@ -19,6 +19,7 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.ownership import CUT_NUMEL, Share, shares
 from megatrain.optim.pool import default_pool
 from megatrain.optim.sums import squares_of_chunks
+from megatrain.store.state import HostState
 
 
 class Ranks(Protocol):
@@ -26,6 +27,10 @@ class Ranks(Protocol):
 
     rank: int
     size: int
+    num_nodes: int
+    node: int
+    local_rank: int
+    """Place among those of its node."""
 
     def exchange(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
         """Send `counts[r]` elements of a flat tensor to rank r; return (size, own count) parts of all."""
@@ -34,10 +39,13 @@ class Ranks(Protocol):
         """Return everybody's tensor; they are equally long."""
 
     def meet(self, lane: str = "caller") -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank, or, in lane `spread`, every rank of the node, has come here."""
+
+    def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Bring parts, given by node, from each node to the others."""
 
     def shared_memory(self, nbytes: int) -> int:
-        """Return a descriptor of memory that every rank maps."""
+        """Return a descriptor of memory that every rank of the node maps."""
 
 
 class SharedGradients:
@@ -100,6 +108,26 @@ class SharedGradients:
             squares = squares_of_chunks(default_pool(), kept)
             chunk += (own.start - start) // CUT_NUMEL
             self._squares[chunk : chunk + len(squares)] = torch.from_numpy(squares)
+
+    def spread(self, block: int, working: Tensor) -> None:
+        """Make the working weights of a block new on this node, once all of its ranks have come here.
+
+        Each rank sends its share to those in its place on the other nodes, and fills in theirs.
+
+        Args:
+            block: Its number.
+            working: Its working bytes, of which this rank has updated its share.
+        """
+        ranks, layout = self.ranks, self._layouts[block]
+        if ranks.num_nodes > 1:
+            peers = self._cuts[block][ranks.local_rank :: ranks.size // ranks.num_nodes]
+            ranks.spread([[working[layout.working_range(part)] for part in s.ranges] for s in peers])
+        ranks.meet("spread")
+
+    def show_gradients(self, host: HostState) -> None:
+        """Make all ranks' complete gradients readable; every rank's are at home."""
+        self.ranks.meet()
+        host.bring_gradients()
 
     def sums(self, blocks: Sequence[int]) -> list[float]:
         """Return the sums of squares of complete gradients, all ranks' shares together."""

@@ -159,6 +159,7 @@ class Arrangement:
                 on_device=n in residents,
                 moments=self.moments,
                 share=None if self.shared is None else self.shared.shares[n],
+                num_nodes=1 if self.shared is None else self.shared.ranks.num_nodes,
             )
             for n, layout in enumerate(host.layouts)
         ]
