@@ -316,6 +316,11 @@ class StepBatch:
     """On which these ranks are, equally many on each."""
 
     @property
+    def ranks_of_node(self) -> int:
+        """Ranks that share the memory of a node."""
+        return self.num_ranks // self.num_nodes
+
+    @property
     def adds_up(self) -> bool:
         """Whether the gradients of several micro-batches add up, on this rank or among ranks."""
         return self.num_micro_batches > 1 or self.num_ranks > 1

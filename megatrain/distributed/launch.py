@@ -139,9 +139,10 @@ def join(environment: Mapping[str, str]) -> Ranks | None:
 
     from megatrain.distributed.ranks import Ranks
 
-    share_cores(int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"]))
+    local_size = int(environment["LOCAL_WORLD_SIZE"])
+    share_cores(int(environment["LOCAL_RANK"]), local_size)
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    return Ranks(TIMEOUT)
+    return Ranks(TIMEOUT, local_size=local_size)
 
 
 def share_cores(rank: int, num_ranks: int) -> None:

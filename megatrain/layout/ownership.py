@@ -73,8 +73,12 @@ def node_shares(sizes: BlockBytes, block: int, num_ranks: int, num_nodes: int) -
     return [Share(_joined([s.split for s in node]), _joined([s.full for s in node])) for node in nodes]
 
 
-def node_totals(blocks: Iterable[BlockBytes], num_ranks: int, num_nodes: int, node: int = 0) -> BlockTotals:
-    """Return the sizes of what a node keeps of the state of each block."""
+def node_totals(
+    blocks: Iterable[BlockBytes], num_ranks: int, num_nodes: int, node: int = 0
+) -> BlockTotals | None:
+    """Return the sizes of what a node keeps of the state of each block; None: there is one, with all of it."""
+    if num_nodes == 1:
+        return None
     return BlockTotals(
         node_shares(sizes, block, num_ranks, num_nodes)[node].sizes for block, sizes in enumerate(blocks)
     )

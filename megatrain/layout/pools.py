@@ -234,6 +234,28 @@ def state_planes(weights: Selection, state: Selection, moments: MomentFormat) ->
     }
 
 
+def host_planes(
+    blocks: Selection,
+    places: GradientPlaces,
+    moments: MomentFormat,
+    *,
+    num_sums: int,
+    kept: BlockTotals | None = None,
+) -> dict[str, int]:
+    """Return the bytes of each plane in RAM of a state that is not on drives.
+
+    Args:
+        blocks: All.
+        places: Where complete gradients wait.
+        moments: How they are kept.
+        num_sums: As in `gradient_planes`.
+        kept: What a node keeps of remainder, moments and gradients of each block; None: all.
+    """
+    state = blocks if kept is None else kept.pick(blocks)
+    planes = state_planes(blocks, state, moments)
+    return planes | gradient_planes(blocks, places.kept_by(kept), num_sums=num_sums)
+
+
 def gradient_planes(blocks: Selection, places: GradientPlaces, *, num_sums: int) -> dict[str, int]:
     """Return the bytes of each plane of gradients in RAM, and of the buffers that those elsewhere pass.
 

@@ -198,6 +198,10 @@ class GradientPlaces:
         """
         return replace(self, staged=residency.on_host if at_once else residency.streamed)
 
+    def kept_by(self, node: BlockTotals | None) -> GradientPlaces:
+        """Return the same for a node that keeps parts of these sizes of the blocks; None: all of each."""
+        return self if node is None else replace(self, on_host=node.pick(self.on_host))
+
     @classmethod
     def none(cls, sizes: BlockTotals, residency: Residency) -> GradientPlaces:
         """Sort blocks whose gradients wait nowhere: updates use them up as they come."""

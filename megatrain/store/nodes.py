@@ -16,6 +16,7 @@ from torch import Tensor
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MOMENT_PLANES
 from megatrain.layout.ownership import Share, node_shares
+from megatrain.store.arena import Arena
 from megatrain.store.state import BlockState, HostState, Precision, split_gradient
 
 _PARTED = ("remainder", *MOMENT_PLANES)
@@ -73,6 +74,10 @@ class NodeState(HostState):
         if self._filled[number] >= self.layouts[number].num_parameters:
             self._filled[number] = 0
             self._give_back(number, _PARTED)
+
+    def arena(self, plane: str) -> Arena | None:
+        """Return a plane's arena, to lock its pages; None of one that is here in part: locking takes all."""
+        return None if plane in (*_PARTED, "gradient") else super().arena(plane)
 
     @contextmanager
     def borrow(self, block: int, *, writes: bool = False) -> Iterator[BlockState]:

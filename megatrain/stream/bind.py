@@ -18,6 +18,7 @@ from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MomentFormat
+from megatrain.layout.ownership import node_totals
 from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import Block, find_blocks
 from megatrain.model.layouts import lay_out_blocks
@@ -86,6 +87,7 @@ def bind(
         limit=host_limit,
         moments=moments,
         tiers=tiers,
+        ranks=ranks,
     )
     loaded: HostState | None = model.__dict__.get("_megatrain_host")
     if isinstance(loaded, TieredState) and not loaded.is_for(layouts, precision, tiers):
@@ -191,6 +193,7 @@ def require_host_memory(
     limit: int | None = None,
     moments: MomentFormat = MomentFormat.FP32,
     tiers: Tiers | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Check the predicted bytes of a run against the given limit, the machine and its cgroups.
 
@@ -203,13 +206,14 @@ def require_host_memory(
         limit: Bytes that the whole state may take.
         moments: How the optimizer's state will be kept.
         tiers: State goes to drives too, and `TieredState` checks what is left.
+        ranks: That keep one state.
 
     Raises:
         CapacityError: It does not fit.
     """
     if tiers is not None:
         return
-    planes = host_planes(layouts, precision, places, num_sums=num_sums, moments=moments)
+    planes = host_planes(layouts, precision, places, num_sums=num_sums, moments=moments, ranks=ranks)
     total = sum(planes.values())
     parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items() if size)
     advice = (
@@ -241,14 +245,12 @@ def host_planes(
     *,
     num_sums: int,
     moments: MomentFormat,
+    ranks: Ranks | None = None,
 ) -> dict[str, int]:
     """Return the bytes of each plane of a state that is in RAM; arguments as in `require_host_memory`."""
-    totals = BlockTotals(layout.sizes for layout in layouts)
-    return pools.state_planes(totals[:], totals[:], moments) | pools.gradient_planes(
-        totals[:],
-        places,
-        num_sums=num_sums,
-    )
+    sizes = [layout.sizes for layout in layouts]
+    kept = None if ranks is None else node_totals(sizes, ranks.size, ranks.num_nodes, ranks.node)
+    return pools.host_planes(BlockTotals(sizes)[:], places, moments, num_sums=num_sums, kept=kept)
 
 
 def room_for_activations(binding: Binding, choice: Choice) -> int:
@@ -263,6 +265,7 @@ def room_for_activations(binding: Binding, choice: Choice) -> int:
         places_of(choice, binding.blocks, host.layouts),
         num_sums=max(1, kept_sums(choice, binding.runs, host.precision, has_ranks=binding.ranks is not None)),
         moments=binding.moments,
+        ranks=binding.ranks,
     )
     to_come = sum(planes.values()) - planes["working"] - planes["remainder"]
     return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))

@@ -153,6 +153,7 @@ def load(
         moments=MomentFormat.read(optimizer_state),
         places=places,
         tiers=tiers,
+        ranks=ranks,
     )
     most = replace(least, lockstep=choice.given.get("lockstep", 1))
     host = make_host(layouts, kept, tiers, num_sums=kept_sums(most, runs, kept), ranks=ranks)

@@ -22,12 +22,21 @@ from megatrain.train.going_on import choose_best_anew, find_checkpoint, is_finis
 from megatrain.train.outputs.export import best_step, export_model, find_best
 from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.planning.timeline import planned_run
-from megatrain.train.ranks import END, EVALUATE, STEP, signals_ignored, with_shards
+from megatrain.train.ranks import (
+    END,
+    EVALUATE,
+    SAVE,
+    STEP,
+    require_checkpoint,
+    signals_ignored,
+    with_shards,
+)
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
 from megatrain.train.resume.changes import changed_settings
+from megatrain.train.resume.state import lend_state
 from megatrain.train.resume.state_commits import find_commit
 from megatrain.train.run import Run, prepare
 from megatrain.train.screen.progress import Progress
@@ -233,6 +242,8 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
         return
     parallel = config.parallel.model_copy(update={"shards": found["shards"]})
     checkpoint = None if found["checkpoint"] is None else Path(found["checkpoint"])
+    if checkpoint is not None:
+        require_checkpoint(ranks, checkpoint, found["meta"])
     with signals_ignored():
         run = prepare(
             config.model_copy(update={"parallel": parallel}),
@@ -245,8 +256,11 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
             while (order := ranks.tell()) != END:
                 if order == STEP:
                     train_step(run)
-                else:
+                elif order == EVALUATE:
                     run.evaluator.losses(run.engine, ranks)
+                else:
+                    assert order == SAVE
+                    lend_state(run.engine)
         finally:
             run.engine.close()
 

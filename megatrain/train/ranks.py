@@ -1,7 +1,8 @@
 """A run of several ranks: the first one decides and writes, the others take the steps that it tells of.
 
-The state is one, in memory that all of them map, so the first rank samples, saves and exports it as if it
-were alone, while the others wait for the next order. Batches of evaluation are shared out.
+The state of a node is one, in memory that all of its ranks map, so the first rank samples, saves and exports
+it as if it were alone, while the others wait for the next order. Batches of evaluation are shared out. What a
+save needs of other nodes comes to the first rank block by block.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import json
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from megatrain.checkpoint.load import verify
 from megatrain.config import Config
 from megatrain.distributed.ranks import Ranks
-from megatrain.errors import ConfigError
+from megatrain.errors import CheckpointError, ConfigError
 from megatrain.train.resume.changes import flatten
 
-STEP, EVALUATE, END = "step", "evaluate", "end"
+STEP, EVALUATE, SAVE, END = "step", "evaluate", "save", "end"
+"""What the first rank tells the others to do next; after `SAVE` they lend it the state of their nodes."""
 
 
 def with_shards(config: Config, ranks: Ranks | None, meta: Mapping[str, Any] | None) -> Config:
@@ -91,6 +95,44 @@ def _short(value: Any) -> Any:
     """Return a digest in the place of a long value."""
     text = json.dumps(value, sort_keys=True, default=str)
     return value if len(text) <= 80 else "a digest of " + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def in_turn(ranks: Ranks | None) -> Iterator[None]:
+    """Let the first rank go ahead, then the first one of each other node, then the rest."""
+    if ranks is None:
+        yield
+        return
+    turn = 0 if ranks.rank == 0 else 1 if ranks.local_rank == 0 else 2
+    for _ in range(turn):
+        ranks.meet()
+    yield
+    for _ in range(2 - turn):
+        ranks.meet()
+
+
+def require_checkpoint(ranks: Ranks, path: Path, meta: Mapping[str, Any]) -> None:
+    """Refuse to go on from a checkpoint of which this rank's node has none, or another one.
+
+    Args:
+        ranks: Of which this one is not the first.
+        path: Where the first one has found it, and verified it.
+        meta: Of its manifest.
+
+    Raises:
+        CheckpointError: The node has it not, it is damaged there, or it is not the same.
+    """
+    try:
+        manifest = verify(path, digests=ranks.node > 0 and ranks.local_rank == 0)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"node {ranks.node}: {error}. Every node reads the checkpoint: put the run on a file system that "
+            "all share, or a copy of the checkpoint in its place"
+        ) from error
+    if json.dumps(dict(manifest.meta), sort_keys=True) != json.dumps(dict(meta), sort_keys=True):
+        raise CheckpointError(
+            f"node {ranks.node} has another checkpoint at {path} than rank 0; put a copy of that one there"
+        )
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.run_machine import choose_threads, make_care, measure_peak
 from megatrain.train.preference.objective import Preference
 from megatrain.train.preference.reference import Reference
-from megatrain.train.ranks import check_ranks, own_part, require_same_run
+from megatrain.train.ranks import SAVE, check_ranks, in_turn, own_part, require_same_run
 from megatrain.train.records.events import EventLog
 from megatrain.train.resume.changes import report_changes
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
@@ -143,6 +143,8 @@ class Run:
             write_adapter(self.engine, self.tokenizer, directory, base=base_of(self.config))
         else:
             write_model(self.engine, self.tokenizer, directory)
+        if self.ranks is not None and self.ranks.num_nodes > 1:
+            self.ranks.tell(SAVE)  # the state of other nodes comes to this one
         write_state(self.engine, directory)
 
     def restore(self, source: Path, meta: Mapping[str, Any]) -> None:
@@ -152,7 +154,7 @@ class Run:
             CheckpointError: It does not belong to this model.
             DataError: It does not belong to this data.
         """
-        if self.ranks is None or self.ranks.rank == 0:
+        if self.ranks is None or self.ranks.local_rank == 0:
             read_state(self.engine.host, source)
         if self.ranks is not None:
             self.ranks.meet()
@@ -253,11 +255,8 @@ def prepare(
     if config.data.chat_template is not None:  # whoever talks to the model needs what it was trained with
         tokenizer.chat_template = template_source(config.data.chat_template, tokenizer)
     day = None if earlier is None else earlier["data"].get("day")
-    if ranks is not None and ranks.rank > 0:
-        ranks.meet()  # the first one prepares the data, and the others read them
-    data = pack_data(config, tokenizer, model_config, folder=prepared, day=day)
-    if ranks is not None and ranks.rank == 0:
-        ranks.meet()
+    with in_turn(ranks):  # the first one prepares the data, and the others read them
+        data = pack_data(config, tokenizer, model_config, folder=prepared, day=day)
     loader = make_loader(config, data)
     for line in data.notes():
         show(line)
@@ -284,7 +283,8 @@ def prepare(
     if ranks is not None:
         check_ranks(config)
     if ranks is None or ranks.rank == 0:
-        planned = plan_memory(config, counted, measure, num_ranks=1 if ranks is None else ranks.size)
+        size, num_nodes = (1, 1) if ranks is None else (ranks.size, ranks.num_nodes)
+        planned = plan_memory(config, counted, measure, num_ranks=size, num_nodes=num_nodes)
     first_step = 0 if earlier is None else int(earlier["step"])
     for line in start_lines(
         config,

@@ -24,20 +24,27 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("sizes", "killed"),
     [
-        ((2, 1), [1, 17]),
-        pytest.param((4, 2), [3, 9], marks=pytest.mark.parity),
-        pytest.param((2, 4), [0, 22], marks=pytest.mark.parity),
+        (((2, 2), (1, 1)), [1, 17]),
+        (((2, 1), (2, 2)), [0, 17]),
+        pytest.param(((2, 1), (1, 1)), [1, 17], marks=pytest.mark.parity),
+        pytest.param(((4, 1), (2, 1)), [3, 9], marks=pytest.mark.parity),
+        pytest.param(((2, 1), (4, 1)), [0, 22], marks=pytest.mark.parity),
+        pytest.param(((4, 2), (2, 1)), [2, 17], marks=pytest.mark.parity),
+        pytest.param(((2, 1), (4, 4)), [1, 22], marks=pytest.mark.parity),
     ],
     ids=str,
 )
 def test_a_killed_rank_ends_all_and_other_ranks_go_on_to_the_same_bits(
-    tmp_path: Path, alone: Path, sizes: tuple[int, int], killed: list[int]
+    tmp_path: Path, alone: Path, sizes: tuple[tuple[int, int], tuple[int, int]], killed: list[int]
 ) -> None:
-    place = {"root": str(alone.parent), "out": f"run-{sizes[0]}-{killed[1]}"}
-    codes = exit_codes(tmp_path / "first", sizes[0], train_run, killed=killed, **place)
+    """Sizes are of ranks and of nodes: those of the run that is killed, and those that go on."""
+    (size, num_nodes), (then, nodes_then) = sizes
+    place = {"root": str(alone.parent), "out": f"run-{size}-{num_nodes}-{then}-{nodes_then}"}
+    codes = exit_codes(tmp_path / "first", size, train_run, killed=killed, num_nodes=num_nodes, **place)
     assert codes.pop(killed[0]) == -9
     assert set(codes) <= {RankError.exit_code, 6}  # 6: some of its blocks are updated, others are not
-    run_ranks(tmp_path / "then", sizes[1], train_run, **place)
+    assert any((alone.parent / place["out"] / "checkpoints").iterdir())
+    run_ranks(tmp_path / "then", then, train_run, num_nodes=nodes_then, **place)
     assert_same_runs(alone.parent / place["out"], alone)
     assert losses_of(alone.parent / place["out"]) == losses_of(alone)
 

@@ -9,12 +9,13 @@ from itertools import accumulate, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megatrain.config.choice import Choice
+from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.runs import Runs
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import largest_first
 from megatrain.layout.moments import MomentFormat
+from megatrain.layout.ownership import node_totals
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
 from megatrain.model.profile.anatomy import Anatomy, Fragment, Layer
 from megatrain.plan.program.block_size import BlockSize
@@ -94,6 +95,7 @@ class BlockSums:
         self.blocks = list_blocks(anatomy, Choice(fragments=fragments).with_defaults(0), MomentFormat.FP32)
         self.totals = BlockTotals(block.sizes for block in self.blocks)
         self.num_blocks = len(self.blocks)
+        self._kept: dict[tuple[int, int], BlockTotals | None] = {}
         self._drive_bytes: dict[tuple[object, ...], tuple[int, int]] = {}
         self._samples: dict[tuple[int, bool], list[tuple[int, bool]]] = {}
         self._gradients_of: dict[tuple[object, ...], tuple[tuple[str, ...], GradientPlaces]] = {}
@@ -103,6 +105,13 @@ class BlockSums:
         """How the layers run under choices that were looked at: see `layer_runs`."""
         self.kinds = _kinds(anatomy.layers)
         """For each layer, the first one that is like it but for its name."""
+
+    def kept_by_node(self, batch: StepBatch) -> BlockTotals | None:
+        """Return the sizes of what the first node keeps of each block's state, as `node_totals`."""
+        key = batch.num_ranks, batch.num_nodes
+        if key not in self._kept:
+            self._kept[key] = node_totals(self.totals.sizes, *key)
+        return self._kept[key]
 
     @cached_property
     def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

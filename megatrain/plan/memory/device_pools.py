@@ -54,15 +54,19 @@ def host_planes(
     Planes that are on a drive are counted too: `Choice.tier` says where each is.
     """
     block_sums = BlockSums.of(anatomy, choice.fragments)
-    blocks = block_sums.residency(choice)
-    planes = pools.state_planes(blocks.all, blocks.all, state) | pools.gradient_planes(
+    blocks, kept = block_sums.residency(choice), block_sums.kept_by_node(batch)
+    planes = pools.host_planes(
         blocks.all,
         block_sums.gradient_places(choice, batch.num_micro_batches),
+        state,
+        kept=kept,
         num_sums=batch.runs.kept_sums(
             choice.rounds(batch.num_micro_batches),
             is_wide=anatomy.precision == "bf16" or batch.num_ranks > 1,
         ),
     )
+    if kept is not None:  # of a block that is saved, what other nodes keep comes here for that long
+        planes["state of other nodes"] = blocks.all.largest(pools.resident_state, state)
     together = min(choice.lockstep, batch.num_micro_batches)
     boundary, offloaded = 0, 0
     if choice.boundaries != "device" or "offload" in choice.activations:

@@ -9,13 +9,15 @@ from megatrain.config.plan import Pool
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import SCRATCH_CHUNK_BYTES
-from megatrain.layout.moments import MomentFormat
+from megatrain.layout.moments import MOMENT_PLANES, MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.device_pools import host_planes
 from megatrain.plan.memory.layer_runs import layer_runs
 
-_PEAKS = ("boundaries", "activations", "staging of activations")
+_PEAKS = ("boundaries", "activations", "staging of activations", "state of other nodes")
+_SHARED = ("working", "remainder", *MOMENT_PLANES, "gradient", "state of other nodes")
+"""Of what is in RAM, what the ranks of a node have together; the rest is each one's own."""
 
 
 def host_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: MomentFormat) -> list[Pool]:
@@ -26,9 +28,17 @@ def host_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: Moment
         sizes |= _placed(block_sums, choice)
     elif choice.has_scratch_on_drives:  # a run with drives commits its state there, wherever it lives
         sizes |= _buffers(block_sums, replace(choice, blocks_in_ram=block_sums.num_blocks))
-    return [
+    found = [
         Pool("ram", name, nbytes, is_exact=name not in _PEAKS) for name, nbytes in sizes.items() if nbytes
     ]
+    own = sum(pool.nbytes for pool in found if pool.name not in _SHARED)
+    return found + of_other_ranks("other ranks", own, batch)
+
+
+def of_other_ranks(name: str, nbytes: int, batch: StepBatch) -> list[Pool]:
+    """Return the pool of what the other ranks of a node take, each as many bytes as this one."""
+    others = (batch.ranks_of_node - 1) * nbytes
+    return [Pool("ram", name, others, is_exact=False)] if others else []
 
 
 def drive_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> list[Pool]:

@@ -16,7 +16,7 @@ from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.deterministic import deterministic_spec
 from megatrain.plan.cost.rates import Kernels, Rates
 from megatrain.plan.memory.device_pools import device_peak_bytes
-from megatrain.plan.memory.host_pools import drive_pools, host_pools
+from megatrain.plan.memory.host_pools import drive_pools, host_pools, of_other_ranks
 
 USABLE_DEVICE = 0.95
 """Of an accelerator's memory: the rest is the allocator's, which gives out whole pages of several sizes."""
@@ -119,7 +119,9 @@ def pools_of(request: Request, choice: Choice) -> list[Pool]:
     is_cpu = request.spec.is_cpu
     pools = _on_device(request, choice)
     if is_cpu:
+        own = sum(pool.nbytes for pool in pools)
         pools = [replace(pool, tier="ram") for pool in pools]
+        pools += of_other_ranks("other ranks' computing", own, batch)
     pools += host_pools(anatomy, choice, batch, request.moments)
     return pools + drive_pools(anatomy, choice, batch)
 
@@ -177,7 +179,10 @@ def _needs(request: Request, choice: Choice) -> dict[str, int]:
     """Return a choice's bytes by tier."""
     on_drives = sum(pool.nbytes for pool in drive_pools(request.anatomy, choice, request.batch))
     needs = {"device": 0, "ram": host_bytes(request, choice), "nvme": on_drives}
-    needs["ram" if request.spec.is_cpu else "device"] += _device_bytes(request, choice)
+    if request.spec.is_cpu:
+        needs["ram"] += request.batch.ranks_of_node * _device_bytes(request, choice)
+    else:
+        needs["device"] = _device_bytes(request, choice)
     return needs
 
 

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def plan_memory(
-    config: Config, model: PlannedModel, measure: Measure | None, *, num_ranks: int = 1
+    config: Config, model: PlannedModel, measure: Measure | None, *, num_ranks: int = 1, num_nodes: int = 1
 ) -> Planned | None:
     """Plan a run; None if the model cannot be counted: what `attach` then does is said there.
 
@@ -35,6 +35,7 @@ def plan_memory(
         model: That will be trained.
         measure: As in `machine_for`.
         num_ranks: That train together; the plan is of one rank's part.
+        num_nodes: On which they are.
 
     Raises:
         ConfigError: Ranks cannot do what the settings ask for.
@@ -42,7 +43,7 @@ def plan_memory(
     """
     spec = machine_for(config, measure)
     try:
-        planned = plan_training(config, model, spec, num_ranks=num_ranks)
+        planned = plan_training(config, model, spec, num_ranks=num_ranks, num_nodes=num_nodes)
     except ModelError:
         return None
     plan = planned.plan
@@ -58,7 +59,9 @@ def plan_memory(
     return planned
 
 
-def plan_training(config: Config, model: PlannedModel, spec: HardwareSpec, *, num_ranks: int = 1) -> Planned:
+def plan_training(
+    config: Config, model: PlannedModel, spec: HardwareSpec, *, num_ranks: int = 1, num_nodes: int = 1
+) -> Planned:
     """Plan a run that is about to begin.
 
     Args:
@@ -66,6 +69,7 @@ def plan_training(config: Config, model: PlannedModel, spec: HardwareSpec, *, nu
         model: That will be trained.
         spec: The machine.
         num_ranks: As in `plan_memory`.
+        num_nodes: As there.
 
     Raises:
         ConfigError, CapacityError: As `plan_memory`.
@@ -80,7 +84,7 @@ def plan_training(config: Config, model: PlannedModel, spec: HardwareSpec, *, nu
     device = compute_device(config.train.device)
     request = make_request(config, anatomy, spec, can_compile=can_compile(device))
     if num_ranks > 1:
-        choice, batch = part_of(num_ranks, request.choice, request.batch)
+        choice, batch = part_of(num_ranks, request.choice, request.batch, num_nodes=num_nodes)
         assert batch is not None
         request = replace(request, choice=choice, batch=batch)
     plan = make_plan(request)

@@ -61,9 +61,7 @@ def write_state(engine: Engine, out: Path) -> None:
     engine.settle()
     directory = out / _STATE_DIR
     make_private_directory(directory)
-    for number, layout in enumerate(engine.host.layouts):
-        if not layout.num_state:
-            continue
+    for number in _trained(engine.host):
         with engine.host.borrow(number) as block:
             sources = [
                 TensorSource(
@@ -76,6 +74,19 @@ def write_state(engine: Engine, out: Path) -> None:
             ]
             if sources:
                 write_safetensors(_block_file(out, number), sources, {"format": "pt"})
+
+
+def lend_state(engine: Engine) -> None:
+    """Lend what this node keeps to the first rank of all, which calls `write_state`."""
+    engine.settle()
+    for number in _trained(engine.host):
+        with engine.host.borrow(number):
+            pass
+
+
+def _trained(host: HostState) -> list[int]:
+    """List the blocks with trained parameters."""
+    return [number for number, layout in enumerate(host.layouts) if layout.num_state]
 
 
 def has_state(source: Path) -> bool:
@@ -102,9 +113,7 @@ def read_state(host: HostState, source: Path) -> None:
     for file in map(directory.joinpath, names):
         with read_safetensors(file) as tensors:
             where |= dict.fromkeys(tensors, file)  # a run with other fragments has cut its files elsewhere
-    for number in range(len(host.layouts)):
-        if not host.layouts[number].num_state:
-            continue
+    for number in _trained(host):
         with host.borrow(number, writes=True) as block:
             _read_block(block, source, where)
 
