@@ -314,6 +314,8 @@ class StepBatch:
     """Of several ranks' step this is the part of one, in micro-batches and runs; 1: all of it."""
     num_nodes: int = 1
     """On which these ranks are, equally many on each."""
+    gathers: bool = False
+    """Ranks of a node fetch a piece of each block's weights each, and gather them; `parallel.gather`."""
 
     @property
     def ranks_of_node(self) -> int:

@@ -14,6 +14,9 @@ from itertools import pairwise
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.totals import BlockTotals
 
+PIECE_ALIGNMENT = 256
+"""Bytes of which a piece of weights that ranks gather is a multiple."""
+
 CUT_NUMEL = 1 << 15
 """Elements between cuts: 64 KiB of bf16, so that a page of a working plane has one owner."""
 
@@ -87,6 +90,15 @@ def node_totals(
 def _joined(parts: list[range]) -> range:
     held = [part for part in parts if part]
     return range(held[0].start, held[-1].stop) if held else range(0)
+
+
+def piece_bytes(nbytes: int, num_ranks: int) -> int:
+    """Return the bytes of the equal pieces of a block's weights that ranks fetch one each, and gather.
+
+    They have nothing to do with shares: the ranks of a node have all weights in one memory. What is left over
+    behind the last one, less than `PIECE_ALIGNMENT` per rank, each fetches for itself.
+    """
+    return nbytes // (num_ranks * PIECE_ALIGNMENT) * PIECE_ALIGNMENT
 
 
 def _cut(start: int, stop: int, block: int, num_ranks: int) -> list[range]:

@@ -94,7 +94,12 @@ def check_runs(choice: Choice, num_runs: int) -> None:
 
 
 def part_of(
-    num_ranks: int, choice: Choice, batch: StepBatch | None, *, num_nodes: int = 1
+    num_ranks: int,
+    choice: Choice,
+    batch: StepBatch | None,
+    *,
+    num_nodes: int = 1,
+    gathers: bool = False,
 ) -> tuple[Choice, StepBatch | None]:
     """Return the choice and the batch of one rank of several.
 
@@ -103,6 +108,7 @@ def part_of(
         choice: What is decided.
         batch: Of all ranks' step; None: it is not known.
         num_nodes: On which they are.
+        gathers: Those of a node gather weights, of which each fetches a piece.
 
     Raises:
         ConfigError: Ranks cannot do what is decided, or the batch cannot be shared out.
@@ -127,11 +133,12 @@ def part_of(
         return choice, None
     runs = batch.runs
     part = runs.shared_out(num_ranks)
-    counts = {
+    counts: dict[str, Any] = {
         "num_micro_batches": part * runs.length,
         "num_runs": part,
         "num_ranks": num_ranks,
         "num_nodes": num_nodes,
+        "gathers": gathers,
     }
     lockstep = choice.given.get("lockstep", 1)
     if lockstep > part * runs.length:

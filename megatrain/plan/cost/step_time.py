@@ -89,6 +89,7 @@ class Step:
             saved_bytes=[run.leaving_bytes for run in self.costs.runs],
             num_runs=self.batch.num_runs,
             num_ranks=self.batch.num_ranks,
+            gathers=self.batch.gathers,
         )
 
     @property

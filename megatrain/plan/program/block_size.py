@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.moments import MomentFormat
-from megatrain.layout.ownership import Share
+from megatrain.layout.ownership import Share, piece_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +26,8 @@ class BlockSize:
     """Bytes of a sum that a rank sends to others, for their shares of the block."""
     spread_bytes: int = 0
     """Bytes of new weights that a rank sends to other nodes."""
+    gather_bytes: int = 0
+    """Bytes of the working weights that other ranks fetch, where ranks gather them."""
     added_bytes: int = 0
     """Bytes of memory that the host reads and writes to add a gradient to the sum of those before it."""
     last_added_bytes: int = 0
@@ -49,6 +51,7 @@ class BlockSize:
         moments: MomentFormat,
         share: Share | None = None,
         num_nodes: int = 1,
+        gathers_among: int = 1,
     ) -> BlockSize:
         """Return what a schedule needs to know of a block.
 
@@ -59,6 +62,7 @@ class BlockSize:
             moments: How its moments are kept.
             share: What of its state this rank keeps; None: all.
             num_nodes: On which the ranks are.
+            gathers_among: Ranks that fetch a piece of the weights each, and gather them; 1: none does.
         """
         own = sizes if share is None else share.sizes
         size = cls(
@@ -69,6 +73,7 @@ class BlockSize:
             accumulator_bytes=sizes.accumulator_bytes,
             exchange_bytes=4 * (sizes.num_state - own.num_state),
             spread_bytes=(num_nodes - 1) * own.working_bytes,
+            gather_bytes=(gathers_among - 1) * piece_bytes(sizes.working_bytes, gathers_among),
             added_bytes=sizes.added_bytes(completes=False),
             last_added_bytes=sizes.added_bytes(completes=True),
             parked_bytes=pools.parked_gradient(sizes),

@@ -29,6 +29,8 @@ class Lane(str, Enum):
     COMPUTE = "compute"
     FETCH = "fetch"
     OFFLOAD = "offload"
+    GATHER = "gather"
+    """Weights between ranks."""
     EXCHANGE = "exchange"
     """Gradients between ranks."""
     SPREAD = "spread"
@@ -58,6 +60,8 @@ class Kind(str, Enum):
 
     FETCH = "fetch"
     """Copy a block's working weights to the device."""
+    GATHER = "gather"
+    """Make them whole on every rank, of which each has fetched a piece."""
     FORWARD = "forward"
     """The model passes through a block; also where a recomputation passes it again."""
     BACKWARD = "backward"
@@ -127,6 +131,7 @@ _STATE = ("working", "moments", "gradient", "drive")
 
 _LANES = {
     Kind.FETCH: Lane.FETCH,
+    Kind.GATHER: Lane.GATHER,
     Kind.LOAD: Lane.FETCH,
     Kind.FORWARD: Lane.COMPUTE,
     Kind.BACKWARD: Lane.COMPUTE,
@@ -214,7 +219,8 @@ class Operation:
     num_sums: int = 1
     """LOAD and OFFLOAD of what adds up over rounds: how many partial sums that is; see `Runs`."""
     is_share: bool = False
-    """Of a rank's share of the block, among several ranks: an EXCHANGE has made the sum, a SPREAD follows."""
+    """Of a rank's share of the block, among several ranks: an EXCHANGE has made the sum, a SPREAD follows. FETCH:
+    of a rank's piece of the weights; a GATHER follows."""
     follows_norm: bool = True
     """UPDATE only: clipping or skipping needs the norm first."""
     nbytes: int = 0
@@ -238,7 +244,7 @@ class Operation:
     def reads(self) -> tuple[Buffer, ...]:
         """Buffers that the operation reads."""
         match self.kind:  # what there is most of first
-            case Kind.FORWARD | Kind.BACKWARD:
+            case Kind.FORWARD | Kind.BACKWARD | Kind.GATHER:
                 arrived: tuple[Buffer, ...] = (("arriving", self.arrival),) if self.arrival >= 0 else ()
                 return (weights_buffer(self.block, self.slot), *arrived)
             case Kind.FETCH:
@@ -300,7 +306,7 @@ class Operation:
     def writes(self) -> tuple[Buffer, ...]:
         """Buffers that the operation writes."""
         match self.kind:
-            case Kind.FETCH:
+            case Kind.FETCH | Kind.GATHER:
                 return (weights_buffer(self.block, self.slot),)
             case Kind.LOAD:
                 return (gradients_buffer(self.block, self.gradient_buffer),)

@@ -147,6 +147,24 @@ def spread(update: Operation, size: BlockSize) -> list[Operation]:
     return [update, Operation(kind=Kind.SPREAD, block=update.block, nbytes=size.spread_bytes)]
 
 
+def gathered(operations: Sequence[Operation], sizes: Sequence[BlockSize]) -> list[Operation]:
+    """List operations in which every rank fetches a piece of each block's weights, and all gather them."""
+    found = []
+    for operation in operations:
+        size = sizes[operation.block] if operation.kind is Kind.FETCH else None
+        if size is None or not size.gather_bytes:
+            found.append(operation)
+            continue
+        found.append(replace(operation, is_share=True, nbytes=size.fetch_bytes - size.gather_bytes))
+        found.append(replace(operation, kind=Kind.GATHER, nbytes=size.gather_bytes))
+    return found
+
+
+def spread(update: Operation) -> list[Operation]:
+    """List an update, and, of a rank's share, what waits for those of the other ranks."""
+    return [update, Operation(kind=Kind.SPREAD, block=update.block)] if update.is_share else [update]
+
+
 def _updated_at_once(
     block: int, size: BlockSize, staging: int = -1, *, has_shares: bool = False
 ) -> list[Operation]:

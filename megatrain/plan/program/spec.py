@@ -51,6 +51,8 @@ class StepSpec:
     """Runs of the step; see `Runs`."""
     num_ranks: int = 1
     """Ranks that train together, each with a share of every block's state."""
+    gathers: bool = False
+    """Each fetches a piece of every block's weights, and they gather them."""
     first_trained: int = 0
     """The first layer that backward reaches."""
     activations_on_drives: bool = False
@@ -75,6 +77,7 @@ class StepSpec:
         saved_bytes: Sequence[int] | None = None,
         num_runs: int = 1,
         num_ranks: int = 1,
+        gathers: bool = False,
     ) -> StepSpec:
         """Say how a choice runs.
 
@@ -90,6 +93,7 @@ class StepSpec:
             saved_bytes: What a micro-batch saves of each layer; None: not known.
             num_runs: Of a rank's part of a step.
             num_ranks: That train together.
+            gathers: They gather weights, of which each fetches a piece.
         """
         inside = {block for layer in layers for block in layer}
         trained = [any(sizes[block].is_trained for block in layer) for layer in layers]
@@ -113,6 +117,7 @@ class StepSpec:
             drives=drives,
             num_runs=num_runs,
             num_ranks=num_ranks,
+            gathers=gathers,
         )
 
     def __post_init__(self) -> None:

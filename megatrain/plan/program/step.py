@@ -24,7 +24,7 @@ from megatrain.plan.program.drive_traffic import (
     with_weights_through,
 )
 from megatrain.plan.program.operations import Kind, Operation, Program
-from megatrain.plan.program.schedule import exchanged, parked, schedule, spread, unparked
+from megatrain.plan.program.schedule import exchanged, gathered, parked, schedule, spread, unparked
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.visits import Visit, step_visits
 
@@ -74,6 +74,8 @@ def visits_program(
         operations = with_activations_through(operations, NUM_ACTIVATION_STAGING)
     if fetches_outer:
         operations = [*fetch_residents(spec.sizes), *operations]
+    if spec.gathers:
+        operations = gathered(operations, spec.sizes)
     return Program(tuple(around_drives(spec, operations)), placed.contents)
 
 

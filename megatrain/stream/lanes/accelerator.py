@@ -38,7 +38,7 @@ from megatrain.stream.lanes.threads import Failure, ThreadedLanes, Worker
 
 _log = logging.getLogger(__name__)
 
-_COPY_LANES = (Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE, Lane.EXCHANGE)
+_COPY_LANES = (Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE, Lane.GATHER, Lane.EXCHANGE)
 _HOST_LANES = (Lane.HOST, Lane.READ, Lane.PAGE, Lane.WRITE, Lane.STOW, Lane.RECALL, Lane.SPREAD)
 MAX_UNRESOLVED = 512
 """Events kept per lane before their times are looked up, should nobody take the record."""

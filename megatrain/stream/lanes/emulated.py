@@ -109,6 +109,7 @@ class EmulatedMachine:
             Lane.HOST: self.host_bytes_per_s,
             Lane.READ: self.nvme_read_bytes_per_s,
             Lane.WRITE: self.nvme_write_bytes_per_s,
+            Lane.GATHER: 0.0,
             Lane.EXCHANGE: 0.0,  # how fast other ranks are is not emulated
             Lane.SPREAD: 0.0,
         }
