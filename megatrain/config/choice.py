@@ -323,6 +323,11 @@ class StepBatch:
         return self.num_ranks // self.num_nodes
 
     @property
+    def gathers_among(self) -> int:
+        """Return how many ranks fetch a piece of each block, and gather it; 1: none does."""
+        return self.ranks_of_node if self.gathers else 1
+
+    @property
     def adds_up(self) -> bool:
         """Whether the gradients of several micro-batches add up, on this rank or among ranks."""
         return self.num_micro_batches > 1 or self.num_ranks > 1

@@ -79,7 +79,7 @@ def node_shares(sizes: BlockBytes, block: int, num_ranks: int, num_nodes: int) -
 def node_totals(
     blocks: Iterable[BlockBytes], num_ranks: int, num_nodes: int, node: int = 0
 ) -> BlockTotals | None:
-    """Return the sizes of what a node keeps of the state of each block; None: there is one, with all of it."""
+    """Return the sizes of what a node keeps of each block's state; None: there is one, with all of it."""
     if num_nodes == 1:
         return None
     return BlockTotals(
@@ -99,6 +99,17 @@ def piece_bytes(nbytes: int, num_ranks: int) -> int:
     behind the last one, less than `PIECE_ALIGNMENT` per rank, each fetches for itself.
     """
     return nbytes // (num_ranks * PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+
+
+def largest_share(sizes: BlockBytes, num_ranks: int) -> Share:
+    """Return as much of a block's state as any of several ranks keeps at most: what a plan counts with."""
+    split, full = (_most(numel, num_ranks) for numel in (sizes.num_split, sizes.num_state - sizes.num_split))
+    return Share(range(split), range(sizes.num_split, sizes.num_split + full))
+
+
+def _most(numel: int, num_ranks: int) -> int:
+    num_chunks = -(-numel // CUT_NUMEL)
+    return numel if num_chunks < num_ranks else min(numel, CUT_NUMEL * -(-num_chunks // num_ranks))
 
 
 def _cut(start: int, stop: int, block: int, num_ranks: int) -> list[range]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatrain.plan.cost.collectives import Collectives
 from megatrain.plan.cost.contention import Shares
 from megatrain.plan.cost.layer_costs import LayerCosts
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.timetable import Task
 from megatrain.plan.memory.block_sums import PlannedBlock
+from megatrain.plan.program.buffers import Buffer
 from megatrain.plan.program.operations import Kind, Lane, Operation
 
 
@@ -16,12 +18,19 @@ class Pricing:
     """The seconds of every operation of a choice."""
 
     def __init__(
-        self, rates: Rates, costs: LayerCosts, blocks: Sequence[PlannedBlock], shares: Shares
+        self,
+        rates: Rates,
+        costs: LayerCosts,
+        blocks: Sequence[PlannedBlock],
+        shares: Shares,
+        collectives: Collectives,
     ) -> None:
         """Price for a machine (`rates`), a model's layers under a choice (`costs`), and its blocks.
 
-        `shares` is what is left of the rates where lanes are in each other's way.
+        `shares` is what is left of the rates where lanes are in each other's way, and `collectives` knows the
+        ranks.
         """
+        self._collectives = collectives
         self._rates = rates
         self._costs = costs
         self._blocks = blocks
@@ -39,11 +48,24 @@ class Pricing:
             # only what autograd has made needs the gradient buffer, not what makes it
             visit = Task(lane, seconds, reads, (), kind.value)
             return visit, Task(lane, 0.0, (), writes, "collect")
+        if kind is Kind.EXCHANGE and self._collectives.passes_host:
+            return self._through_host(operation)
         if kind is Kind.SYNC or (
             kind is Kind.UPDATE and operation.on_device and self._rates.updates_in_compute
         ):
             lane = Lane.COMPUTE  # a thread that waits launches nothing; an update there runs among the rest
         return (Task(lane, seconds, reads, writes, kind.value),)
+
+    def _through_host(self, operation: Operation) -> tuple[Task, ...]:
+        """Return an exchange as the two copies of what stays in the node: to its memory, and from there."""
+        collectives, shares, kind = self._collectives, self._shares, operation.kind.value
+        near = collectives.exchanged_near(self._sum_bytes(operation))
+        there: tuple[Buffer, ...] = (("exchange", 0),)
+        up_s = self._rates.fetch_s(near) / shares.up + self.seconds(operation)
+        return (
+            Task(Lane.EXCHANGE, self._rates.offload_s(near) / shares.down, operation.reads, there, kind),
+            Task(Lane.GATHER, up_s, there, operation.writes, kind),
+        )
 
     def seconds(self, operation: Operation) -> float:
         """Return the seconds that an operation takes."""
@@ -57,6 +79,13 @@ class Pricing:
         match kind:
             case Kind.FETCH | Kind.RESTORE:
                 return rates.fetch_s(nbytes) / shares.up
+            case Kind.GATHER:
+                return self._collectives.gather_s(nbytes)
+            case Kind.EXCHANGE:
+                sent = self._sum_bytes(operation)
+                return self._collectives.exchange_s(sent) + self._collectives.sum_s(sent)
+            case Kind.SPREAD:
+                return self._collectives.network_s(nbytes)
             case Kind.LOAD:
                 return rates.fetch_s(self._sum_bytes(operation)) / shares.up
             case Kind.OFFLOAD:
@@ -93,6 +122,8 @@ class Pricing:
 
     def _sum_bytes(self, operation: Operation) -> float:
         """Return the bytes of a gradient on the link; of a sum that goes on, as the kernels keep it."""
+        if operation.kind is Kind.EXCHANGE:
+            return operation.nbytes * self._rates.kernels.sum_bytes / 4
         goes_on = operation.kind is Kind.LOAD or not operation.completes
         if not goes_on or operation.sums_on_host:
             return operation.nbytes

@@ -7,22 +7,28 @@ goes on, and micro-batches that pass together in one visit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.layout import pools
-from megatrain.layout.block_bytes import BlockBytes
 from megatrain.model.profile.anatomy import Anatomy
+from megatrain.plan.cost.collectives import Collectives
 from megatrain.plan.cost.contention import Demand, Shares, memory_s
 from megatrain.plan.cost.layer_costs import LayerCosts
 from megatrain.plan.cost.pricing import Pricing
 from megatrain.plan.cost.rates import Rates
-from megatrain.plan.cost.timetable import Task, busy_seconds, steady_ends
-from megatrain.plan.memory.block_sums import BlockSums, PlannedBlock, list_blocks
-from megatrain.plan.program.operations import Kind, Program
+from megatrain.plan.cost.timetable import Task, busy_seconds, links, steady_ends
+from megatrain.plan.memory.block_sums import (
+    BlockSums,
+    PlannedBlock,
+    exchanged,
+    list_blocks,
+    updated_share,
+)
+from megatrain.plan.program.operations import Kind, Lane, Program
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import step_program
 
@@ -45,6 +51,10 @@ class CopiedBytes:
     down: float
     read: float
     written: float
+    exchanged: float = 0.0
+    """Sums that a rank sends to others."""
+    gathered: float = 0.0
+    """Weights that it gets from those of its node."""
 
 
 class Step:
@@ -65,7 +75,7 @@ class Step:
     @cached_property
     def blocks(self) -> list[PlannedBlock]:
         """What streams as one: of all layers in forward order, then the outer ones."""
-        return list_blocks(self.anatomy, self.choice, self.rates.moments)
+        return list_blocks(self.anatomy, self.choice, self.rates.moments, self.batch)
 
     @cached_property
     def block_sums(self) -> BlockSums:
@@ -161,20 +171,20 @@ class Step:
         if spec.is_cpu:
             again = sum(task.seconds for task in tasks[marked[0] + 1 : marked[1] + 1]) if more else 0.0
             return sum(task.seconds for task in tasks) + more * again
-        shares = spec.drives is not None and not spec.drives.is_duplex
-        ends, before = steady_ends(tasks, waits_for_compute=spec.launches_inline, drives_share=shares)
+        ends, before = steady_ends(tasks, waits_for_compute=spec.launches_inline, link_of=self.link_of)
         step_s = ends[marked[-1]] - before[marked[-1]]
-        busy = busy_seconds(tasks, drives_share=shares)
+        busy = busy_seconds(tasks, link_of=self.link_of)
         if more:
             step_s += more * (ends[marked[1]] - ends[marked[0]])
-            middle = busy_seconds(tasks[marked[0] + 1 : marked[1] + 1], drives_share=shares)
+            middle = busy_seconds(tasks[marked[0] + 1 : marked[1] + 1], link_of=self.link_of)
             for lane, seconds in middle.items():
                 busy[lane] += more * seconds
         return max(step_s, *busy.values())  # two steps do not show a backlog that grows with each
 
     def tasks(self, *, is_short: bool = False) -> tuple[list[Task], list[int]]:
         """Return the operations as timed tasks, and the number of each round's last backward."""
-        pricing = Pricing(self.rates, self.costs, self.blocks, Shares.of(self.rates, self.demand))
+        shares = Shares.of(self.rates, self.demand)
+        pricing = Pricing(self.rates, self.costs, self.blocks, shares, self.collectives)
         tasks = [
             task
             for operation in self.program(is_short=is_short).operations
@@ -186,6 +196,18 @@ class Step:
             count = len(visits) * self.spec.num_backwards
             marked.append(next(islice(backwards, count - 1, None)))
         return tasks, marked
+
+    @property
+    def link_of(self) -> Mapping[Lane, Lane]:
+        """Return which lanes take turns, on which link."""
+        drives = self.rates.spec.drives
+        shares = drives is not None and not drives.is_duplex
+        return links(drives_share=shares, passes_host=self.collectives.passes_host)
+
+    @cached_property
+    def collectives(self) -> Collectives:
+        """What ranks send each other costs."""
+        return Collectives.of(self.rates, self.batch)
 
     @cached_property
     def costs(self) -> LayerCosts:
@@ -224,7 +246,9 @@ class Step:
     def copied_bytes(self) -> CopiedBytes:
         """What no program of the step can do without copying: what its slots hold already is left out."""
         choice, sums, rounds = self.choice, self.block_sums, self.num_rounds
-        fetched, offloaded = sums.moved_bytes(choice, self.batch.runs)
+        num_ranks = self.batch.num_ranks
+        among = self.batch.gathers_among
+        fetched, offloaded = sums.moved_bytes(choice, self.batch.runs, num_ranks, among)
         saved = self.sums[3]
         restored = saved - rounds * self.costs.newest_bytes
         read, written = sums.drive_bytes(choice, rounds)
@@ -232,11 +256,14 @@ class Step:
             pools.parked_gradient
         )
         on_drives = choice.boundaries == "nvme"
+        kept = self.rates.kernels.sum_bytes / 4
         return CopiedBytes(
             up=fetched + restored,
             down=offloaded + saved,
             read=read + parked + restored * on_drives,
             written=written + parked + saved * on_drives,
+            exchanged=sums.residency(choice).on_host.total(exchanged, num_ranks) * kept,
+            gathered=sums.weights_fetched(choice, rounds) - sums.weights_fetched(choice, rounds, among),
         )
 
     @cached_property
@@ -244,16 +271,28 @@ class Step:
         """Host memory that adding up gradients there reads and writes."""
         return self.block_sums.added_bytes(self.choice, self.batch.num_micro_batches)
 
+    @property
+    def through_host_bytes(self) -> float:
+        """What devices without access to each other exchange: it takes both ways of each one's link."""
+        collectives = self.collectives
+        copied = self.copied_bytes
+        near = collectives.exchanged_near(copied.exchanged) + copied.gathered
+        return near if collectives.passes_host else 0.0
+
+    @cached_property
+    def update_bytes(self) -> int:
+        """Host memory that AdamW reads and writes, of this rank's share."""
+        on_host = self.block_sums.residency(self.choice).on_host
+        return on_host.total(updated_share, self.rates.moments, self.batch.num_ranks)
+
     @cached_property
     def demand(self) -> Demand:
         """What the step asks of what its lanes share."""
-        choice = self.choice
         copied = self.copied_bytes
-        on_host = self.block_sums.residency(choice).on_host
         return Demand(
-            up_bytes=copied.up,
-            down_bytes=copied.down,
-            update_bytes=on_host.total(BlockBytes.update_bytes, self.rates.moments),
+            up_bytes=copied.up + self.through_host_bytes,
+            down_bytes=copied.down + self.through_host_bytes,
+            update_bytes=self.update_bytes,
             sum_bytes=self.added_bytes,
             drive_bytes=copied.read + copied.written,
             least_s=max(self._lane_bounds_s.values()),
@@ -268,13 +307,30 @@ def _lane_bounds(step: Step) -> dict[str, float]:
     on_device_s = costs.step_s if rates.updates_in_compute else 0.0
     forward = step.sums[0]
     copied = step.copied_bytes
-    up, down = rates.fetch_s(copied.up), rates.offload_s(copied.down)
-    on_host = step.block_sums.residency(choice).on_host
-    update_s = rates.update_s(on_host.total(BlockBytes.update_bytes, rates.moments))
+    through_host = step.through_host_bytes
+    up, down = rates.fetch_s(copied.up + through_host), rates.offload_s(copied.down + through_host)
+    collectives = step.collectives
+    exchange_s = collectives.exchange_s(copied.exchanged) + collectives.sum_s(copied.exchanged)
+    gather_s = collectives.gather_s(copied.gathered) if batch.gathers else 0.0
+    update_s = rates.update_s(step.update_bytes)
     sums_s = rates.host_pass_s(step.added_bytes)
     if rates.spec.is_cpu:
-        return {"everything in turn": compute + up + down + sums_s + update_s + costs.step_s}
+        return {
+            "everything in turn": compute
+            + up
+            + down
+            + exchange_s
+            + gather_s
+            + sums_s
+            + update_s
+            + costs.step_s
+        }
     limits = {"compute": compute, "copies to the device": up, "copies to the host": down}
+    if batch.num_ranks > 1:
+        limits["exchange between GPUs"] = exchange_s + gather_s
+    if batch.num_nodes > 1:
+        far = copied.exchanged - collectives.exchanged_near(copied.exchanged)
+        limits["network"] = collectives.network_s(far)
     if choice.updates == "immediate" or sums_s:
         limits["optimizer"] = sums_s + update_s
     if choice.updates == "serial":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from megatrain.plan.program.buffers import Buffer
@@ -24,8 +24,13 @@ _LINKS = {
     Lane.RECALL: Lane.READ,
     Lane.WRITE: Lane.WRITE,
     Lane.STOW: Lane.WRITE,
+    Lane.GATHER: Lane.EXCHANGE,
+    Lane.EXCHANGE: Lane.EXCHANGE,
 }
 """Lanes that take turns, and on which link."""
+
+_THROUGH_HOST = {Lane.EXCHANGE: Lane.OFFLOAD, Lane.GATHER: Lane.FETCH}
+"""Where devices have no access to each other, what they exchange takes both ways of their links."""
 
 _DRIVES = (Lane.READ, Lane.PAGE, Lane.RECALL, Lane.WRITE, Lane.STOW)
 
@@ -39,8 +44,15 @@ _Numbered: TypeAlias = tuple[int, float, list[int], list[int]]
 """A task's lane, seconds, and the buffers that it reads and writes, as numbers."""
 
 
-def _link_of(drives_share: bool) -> dict[Lane, Lane]:
-    return _LINKS | dict.fromkeys(_DRIVES, Lane.WRITE) if drives_share else _LINKS
+def links(*, drives_share: bool = False, passes_host: bool = False) -> Mapping[Lane, Lane]:
+    """Return on which link each lane takes turns, if it does.
+
+    Args:
+        drives_share: Reads and writes of the drives take turns.
+        passes_host: What devices exchange passes through host memory.
+    """
+    found = _LINKS | (_THROUGH_HOST if passes_host else {})
+    return found | dict.fromkeys(_DRIVES, Lane.WRITE) if drives_share else found
 
 
 class Task(NamedTuple):
@@ -64,15 +76,14 @@ class TaskSpan(NamedTuple):
 class Timetable:
     """Places tasks, in launch order, as early as lanes, links and buffers allow."""
 
-    def __init__(self, *, waits_for_compute: bool = False, drives_share: bool = False) -> None:
+    def __init__(self, *, waits_for_compute: bool = False, link_of: Mapping[Lane, Lane] = _LINKS) -> None:
         """Start with everything free.
 
         Args:
             waits_for_compute: The launching thread computes, so what it launches after a visit cannot begin
                 before the visit is done (a CPU, and emulated lanes).
-            drives_share: Reads and writes of the drives take turns.
+            link_of: As `links` returns it.
         """
-        link_of = _link_of(drives_share)
         self._links = [_NUMBERS[link_of[lane]] if lane in link_of else -1 for lane in Lane]
         self._waits_for_compute = waits_for_compute
         self._lane_free = [0.0] * len(_NUMBERS)
@@ -150,9 +161,8 @@ class Timetable:
         return begin
 
 
-def busy_seconds(tasks: Iterable[Task], *, drives_share: bool = False) -> Counter[Lane]:
+def busy_seconds(tasks: Iterable[Task], *, link_of: Mapping[Lane, Lane] = _LINKS) -> Counter[Lane]:
     """Return how long every lane is busy with these tasks, lanes that share a link together."""
-    link_of = _link_of(drives_share)
     busy: Counter[Lane] = Counter()
     for task in tasks:
         busy[link_of.get(task.lane, task.lane)] += task.seconds  # type: ignore[assignment]
@@ -160,7 +170,7 @@ def busy_seconds(tasks: Iterable[Task], *, drives_share: bool = False) -> Counte
 
 
 def steady(
-    tasks: Sequence[Task], *, waits_for_compute: bool = False, drives_share: bool = False
+    tasks: Sequence[Task], *, waits_for_compute: bool = False, link_of: Mapping[Lane, Lane] = _LINKS
 ) -> tuple[list[TaskSpan], list[TaskSpan]]:
     """Return when the tasks run in one of many equal steps, and in the step before it.
 
@@ -170,18 +180,18 @@ def steady(
     Args:
         tasks: Of one step.
         waits_for_compute: See `Timetable`.
-        drives_share: See `Timetable`.
+        link_of: See `Timetable`.
     """
-    timetable = Timetable(waits_for_compute=waits_for_compute, drives_share=drives_share)
+    timetable = Timetable(waits_for_compute=waits_for_compute, link_of=link_of)
     before = timetable.place(tasks)
     return timetable.place(tasks), before
 
 
 def steady_ends(
-    tasks: Sequence[Task], *, waits_for_compute: bool = False, drives_share: bool = False
+    tasks: Sequence[Task], *, waits_for_compute: bool = False, link_of: Mapping[Lane, Lane] = _LINKS
 ) -> tuple[list[float], list[float]]:
     """Return when the tasks end, as `steady` does, in half of the time."""
-    timetable = Timetable(waits_for_compute=waits_for_compute, drives_share=drives_share)
+    timetable = Timetable(waits_for_compute=waits_for_compute, link_of=link_of)
     numbered = timetable.numbered(tasks)
     _, before = timetable.run(numbered)
     _, ends = timetable.run(numbered)

@@ -15,7 +15,7 @@ from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import largest_first
 from megatrain.layout.moments import MomentFormat
-from megatrain.layout.ownership import node_totals
+from megatrain.layout.ownership import largest_share, node_totals, piece_bytes
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
 from megatrain.model.profile.anatomy import Anatomy, Fragment, Layer
 from megatrain.plan.program.block_size import BlockSize
@@ -39,8 +39,20 @@ class PlannedBlock:
     """Of its layer's blocks."""
 
 
-def list_blocks(anatomy: Anatomy, choice: Choice, moments: MomentFormat) -> list[PlannedBlock]:
-    """List the blocks of a choice: of all layers in forward order, then the outer ones."""
+def list_blocks(
+    anatomy: Anatomy, choice: Choice, moments: MomentFormat, batch: StepBatch | None = None
+) -> list[PlannedBlock]:
+    """List the blocks of a choice: of all layers in forward order, then the outer ones.
+
+    Args:
+        anatomy: Of the model.
+        choice: Resolved.
+        moments: How they are kept.
+        batch: Which says how many ranks there are, of whose shares the largest counts; None: one.
+    """
+    num_ranks, num_nodes, among = 1, 1, 1
+    if batch is not None:
+        num_ranks, num_nodes, among = batch.num_ranks, batch.num_nodes, batch.gathers_among
 
     def block(
         parts: Sequence[Fragment],
@@ -52,7 +64,15 @@ def list_blocks(anatomy: Anatomy, choice: Choice, moments: MomentFormat) -> list
         on_device: bool,
     ) -> PlannedBlock:
         sizes = sum((part.sizes for part in parts), BlockBytes())
-        size = BlockSize.of(sizes, is_streamed=streams, on_device=on_device, moments=moments)
+        size = BlockSize.of(
+            sizes,
+            is_streamed=streams,
+            on_device=on_device,
+            moments=moments,
+            share=None if num_ranks == 1 else largest_share(sizes, num_ranks),
+            gathers_among=among,
+            num_nodes=num_nodes,
+        )
         return PlannedBlock(size, sizes, layer, largest_run, share)
 
     blocks = []
@@ -199,13 +219,22 @@ class BlockSums:
     def _sizes(self) -> list[tuple[int, int]]:
         return [(block.sizes.num_split, block.largest_run) for block in self.blocks]
 
-    def moved_bytes(self, choice: Choice, runs: Runs) -> tuple[int, int]:
-        """Return the bytes that a step fetches and offloads, activations apart."""
+    def moved_bytes(
+        self, choice: Choice, runs: Runs, num_ranks: int = 1, gathers_among: int = 1
+    ) -> tuple[int, int]:
+        """Return the bytes that a step fetches and offloads, activations apart.
+
+        Args:
+            choice: Resolved.
+            runs: Of the step, or of a rank's part of it.
+            num_ranks: That share complete gradients out.
+            gathers_among: That fetch a piece of weights each, and gather them.
+        """
         num_micro_batches = runs.num_micro_batches
         layers = self.totals[self.first_streamed(choice) : self.first_outer]
         num_rounds = choice.num_rounds(num_micro_batches)
-        fetched = self._weights_fetched(choice, num_rounds)
-        offloaded = self.residency(choice).on_host.total(pools.gradient_plane)
+        fetched = self.weights_fetched(choice, num_rounds, gathers_among)
+        offloaded = self.residency(choice).on_host.total(offloaded_share, num_ranks)
         if choice.adds_on_host(num_micro_batches):
             later = num_micro_batches - choice.lockstep
             more = (later - 1) * layers.total(pools.gradient_plane)
@@ -222,19 +251,19 @@ class BlockSums:
         before = num_micro_batches - choice.lockstep - 1
         return before * layers.total(_added, False) + layers.total(_added, True)
 
-    def _weights_fetched(self, choice: Choice, num_rounds: int) -> int:
+    def weights_fetched(self, choice: Choice, num_rounds: int, gathers_among: int = 1) -> int:
         """Return the bytes of weights that a step fetches.
 
         A round leaves in the slots the first blocks, with which the next round begins; a backward begins
         with the blocks that its forward has left there.
         """
         first, last = self.first_streamed(choice), self.first_outer
-        total = self.totals[first:last].total(pools.resident_weights)
-        held = self.totals[first : min(first + choice.num_slots, last)].total(pools.resident_weights)
-        turned = self.totals[max(last - choice.num_slots, first) : last].total(pools.resident_weights)
+        total = self.totals[first:last].total(_fetched, gathers_among)
+        held = self.totals[first : min(first + choice.num_slots, last)].total(_fetched, gathers_among)
+        turned = self.totals[max(last - choice.num_slots, first) : last].total(_fetched, gathers_among)
         fetched = max(num_rounds * (2 * total - turned) - (num_rounds - 1) * held, total)
         if not choice.outer_resident:
-            fetched += self.totals[last:].total(pools.resident_weights)
+            fetched += self.totals[last:].total(_fetched, gathers_among)
         return fetched
 
     @cached_property
@@ -293,9 +322,33 @@ class BlockSums:
         read = sum(drives.update_bytes(number) for number in trained if number in drives.state)
         there = sum(self.blocks[number].size.fetch_bytes for number in drives.working)
         elsewhere = sum(block.size.fetch_bytes for block in self.blocks) - there
-        fetched = self._weights_fetched(choice, num_rounds)
+        fetched = self.weights_fetched(choice, num_rounds)
         # of the weights that are fetched, those in RAM are at most twice in each round
         return read + max(there, fetched - 2 * num_rounds * elsewhere), written
+
+
+def _fetched(sizes: BlockBytes, gathers_among: int) -> int:
+    gathered = (gathers_among - 1) * piece_bytes(sizes.working_bytes, gathers_among)
+    return sizes.working_bytes - gathered
+
+
+def offloaded_share(sizes: BlockBytes, num_ranks: int) -> int:
+    """Return the bytes of the largest share of a block's complete gradient."""
+    return pools.gradient_plane(_own(sizes, num_ranks))
+
+
+def updated_share(sizes: BlockBytes, moments: MomentFormat, num_ranks: int) -> int:
+    """Return the bytes of memory that an update of the largest share of a block reads and writes."""
+    return _own(sizes, num_ranks).update_bytes(moments)
+
+
+def exchanged(sizes: BlockBytes, num_ranks: int) -> int:
+    """Return the bytes of a block's sum that go to other ranks."""
+    return 4 * (sizes.num_state - _own(sizes, num_ranks).num_state)
+
+
+def _own(sizes: BlockBytes, num_ranks: int) -> BlockBytes:
+    return sizes if num_ranks == 1 else largest_share(sizes, num_ranks).sizes
 
 
 def _added(sizes: BlockBytes, completes: bool) -> int:

@@ -219,8 +219,8 @@ class Operation:
     num_sums: int = 1
     """LOAD and OFFLOAD of what adds up over rounds: how many partial sums that is; see `Runs`."""
     is_share: bool = False
-    """Of a rank's share of the block, among several ranks: an EXCHANGE has made the sum, a SPREAD follows. FETCH:
-    of a rank's piece of the weights; a GATHER follows."""
+    """Of a rank's share of the block, among several ranks: an EXCHANGE has made the sum, a SPREAD follows.
+    FETCH: of a rank's piece of the weights; a GATHER follows."""
     follows_norm: bool = True
     """UPDATE only: clipping or skipping needs the norm first."""
     nbytes: int = 0

@@ -160,11 +160,6 @@ def gathered(operations: Sequence[Operation], sizes: Sequence[BlockSize]) -> lis
     return found
 
 
-def spread(update: Operation) -> list[Operation]:
-    """List an update, and, of a rank's share, what waits for those of the other ranks."""
-    return [update, Operation(kind=Kind.SPREAD, block=update.block)] if update.is_share else [update]
-
-
 def _updated_at_once(
     block: int, size: BlockSize, staging: int = -1, *, has_shares: bool = False
 ) -> list[Operation]:

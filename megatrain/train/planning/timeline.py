@@ -37,8 +37,7 @@ def timeline(planned: Planned) -> list[Span]:
         ends = list(accumulate(task.seconds for task in tasks))
         times = [(end - task.seconds, end) for task, end in zip(tasks, ends, strict=True)]
     else:
-        shares = spec.drives is not None and not spec.drives.is_duplex
-        placed, _ = steady(tasks, waits_for_compute=spec.launches_inline, drives_share=shares)
+        placed, _ = steady(tasks, waits_for_compute=spec.launches_inline, link_of=step.link_of)
         times = [(span.begin_s, span.end_s) for span in placed]
     spans = [
         (task.lane.value, task.kind, begin_s, end_s)

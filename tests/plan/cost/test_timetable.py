@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain.plan.cost.timetable import Task, TaskSpan, Timetable, steady
+from megatrain.plan.cost.timetable import Task, TaskSpan, Timetable, links, steady
 from megatrain.plan.program.buffers import Buffer
 from megatrain.plan.program.operations import Lane
 
@@ -72,7 +72,7 @@ def test_who_is_ready_first_takes_the_gap_of_a_link() -> None:
 def test_drives_that_share_take_turns() -> None:
     tasks = [task(Lane.READ, 2), task(Lane.WRITE, 3)]
     assert Timetable().place(tasks) == [TaskSpan(0, 2), TaskSpan(0, 3)]
-    assert Timetable(drives_share=True).place(tasks) == [TaskSpan(0, 2), TaskSpan(2, 5)]
+    assert Timetable(link_of=links(drives_share=True)).place(tasks) == [TaskSpan(0, 2), TaskSpan(2, 5)]
 
 
 def test_steady_steps_overlap_where_buffers_allow() -> None:
