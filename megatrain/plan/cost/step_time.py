@@ -310,27 +310,18 @@ def _lane_bounds(step: Step) -> dict[str, float]:
     through_host = step.through_host_bytes
     up, down = rates.fetch_s(copied.up + through_host), rates.offload_s(copied.down + through_host)
     collectives = step.collectives
-    exchange_s = collectives.exchange_s(copied.exchanged) + collectives.sum_s(copied.exchanged)
-    gather_s = collectives.gather_s(copied.gathered) if batch.gathers else 0.0
+    near_s = collectives.near_s(copied.exchanged) + collectives.sum_s(copied.exchanged)
+    near_s += collectives.gather_s(copied.gathered) if batch.gathers else 0.0
+    far_s = collectives.network_s(copied.exchanged - collectives.exchanged_near(copied.exchanged))
     update_s = rates.update_s(step.update_bytes)
     sums_s = rates.host_pass_s(step.added_bytes)
     if rates.spec.is_cpu:
-        return {
-            "everything in turn": compute
-            + up
-            + down
-            + exchange_s
-            + gather_s
-            + sums_s
-            + update_s
-            + costs.step_s
-        }
+        return {"everything in turn": compute + up + down + near_s + sums_s + update_s + costs.step_s}
     limits = {"compute": compute, "copies to the device": up, "copies to the host": down}
     if batch.num_ranks > 1:
-        limits["exchange between GPUs"] = exchange_s + gather_s
+        limits["exchange between GPUs"] = near_s
     if batch.num_nodes > 1:
-        far = copied.exchanged - collectives.exchanged_near(copied.exchanged)
-        limits["network"] = collectives.network_s(far)
+        limits["network"] = far_s
     if choice.updates == "immediate" or sums_s:
         limits["optimizer"] = sums_s + update_s
     if choice.updates == "serial":
