@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+UNKNOWN_NETWORK_BYTES_PER_S = 1.25e9
+"""10 Gbit/s, for a network of which nothing is known."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNode:
@@ -84,8 +87,8 @@ class HardwareSpec:
     num_nodes: int = 1
     """Machines like this one that train together."""
     network_bytes_per_s: float | None = None
-    """What a node sends to others, and receives at the same time, for all of its devices; None: nothing
-    joins it to others."""
+    """What a node sends to others, and receives at the same time, for all of its devices; None: not
+    known, and a run over several nodes is planned with `UNKNOWN_NETWORK_BYTES_PER_S`."""
     network_latency_s: float = 0.0
     """Of a collective among nodes, for each further one."""
     drives: Drives | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatrain.config.choice import StepBatch
+from megatrain.hardware.spec import UNKNOWN_NETWORK_BYTES_PER_S
 from megatrain.plan.cost.rates import Rates
 
 
@@ -63,8 +64,7 @@ class Collectives:
         """Return the seconds in which every rank sends so many bytes to other nodes."""
         if self.num_nodes == 1:
             return 0.0
-        rate = self.rates.spec.network_bytes_per_s
-        assert rate is not None, "several nodes without a network"
+        rate = self.rates.spec.network_bytes_per_s or UNKNOWN_NETWORK_BYTES_PER_S
         return self.rates.spec.network_latency_s * (self.num_nodes - 1) + nbytes * self.num_peers / rate
 
     def sum_s(self, nbytes: float) -> float:
