@@ -1,0 +1,54 @@
+"""What a node's memory holds of the state, counted by the kernel: pages that ranks share count once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.host_bytes import measure
+from tests.distributed.processes import run_ranks
+
+PARITY = pytest.mark.parity
+
+
+@pytest.mark.parametrize(
+    ("size", "num_nodes", "updates", "bytes_per_parameter"),
+    [
+        pytest.param(1, 1, "immediate", 12.0, marks=PARITY),
+        pytest.param(1, 1, "deferred", 14.0, marks=PARITY),
+        pytest.param(2, 1, "immediate", 12.0, marks=PARITY),
+        pytest.param(2, 1, "deferred", 14.0, marks=PARITY),
+        pytest.param(4, 1, "immediate", 12.0, marks=PARITY),
+        pytest.param(4, 1, "deferred", 14.0, marks=PARITY),
+        pytest.param(2, 2, "immediate", 2 + 10 / 2, marks=PARITY),
+        (2, 2, "deferred", 2 + 12 / 2),
+        pytest.param(4, 2, "deferred", 2 + 12 / 2, marks=PARITY),
+        pytest.param(4, 4, "deferred", 2 + 12 / 4, marks=PARITY),
+    ],
+)
+def test_a_node_holds_its_part_of_the_state(
+    tmp_path: Path, size: int, num_nodes: int, updates: str, bytes_per_parameter: float
+) -> None:
+    """Also after other nodes' parts were here, for the masters; gradients have a plane if they wait."""
+    settings = {"num_runs": size, "updates": updates}
+    found = run_ranks(tmp_path / "ranks", size, measure, num_nodes=num_nodes, **settings)
+    local_size = size // num_nodes
+    for first in range(0, size, local_size):
+        ranks = found[first : first + local_size]
+        planes = ranks[0]["planes"]
+        staging = planes.pop("staging", 0)  # each rank's own; pages that no gradient has reached are not there
+        buffers = [min(rank["own"], staging) if size > 1 else staging for rank in ranks]
+        state = sum(rank["shared"] + rank["own"] for rank in ranks) - sum(buffers)
+        assert state == pytest.approx(sum(planes.values()), rel=0.02)
+        assert state / ranks[0]["num_params"] == pytest.approx(bytes_per_parameter, rel=0.03)
+
+
+@pytest.mark.parity
+def test_sums_of_runs_that_wait_between_rounds_are_a_plane(tmp_path: Path) -> None:
+    """Three of four runs pass in the first of two rounds, and leave two sums in fp32."""
+    settings = {"num_runs": 4, "updates": "deferred", "lockstep": 3}
+    (found,) = run_ranks(tmp_path / "alone", 1, measure, **settings)
+    assert found["planes"]["accumulator"] == 2 * 4 * found["planes"]["gradient"] // 2
+    assert found["own"] == pytest.approx(sum(found["planes"].values()), rel=0.02)
+    assert found["own"] / found["num_params"] == pytest.approx(14.0 + 2 * 4.0, rel=0.03)
