@@ -13,8 +13,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.moments import MOMENT_PLANES
+from megatrain.layout.moments import MOMENT_PLANES, MomentFormat
 from megatrain.layout.ownership import Share, node_shares
 from megatrain.store.arena import Arena
 from megatrain.store.state import BlockState, HostState, Precision, split_gradient
@@ -65,6 +66,16 @@ class NodeState(HostState):
                 for part in self._parts(number, self._nodes.node, [plane])
             )
         return found
+
+    def allocate_moments(self, moments: MomentFormat = MomentFormat.FP32) -> None:
+        """Allocate as `HostState` does.
+
+        Raises:
+            ConfigError: Moments with scales of their own, which are not cut as the rest is.
+        """
+        if moments is MomentFormat.INT8:
+            raise ConfigError("optim.state is int8, which is kept on one node; use optim.state=bf16 or fp32")
+        super().allocate_moments(moments)
 
     def put(self, name: str, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
         """Write as `HostState` does; of a block that is complete, only this node's part stays."""

@@ -90,12 +90,17 @@ def bind(
         ranks=ranks,
     )
     loaded: HostState | None = model.__dict__.get("_megatrain_host")
+    is_same = loaded is not None and loaded.precision is precision and list(loaded.layouts) == layouts
+    if isinstance(loaded, NodeState) and not is_same:
+        raise ConfigError(
+            "the model was loaded for several nodes with other settings; give megatrain.load and attach the "
+            "same precision and fragments"
+        )
     if isinstance(loaded, TieredState) and not loaded.is_for(layouts, precision, tiers):
         raise ConfigError(
             "the model was loaded with its state on drives for other settings; give megatrain.load and "
             "attach the same tiers, precision and fragments"
         )
-    is_same = loaded is not None and loaded.precision is precision and list(loaded.layouts) == layouts
     if loaded is not None and is_same and isinstance(loaded, TieredState) == (tiers is not None):
         binding = Binding(blocks, loaded, host_limit, moments, runs, ranks)
         binding.check()
@@ -120,9 +125,28 @@ def bind(
                     host.put(entry.name, _value(loaded, entry.name, parameter))
                 parameter.data = state.weight(entry)
     model.__dict__["_megatrain_host"] = host
-    if ranks is not None:
-        ranks.meet()
+    require_same_weights(host, ranks)
     return Binding(blocks, host, host_limit, moments, runs, ranks)
+
+
+def require_same_weights(host: HostState, ranks: Ranks | None) -> None:
+    """Wait until every node has its weights, and refuse other ones on one of them.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    if ranks is None:
+        return
+    sums = torch.zeros(len(host.blocks), dtype=torch.int64)
+    if ranks.num_nodes > 1 and ranks.local_rank == 0:
+        sums = torch.stack([block.working.view(torch.int64).sum() for block in host.blocks])
+    first, *others = ranks.gather(sums)[:: ranks.size // ranks.num_nodes]
+    for node, found in enumerate(others, start=1):
+        for block in (found != first).nonzero().flatten().tolist()[:1]:
+            raise ConfigError(
+                f"node {node} has other weights than node 0, such as in the block of "
+                f"{host.layouts[block].entries[0].name}; give every node the same model files"
+            )
 
 
 def kept_sums(choice: Choice, runs: Runs, precision: Precision, *, has_ranks: bool = False) -> int:
@@ -152,7 +176,9 @@ def make_host(
     Raises:
         MegatrainError: As `TieredState`.
     """
-    if tiers is None and ranks is not None and ranks.num_nodes > 1:
+    if ranks is not None and ranks.num_nodes > 1:
+        if tiers is not None:
+            raise ConfigError("state on drives (memory.tiers) is kept on one node; use one, or RAM alone")
         return NodeState(layouts, precision, ranks)
     if tiers is None:
         return HostState(layouts, precision, shared=None if ranks is None else ranks.shared_memory)

@@ -39,7 +39,14 @@ from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision, read_precision, view_entry
 from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import part_of
-from megatrain.stream.bind import kept_sums, make_host, plan_layouts, require_host_memory, with_gradients
+from megatrain.stream.bind import (
+    kept_sums,
+    make_host,
+    plan_layouts,
+    require_host_memory,
+    require_same_weights,
+    with_gradients,
+)
 from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.forward.arrangement import places_of
 
@@ -168,8 +175,7 @@ def load(
     else:
         _draw(model, host, seed)
         _bind_parameters(model, lambda name: _working(host, name))
-    if ranks is not None:
-        ranks.meet()
+    require_same_weights(host, ranks)
     model.__dict__["_megatrain_host"] = host
     return model
 

@@ -17,12 +17,12 @@ _TOKENS = 2
 
 
 def measure(ranks: Any, *, num_runs: int, updates: str, lockstep: int = 1) -> dict[str, Any]:
-    """Train a model of 21M parameters for two steps, and say which memory this rank has mapped for it.
+    """Train a model of 21M parameters for a step, and say which memory this rank has mapped for it.
 
     Returns:
-        `shared`: bytes of pages in mappings that all ranks of a node have, each page counted in parts by those
-        who have it; `own`: of this rank's own mappings for planes; `planes`: what it believes to have;
-        `num_params`.
+        `shared`: bytes of pages in mappings that all ranks of a node have, each page counted in parts by
+        those who have it; `own`: of this rank's own mappings for planes; `planes`: what it believes to
+        have; `num_params`.
     """
     config = LlamaConfig(
         vocab_size=1024,
@@ -41,11 +41,9 @@ def measure(ranks: Any, *, num_runs: int, updates: str, lockstep: int = 1) -> di
     optimizer = engine.adamw(max_grad_norm=1.0 if updates == "deferred" else None)
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     own = slice(rank * num_runs // size, (rank + 1) * num_runs // size)
-    for step in range(2):
-        ids = torch.arange(num_runs * _TOKENS).view(num_runs, 1, _TOKENS) + step
-        rows = [{"input_ids": row, "labels": row} for row in ids]
-        engine.forward_backward(rows[own])
-        optimizer.step()
+    ids = torch.arange(num_runs * _TOKENS).view(num_runs, 1, _TOKENS)
+    engine.forward_backward([{"input_ids": row, "labels": row} for row in ids[own]])
+    optimizer.step()
     for _ in engine.named_masters():  # other nodes' state comes and goes
         pass
     engine.settle()

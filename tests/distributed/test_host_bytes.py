@@ -37,7 +37,7 @@ def test_a_node_holds_its_part_of_the_state(
     for first in range(0, size, local_size):
         ranks = found[first : first + local_size]
         planes = ranks[0]["planes"]
-        staging = planes.pop("staging", 0)  # each rank's own; pages that no gradient has reached are not there
+        staging = planes.pop("staging", 0)  # each rank's own; what no gradient has reached is not there
         buffers = [min(rank["own"], staging) if size > 1 else staging for rank in ranks]
         state = sum(rank["shared"] + rank["own"] for rank in ranks) - sum(buffers)
         assert state == pytest.approx(sum(planes.values()), rel=0.02)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.config.choice import StepBatch
+from megatrain.errors import ConfigError
 from megatrain.layout import ownership
 from megatrain.plan.program.operations import Kind, Lane
 from megatrain.plan.program.step import step_program
@@ -140,3 +142,16 @@ def test_bytes_that_a_rank_moves_are_the_program_s(num_nodes: int) -> None:
         assert moved == planned
         assert ("spread" in moved) == (num_nodes > 1)
         assert all(moved.values())
+
+
+def test_nodes_with_other_weights_are_refused() -> None:
+    def begin(ranks: ThreadRanks) -> None:
+        model = make_model(FAMILIES["llama"]())
+        if ranks.node == 1:
+            with torch.no_grad():
+                model.model.layers[1].mlp.up_proj.weight[3, 5] += 0.5
+        batch = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=4, num_runs=4)
+        attach_plainly(model, device=RankLanes(ranks.turns, ranks.rank), batch=batch, ranks=ranks)
+
+    with pytest.raises(ConfigError, match=r"node 1 has other weights .* block of model.layers.1\."):
+        Turns(4, 2).run(begin)
