@@ -59,6 +59,8 @@ class Block:
     block may stream too."""
     is_head: bool = False
     """Of these: the head."""
+    is_behind: bool = False
+    """Outside all layers, and registered behind them, as the final norm is: their backward is not for it."""
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     """Where this block's own parameters are looked up."""
@@ -95,10 +97,13 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Bloc
         names[id(parameter)] = (name, parameter)
     resident: dict[str, Block] = {}
     owners = _owners(model, blocks)
+    is_behind = False
     for path, module in model.named_modules():
         owner = owners[path]
+        is_behind = is_behind or path == layers[-1][0]
         if isinstance(owner, str):
-            owner = resident.setdefault(owner, Block(name=owner or "model", module=None))
+            new = Block(name=owner or "model", module=None, is_behind=is_behind)
+            owner = resident.setdefault(owner, new)
         for leaf, parameter in module._parameters.items():
             if parameter is None:
                 continue

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, DataError
 from megatrain.model.head import Share, read_micro_batches
 from megatrain.stream.failures import explained
 from megatrain.stream.forward.arrangement import Arrangement
@@ -153,6 +153,8 @@ class Steps:
         ranks = self._arrangement.binding.ranks
         own = sum(counts)
         total = own if ranks is None else int(sum(ranks.gather(torch.tensor(own))))
+        if total == 0:
+            raise DataError("the step has no token to train on: every label is -100; check the data's labels")
         parts = zip(batches, (Share(total, count) for count in counts), strict=True)
         losses = self.run([self._forward.loss_of(batch, share) for batch, share in parts], seeds, own)
         if ranks is not None:  # those of all ranks, in the order of one

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.cases import AXES
 from tests.distributed.processes import run_ranks
-from tests.distributed.training import train
+from tests.distributed.training import train, train_rows
+from tests.products import pairwise_rows
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,22 @@ def test_any_number_of_ranks_gives_the_same_bits(
         place = tmp_path / f"{size}-{num_nodes}"
         for rank, told in enumerate(run_ranks(place, size, train, num_nodes=num_nodes, **settings)):
             assert told == alone, f"rank {rank} of {size} on {num_nodes} nodes"
+
+
+FAMILIES = ("llama", "llama_tied", "mixtral", "gpt2", "jamba", "gemma2", "deepseek_v3", "qwen3_next")
+ROWS = pairwise_rows({name: values for name, values in AXES.items() if name not in ("family", "ranks")})
+PART = 6
+"""Rows of one start of processes."""
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("first", range(0, len(ROWS), PART))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_pair_of_settings_has_the_bits_of_one_rank(tmp_path: Path, family: str, first: int) -> None:
+    rows = [row | {"family": family} for row in ROWS[first : first + PART]]
+    alone = run_ranks(tmp_path / "1", 1, train_rows, rows=rows)[0]
+    for size, num_nodes in ((2, 1), (4, 1), (4, 2)):
+        place = tmp_path / f"{size}-{num_nodes}"
+        for rank, told in enumerate(run_ranks(place, size, train_rows, num_nodes=num_nodes, rows=rows)):
+            for row, one, other in zip(rows, alone, told, strict=True):
+                assert other == one, f"rank {rank} of {size} on {num_nodes} nodes: {row}"

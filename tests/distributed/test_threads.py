@@ -15,6 +15,7 @@ from megatrain.plan.program.step import step_program
 from megatrain.stream.execute import shared_gradients
 from megatrain.stream.execute.shared_gradients import SharedGradients
 from megatrain.stream.lanes.base import OrderingError
+from tests.distributed.cases import AXES, cut_at, settings_of
 from tests.distributed.threads import RankLanes, ThreadRanks, Turns
 from tests.distributed.training import train
 from tests.families import FAMILIES
@@ -22,39 +23,14 @@ from tests.products import pairwise_rows
 from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER
 
-AXES: dict[str, tuple[Any, ...]] = {
-    "family": ("llama_tied", "mixtral", "gpt2", "jamba", "gemma2"),
-    "ranks": ((2, 1), (2, 2), (4, 1), (4, 2)),
-    "rounds": ((4, 1), (4, 4), (8, 2), (12, 1)),
-    "activations": ("keep", "recompute", "offload"),
-    "fragments": (False, True),
-    "outer_streams": (False, True),
-    "updates": ("deferred", "immediate", "serial"),
-    "precision": ("fp32", "bf16"),
-    "dropout": (False, True),
-    "padded": (False, True),
-}
-"""Ranks are on so many nodes; rounds are micro-batches of a step, and how many of them are in lockstep."""
-
-
-def settings_of(row: dict[str, Any]) -> dict[str, Any]:
-    row = dict(row)
-    count, lockstep = row.pop("rounds")
-    del row["ranks"]
-    if row["updates"] == "immediate":
-        row["max_grad_norm"] = None
-    if row["family"] in ("llama_tied", "gpt2", "gemma2"):
-        row["outer_streams"] = False  # they are tied
-    return row | {"num_micro_batches": count, "lockstep": lockstep, "steps": 2}
-
 
 @pytest.mark.parametrize("row", pairwise_rows(AXES), ids=lambda row: "-".join(map(str, row.values())))
 def test_every_pair_of_settings_has_the_bits_of_one_rank(row: dict[str, Any]) -> None:
-    settings = settings_of(row)
-    alone = train(None, **settings)
-    size, num_nodes = row["ranks"]
-    for told in Turns(size, num_nodes).run(lambda ranks: train(ranks, **settings)):
-        assert told == alone
+    settings = settings_of(row) | {"steps": 2}
+    with cut_at(row["cut"]):
+        alone = train(None, **settings)
+        for told in Turns(*row["ranks"]).run(lambda ranks: train(ranks, **settings)):
+            assert told == alone
 
 
 FAULTS = {

@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from megatrain.config.choice import StepBatch
+from tests.distributed.cases import TRAINED, add_gates, cut_at, micro_batches, settings_of
 from tests.distributed.threads import RankLanes, ThreadRanks
 from tests.families import FAMILIES
-from tests.reference import attach_plainly, make_batches, make_model
+from tests.reference import attach_plainly, make_model
 from tests.stream.runs import HYPER, family_config
 
 
@@ -22,7 +23,9 @@ def train(
     num_micro_batches: int = 4,
     steps: int = 3,
     dropout: bool = False,
-    padded: bool = False,
+    data: str = "plain",
+    trained: str = "all",
+    missing: str = "",
     updates: str = "deferred",
     max_grad_norm: float | None = 0.5,
     device: Any = "ranks",
@@ -38,7 +41,9 @@ def train(
         num_micro_batches: Of a step.
         steps: How many.
         dropout: Is on.
-        padded: Rows have ends of padding, so that micro-batches have unequally many tokens.
+        data: One of `DATA`.
+        trained: One of `TRAINED`.
+        missing: One of `MISSING`; empty: the model has no gates.
         updates: As in `engine.adamw`.
         max_grad_norm: Likewise.
         device: As in `attach`; `ranks`: lanes that prove their order among ranks.
@@ -46,6 +51,9 @@ def train(
         settings: Of `attach`.
     """
     model = make_model(family_config(family, dropout=dropout) if dropout else FAMILIES[family]())
+    TRAINED[trained](model)
+    if missing:
+        add_gates(model)
     if device == "ranks":
         is_thread = isinstance(ranks, ThreadRanks)
         device = RankLanes(ranks.turns, ranks.rank) if is_thread else "checked"
@@ -56,7 +64,7 @@ def train(
     own = slice(rank * num_micro_batches // size, (rank + 1) * num_micro_batches // size)
     told: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "masters": []}
     for step in range(steps):
-        batches = make_batches(num_micro_batches, seed=step, padded=padded)
+        batches = micro_batches(num_micro_batches, seed=step, data=data, missing=missing or "always")
         seeds = [100 * step + number for number in range(num_micro_batches)]
         loss = engine.forward_backward(batches[own], seeds=seeds[own])
         told["losses"].append(float(loss))
@@ -67,6 +75,15 @@ def train(
             told["norms"].append(stats.grad_norm)
             told["masters"].append(_digest(dict(engine.named_masters())))
     told["end"] = _digest(dict(engine.named_masters()))
+    return told
+
+
+def train_rows(ranks: Any, *, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train one model after another, for rows of values of `AXES`."""
+    told = []
+    for row in rows:
+        with cut_at(row["cut"]):
+            told.append(train(ranks, **settings_of(row)))
     return told
 
 

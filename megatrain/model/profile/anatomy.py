@@ -77,6 +77,8 @@ class Fragment:
     forward: Cost = Cost()
     may_stream: bool = False
     """Outside all layers: its module's own forward alone looks the parameters up."""
+    is_behind: bool = False
+    """Outside all layers: as `Block.is_behind` says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

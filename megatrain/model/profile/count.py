@@ -349,6 +349,7 @@ def _fragment(block: Block, layout: BlockLayout, kind: str, forward: Cost) -> Fr
         largest_run=_largest_run(layout),
         forward=forward,
         may_stream=block.caller is not None,
+        is_behind=block.is_behind,
     )
 
 

@@ -94,6 +94,7 @@ class Step:
             splits=self.anatomy.precision == "bf16",
             tiers=self.block_sums.gradient_tiers(self.choice),
             ends=self.block_sums.ends,
+            behind=self.block_sums.behind,
             clips=self.clips,
             drives=self.block_sums.drive_spec(self.choice),
             saved_bytes=[run.leaving_bytes for run in self.costs.runs],

@@ -146,6 +146,11 @@ class BlockSums:
         )
         return embeddings, heads
 
+    @cached_property
+    def behind(self) -> tuple[int, ...]:
+        """Return the outer blocks that the model passes behind all layers."""
+        return tuple(self.first_outer + n for n, part in enumerate(self._outer) if part.is_behind)
+
     @property
     def first_outer(self) -> int:
         """Return the number of the first block outside all layers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatrain.config.choice import Choice
@@ -72,6 +72,7 @@ class StepSpec:
         splits: bool,
         tiers: Sequence[str] = (),
         ends: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        behind: Collection[int] = (),
         clips: bool = True,
         drives: DriveSpec | None = None,
         saved_bytes: Sequence[int] | None = None,
@@ -88,6 +89,7 @@ class StepSpec:
             splits: Weights are bf16, the upper halves of fp32 masters.
             tiers: Where each block's gradient waits; none: on the host.
             ends: Outer blocks that may stream: embeddings, and heads.
+            behind: Outer blocks that the model passes behind all layers.
             clips: Gradients are clipped to a norm.
             drives: Where the state is, if a part of it is on drives.
             saved_bytes: What a micro-batch saves of each layer; None: not known.
@@ -95,10 +97,10 @@ class StepSpec:
             num_ranks: That train together.
             gathers: They gather weights, of which each fetches a piece.
         """
-        inside = {block for layer in layers for block in layer}
+        elsewhere = {*behind, *(block for layer in layers for block in layer)}
         trained = [any(sizes[block].is_trained for block in layer) for layer in layers]
-        if any(size.is_trained for block, size in enumerate(sizes) if block not in inside):
-            trained[0] = True  # the embedding, perhaps: backward goes through all layers
+        if any(size.is_trained for block, size in enumerate(sizes) if block not in elsewhere):
+            trained[0] = True  # the embedding: backward goes through all layers
         return cls(
             sizes=sizes,
             layers=layer_plans(

@@ -183,7 +183,8 @@ class Boundaries:
             return None
         floats = [n for n, value in enumerate(args) if _is_float(value)]
         place = next((n for n in floats if args[n].requires_grad), None)
-        if place is None and is_trained and floats and not any(map(_is_boundary, kwargs.values())):
+        wanted = is_trained or self._is_source  # the next layer asks for it, though this one has no backward
+        if place is None and wanted and floats and not any(map(_is_boundary, kwargs.values())):
             place = floats[0]
         if place is None:
             if (self._on_host or self._drops) and any(map(_is_boundary, kwargs.values())):

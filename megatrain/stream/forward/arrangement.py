@@ -188,6 +188,7 @@ class Arrangement:
                 splits=host.precision is Precision.BF16,
                 tiers=tiers_of_gradients(choice, blocks, host.layouts),
                 ends=ends_of(blocks),
+                behind=[number for number, block in enumerate(blocks) if block.is_behind],
                 drives=_drive_spec(host),
                 num_runs=self.binding.runs.number,
                 num_ranks=1 if self.shared is None else self.shared.ranks.size,
