@@ -46,9 +46,19 @@ class Share:
         working = 2 * len(self.split) + 4 * len(self.full)
         return BlockBytes(working_bytes=working, num_split=len(self.split), num_state=self.numel)
 
-    def cut(self, start: int, stop: int) -> list[range]:
-        """Return what of the state range `[start, stop)` is in the share."""
-        parts = (range(max(start, part.start), min(stop, part.stop)) for part in self.ranges)
+    def cut(self, start: int, stop: int, unit: int = 1) -> list[range]:
+        """Return what of the state range `[start, stop)` is in the share.
+
+        Args:
+            start: Of the range.
+            stop: Behind it.
+            unit: So many elements, counted from `start`, belong to the share that has the first of them.
+        """
+
+        def up(edge: int) -> int:
+            return min(stop, start + -(-(max(start, edge) - start) // unit) * unit)
+
+        parts = (range(up(part.start), up(part.stop)) for part in self.ranges)
         return [part for part in parts if part]
 
 

@@ -17,14 +17,14 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.block_bytes import aligned
 from megatrain.layout.blocks import Entry
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
-from megatrain.layout.moments import MomentFormat
+from megatrain.layout.moments import SCALE_NUMEL, MomentFormat
 from megatrain.optim.adamw import AdamWStep, check_hyper, rounding_key
 from megatrain.optim.clip import global_norm
 from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.tiered import TieredState
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
-from megatrain.stream.execute.updates import BlockUpdate, StepStats
+from megatrain.stream.execute.updates import BlockUpdate, StepStats, check_shares
 from megatrain.stream.forward.overrides import USE_OURS
 
 
@@ -131,6 +131,8 @@ class StreamedAdamW(torch.optim.Optimizer):
     def take_part(self, executor: Executor) -> None:
         """Go on with an executor that is new: the engine is arranged in another way."""
         self._executor = executor
+        if executor.gradients.shared is not None:
+            check_shares(self.updates, self._moments)
         _plan_updates(executor, self._moments, clips=self._max_grad_norm is not None)
         executor.states.allocate()
         if self.updates is Updates.IMMEDIATE:
@@ -286,9 +288,14 @@ class StreamedAdamW(torch.optim.Optimizer):
                 if not self._moments.is_exact:  # a range is one parameter: its own key and scales
                     keys[entry.state_offset] = rounding_key(self._seed, entry.name, key[1])
         shared = self._executor.gradients.shared
-        if shared is not None:
-            share = shared.shares[block]
-            runs = [(key, part.start, part.stop) for key, *run in runs for part in share.cut(*run)]
+        unit = SCALE_NUMEL if self._moments is MomentFormat.INT8 else 1
+        cut = [
+            (key, start, part)
+            for key, start, stop in runs
+            for part in (
+                [range(start, stop)] if shared is None else shared.shares[block].cut(start, stop, unit)
+            )
+        ]
         return [
             (
                 AdamWStep(
@@ -299,12 +306,12 @@ class StreamedAdamW(torch.optim.Optimizer):
                     weight_decay=groups[number]["weight_decay"],
                     step=count,
                     grad_scale=scale,
-                    noise=(*keys.get(start, (0, 0)), 0),
+                    noise=(*keys[start], part.start - start) if keys else (0, 0, 0),
                 ),
-                start,
-                stop,
+                part.start,
+                part.stop,
             )
-            for (number, count), start, stop in runs
+            for (number, count), start, part in cut
         ]
 
     @property

@@ -54,10 +54,6 @@ def check_ranks(config: Config) -> None:
         raise ConfigError(
             f"train.loss is {config.train.loss}, which several ranks cannot train yet; use one rank"
         )
-    if config.optim.state != "fp32":
-        raise ConfigError(
-            f"optim.state is {config.optim.state}, which several ranks cannot keep yet; use optim.state=fp32"
-        )
 
 
 def own_part(ranks: Ranks | None, count: int) -> slice:

@@ -74,6 +74,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "fragments": (False, True),
     "outer_streams": (False, True),
     "updates": ("deferred", "immediate", "serial"),
+    "state": ("fp32", "bf16", "int8"),
     "precision": ("fp32", "bf16"),
     "dropout": (False, True),
     "data": DATA,
@@ -81,8 +82,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "missing": ("", *MISSING),
     "cut": (ownership.CUT_NUMEL, 320),
 }
-"""Ranks are on so many nodes; rounds are micro-batches of a step, and how many of them are in lockstep. No tiny block is as long as
-the real cut: a short one lets each rank have its share of every block."""
+"""Ranks are on so many nodes; rounds are micro-batches of a step, and how many of them are in lockstep. No tiny
+block is as long as the real cut: a short one lets each rank have its share of every block."""
 
 
 @contextmanager
@@ -102,6 +103,8 @@ def settings_of(row: dict[str, Any]) -> dict[str, Any]:
     count, lockstep = row.pop("rounds")
     for name in ("ranks", "cut"):
         row.pop(name, None)
+    if row["updates"] == "immediate" and row["state"] == "int8":
+        row["state"] = "bf16"  # it is refused
     if row["updates"] == "immediate":
         row["max_grad_norm"] = None
     if row["family"] in ("llama_tied", "gpt2", "gemma2"):

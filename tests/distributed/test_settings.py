@@ -9,9 +9,12 @@ import pytest
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.errors import ConfigError
+from megatrain.layout.ownership import Share
 from megatrain.stream.arrange import part_of
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
+from tests.distributed.threads import Turns
+from tests.distributed.training import train
 from tests.train.project import make_config
 
 BATCH = StepBatch(micro_batch_size=1, seq_len=8, num_micro_batches=8, num_runs=4)
@@ -45,3 +48,19 @@ def test_a_part_is_of_one_rank() -> None:
 def test_runs_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"a step has 4 runs .* which 8 ranks cannot .*parallel.shards=8"):
         part_of(8, Choice(), BATCH)
+
+
+def test_scales_and_immediate_updates_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"optim.state=int8 exclude each other on several ranks"):
+        Turns(2).run(lambda ranks: train(ranks, state="int8", updates="immediate", max_grad_norm=None))
+
+
+def test_a_cut_parts_no_scale() -> None:
+    """Scales are of 256 elements, counted from where a parameter begins."""
+    first, second = Share(range(384), range(0)), Share(range(384, 1024), range(0))
+    assert first.cut(64, 1024) == [range(64, 384)]
+    assert first.cut(64, 1024, 256) == [range(64, 576)]
+    assert second.cut(64, 1024, 256) == [range(576, 1024)]
+    assert second.cut(0, 320, 256) == []
+    assert first.cut(128, 448, 256) == [range(128, 384)]
+    assert second.cut(128, 448, 256) == [range(384, 448)]

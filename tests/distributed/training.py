@@ -27,6 +27,7 @@ def train(
     trained: str = "all",
     missing: str = "",
     updates: str = "deferred",
+    state: str = "fp32",
     max_grad_norm: float | None = 0.5,
     device: Any = "ranks",
     reads: bool = True,
@@ -45,6 +46,7 @@ def train(
         trained: One of `TRAINED`.
         missing: One of `MISSING`; empty: the model has no gates.
         updates: As in `engine.adamw`.
+        state: Likewise.
         max_grad_norm: Likewise.
         device: As in `attach`; `ranks`: lanes that prove their order among ranks.
         reads: Gradients and masters are read in every step: whoever reads waits for all that goes on.
@@ -58,8 +60,10 @@ def train(
         is_thread = isinstance(ranks, ThreadRanks)
         device = RankLanes(ranks.turns, ranks.rank) if is_thread else "checked"
     batch = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=num_micro_batches, num_runs=num_runs)
-    engine = attach_plainly(model, device=device, batch=batch, ranks=ranks, **settings)
-    optimizer = engine.adamw(**HYPER, max_grad_norm=max_grad_norm, updates=updates)
+    engine = attach_plainly(
+        model, device=device, batch=batch, ranks=ranks, optimizer_state=state, updates=updates, **settings
+    )
+    optimizer = engine.adamw(**HYPER, max_grad_norm=max_grad_norm)
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     own = slice(rank * num_micro_batches // size, (rank + 1) * num_micro_batches // size)
     told: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "masters": []}

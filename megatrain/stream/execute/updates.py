@@ -11,9 +11,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megatrain.errors import ModelError
+from megatrain.config.choice import Updates
+from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.moments import MOMENT_PLANES
+from megatrain.layout.moments import MOMENT_PLANES, SCALE_NUMEL, MomentFormat, num_scales
 from megatrain.optim.adamw import AdamWStep, Planes, update_many
 from megatrain.optim.clip import clip_coefficient
 from megatrain.optim.fused import update_resident
@@ -140,6 +141,19 @@ class BlockUpdate:
         return clip_coefficient(self._stats.grad_norm, self._max_grad_norm)
 
 
+def check_shares(updates: Updates, moments: MomentFormat) -> None:
+    """Refuse moments whose scales may span the shares of two ranks, where neither has the gradients of both.
+
+    Raises:
+        ConfigError: With updates=immediate, gradients pass through buffers of each rank.
+    """
+    if updates is Updates.IMMEDIATE and moments is MomentFormat.INT8:
+        raise ConfigError(
+            "updates=immediate (optim.updates) and optim.state=int8 exclude each other on several ranks, two "
+            "of which may have elements of one scale; use optim.updates=deferred, or optim.state=bf16"
+        )
+
+
 def _view(
     planes: Mapping[str, Tensor | None],
     gradient: tuple[Tensor, Tensor],
@@ -169,7 +183,16 @@ def _view(
             exp_avg=exp_avg[start:stop],
             exp_avg_sq=exp_avg_sq[start:stop],
             gradient=gradient[0 if is_split else 1][start - edge : stop - edge],
-            **{name: plane[slice(*places[first.name])] for name, plane in scales.items()},
+            **{
+                name: _scales_of(plane, places[first.name], start - first.state_offset, stop - start)
+                for name, plane in scales.items()
+            },
         )
         views.append((hyper, view))
     return views
+
+
+def _scales_of(plane: Tensor, place: tuple[int, int], first: int, numel: int) -> Tensor:
+    """View the scales of `numel` elements of a parameter from element `first` on; `place` is of them all."""
+    start = place[0] + first // SCALE_NUMEL
+    return plane[start : start + num_scales(numel)]
