@@ -22,6 +22,9 @@ class MegatrainError(Exception):
 
     exit_code = 2
 
+    is_told = False
+    """Another process of the run says it: one sentence is enough."""
+
 
 class ConfigError(MegatrainError):
     """A flag, a configuration key or a combination of them that cannot run."""
@@ -61,7 +64,8 @@ class TornStateError(MegatrainError):
         """Say what has failed first, and what to do; an error of the user's keeps its exit code."""
         is_ours = isinstance(first, MegatrainError)
         error = cls(f"{first if is_ours else f'{type(first).__name__}: {first}'}; {way_out}")
-        error.exit_code = first.exit_code if isinstance(first, MegatrainError) else cls.exit_code
+        if isinstance(first, MegatrainError):
+            error.exit_code, error.is_told = first.exit_code, first.is_told
         return error
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ from megatrain.cli.folders import counts_folder, measured_file, prepared_folder
 from megatrain.cli.help import SettingsCommand, show_all_keys
 from megatrain.cli.log import log_to_stderr
 from megatrain.cli.ranks import join_ranks, start_ranks
+from megatrain.distributed.watch import tell_launcher
 from megatrain.errors import CapacityError, ConfigError, as_ours
 
 if TYPE_CHECKING:
@@ -59,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         if _debug or os.environ.get("MEGATRAIN_DEBUG"):
             traceback.print_exc()
-        print(f"error: {ours}", file=sys.stderr)
+        if not ours.is_told:
+            print(f"error: {ours}", file=sys.stderr)
+        tell_launcher(str(ours))
         sys.exit(ours.exit_code)
 
 
@@ -170,16 +174,16 @@ def train(
             return
         from megatrain.train.loop import train as run
 
-        joined = join_ranks(doing)
-        run(
-            config,
-            resume=config.checkpoint.resume,
-            measure=_measure(),
-            counts=counts_folder(),
-            prepared=prepared_folder(),
-            progress=doing,
-            ranks=joined,
-        )
+        with join_ranks(config, doing) or nullcontext() as joined:
+            run(
+                config,
+                resume=config.checkpoint.resume,
+                measure=_measure(),
+                counts=counts_folder(),
+                prepared=prepared_folder(),
+                progress=doing,
+                ranks=joined,
+            )
 
 
 def _doing(name: str) -> Doing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.errors import ConfigError
@@ -12,6 +13,8 @@ from megatrain.errors import ConfigError
 if TYPE_CHECKING:
     from megatrain.config import Config
     from megatrain.distributed.ranks import Ranks
+
+_log = logging.getLogger(__name__)
 
 
 def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run: bool) -> int:
@@ -26,9 +29,12 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
     Raises:
         ConfigError: So many cannot run here.
     """
+    from megatrain.checkpoint.load import find
     from megatrain.config.runs import check_shards
-    from megatrain.distributed.launch import run_ranks
+    from megatrain.distributed.launch import Ended, run_ranks
     from megatrain.hardware.accelerators import accelerator
+    from megatrain.train.records.directory import RunDirectory
+    from megatrain.train.records.events import record_ranks
 
     if dry_run:
         raise ConfigError("--dry-run tries out one rank; leave --ranks away")
@@ -41,14 +47,30 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
             f"--ranks is {ranks} and train.device is {config.train.device}: several ranks run on the CPU so "
             "far; use train.device=cpu"
         )
-    shards = config.parallel.shards
-    return run_ranks(ranks, arguments, shards=shards, say=logging.getLogger(__name__).warning)
+    directory = RunDirectory(Path(config.out))
+
+    def again() -> list[str]:
+        if next(iter(find(directory.checkpoints)), None) is not None:
+            return [*arguments, "checkpoint.resume=auto"]
+        if config.checkpoint.resume not in ("auto", "no"):
+            return list(arguments)
+        return [*arguments, "checkpoint.resume=auto", f"parallel.shards={config.parallel.shards or ranks}"]
+
+    def tell(ended: Ended, num_left: int) -> None:
+        reason = ended.reason
+        if reason is not None:
+            how = "the same command goes on" if not num_left else f"going on with {num_left} of the ranks"
+            _log.warning("%s; %s from the newest checkpoint", reason.partition(". ")[0], how)
+        record_ranks(directory, ended.codes, ended.sentences, num_left)
+
+    return run_ranks(ranks, arguments, again=again, tell=tell)
 
 
-def join_ranks(progress: Callable[[str], object]) -> Ranks | None:
+def join_ranks(config: Config, progress: Callable[[str], object]) -> Ranks | None:
     """Join the ranks that this process was started with, and let the first one speak for all.
 
     Args:
+        config: Of the run.
         progress: Said what is being done so far.
 
     Raises:
@@ -56,7 +78,7 @@ def join_ranks(progress: Callable[[str], object]) -> Ranks | None:
     """
     from megatrain.distributed.launch import join
 
-    joined = join(os.environ)
+    joined = join(os.environ, config.parallel.timeout)
     if joined is not None and joined.rank > 0:
         logging.disable(logging.WARNING)
         progress("")

@@ -1,8 +1,8 @@
 """Processes that train together: started by PyTorch's elastic launcher, that of torchrun, and joined here.
 
 The launcher starts one process per rank, tells each in its environment who it is, and ends all when one has
-ended. What we add is one exit code, the sentence of the rank that ended first, and that a run whose rank was
-killed goes on from its newest checkpoint with fewer.
+ended. What we add is one exit code, what each rank ended with, and that a run one of whose ranks was killed,
+stopped or hung goes on from its newest checkpoint with fewer.
 """
 
 from __future__ import annotations
@@ -14,52 +14,80 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from megatrain.errors import RankError, TornStateError
+
 if TYPE_CHECKING:
     from megatrain.distributed.ranks import Ranks
 
-TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others."""
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How ranks ended that did not do so as they should; the first one is first."""
+
+    codes: dict[int, int]
+    """Their exit codes; negative: the signal that killed it."""
+    sentences: dict[int, str]
+    """What those said that could."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why fewer ranks may go on; None: they would end in the same way."""
+        for rank, code in self.codes.items():
+            if code < 0:
+                return f"rank {rank} was killed ({signal.Signals(-code).name})"
+        if all(code == RankError.exit_code for code in self.codes.values()):
+            return next(iter(self.sentences.values()), "a rank was stopped, hung or lost")
+        return None
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command: that of the first rank that has one of its own."""
+        of_others = {RankError.exit_code, TornStateError.exit_code}
+        ordered = sorted(self.codes.values(), key=lambda code: (code < 0, code in of_others))
+        return 0 if not ordered else ordered[0] if ordered[0] > 0 else 128 - ordered[0]
 
 
 def run_ranks(
-    num_ranks: int, arguments: Sequence[str], *, shards: int | None, say: Callable[[str], object]
+    num_ranks: int,
+    arguments: Sequence[str],
+    *,
+    again: Callable[[], Sequence[str]],
+    tell: Callable[[Ended, int], object],
 ) -> int:
     """Run `megatrain` with these arguments once per rank, and return one exit code.
 
-    Where a rank was killed, the same command runs again, with the largest number of ranks that is left and
-    shares out the step's runs: it goes on from the newest checkpoint, to the same bits.
+    Where a rank was killed, stopped or hung, the same run goes on from its newest checkpoint, to the same
+    bits, with the largest number of ranks that is left and shares out the step's runs.
 
     Args:
         num_ranks: How many: a power of two.
         arguments: Of the command line, without the number of ranks.
-        shards: `parallel.shards`; None: as many as ranks.
-        say: Is told what has happened.
+        again: Returns the arguments with which the run goes on.
+        tell: Is told how ranks have ended, and how many go on: 0, if none do.
     """
-    again = [*arguments, f"parallel.shards={shards or num_ranks}"]
     with _signals_passed_on():
         while True:
-            codes = _launch(num_ranks, arguments)
-            killed = {rank: -code for rank, code in codes.items() if code < 0}
-            if len(killed) < len(codes) or not codes:
-                return max((code for code in codes.values() if code > 0), default=0)
-            rank, number = next(iter(killed.items()))
-            name = signal.Signals(number).name
-            if num_ranks == 1:
-                say(f"rank {rank} was killed ({name}); the same command goes on from the newest checkpoint")
-                return 128 + number
-            num_ranks //= 2
-            say(f"rank {rank} was killed ({name}); going on from the newest checkpoint with {num_ranks}")
-            arguments = again
+            ended = _launch(num_ranks, arguments)
+            if not ended.codes:
+                return 0
+            own = set(ended.codes.values()) - {RankError.exit_code, TornStateError.exit_code}
+            goes_on = num_ranks > 1 and ended.reason is not None and all(code < 0 for code in own)
+            num_ranks = num_ranks // 2 if goes_on else 0
+            tell(ended, num_ranks)
+            if not goes_on:
+                return ended.exit_code
+            arguments = again()
 
 
-def _launch(num_ranks: int, arguments: Sequence[str]) -> dict[int, int]:
-    """Run all ranks to their end; return the exit codes of those that have failed, the first one first."""
+def _launch(num_ranks: int, arguments: Sequence[str]) -> Ended:
+    """Run all ranks to their end."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -74,7 +102,7 @@ def _launch(num_ranks: int, arguments: Sequence[str]) -> dict[int, int]:
         max_restarts=0,
         local_addr="localhost",
     )
-    codes: dict[int, int] = {}
+    ended = Ended({}, {})
 
     def run() -> None:
         try:
@@ -82,13 +110,16 @@ def _launch(num_ranks: int, arguments: Sequence[str]) -> dict[int, int]:
         except ChildFailedError as error:
             first = error.get_first_failure()[0]
             failures = sorted(error.failures.items(), key=lambda item: item[0] != first)
-            codes.update({rank: failure.exitcode for rank, failure in failures})
+            for rank, failure in failures:
+                ended.codes[rank] = failure.exitcode
+                if isinstance(failure.message, str) and "message" in failure.error_file_data:
+                    ended.sentences[rank] = failure.message
 
     # in a thread of its own the launcher leaves signals alone: a run that gets one finishes its step first
     thread = threading.Thread(target=run, name="launcher")
     thread.start()
     thread.join()
-    return codes
+    return ended
 
 
 @contextmanager
@@ -124,10 +155,14 @@ def _children() -> list[int]:
     return found
 
 
-def join(environment: Mapping[str, str]) -> Ranks | None:
+def join(environment: Mapping[str, str], timeout_s: float) -> Ranks | None:
     """Join the processes that torchrun has started; None: this one was not, or it is alone.
 
     The cores of the machine are shared out, so that ranks do not wait for each other's threads.
+
+    Args:
+        environment: Of this process, in which torchrun has told it who it is.
+        timeout_s: As in `Ranks`.
 
     Raises:
         ConfigError: As `Ranks`.
@@ -141,8 +176,11 @@ def join(environment: Mapping[str, str]) -> Ranks | None:
 
     local_size = int(environment["LOCAL_WORLD_SIZE"])
     share_cores(int(environment["LOCAL_RANK"]), local_size)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    return Ranks(TIMEOUT, local_size=local_size)
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
+    return Ranks(store, timeout_s, local_size=local_size)
 
 
 def share_cores(rank: int, num_ranks: int) -> None:

@@ -8,44 +8,32 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatrain.errors import ConfigError, RankError
+from megatrain.distributed.watch import Watch
+from megatrain.errors import ConfigError
 
 _LANES = ("exchange", "norm", "caller", "orders")
 """What goes on at the same time has a group of its own: the calls of one group keep one order. `spread` has
 two more: of the ranks of a node, and of those that have one place on all nodes."""
 
-_PATIENCE = timedelta(days=1)
-"""How long ranks wait for the next order: the first one may evaluate or save meanwhile."""
+_PATIENCE = timedelta(days=30)
+"""How long Gloo waits. The watch knows sooner, and knows of a rank that evaluates or saves that it lives."""
+
+_LOOK = timedelta(seconds=1)
+"""How often a wait looks whether a rank is missing."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 """Says which machine this is."""
-
-
-@contextmanager
-def _answers() -> Iterator[None]:
-    """Say in a sentence that another rank has ended, or does not answer.
-
-    Raises:
-        RankError: It has.
-    """
-    try:
-        yield
-    except RuntimeError as error:  # all that Gloo and NCCL have to say
-        reason = str(error).strip().splitlines()[0]
-        raise RankError(
-            f"another rank has ended, or did not answer in time ({reason}); what it said is above. The same "
-            "command goes on from the newest checkpoint"
-        ) from error
 
 
 class Ranks:
@@ -54,11 +42,12 @@ class Ranks:
     Those of a node follow one another, and the first one of a node does for it what is done once per node.
     """
 
-    def __init__(self, timeout: timedelta = timedelta(minutes=10), *, local_size: int | None = None) -> None:
+    def __init__(self, store: dist.Store, timeout_s: float, *, local_size: int | None = None) -> None:
         """Join the processes of `torch.distributed`, which is initialised.
 
         Args:
-            timeout: How long to wait for others.
+            store: Its rendezvous store.
+            timeout_s: How long a rank may be silent, or keep others waiting, before all end.
             local_size: Ranks of a node, as many on each; None: all are on one.
 
         Raises:
@@ -67,9 +56,12 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if self.size.bit_count() != 1:
             raise ConfigError(f"{self.size} ranks train together; use a power of two: 1, 2, 4, 8, ...")
-        self._groups = {
-            lane: dist.new_group(timeout=_PATIENCE if lane == "orders" else timeout) for lane in _LANES
-        }
+        self.watch = Watch(store.clone(), self.rank, self.size, timeout_s)
+        with self.watch.waiting("caller"):
+            dist.barrier()  # each has its watch now
+        self.watch.begin()
+        with self.watch.waiting("caller"):
+            self._groups = {lane: dist.new_group(timeout=_PATIENCE) for lane in _LANES}
         self.local_size = local_size or self.size
         found = self.gather_values([_BOOT.read_text(), self.local_size])
         if any(size != self.local_size for _, size in found) or self.size % self.local_size:
@@ -88,8 +80,17 @@ class Ranks:
         numbers = range(self.size)
         inside = [[*numbers[first : first + self.local_size]] for first in numbers[:: self.local_size]]
         across = [[*numbers[place :: self.local_size]] for place in range(self.local_size)]
-        self._groups["spread"], _ = dist.new_subgroups_by_enumeration(inside, timeout=timeout)
-        self._across, _ = dist.new_subgroups_by_enumeration(across, timeout=timeout)
+        with self.watch.waiting("caller"):
+            self._groups["spread"], _ = dist.new_subgroups_by_enumeration(inside, timeout=_PATIENCE)
+            self._across, _ = dist.new_subgroups_by_enumeration(across, timeout=_PATIENCE)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.watch.close(error)
 
     def exchange(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
         """Send each rank its part of a flat tensor, and return the parts that all have sent to this one.
@@ -103,16 +104,13 @@ class Ranks:
         """
         own = counts[self.rank]
         parts = torch.empty(self.size * own, dtype=mine.dtype, device=mine.device)
-        group = self._groups["exchange"]
-        with _answers():
-            dist.all_to_all_single(parts, mine, [own] * self.size, list(counts), group=group)
+        self._do("exchange", dist.all_to_all_single, parts, mine, [own] * self.size, list(counts))
         return parts.view(self.size, own)
 
     def gather(self, mine: Tensor, lane: str = "caller") -> list[Tensor]:
         """Return everybody's tensor, in the order of ranks; they are equally long."""
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        with _answers():
-            dist.all_gather(found, mine, group=self._groups[lane])
+        self._do(lane, dist.all_gather, found, mine)
         return found
 
     def gather_values(self, mine: Any, lane: str = "caller") -> list[Any]:
@@ -130,8 +128,29 @@ class Ranks:
 
     def meet(self, lane: str = "caller") -> None:
         """Wait until every rank has come here; in lane `spread`, every one of the node."""
-        with _answers():
-            dist.barrier(group=self._groups[lane])
+        self._do(lane, dist.barrier)
+
+    def _do(self, lane: str, collective: Callable[..., Any], *arguments: Any) -> None:
+        """Do a collective of Gloo among the ranks of a lane.
+
+        Raises:
+            RankError: A rank is missing.
+        """
+        self._finish(lane, lambda: [collective(*arguments, group=self._groups[lane], async_op=True)])
+
+    def _finish(self, lane: str, begin: Callable[[], Sequence[dist.Work]]) -> None:
+        """Begin works of Gloo, and wait for them as long as no rank is missing.
+
+        Raises:
+            RankError: One is.
+        """
+        with self.watch.waiting(lane):
+            for work in begin():
+                while not work.is_completed():
+                    with suppress(RuntimeError):  # not done yet, or failed: the last wait says so
+                        work.wait(_LOOK)
+                    self.watch.look()
+                work.wait()
 
     def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Bring what each node has to the others, between the ranks that have the same place on their nodes.
@@ -139,19 +158,15 @@ class Ranks:
         Args:
             parts: By node, tensors on the CPU: those of the own node are sent, and those of others filled.
         """
-        with _answers():
-            begun = [
-                dist.broadcast(
-                    part.view(torch.uint8),
-                    node * self.local_size + self.local_rank,
-                    self._across,
-                    async_op=True,
-                )
-                for node, tensors in enumerate(parts)
-                for part in tensors
-            ]
-            for work in begun:
-                work.wait()
+        sent = [
+            (part.view(torch.uint8), node * self.local_size + self.local_rank)
+            for node, tensors in enumerate(parts)
+            for part in tensors
+        ]
+        self._finish(
+            "spread",
+            lambda: [dist.broadcast(part, source, self._across, async_op=True) for part, source in sent],
+        )
 
     def shared_memory(self, nbytes: int) -> int:
         """Return a descriptor of zeroed memory that every rank of the node gets; the caller closes it."""

@@ -140,7 +140,7 @@ def require_same_weights(host: HostState, ranks: Ranks | None) -> None:
     sums = torch.zeros(len(host.blocks), dtype=torch.int64)
     if ranks.num_nodes > 1 and ranks.local_rank == 0:
         sums = torch.stack([block.working.view(torch.int64).sum() for block in host.blocks])
-    first, *others = ranks.gather(sums)[:: ranks.size // ranks.num_nodes]
+    first, *others = ranks.gather(sums, "orders")[:: ranks.size // ranks.num_nodes]
     for node, found in enumerate(others, start=1):
         for block in (found != first).nonzero().flatten().tolist()[:1]:
             raise ConfigError(

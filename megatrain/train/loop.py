@@ -55,6 +55,7 @@ def train_step(run: Run) -> StepMetrics:
     """Do one optimizer step."""
     started = time.monotonic()
     callbacks, policy = run.callbacks, run.config.train.on_spike
+    run.doing(f"at step {run.step + 1}")
     micro_batches = next(run.loader)
     seeds = run.micro_batch_seeds()[run.own]
 
@@ -257,6 +258,7 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
                 if order == STEP:
                     train_step(run)
                 elif order == EVALUATE:
+                    run.doing(f"evaluating step {run.step}")
                     run.evaluator.losses(run.engine, ranks)
                 else:
                     assert order == SAVE
@@ -339,6 +341,7 @@ def _begin(run: Run) -> None:
 
 def _evaluate(run: Run) -> bool:
     """Evaluate, and tell everyone; returns whether the model is the best so far."""
+    run.doing(f"evaluating step {run.step}")
     if run.ranks is not None:
         run.ranks.tell(EVALUATE)
     outcome = run.evaluator.evaluate(run.engine, run.tokenizer, run.step, run.ranks)
@@ -357,6 +360,7 @@ def _evaluate(run: Run) -> bool:
 
 
 def _save(run: Run, directory: RunDirectory) -> Path:
+    run.doing(f"saving step {run.step}")
     path = save(
         directory.checkpoints,
         step=run.step,

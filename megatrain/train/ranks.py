@@ -101,10 +101,10 @@ def in_turn(ranks: Ranks | None) -> Iterator[None]:
         return
     turn = 0 if ranks.rank == 0 else 1 if ranks.local_rank == 0 else 2
     for _ in range(turn):
-        ranks.meet()
+        ranks.meet("orders")
     yield
     for _ in range(2 - turn):
-        ranks.meet()
+        ranks.meet("orders")
 
 
 def require_checkpoint(ranks: Ranks, path: Path, meta: Mapping[str, Any]) -> None:

@@ -104,6 +104,11 @@ class Run:
         if self.events is not None:
             self.events.write(event, self.step, **values)
 
+    def doing(self, what: str) -> None:
+        """Let the other ranks know what this one does from now on, should it be lost."""
+        if self.ranks is not None:
+            self.ranks.watch.doing(what)
+
     def meta(self) -> dict[str, Any]:
         """Return what a manifest keeps beside the tensors; plain values."""
         self.engine.settle()  # updates in the background count themselves
@@ -157,7 +162,7 @@ class Run:
         if self.ranks is None or self.ranks.local_rank == 0:
             read_state(self.engine.host, source)
         if self.ranks is not None:
-            self.ranks.meet()
+            self.ranks.meet("orders")
         self.engine.weights_changed()
         self.restore_position(meta)
 

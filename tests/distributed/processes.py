@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,21 @@ def run_ranks(
 
 
 def exit_codes(
-    place: Path, size: int, task: Callable[..., Any], *, num_nodes: int = 1, **settings: Any
+    place: Path,
+    size: int,
+    task: Callable[..., Any],
+    *,
+    num_nodes: int = 1,
+    timeout_s: float = 120,
+    **settings: Any,
 ) -> list[int]:
-    """Run ranks as `run_ranks`, and return their exit codes; that of one that was killed is negative."""
+    """Run ranks as `run_ranks`, and return their exit codes; that of one that was killed is negative.
+
+    One that has stopped itself is killed when the others have ended.
+    """
     place.mkdir()
     name = f"{task.__module__}:{task.__qualname__}"
-    done = run_script(_SCRIPT, name, f"{size}/{num_nodes}", place, json.dumps(settings))
+    done = run_script(_SCRIPT, name, f"{size}/{num_nodes}/{timeout_s}", place, json.dumps(settings))
     (place / "errors").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, done.stderr + done.stdout
     return json.loads((place / "codes.json").read_text())
@@ -51,32 +62,52 @@ def exit_codes(
 
 def fork_ranks(name: str, ranks: str, place: str, settings: str) -> None:
     """Fork the ranks, run the task on each, and write down their exit codes."""
-    size, num_nodes = map(int, ranks.split("/"))
+    size, num_nodes, timeout_s = map(float, ranks.split("/"))
+    sizes = int(size), int(num_nodes), timeout_s
     module, _, function = name.partition(":")
     task = getattr(__import__(module, fromlist=[function]), function)
     children = []
-    for rank in range(size):
+    for rank in range(sizes[0]):
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                _run(rank, (size, num_nodes), Path(place), task, json.loads(settings))
+                _run(rank, sizes, Path(place), task, json.loads(settings))
                 code = 0
             except MegatrainError as error:
                 code = error.exit_code
-                print(f"rank {rank}: {error}")
+                if not error.is_told:
+                    print(f"rank {rank}: {error}")
             except BaseException:
                 traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
         children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    Path(place, "codes.json").write_text(json.dumps(codes))
+    Path(place, "codes.json").write_text(json.dumps(_codes(children)))
+
+
+def _codes(children: list[int]) -> list[int]:
+    codes: dict[int, int] = {}
+    stopped: set[int] = set()
+    while len(codes) < len(children):
+        child, status = os.waitpid(-1, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            stopped.add(child)
+        else:
+            codes[child] = os.waitstatus_to_exitcode(status)
+        if len(codes) + len(stopped - set(codes)) == len(children):
+            for left in stopped - set(codes):
+                os.kill(left, signal.SIGKILL)
+    return [codes[child] for child in children]
 
 
 def _run(
-    rank: int, sizes: tuple[int, int], place: Path, task: Callable[..., Any], settings: dict[str, Any]
+    rank: int,
+    sizes: tuple[int, int, float],
+    place: Path,
+    task: Callable[..., Any],
+    settings: dict[str, Any],
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -84,13 +115,15 @@ def _run(
     from megatrain.distributed.ranks import Ranks
 
     torch.set_num_threads(1)
-    ranks, (size, num_nodes) = None, sizes
+    ranks, (size, num_nodes, timeout_s) = None, sizes
     if size > 1:
         store = dist.FileStore(str(place / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        ranks = Ranks(local_size=size // num_nodes)
-    found = task(ranks, **settings)
-    (place / f"rank{rank}.json").write_text(json.dumps(found))
+        ranks = Ranks(store, timeout_s, local_size=size // num_nodes)
+    with ranks or nullcontext():
+        found = task(ranks, **settings)
+        (place / f"rank{rank}.json").write_text(json.dumps(found))
+        if size > 1:
+            dist.barrier()
     if size > 1:
-        dist.barrier()
         dist.destroy_process_group()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +13,42 @@ from megatrain.train.loop import train
 from tests.train.project import make_config
 
 
-def train_run(ranks: Any, *, root: str, out: str, killed: list[int] | None = None, **sections: Any) -> str:
+def train_run(
+    ranks: Any,
+    *,
+    root: str,
+    out: str,
+    killed: list[int] | None = None,
+    how: str = "SIGKILL",
+    **sections: Any,
+) -> str:
     """Train, or go on training.
 
     Args:
         ranks: That train together.
         root: Directory of the model and the text.
         out: Run directory in it.
-        killed: A rank, and the number of its exchange of gradients in which it is killed.
+        killed: A rank, and the number of its collective, of whatever kind, before which it is killed.
+        how: By which signal; `hang`: it is not killed, and waits for ever.
         sections: Of the configuration.
     """
     if killed is not None and ranks.rank == killed[0]:
-        _kill_in_exchange(ranks, killed[1])
+        _kill_at(ranks, killed[1], how)
     sections["train"] = {"grad_accumulation": 4, "steps": 6} | sections.get("train", {})
     sections = {"data": {"val_size": 0.02}, "eval": {"every": 3}, **sections}
     config = make_config(Path(root), out, parallel={"shards": 4}, checkpoint={"every": 2}, **sections)
     return str(train(config, ranks=ranks))
 
 
-def _kill_in_exchange(ranks: Any, number: int) -> None:
-    exchange, left = ranks.exchange, number
+def _kill_at(ranks: Any, number: int, how: str) -> None:
+    """Let a rank end, or hang, before one of its collectives."""
+    collective, numbers = ranks._do, itertools.count(1)
 
-    def counted(*arguments: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return exchange(*arguments)
+    def counted(*arguments: Any) -> None:
+        if next(numbers) == number:
+            if how == "hang":
+                threading.Event().wait()
+            os.kill(os.getpid(), signal.Signals[how])
+        collective(*arguments)
 
-    ranks.exchange = counted
+    ranks._do = counted

@@ -23,7 +23,13 @@ from megatrain.plan.program.buffers import Buffer
 from megatrain.plan.program.operations import Lane
 from megatrain.stream.lanes.base import Cause, Event, InlineLanes, OrderingError
 
-_LANES = {"exchange": Lane.EXCHANGE, "norm": Lane.HOST, "spread": Lane.SPREAD, "caller": Lane.CALLER}
+_LANES = {
+    "exchange": Lane.EXCHANGE,
+    "norm": Lane.HOST,
+    "spread": Lane.SPREAD,
+    "caller": Lane.CALLER,
+    "orders": Lane.CALLER,
+}
 WAIT_S = 120.0
 
 

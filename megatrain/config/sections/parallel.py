@@ -8,7 +8,7 @@ from pydantic import AfterValidator
 
 from megatrain.config.runs import Runs, check_shards
 from megatrain.config.sections.section import Section
-from megatrain.config.types import Count
+from megatrain.config.types import Count, Rate
 from megatrain.errors import ConfigError
 
 
@@ -20,6 +20,10 @@ class ParallelConfig(Section):
     of two. Gradients add up in order inside a run, and the sums of runs by a balanced tree, so the result
     depends on this number, and not on who computes what. Each doubling keeps one more sum in fp32. null = one
     per rank, or as many as the checkpoint was made with."""
+    timeout: Rate = 300.0
+    """Seconds after which a rank that is silent, or keeps others waiting within a step, is taken for lost:
+    all end, and one says which it was. While the first one reads, evaluates or saves the others wait as
+    long as it lives. A process that a debugger has stopped is silent."""
 
 
 def cut_problems(shards: int, num_micro_batches: int) -> list[str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config.sections.log import Event
-from megatrain.train.records.json_lines import JsonLines
+from megatrain.train.records.directory import RunDirectory
+from megatrain.train.records.json_lines import JsonLines, read_rows
 
 
 class EventLog(JsonLines):
@@ -52,3 +53,23 @@ class EventLog(JsonLines):
         """
         row = {"event": event, "time": round(self._clock(), 3), "step": step, **values}
         self._listen(self.append(row))
+
+
+def record_ranks(
+    directory: RunDirectory, codes: Mapping[int, int], sentences: Mapping[int, str], num_left: int
+) -> None:
+    """Record how ranks of a run have ended, now that none lives; a run that never began has no record.
+
+    Args:
+        directory: Of the run.
+        codes: Exit codes, by rank.
+        sentences: What they said, by rank.
+        num_left: How many go on.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    if directory.is_run:
+        step = max((int(row["step"]) for row in read_rows(directory.events) if "step" in row), default=0)
+        with EventLog(directory.events) as events:
+            events.write("ranks", step, codes=dict(codes), sentences=dict(sentences), left=num_left)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
-from megatrain.errors import MegatrainError, OutputError
+from megatrain.errors import MegatrainError, OutputError, RankError
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.events import EventLog
 from megatrain.train.report.alerts import Alerts
@@ -32,19 +33,25 @@ def recorded(run: Run, directory: RunDirectory) -> Iterator[None]:
             EventLog(directory.events, listen=alerts.tell) as events,
         ):
             run.events = events
+            if run.ranks is not None:  # its thread may have to end this process
+                run.ranks.watch.last_words = partial(_failed, run, RankError.exit_code)
             try:
                 run.tell("resume" if run.step else "start", steps=run.num_steps)
                 yield
                 run.tell("end", steps=run.num_steps)
             except (Exception, KeyboardInterrupt) as error:
-                with suppress(OutputError):  # the first error is the one to tell
-                    run.tell("error", text=_text(error), exit_code=_exit_code(error))
+                _failed(run, _exit_code(error), _text(error))
                 raise
             finally:
                 run.events = None
     finally:
         if log.report:
             _report(directory)
+
+
+def _failed(run: Run, exit_code: int, text: str) -> None:
+    with suppress(OutputError):  # the first error is the one to tell
+        run.tell("error", text=text, exit_code=exit_code)
 
 
 def _text(error: BaseException) -> str:

@@ -1,0 +1,273 @@
+"""The watch of ranks over each other: which one is silent, which one does not come, and what it did last.
+
+Each rank *beats*: a thread of its own writes into the rendezvous store of `torch.distributed` who it is, what
+it does, and how often it has waited for the others in each lane. A process that is stopped, or whose machine
+is lost, no longer beats; one that hangs beats, but does not come. The first rank looks at all beats and the
+others at those of the first, so the store has little to do. The first to find that one is missing puts its
+sentence into the store, and every rank ends by it: in its next wait, or a few seconds later by the thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.errors import RankError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    Beat = dict[str, Any]
+
+_log = logging.getLogger(__name__)
+
+_GRACE_S = 6.0
+"""How long a rank may take to end by itself, once it is known that one is missing."""
+
+_GONE_S = 1.0
+"""How long a process may take to end after it has closed its connections."""
+
+_WAITS = {
+    "exchange": "an exchange of gradients",
+    "norm": "the norm of the gradient",
+    "spread": "the spread of new weights",
+    "caller": "a meeting of all ranks",
+    "orders": "the next order of rank 0",
+}
+"""What ranks wait for, by lane."""
+
+_PATIENT = "orders"
+"""Its waits take any time: the first rank reads, evaluates and saves meanwhile, and beats."""
+
+_LOST = "megatrain/lost"
+_AGAIN = "The same command goes on from the newest checkpoint"
+
+
+class Watch:
+    """One rank's part of it."""
+
+    last_words: Callable[[str], object] | None = None
+    """Is told why, where the thread has to end the process."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        """Say that this rank is there.
+
+        Args:
+            store: That all ranks reach; the watch has this connection for itself.
+            rank: Whose watch it is.
+            size: Number of ranks.
+            timeout_s: How long a rank may be silent, or keep others waiting.
+        """
+        self._store, self._rank, self._timeout_s = store, rank, timeout_s
+        self._others = [other for other in range(size) if other != rank]
+        self._beat_s = min(timeout_s / 10, 1.0)
+        self._doing, self._num_beats = "starting", 0
+        self._calls: Counter[str] = Counter()
+        self._waits: dict[int, tuple[str, int, float]] = {}
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._looked_s = time.monotonic()
+        self._lost: str | None = None
+        self._is_first = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._beat()
+
+    def begin(self) -> None:
+        """Beat, and look at the others, until `close`; every rank has made its watch by now."""
+        self._thread.start()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the watch; leave word of the error that this rank ends with, if any."""
+        self._closed.set()
+        if isinstance(error, Exception) and not isinstance(error, RankError):
+            with suppress(RuntimeError):  # the store is gone, and so are those who would read it
+                self._store.set(_ended(self._rank), str(error) or type(error).__name__)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def doing(self, what: str) -> None:
+        """Let the others know what this rank does from now on."""
+        self._doing = what
+
+    def look(self) -> None:
+        """End a wait, if a rank is missing.
+
+        Raises:
+            RankError: One is.
+        """
+        if self._lost is not None:
+            raise self._error(self._lost)
+
+    @contextmanager
+    def waiting(self, lane: str) -> Iterator[None]:
+        """Let the others know that this rank waits for them.
+
+        Raises:
+            RankError: One has ended; torch raises errors that do not say which.
+        """
+        thread = threading.get_ident()
+        self._calls[lane] += 1
+        self._waits[thread] = (lane, self._calls[lane], time.monotonic())
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._error(self._why(str(error).strip().splitlines()[0])) from error
+        finally:
+            del self._waits[thread]
+
+    def _error(self, sentence: str) -> RankError:
+        """Return the error that all ranks end with; the first one to know tells it."""
+        error = RankError(self._agree(sentence))
+        error.is_told = not self._is_first
+        return error
+
+    def _agree(self, sentence: str) -> str:
+        """Return the sentence of the first rank that had one."""
+        if self._lost is None:
+            try:
+                found = self._store.compare_set(_LOST, "", f"{self._rank} {sentence}").decode()
+            except RuntimeError:  # the store is gone too
+                found = f"{self._rank} {sentence}"
+            first, _, lost = found.partition(" ")
+            self._is_first, self._lost = int(first) == self._rank, lost
+        return self._lost
+
+    def _run(self) -> None:
+        """Beat and look, in a thread."""
+        try:
+            while not self._closed.wait(self._beat_s) and self._lost is None:
+                self._beat()
+                self._look_around()
+        except RuntimeError as error:
+            if not self._closed.wait(_GRACE_S):
+                reason = str(error).strip().splitlines()[0]
+                self._agree(f"the store where ranks meet does not answer ({reason}). {_AGAIN}")
+        if self._lost is not None and not self._closed.wait(_GRACE_S):
+            self._end(self._lost)
+
+    def _end(self, lost: str) -> None:
+        """End the process, whose main thread is at work or hangs; its files are whole at any time."""
+        with suppress(Exception):
+            if self.last_words is not None:
+                self.last_words(lost)
+            if self._is_first:
+                _log.error("error: %s", lost)
+            tell_launcher(lost)
+        os._exit(RankError.exit_code)
+
+    def _beat(self) -> None:
+        self._num_beats += 1
+        waits = [lane for lane, _, _ in list(self._waits.values())]
+        beat = {
+            "number": self._num_beats,
+            "host": socket.gethostname(),
+            "processes": _processes(),
+            "process": os.getpid(),
+            "doing": self._doing + "".join(f", waiting for {_WAITS[lane]}" for lane in waits[:1]),
+            "calls": dict(self._calls),
+        }
+        self._store.set(_beat_of(self._rank), json.dumps(beat))
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, Beat]:
+        beats = self._store.multi_get([_beat_of(rank) for rank in ranks])
+        return {rank: json.loads(beat) for rank, beat in zip(ranks, beats, strict=True)}
+
+    def _look_around(self) -> None:
+        """Find out whether a rank is silent, or does not come to where this one waits."""
+        if self._store.check([_LOST]):
+            self._agree("")
+            return
+        now = time.monotonic()
+        if (
+            now - self._looked_s > self._timeout_s / 2
+        ):  # this process itself was stopped, and has seen nothing
+            self._seen.clear()
+        self._looked_s = now
+        for rank, beat in self._read(self._others if self._rank == 0 else [0]).items():
+            number, since = self._seen.get(rank, (-1, now))
+            if beat["number"] != number:
+                self._seen[rank] = (beat["number"], now)
+            elif now - since > self._timeout_s:
+                self._agree(
+                    f"{_name(rank, beat)} is stopped or lost: it has been silent for {now - since:.0f} s "
+                    f"(parallel.timeout is {self._timeout_s:g}), and was last {beat['doing']}. {_AGAIN}"
+                )
+                return
+        for thread, (lane, number, since) in list(self._waits.items()):
+            if lane != _PATIENT and now - since > self._timeout_s:
+                self._name_late(thread, lane, number, since)
+
+    def _name_late(self, thread: int, lane: str, number: int, since: float) -> None:
+        """Find the rank that has not come to a lane as often as this one."""
+        self._closed.wait(2 * self._beat_s)  # the others may have come in this moment, and say so then
+        beats = self._read(self._others)
+        if self._waits.get(thread) != (lane, number, since):
+            return
+        for rank, beat in beats.items():
+            if beat["calls"].get(lane, 0) < number:
+                self._agree(
+                    f"{_name(rank, beat)} hangs: rank {self._rank} waits for it in {_WAITS[lane]} since "
+                    f"{time.monotonic() - since:.0f} s (parallel.timeout is {self._timeout_s:g}), and it was "
+                    f"last {beat['doing']}. {_AGAIN}"
+                )
+                return
+
+    def _why(self, reason: str) -> str:
+        """Say which rank has ended, as far as that can be known."""
+        until = time.monotonic() + _GONE_S
+        with suppress(RuntimeError):
+            beats = self._read(self._others)
+            while time.monotonic() < until and self._lost is None:
+                for rank, beat in beats.items():
+                    if self._store.check([_ended(rank)]):
+                        return f"{_name(rank, beat)} has ended: {self._store.get(_ended(rank)).decode()}"
+                    if _is_gone(beat):
+                        return f"{_name(rank, beat)} has ended; it was last {beat['doing']}. {_AGAIN}"
+                time.sleep(_GONE_S / 20)
+        return f"another rank has ended, or does not answer ({reason}). {_AGAIN}"
+
+
+def tell_launcher(sentence: str) -> None:
+    """Leave the sentence that this process ends with to PyTorch's launcher, if it was started by that."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        with suppress(OSError):  # it then knows the exit code alone
+            Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
+
+
+def _beat_of(rank: int) -> str:
+    return f"megatrain/beat/{rank}"
+
+
+def _ended(rank: int) -> str:
+    return f"megatrain/ended/{rank}"
+
+
+def _name(rank: int, beat: Beat) -> str:
+    return f"rank {rank} (process {beat['process']} on {beat['host']})"
+
+
+def _processes() -> str:
+    """Say whose numbers of processes are those that this process sees: of which machine and container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _is_gone(beat: Beat) -> bool:
+    """Whether a process has ended, as far as can be seen from here."""
+    if beat["processes"] != _processes():
+        return False
+    try:
+        stat = Path(f"/proc/{beat['process']}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"
