@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from megatrain.config.choice import StepBatch
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, ModelError
 from megatrain.layout import ownership
 from megatrain.plan.program.operations import Kind, Lane
 from megatrain.plan.program.step import step_program
 from megatrain.stream.execute import shared_gradients
+from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.shared_gradients import SharedGradients
 from megatrain.stream.lanes.base import OrderingError
 from tests.distributed.cases import AXES, cut_at, settings_of
@@ -131,3 +132,32 @@ def test_nodes_with_other_weights_are_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"node 1 has other weights .* block of model.layers.1\."):
         Turns(4, 2).run(begin)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"num_gradient_buffers": 3}, "num_gradient_buffers=3 in place of num_gradient_buffers=1;"),
+        ({"activations": "offload"}, ": visit 2: Visit(block="),
+    ],
+    ids=str,
+)
+def test_a_rank_that_would_take_another_step_is_refused(other: dict[str, Any], said: str) -> None:
+    def one(ranks: ThreadRanks) -> None:
+        with pytest.raises(ConfigError) as caught:
+            train(ranks, steps=1, **(other if ranks.rank == 1 else {}))
+        assert "rank 1 would take another step than rank 0: " in str(caught.value)
+        assert said in str(caught.value)
+
+    Turns(2).run(one)
+
+
+def test_a_visit_that_nobody_has_foreseen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    foreseen = Executor._matches
+
+    def matches(self: Executor, operation: Any, visit: Any, is_backward: bool) -> bool:
+        return not is_backward and foreseen(self, operation, visit, is_backward)
+
+    monkeypatch.setattr(Executor, "_matches", matches)
+    with pytest.raises(ModelError, match=r"an order that was not foreseen, .* use one rank"):
+        Turns(2).run(lambda ranks: train(ranks, num_runs=2, num_micro_batches=2, steps=1))

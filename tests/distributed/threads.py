@@ -136,6 +136,10 @@ class ThreadRanks:
         """Return everybody's tensor."""
         return list(self._turns.together(self.rank, lane, mine.clone()))
 
+    def gather_values(self, mine: Any) -> list[Any]:
+        """Return everybody's value."""
+        return self._turns.together(self.rank, "caller", mine)
+
     def meet(self, lane: str = "caller") -> None:
         """Wait for everybody, or for those of the node."""
         first = self.node * self.local_size

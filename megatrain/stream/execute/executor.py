@@ -345,7 +345,7 @@ class Executor(Issuer):
         if is_backward and self.gradients.has_runs:
             raise ModelError(
                 f"block {block} is passed in an order that was not foreseen, so it is not known how its "
-                "gradients add up in runs; use parallel.shards=1"
+                "gradients add up in runs; use one rank and parallel.shards=1"
             )
         if had_plan and not self._surprised:
             self._surprised = True

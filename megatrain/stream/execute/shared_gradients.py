@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ class Ranks(Protocol):
 
     def gather(self, mine: Tensor, lane: str = "caller") -> list[Tensor]:
         """Return everybody's tensor; they are equally long."""
+
+    def gather_values(self, mine: Any) -> list[Any]:
+        """Return everybody's plain JSON value."""
 
     def meet(self, lane: str = "caller") -> None:
         """Wait until every rank, or, in lane `spread`, every rank of the node, has come here."""

@@ -18,6 +18,7 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.plan.program.visits import HEAD, Visit, marked, most_open, pass_visits, step_visits
 from megatrain.store.state import Precision
 from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.same_step import SameStep
 
 
 class Rounds:
@@ -28,6 +29,7 @@ class Rounds:
         self._num_runs = num_runs
         self._executor = executor
         self._gradients = executor.gradients
+        self._same = None if self._gradients.shared is None else SameStep(self._gradients.shared.ranks)
         self._choice = choice
         self.plans = executor.spec.layers
         self.first_trained = executor.spec.first_trained
@@ -104,7 +106,7 @@ class Rounds:
             num_before: Passes without gradients that come before the losses of each.
 
         Raises:
-            ConfigError: They cannot be cut into the step's runs.
+            ConfigError: They cannot be cut into the step's runs, or another rank would take another step.
         """
         runs = self._gradients.run_sums.runs = Runs.of(self._num_runs, sum(sizes))
         adds_up = sum(sizes) > 1 or self._gradients.shared is not None
@@ -118,6 +120,8 @@ class Rounds:
                 sizes,
                 runs.left_after(sizes),
             )
+        if self._same is not None:
+            self._same.check(self._executor.spec, visits)
         self._executor.foresee(visits)
         self.num_together, self.in_step = sizes[0], True
 
