@@ -78,7 +78,7 @@ def join_ranks(config: Config, progress: Callable[[str], object]) -> Ranks | Non
     """
     from megatrain.distributed.launch import join
 
-    joined = join(os.environ, config.parallel.timeout)
+    joined = join(os.environ, config.parallel.timeout, config.parallel.shards, _log.warning)
     if joined is not None and joined.rank > 0:
         logging.disable(logging.WARNING)
         progress("")

@@ -21,7 +21,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from megatrain.errors import RankError, TornStateError
+from megatrain.distributed.watch import watch_idly
+from megatrain.errors import ConfigError, RankError, TornStateError
 
 if TYPE_CHECKING:
     from megatrain.distributed.ranks import Ranks
@@ -155,32 +156,101 @@ def _children() -> list[int]:
     return found
 
 
-def join(environment: Mapping[str, str], timeout_s: float) -> Ranks | None:
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Who trains of the processes that are started: a power of two of nodes, and of ranks on each."""
+
+    num_nodes: int
+    local_size: int
+    """Ranks of each node."""
+
+    @classmethod
+    def of(cls, num_processes: int, num_local: int, shards: int | None) -> Places:
+        """Take as many as can share out a step's runs, those of one node first.
+
+        Args:
+            num_processes: On all nodes.
+            num_local: On each.
+            shards: `parallel.shards`; None: as many as ranks.
+
+        Raises:
+            ConfigError: Nodes have different numbers.
+        """
+        if num_processes % num_local:
+            raise ConfigError(
+                f"a node has {num_local} of {num_processes} ranks, and others have another number; start as "
+                "many on each"
+            )
+        local_size = _power_of_two(min(num_local, shards or num_local))
+        num_nodes = num_processes // num_local
+        return cls(_power_of_two(min(num_nodes, (shards or num_processes) // local_size)), local_size)
+
+    @property
+    def size(self) -> int:
+        """Ranks that train."""
+        return self.num_nodes * self.local_size
+
+    def rank(self, node: int, local_rank: int) -> int | None:
+        """Return the rank of a process; None: it is not needed."""
+        if node >= self.num_nodes or local_rank >= self.local_size:
+            return None
+        return node * self.local_size + local_rank
+
+
+def _power_of_two(most: int) -> int:
+    return 1 << (most.bit_length() - 1)
+
+
+def join(
+    environment: Mapping[str, str], timeout_s: float, shards: int | None, say: Callable[[str], object]
+) -> Ranks | None:
     """Join the processes that torchrun has started; None: this one was not, or it is alone.
 
-    The cores of the machine are shared out, so that ranks do not wait for each other's threads.
+    The cores of the machine are shared out, so that ranks do not wait for each other's threads. A process
+    that is not needed stays until the others have ended: its node can take part after a restart.
 
     Args:
         environment: Of this process, in which torchrun has told it who it is.
         timeout_s: As in `Ranks`.
+        shards: As in `Places.of`.
+        say: Is told once which processes are not needed.
 
     Raises:
-        ConfigError: As `Ranks`.
+        ConfigError: As `Places.of` and `Ranks`.
+        RankError: This process was not needed, and the others were lost.
+        SystemExit: It was not needed, and the others have ended.
     """
-    size = int(environment.get("WORLD_SIZE", "1"))
-    if size == 1:
+    num_processes = int(environment.get("WORLD_SIZE", "1"))
+    if num_processes == 1:
         return None
     import torch.distributed as dist
 
     from megatrain.distributed.ranks import Ranks
 
-    local_size = int(environment["LOCAL_WORLD_SIZE"])
-    share_cores(int(environment["LOCAL_RANK"]), local_size)
-    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    num_local, local_rank = int(environment["LOCAL_WORLD_SIZE"]), int(environment["LOCAL_RANK"])
+    places = Places.of(num_processes, num_local, shards)
+    number = int(environment["RANK"])
+    rank = places.rank(number // num_local, local_rank)
+    if rank == 0 and places.size < num_processes:
+        why = "a power of two" if shards is None else f"which parallel.shards={shards} can be shared out to"
+        say(f"{places.size} of {num_processes} ranks train, {why}; the others wait for their end")
+    if places.size == 1:
+        if rank is None:
+            raise SystemExit(0)
+        return None
+    timeout = timedelta(seconds=timeout_s)
+    wanted = (
+        {"rank": number, "world_size": num_processes}
+        if rank is None
+        else {"rank": rank, "world_size": places.size}
     )
-    return Ranks(store, timeout_s, local_size=local_size)
+    store, *_ = next(dist.rendezvous("env://", timeout=timeout, **wanted))
+    if rank is None:
+        watch_idly(store, timeout_s)
+        raise SystemExit(0)
+    share_cores(local_rank, places.local_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=places.size, timeout=timeout)
+    return Ranks(store, timeout_s, local_size=places.local_size)
 
 
 def share_cores(rank: int, num_ranks: int) -> None:

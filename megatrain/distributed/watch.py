@@ -49,6 +49,7 @@ _PATIENT = "orders"
 """Its waits take any time: the first rank reads, evaluates and saves meanwhile, and beats."""
 
 _LOST = "megatrain/lost"
+_DONE = "megatrain/done"
 _AGAIN = "The same command goes on from the newest checkpoint"
 
 
@@ -88,9 +89,11 @@ class Watch:
     def close(self, error: BaseException | None = None) -> None:
         """End the watch; leave word of the error that this rank ends with, if any."""
         self._closed.set()
-        if isinstance(error, Exception) and not isinstance(error, RankError):
-            with suppress(RuntimeError):  # the store is gone, and so are those who would read it
+        with suppress(RuntimeError):  # the store is gone, and so are those who would read it
+            if isinstance(error, Exception) and not isinstance(error, RankError):
                 self._store.set(_ended(self._rank), str(error) or type(error).__name__)
+            elif self._rank == 0 and self._lost is None:
+                self._store.set(_DONE, "")
         if self._thread.is_alive():
             self._thread.join()
 
@@ -234,6 +237,29 @@ class Watch:
                         return f"{_name(rank, beat)} has ended; it was last {beat['doing']}. {_AGAIN}"
                 time.sleep(_GONE_S / 20)
         return f"another rank has ended, or does not answer ({reason}). {_AGAIN}"
+
+
+def watch_idly(store: Store, timeout_s: float) -> None:
+    """Return when the ranks that train have ended; the store may end with the first of them.
+
+    Args:
+        store: Where they meet.
+        timeout_s: How long the first of them may be silent.
+
+    Raises:
+        RankError: They were lost.
+    """
+    seen, since = b"", time.monotonic()
+    with suppress(RuntimeError):
+        while not store.check([_DONE]):
+            beat = store.get(_beat_of(0)) if store.check([_beat_of(0)]) else b""
+            if beat != seen:
+                seen, since = beat, time.monotonic()
+            if store.check([_LOST]) or time.monotonic() - since > 2 * timeout_s:
+                error = RankError(f"a rank of those that train is lost. {_AGAIN}")
+                error.is_told = True
+                raise error
+            time.sleep(min(timeout_s / 10, 1.0))
 
 
 def tell_launcher(sentence: str) -> None:
