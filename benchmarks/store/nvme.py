@@ -35,7 +35,8 @@ import torch
 
 from benchmarks.report import emit, hardware, spread
 from megatrain.store.arena import Arena
-from megatrain.store.drives.striped import CHUNK_BYTES, Extent, StripedStore, threads_per_drive, wait
+from megatrain.layout.drive_chunks import CHUNK_BYTES
+from megatrain.store.drives.striped import Extent, StripedStore, threads_per_drive, wait
 
 EXTENT_BYTES = 64 << 20
 NUM_BUFFERS = 3

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatrain.distributed.watch import Watch
 from megatrain.errors import ConfigError
 
-_LANES = ("exchange", "norm", "caller", "orders")
+_LANES = ("exchange", "norm", "read", "write", "caller", "orders")
 """What goes on at the same time has a group of its own: the calls of one group keep one order. `spread` has
 two more: of the ranks of a node, and of those that have one place on all nodes."""
 

@@ -2,7 +2,8 @@
 
 The image of a block is `remainder | exp_avg | exp_avg_sq` padded to whole pages, then `working` padded alike.
 It is cut into pieces, which are the extents of the store. Every block has an image on the drives, because a
-commit must hold all state; of blocks in RAM it is only written.
+commit must hold all state; of blocks in RAM it is only written. Several ranks keep one such image, in the same
+files: each reads and writes its own chunks of it, from and to buffers that all of them map.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from torch import Tensor
 
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
+from megatrain.layout.drive_chunks import first_turn
 from megatrain.layout.host_buffers import pieces_of
+from megatrain.store.arena import Arena
+from megatrain.store.drives.record import CommitRecord
 from megatrain.store.drives.striped import Extent, StripedStore, wait
-from megatrain.store.placement import Placement, Tiers, place
+from megatrain.store.placement import Placement, Tiers, place, placed
+from megatrain.store.ranks import StateRanks
 
 PLANES = ("remainder", "exp_avg", "exp_avg_sq")
 """What an image holds beside `working`, in order."""
@@ -74,17 +79,53 @@ class Image:
 class BlocksOnDrives:
     """The images of all blocks, and the store that holds them."""
 
-    def __init__(self, layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int) -> None:
-        """Decide where everything is; nothing is taken or opened.
+    def __init__(
+        self, layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int, ranks: StateRanks | None = None
+    ) -> None:
+        """Decide where everything is; nothing is opened. Of several ranks the first one decides.
 
         Raises:
             CapacityError: RAM does not hold what must be there.
         """
         self.tiers = tiers
-        self.placement: Placement = place(layouts, tiers, num_sums=num_sums)
+        self._ranks = ranks
+        self.rank, self.num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self.placement: Placement = _place(layouts, tiers, num_sums, ranks)
         extents: list[Extent] = []
         self.images = [_image(number, layout, extents) for number, layout in enumerate(layouts)]
-        self.store = StripedStore(tiers.nvme, extents, owner=tiers.owner)
+        self.store = StripedStore(
+            tiers.nvme,
+            extents,
+            owner=tiers.owner,
+            part=(self.rank, self.num_ranks),
+            memory=None if ranks is None else self._memory,
+        )
+
+    def _memory(self, nbytes: int) -> Tensor:
+        assert self._ranks is not None
+        return Arena(nbytes, self._ranks.shared_memory(nbytes)).view(torch.uint8, 0, nbytes)
+
+    def open(self) -> CommitRecord | None:
+        """Open the drives: anew, or with what was committed there, which the first rank gets.
+
+        Raises:
+            CheckpointError: `tiers.resumes`, and the drives hold no state of this model.
+            MegatrainError: As of `StripedStore`.
+        """
+        found = None
+        if self.rank == 0 and self.tiers.resumes:
+            found = self.store.resume()
+        elif self.rank == 0:
+            self.store.create()
+        self.meet()
+        if self.rank:
+            self.store.join()
+        return found
+
+    def meet(self, lane: str = "caller") -> None:
+        """Wait for the other ranks, if there are any, in a lane of theirs."""
+        if self._ranks is not None:
+            self._ranks.meet(lane)
 
     def holds_state(self, block: int) -> bool:
         """Whether a block's remainder and moments live on the drives."""
@@ -104,8 +145,12 @@ class BlocksOnDrives:
         frozen = sum(weights[b] for b in paged if not states[b])
         return updates, updates, sum(states) + sum(weights) - updates - frozen
 
-    def read(self, block: int, buffer: Tensor, *, state: bool = True, working: bool = True) -> int:
+    def read(
+        self, block: int, buffer: Tensor, *, state: bool = True, working: bool = True, is_own: bool = False
+    ) -> int:
         """Read parts of an image into a buffer at a page's address; returns the bytes read.
+
+        `is_own`: of several ranks, this one's chunks alone.
 
         Raises:
             CheckpointError: A drive does not give back what was written.
@@ -116,13 +161,15 @@ class BlocksOnDrives:
             future
             for piece in pieces
             for future in self.store.submit_read(
-                piece.extent, buffer[piece.start - shift : piece.stop - shift]
+                piece.extent, buffer[piece.start - shift : piece.stop - shift], is_own=is_own
             )
         )
-        return sum(piece.stop - piece.start for piece in pieces)
+        return self._moved(pieces, is_own=is_own)
 
-    def write(self, block: int, buffer: Tensor, *, state: bool = True, working: bool = True) -> int:
-        """Write parts of an image; returns the bytes written.
+    def write(
+        self, block: int, buffer: Tensor, *, state: bool = True, working: bool = True, is_own: bool = False
+    ) -> int:
+        """Write parts of an image; returns the bytes written. Arguments as of `read`.
 
         Raises:
             OutputError: A drive does not take it.
@@ -130,22 +177,28 @@ class BlocksOnDrives:
         pieces = list(self.images[block].of(state=state, working=working))
         shift = 0 if state else self.images[block].working_start
         self.store.write_all(
-            (piece.extent, buffer[piece.start - shift : piece.stop - shift]) for piece in pieces
+            ((piece.extent, buffer[piece.start - shift : piece.stop - shift]) for piece in pieces),
+            is_own=is_own,
         )
-        return sum(piece.stop - piece.start for piece in pieces)
+        return self._moved(pieces, is_own=is_own)
+
+    def _moved(self, pieces: Sequence[Piece], *, is_own: bool) -> int:
+        return sum(len(span) for piece in pieces for span in self.store.spans(piece.extent, is_own=is_own))
 
     def fill(self, piece: Piece, block: int, planes: dict[str, Tensor], buffer: Tensor) -> None:
-        """Copy one piece of a block that lives in RAM into a buffer.
+        """Copy this rank's chunks of one piece of a block that lives in RAM into a buffer.
 
         Args:
             piece: Of the block's image.
             block: Its number.
             planes: All planes of the image that live in RAM, `working` included.
-            buffer: Its first bytes are overwritten.
+            buffer: Its first bytes are overwritten, at the places of the chunks.
         """
         image = self.images[block]
+        own = list(self.store.spans(piece.extent, is_own=True))
         if not piece.is_working and "exp_avg" not in planes:
-            buffer.zero_()  # no optimizer yet
+            for span in own:
+                buffer[span.start : span.stop].zero_()  # no optimizer yet
         spans = [(image.working_start, planes["working"])] if piece.is_working else []
         if not piece.is_working:
             start = 0
@@ -154,9 +207,23 @@ class BlocksOnDrives:
                     spans.append((start, planes[name].view(torch.uint8)))
                     start += planes[name].nbytes
         for start, plane in spans:
-            low, high = max(start, piece.start), min(start + plane.numel(), piece.stop)
-            if low < high:
-                buffer[low - piece.start : high - piece.start].copy_(plane[low - start : high - start])
+            for span in own:
+                low = max(start, piece.start + span.start)
+                high = min(start + plane.numel(), piece.start + span.stop)
+                if low < high:
+                    buffer[low - piece.start : high - piece.start].copy_(plane[low - start : high - start])
+
+
+def _place(
+    layouts: Sequence[BlockLayout], tiers: Tiers, num_sums: int, ranks: StateRanks | None
+) -> Placement:
+    """Place the state as the first rank does: what is left of RAM is not the same for all."""
+    if ranks is None:
+        return place(layouts, tiers, num_sums=num_sums)
+    found = place(layouts, tiers, num_sums=num_sums) if ranks.rank == 0 else None
+    away = (0, 0) if found is None else (len(found.working_on_drives), len(found.state_on_drives))
+    first = ranks.gather(torch.tensor([len(layouts) - count for count in away]))[0]
+    return found or placed(layouts, tiers, *first.tolist(), num_sums=num_sums)
 
 
 def _image(number: int, layout: BlockLayout, extents: list[Extent]) -> Image:
@@ -170,6 +237,7 @@ def _image(number: int, layout: BlockLayout, extents: list[Extent]) -> Image:
             stop = start + nbytes
             label = f", bytes {start - first} to {stop - first}" if nbytes < last - first else ""
             pieces.append(Piece(len(extents), start, stop, part == "weights"))
-            extents.append(Extent(f"the {part} of block {number}{label}", nbytes))
+            turn = first_turn(number, start - first)
+            extents.append(Extent(f"the {part} of block {number}{label}", nbytes, turn))
             start = stop
     return Image(layout, tuple(pieces))

@@ -36,8 +36,8 @@ from megatrain.store.master import join_master, split_master_into
 SharedMemory: TypeAlias = Callable[[int], int]
 """Returns a descriptor of zeroed memory of so many bytes, which every rank of the node gets in its turn."""
 
-_OWN = frozenset({"accumulator", "staging"})
-"""Planes of which every rank has its own: its part of the sums."""
+_OWN = frozenset({"accumulator", "staging", "staging of weights", "paged"})
+"""Planes of which every rank has its own: its part of the sums, and weights that it reads from drives."""
 
 
 class Precision(str, Enum):

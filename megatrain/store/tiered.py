@@ -23,6 +23,7 @@ from megatrain.layout.moments import MOMENT_PLANES, MomentFormat
 from megatrain.store.arena import Arena
 from megatrain.store.on_drives import PLANES, BlocksOnDrives
 from megatrain.store.placement import Tiers
+from megatrain.store.ranks import StateRanks
 from megatrain.store.state import BlockState, HostState, Precision, write_value
 
 
@@ -52,15 +53,28 @@ class TieredState(HostState):
     """All planes of all blocks, in RAM as far as the placement says so."""
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], precision: Precision, tiers: Tiers, *, num_sums: int = 0
+        self,
+        layouts: Sequence[BlockLayout],
+        precision: Precision,
+        tiers: Tiers,
+        *,
+        num_sums: int = 0,
+        ranks: StateRanks | None = None,
     ) -> None:
         """Decide where planes live, open the drives, then allocate.
+
+        Args:
+            layouts: Of the blocks.
+            precision: How weights are kept.
+            tiers: What RAM may hold, and the drives.
+            num_sums: As of `place`.
+            ranks: That keep one state, in RAM and on the drives; None: this one is alone.
 
         Raises:
             MegatrainError: RAM or a drive does not hold its part; nothing was allocated.
             CheckpointError: `tiers.resumes`, and the drives hold no state of this model.
         """
-        self.on_drives = BlocksOnDrives(layouts, tiers, num_sums=num_sums)
+        self.on_drives = BlocksOnDrives(layouts, tiers, num_sums=num_sums, ranks=ranks)
         room = host_memory().available_bytes
         need = sum(self.on_drives.placement.ram_bytes.values())
         if need > room:
@@ -75,19 +89,16 @@ class TieredState(HostState):
         self.changed: set[tuple[int, bool]] = set()
         """(block, is it the working weights) of what lives in RAM and differs from the newest image."""
         self.is_resumed = tiers.resumes
-        store = self.on_drives.store
-        self.record = store.resume() if tiers.resumes else None
-        """What was committed, if that is what this state goes on from."""
+        self.record = self.on_drives.open()
+        """What was committed, if that is what this state goes on from; the first rank knows it."""
         try:
-            if not tiers.resumes:
-                store.create()
-            super().__init__(layouts, precision)
+            super().__init__(layouts, precision, shared=None if ranks is None else ranks.shared_memory)
             if tiers.resumes:
                 self._restore()
             else:
                 self.mark_changed()
         except BaseException:
-            store.close()
+            self.on_drives.store.close()
             raise
 
     def is_for(self, layouts: Sequence[BlockLayout], precision: Precision, tiers: Tiers | None) -> bool:
@@ -254,9 +265,12 @@ class TieredState(HostState):
     # -- inside ---------------------------------------------------------------------------------------------
 
     def _restore(self) -> None:
-        """Read what lives in RAM from its images; a block that was never written has nothing to restore."""
+        """Read what lives in RAM from its images; a block that was never written has nothing to restore.
+
+        Of several ranks the first one reads, for all of them.
+        """
         self.allocate_moments()
-        for number in range(len(self.layouts)):
+        for number in range(len(self.layouts)) if self.on_drives.rank == 0 else ():
             planes = self.planes_in_ram(number)
             if not planes:
                 continue
@@ -266,6 +280,7 @@ class TieredState(HostState):
             found = {**image.planes(buffer), "working": image.working(buffer)}
             for name, plane in planes.items():
                 plane.copy_(found[name])
+        self.on_drives.meet()
         self._has_restored_moments = True
 
     def _lend(self, number: int) -> tuple[BlockState, Tensor]:

@@ -118,7 +118,6 @@ def part_of(
         "outer_resident": False,
         "gradients": "host",
         "sums": "device",
-        "tiers": frozenset(),
     }
     for name, value in can.items():
         given = choice.given.get(name, value)

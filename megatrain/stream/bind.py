@@ -182,7 +182,7 @@ def make_host(
         return NodeState(layouts, precision, ranks)
     if tiers is None:
         return HostState(layouts, precision, shared=None if ranks is None else ranks.shared_memory)
-    host = TieredState(layouts, precision, tiers, num_sums=num_sums)
+    host = TieredState(layouts, precision, tiers, num_sums=num_sums, ranks=ranks)
     _log.debug("%s", host.on_drives.placement.describe(len(layouts)))
     read, written, committed = (nbytes / 1e9 for nbytes in host.on_drives.bytes_per_step())
     _log.debug(

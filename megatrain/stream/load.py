@@ -163,7 +163,8 @@ def load(
         ranks=ranks,
     )
     most = replace(least, lockstep=choice.given.get("lockstep", 1))
-    host = make_host(layouts, kept, tiers, num_sums=kept_sums(most, runs, kept), ranks=ranks)
+    num_sums = kept_sums(most, runs, kept, has_ranks=ranks is not None)
+    host = make_host(layouts, kept, tiers, num_sums=num_sums, ranks=ranks)
     if (ranks is not None and ranks.local_rank > 0) or (isinstance(host, TieredState) and host.is_resumed):
         _bind_parameters(model, lambda name: _working(host, name))
         if path is not None:

@@ -5,7 +5,9 @@ state of torch's generator. So a run of several ranks is as repeatable as one of
 
 Vector clocks go over all lanes of all ranks. A collective merges the clocks of those who take part, in the
 lane that it belongs to. What the ranks of a node share is one plane per kind of state: an UPDATE writes its
-rank's share of a block, a SPREAD those of its peers on other nodes, and a FETCH reads the shares of all.
+rank's share of a block, a SPREAD those of its peers on other nodes, and a FETCH reads the shares of all. So are
+the buffers before drives, into which each READ puts its rank's chunks, and the images there, of which each
+WRITE writes its rank's chunks.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ _LANES = {
     "exchange": Lane.EXCHANGE,
     "norm": Lane.HOST,
     "spread": Lane.SPREAD,
+    "read": Lane.READ,
+    "write": Lane.WRITE,
     "caller": Lane.CALLER,
     "orders": Lane.CALLER,
 }
@@ -188,6 +192,8 @@ class RankLanes(InlineLanes):
         self._turns, self._rank = turns, rank
         self._skips, self._checks = skips, checks
         self._clocks: dict[Lane, dict[tuple[int, Lane], int]] = {lane: {} for lane in Lane}
+        self._times: dict[int, int] = {}
+        """By buffer before drives: how often something was put there."""
         assert len(turns.lanes) == rank
         turns.lanes.append(self)
 
@@ -205,16 +211,29 @@ class RankLanes(InlineLanes):
         """Fill a freed buffer with NaN."""
         flat.fill_(0xFF)
 
-    def _parts(self, buffer: Buffer, *, is_written: bool) -> list[Any]:
+    def _parts(self, lane: Lane, buffer: Buffer, *, is_written: bool) -> list[Any]:
         """Name what a buffer is among all ranks: of a plane, the shares, each of them once per node."""
         kind, block = buffer
         size, local_size = self._turns.size, self._turns.size // self._turns.num_nodes
         node, place = divmod(self._rank, local_size)
+        if kind == "drive_staging":  # ("chunks", buffer, who has put them there, who uses them, which time)
+            time = self._times.get(block, 0)
+            if is_written:
+                here = range(0) if lane is Lane.SPREAD else range(size)
+                return [("chunks", block, self._rank, other, time) for other in here]
+            if lane is Lane.HOST:
+                return [("chunks", block, other, self._rank, time) for other in range(size)]
+            own = ("chunks", block, self._rank, self._rank, time)
+            return [own, *(("shares", block, other) for other in range(size))]
+        if kind in ("drive", "spilled") and not is_written and lane is not Lane.READ:
+            return [(kind, block, other) for other in range(size)]
         if kind == "share":
             return [("state", block, self._rank, node)] if is_written else []
         if kind == "working":  # SPREAD writes those of its peers on other nodes
             owners = range(place, size, local_size) if is_written else range(size)
             return [("state", block, o, node) for o in owners if not is_written or o != self._rank]
+        if kind == "moments" and lane is Lane.HOST:  # SPILL, to drives of one node
+            return [("state", block, other, node) for other in range(size)]
         if kind == "moments":
             return [] if is_written else [("state", block, self._rank, node)]
         return [(kind, block, self._rank)]
@@ -229,8 +248,18 @@ class RankLanes(InlineLanes):
         clock, turns, me = self._clocks[lane], self._turns, (self._rank, lane)
         self.merge(lane, self._clocks[Lane.CALLER])  # who launches it has done that
         clock[me] = clock.get(me, 0) + 1
-        read = [part for buffer in reads for part in self._parts(buffer, is_written=False)]
-        written = [part for buffer in writes for part in self._parts(buffer, is_written=True)]
+        for kind, number in writes:
+            if kind == "drive_staging" and lane is not Lane.SPREAD:
+                self._put_anew(lane, number)
+        read = [part for buffer in reads for part in self._parts(lane, buffer, is_written=False)]
+        written = [part for buffer in writes for part in self._parts(lane, buffer, is_written=True)]
+        used = []  # what the next one to write there must wait for
+        for kind, number in reads:
+            if kind == "drive_staging" and lane is Lane.HOST:  # an update, of a share
+                written.append(("shares", number, self._rank))
+            elif kind == "drive_staging":
+                time = self._times[number]
+                used += [("written", number, other, self._rank, time) for other in range(turns.size)]
         for part in read + written:
             if part in turns.last_write:
                 self._require(lane, part, *turns.last_write[part], "written")
@@ -238,8 +267,17 @@ class RankLanes(InlineLanes):
             for owner, tick in turns.last_reads.pop(part, {}).items():
                 self._require(lane, part, owner, tick, "read")
             turns.last_write[part] = (me, clock[me])
-        for part in read:
+        for part in read + used:
             turns.last_reads.setdefault(part, {})[me] = clock[me]
+
+    def _put_anew(self, lane: Lane, number: int) -> None:
+        """Put something into a buffer before drives: whoever has used what was there must be done."""
+        time = self._times.get(number, 0)
+        self._times[number] = time + 1
+        places = [(number, self._rank, other, time) for other in range(self._turns.size)]
+        for part in [(use, *place) for use in ("chunks", "written") for place in places]:
+            for owner, tick in self._turns.last_reads.pop(part, {}).items():
+                self._require(lane, part, owner, tick, "read")
 
     def _require(self, lane: Lane, part: Any, owner: tuple[int, Lane], tick: int, verb: str) -> None:
         if self._checks and self._clocks[lane].get(owner, 0) < tick:

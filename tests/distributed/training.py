@@ -31,6 +31,7 @@ def train(
     max_grad_norm: float | None = 0.5,
     device: Any = "ranks",
     reads: bool = True,
+    commits: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a family, and return each step's loss, norm and digests of gradients and masters.
@@ -50,6 +51,7 @@ def train(
         max_grad_norm: Likewise.
         device: As in `attach`; `ranks`: lanes that prove their order among ranks.
         reads: Gradients and masters are read in every step: whoever reads waits for all that goes on.
+        commits: Every step is committed on the drives.
         settings: Of `attach`.
     """
     model = make_model(family_config(family, dropout=dropout) if dropout else FAMILIES[family]())
@@ -75,10 +77,13 @@ def train(
         if updates != "immediate" and reads:
             told["gradients"].append(_digest(dict(engine.named_gradients())))
         stats = optimizer.step()
+        if commits:
+            engine.commit(step, {})
         if reads:
             told["norms"].append(stats.grad_norm)
             told["masters"].append(_digest(dict(engine.named_masters())))
     told["end"] = _digest(dict(engine.named_masters()))
+    engine.close()
     return told
 
 

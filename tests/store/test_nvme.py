@@ -134,7 +134,7 @@ def test_a_flipped_bit_is_found_and_named(bit: int, tmp_path: Path) -> None:
         place // 8: (number, index)
         for number, chunks in enumerate(store._chunks)
         for index, chunk in enumerate(chunks)
-        for byte in [chunk.offsets[store._committed[number]]]
+        for byte in [chunk.offsets[store._tables.current(number)]]
         for place in range(8 * byte, 8 * (byte + chunk.stop - chunk.start), 8)
     }
     where = min((place for place in owners if place >= bit // 8), default=0)

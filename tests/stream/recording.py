@@ -194,9 +194,11 @@ class Recorder(TorchDispatchMode):
         self._open[-1].writes.add(("drive", block))
         return nbytes
 
-    def _write_extent(self, real: Callable[..., Any], store: Any, extent: int, buffer: Tensor) -> Any:
+    def _write_extent(
+        self, real: Callable[..., Any], store: Any, extent: int, buffer: Tensor, **parts: Any
+    ) -> Any:
         self.touch(reads=[buffer], nbytes=buffer.numel())
-        return real(store, extent, buffer)
+        return real(store, extent, buffer, **parts)
 
     def _stow(self, real: Callable[..., Any], files: Any, place: Place, buffer: Tensor) -> Any:
         self.touch(reads=[buffer], nbytes=buffer.numel())

@@ -22,7 +22,7 @@ def with_state_through(
     sizes: Sequence[int] | Mapping[int, int],
     num_buffers: int,
 ) -> list[Operation]:
-    """Read the state of blocks on drives before their updates, and write it after.
+    """Read the state of blocks on drives before their updates, and write it after: all ranks' updates.
 
     Args:
         operations: With the updates, in order.
@@ -37,9 +37,15 @@ def with_state_through(
     def surround(operation: Operation, buffer: int) -> tuple[Operation, list[Operation]]:
         common = {"block": operation.block, "drive_staging": buffer, "nbytes": sizes[operation.block]}
         read, write = (Operation(kind=kind, **common) for kind in (Kind.READ, Kind.WRITE))  # type: ignore[arg-type]
-        return read, [replace(operation, drive_staging=buffer), write]
+        after = [operation, *(spreads[block] for block in [operation.block] if block in spreads)]
+        return read, [*(replace(one, drive_staging=buffer) for one in after), write]
 
-    return _read_ahead(operations, is_ours, surround, num_buffers)
+    def is_spread(operation: Operation) -> bool:
+        return operation.kind is Kind.SPREAD and operation.block in on_drives
+
+    spreads = {operation.block: operation for operation in operations if is_spread(operation)}
+    others = [operation for operation in operations if not is_spread(operation)]
+    return _read_ahead(others, is_ours, surround, num_buffers)
 
 
 def with_weights_through(

@@ -113,17 +113,17 @@ class Kind(str, Enum):
     PUSH = "push"
     """Copy it home."""
     READ = "read"
-    """Read a block's state from the drives, ahead of its update."""
+    """Read a block's state from the drives, ahead of its update; each of several ranks reads a part for all."""
     PAGE = "page"
     """Read a block's weights from the drives, ahead of its fetch."""
     WRITE = "write"
-    """Write a block's state back to the drives, or, before a commit, what lives in RAM."""
+    """Write a block's state back to the drives, or, before a commit, what lives in RAM; shared out like READ."""
     SPILL = "spill"
     """Copy a piece of a block's state in RAM to where WRITE takes it from."""
     SEAL = "seal"
-    """Take down what a commit says of the run, once all updates are done."""
+    """Take down what a commit says of the run, once all updates are done, and all ranks' SPILLs."""
     COMMIT = "commit"
-    """Make what was written last what a crash leaves."""
+    """Make what was written last what a crash leaves. The first of several ranks does it."""
 
 
 _STATE = ("working", "moments", "gradient", "drive")
@@ -258,7 +258,7 @@ class Operation:
             case Kind.PUSH:
                 return (("resident", self.block), ("device_moments", self.block))
             case Kind.COMMIT:
-                return (("meta", 0), *(("drive", block) for block in self.blocks))
+                return (("meta", 0), *((name, block) for name in ("drive", "spilled") for block in self.blocks))
             case Kind.LOAD if self.waiting >= 0:
                 return (("waiting", self.waiting),)
             case Kind.LOAD | Kind.PARK | Kind.ADD:
@@ -269,9 +269,7 @@ class Operation:
                 return tuple(("resident", block) for block in self.blocks)
             case Kind.OFFLOAD if self.is_held:
                 return (waiting_buffer(self.block, self.waiting),)
-            case Kind.OFFLOAD | Kind.HOLD:
-                return (gradients_buffer(self.block, self.gradient_buffer),)
-            case Kind.EXCHANGE:
+            case Kind.OFFLOAD | Kind.HOLD | Kind.EXCHANGE:
                 return (gradients_buffer(self.block, self.gradient_buffer),)
             case Kind.SPREAD:
                 return (("share", self.block),)
@@ -279,7 +277,8 @@ class Operation:
                 norm: tuple[Buffer, ...] = (("norm", 0),) if self.follows_norm else ()
                 if self.on_device:
                     return (("resident_gradient", self.block), *norm)
-                return (home_buffer(self.block, self.staging), *norm)
+                through = self._through if self.is_share else ()  # others write their shares of it
+                return (home_buffer(self.block, self.staging), *norm, *through)
             case Kind.ROUND:
                 return (("resident_gradient" if self.on_device else "gradient", self.block),)
             case Kind.NORM:
@@ -334,15 +333,13 @@ class Operation:
             case Kind.EXCHANGE:
                 return (gradients_buffer(self.block, self.gradient_buffer), ("exchange", 0))
             case Kind.SPREAD:
-                return (("working", self.block), ("moments", self.block))
+                return (("working", self.block), ("moments", self.block), *self._through)
             case Kind.UPDATE if self.is_share:
                 return (("share", self.block),)
             case Kind.UPDATE:
-                through: tuple[Buffer, ...] = (("drive_staging", self.drive_staging),)
-                through = through if self.drive_staging >= 0 else ()
                 if self.on_device:
                     return (("resident", self.block), ("device_moments", self.block))
-                return (("working", self.block), ("moments", self.block), *through)
+                return (("working", self.block), ("moments", self.block), *self._through)
             case Kind.ROUND:
                 sums = "resident_gradient" if self.on_device else "gradient"
                 return ((sums, self.block), ("squares", self.block))
@@ -358,12 +355,17 @@ class Operation:
                 return (("drive_staging", self.drive_staging),)
             case Kind.PAGE:
                 return (("page", self.page),)
-            case Kind.WRITE:
-                return (("drive", self.block),)
+            case Kind.WRITE:  # what is spilled is not read before another run goes on from it
+                return (("spilled" if self.piece >= 0 else "drive", self.block),)
             case Kind.COMMIT | Kind.HEAD | Kind.HEAD_BACKWARD | Kind.SYNC:
                 return ()
             case Kind.NORM:
                 return (("norm", 0),)
+
+    @property
+    def _through(self) -> tuple[Buffer, ...]:
+        """Name the host buffer through which state on drives passes to its update, if it does."""
+        return (("drive_staging", self.drive_staging),) if self.drive_staging >= 0 else ()
 
     def _squares(self, is_known: bool) -> tuple[Buffer, ...]:
         return (("squares", self.block),) if is_known else ()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatrain.config.choice import Choice
+from megatrain.layout.drive_chunks import first_turn, own_bytes
 from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.visits import Ends, LayerPlan, Visit, layer_plans, round_visits
 
@@ -22,10 +23,19 @@ class DriveSpec:
     """Blocks whose remainder and moments are there."""
     working: frozenset[int]
     """Those of them whose working weights are there too."""
+    rank: int = 0
+    """Which of the ranks this is."""
+    num_ranks: int = 1
+    """That move the images together."""
 
     def update_bytes(self, block: int) -> int:
-        """Return the bytes that cross each way when a block with state on the drives is updated."""
-        return self.state_bytes[block] + (self.working_bytes[block] if block in self.working else 0)
+        """Return the bytes that this rank moves each way when a block with state on the drives is updated."""
+        working = self.working_bytes[block] if block in self.working else 0
+        return self.piece_bytes(block, self.state_bytes[block]) + self.piece_bytes(block, working)
+
+    def piece_bytes(self, block: int, nbytes: int, start: int = 0) -> int:
+        """Return how many bytes this rank moves of so many, from `start` on in a part of a block's image."""
+        return own_bytes(nbytes, first_turn(block, start), self.rank, self.num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -257,12 +257,15 @@ def commit_program(
     for block, is_working in changed:
         nbytes = drives.working_bytes[block] if is_working else drives.state_bytes[block]
         first = len(pieces_of(drives.state_bytes[block])) if is_working and in_pieces else 0
+        start = 0
         for number, size in enumerate(pieces_of(nbytes) if in_pieces else [nbytes] * (nbytes > 0)):
+            own = drives.piece_bytes(block, size, start)
             spill = Operation(
-                kind=Kind.SPILL, block=block, drive_staging=turn, piece=first + number, nbytes=size
+                kind=Kind.SPILL, block=block, drive_staging=turn, piece=first + number, nbytes=own
             )
             operations += [spill, replace(spill, kind=Kind.WRITE)]
             turn = (turn + 1) % NUM_STATE_STAGING
+            start += size
     blocks = tuple(range(len(spec.sizes)))
     return [*operations, Operation(kind=Kind.SEAL), Operation(kind=Kind.COMMIT, blocks=blocks)]
 

@@ -43,15 +43,18 @@ def raw(flat: Tensor) -> memoryview:
 
 
 class Drive:
-    """One directory's `state.bin`, or another file there, open for this process alone."""
+    """One directory's `state.bin`, or another file there, open for this process, or the ranks of one run."""
 
-    def __init__(self, directory: Path, *, num_threads: int, name: str = STATE_NAME) -> None:
+    def __init__(
+        self, directory: Path, *, num_threads: int, name: str = STATE_NAME, is_shared: bool = False
+    ) -> None:
         """Open the file, or make an empty one, and lock it.
 
         Args:
             directory: From `check_places`.
             num_threads: For reads, and as many for writes.
             name: Of the file.
+            is_shared: Another rank has it open, and shares it.
 
         Raises:
             OutputError: The file cannot be opened, or another run uses it.
@@ -67,10 +70,20 @@ class Drive:
         self._readers = ThreadPoolExecutor(num_threads, thread_name_prefix=f"read-{directory.name}")
         self._writers = ThreadPoolExecutor(num_threads, thread_name_prefix=f"write-{directory.name}")
         try:
-            self._lock()
+            self._lock(fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
         except BaseException:
             self.close()
             raise
+
+    def share(self) -> None:
+        """Let other ranks open the file: until the last of them lets go of it, no other run gets it."""
+        self._lock(fcntl.LOCK_SH)
+
+    def take_over(self) -> None:
+        """Use the room that the first rank has given the file."""
+        with drive_errors("open", self.path):
+            self.num_bytes = self.path.stat().st_size
+            self.is_direct = self._try_direct()
 
     def allocate(self, num_bytes: int, *, says_cost: bool = True) -> None:
         """Give the file `num_bytes` bytes, whole pages, of the drive; content that is there stays.
@@ -175,9 +188,9 @@ class Drive:
         with drive_errors("write", self.path):
             calls.system.fdatasync(self._descriptor)
 
-    def _lock(self) -> None:
+    def _lock(self, kind: int) -> None:
         try:
-            fcntl.flock(self._buffered, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._buffered, kind | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise OutputError(
                 f"{self.path} is in use by another run; wait for it, or name another directory in "

@@ -28,8 +28,9 @@ from megatrain.store.drives.drive import Drive, raw
 from megatrain.store.drives.places import drive_errors
 from megatrain.store.drives.striped import threads_per_drive, wait
 
-SCRATCH_NAME = "scratch.bin"
-"""The file of scratch room in each directory, for the moment between its making and the loss of its name."""
+SCRATCH_NAME = "scratch-{}.bin"
+"""A rank's file of scratch room in each directory, for the moment between its making and the loss of its
+name."""
 
 
 class FileArena:
@@ -72,17 +73,19 @@ class ScratchFiles:
     `take`, `give_back` and `close` are for one thread; others may read and write meanwhile.
     """
 
-    def __init__(self, directories: Sequence[Path], *, chunk_bytes: int = 0) -> None:
+    def __init__(self, directories: Sequence[Path], *, rank: int = 0, chunk_bytes: int = 0) -> None:
         """Take nothing yet: files are made with the first place.
 
         Args:
             directories: One per drive.
+            rank: Of several that have such files there, each its own.
             chunk_bytes: Whole pages; 0: `SCRATCH_CHUNK_BYTES`, large enough for a drive's full rate, and
                 small beside what is saved.
         """
         self.directories = list(directories)
         self.chunk_bytes = chunk_bytes or SCRATCH_CHUNK_BYTES
         assert self.chunk_bytes % PAGE_BYTES == 0
+        self._name = SCRATCH_NAME.format(rank)
         self._drives: list[Drive] = []
         weakref.finalize(self, _close, self._drives)
         self._free: list[int] = []
@@ -172,7 +175,7 @@ class ScratchFiles:
         threads = threads_per_drive(len(self.directories))
         try:
             for directory in self.directories:
-                drive = Drive(directory, num_threads=threads, name=SCRATCH_NAME)
+                drive = Drive(directory, num_threads=threads, name=self._name)
                 self._drives.append(drive)
                 drive.allocate(PAGE_BYTES, says_cost=False)  # of the same drive, state says it
                 drive.forget_name()

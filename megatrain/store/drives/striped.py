@@ -1,6 +1,7 @@
 """Extents of state on one or several drives: striped, in two copies, with a checksum per chunk.
 
 An extent is written and read as a whole; it is cut into chunks, and chunk i of the store is on drive i mod N.
+Of several ranks each may move its own chunks of an extent, which all of them call for then.
 Each chunk has two places. A write goes to the place that does not hold committed state, so between two
 commits an extent may be written any number of times, and a crash at any moment leaves what was committed.
 What must stay true: nobody reads an extent while it is written (the callers' buffers see to that).
@@ -11,17 +12,19 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 from torch import Tensor
 
 from megatrain.errors import CheckpointError, OutputError
+from megatrain.layout import drive_chunks
 from megatrain.layout.host_buffers import PAGE_BYTES
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.drive import Drive, raw, staging
@@ -33,9 +36,8 @@ from megatrain.store.drives.record import (
     remove_record,
     write_record,
 )
+from megatrain.store.drives.tables import Tables, table_bytes
 
-CHUNK_BYTES = 8 << 20
-"""Of one transfer. 4 to 16 MiB were equally fast, and fewer calls take less CPU."""
 _ALL_THREADS = 8
 """Each drive has 1 to 4 threads for a direction, and all together this many, or as many as cores."""
 
@@ -48,6 +50,8 @@ class Extent:
     """For messages."""
     num_bytes: int
     """Whole pages."""
+    turn: int = 0
+    """Which of several ranks moves its first chunk, as of `drive_chunks.first_turn`; the next rank the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +64,22 @@ class _Chunk:
     """Bytes in the drive's file, of the two copies."""
     number: int
     """In the store."""
+    turn: int
+    """Which rank moves it, as of `drive_chunks.is_own`."""
 
 
 class StripedStore:
     """The state of one run on its drives. Threads may call; those that write and commit take turns."""
 
     def __init__(
-        self, directories: Sequence[Path], extents: Sequence[Extent], *, owner: str = "", chunk_bytes: int = 0
+        self,
+        directories: Sequence[Path],
+        extents: Sequence[Extent],
+        *,
+        owner: str = "",
+        chunk_bytes: int = 0,
+        part: tuple[int, int] = (0, 1),
+        memory: Callable[[int], Tensor] | None = None,
     ) -> None:
         """Lay extents out; nothing is opened or checked.
 
@@ -74,19 +87,21 @@ class StripedStore:
             directories: One per drive, in the order of earlier times if the state is to be found again.
             extents: What will be stored.
             owner: Whose state it is; state of another owner is neither read nor overwritten.
-            chunk_bytes: Bytes of a chunk, whole pages; 0: `CHUNK_BYTES`.
+            chunk_bytes: Bytes of a chunk, whole pages; 0: `drive_chunks.CHUNK_BYTES`.
+            part: This rank, and of how many.
+            memory: Returns (bytes,) uint8 zeros that all ranks map; None: there is one rank.
         """
         self.directories = list(directories)
         self.extents = list(extents)
-        self.chunk_bytes = chunk_bytes or CHUNK_BYTES
+        self.chunk_bytes = chunk_bytes or drive_chunks.CHUNK_BYTES
+        self._rank, self._num_ranks = part
         assert self.chunk_bytes % PAGE_BYTES == 0
         self._owner = owner
         self._chunks, self.drive_bytes = _lay_out(extents, len(directories), self.chunk_bytes)
         num_chunks = sum(map(len, self._chunks))
-        self._sums = ([0] * num_chunks, [0] * num_chunks)
-        self._current = [-1] * len(extents)
-        """The copy that holds what was written last; -1: none."""
-        self._committed = [-1] * len(extents)
+        need = table_bytes(num_chunks, len(extents))
+        zeros = torch.zeros(need, dtype=torch.uint8) if memory is None else memory(need)
+        self._tables = Tables(zeros, num_chunks, len(extents))
         self._drives: list[Drive] = []
         weakref.finalize(self, _close, self._drives)
         self._names: tuple[str, ...] = ()
@@ -134,6 +149,7 @@ class StripedStore:
                 page = staging(PAGE_BYTES)
                 raw(page)[: len(name)] = name.encode()
                 drive.submit_write(raw(page), num_bytes).result()
+            self._let_others_in()
         except BaseException:
             self.close()
             raise
@@ -170,67 +186,98 @@ class StripedStore:
                         "directories of memory.tiers.nvme in the order in which they were written"
                     )
             self._take(found)
+            self._let_others_in()
         except BaseException:
             self.close()
             raise
         return found
 
+    def join(self) -> None:
+        """Open the drives that the first rank has begun anew or resumed.
+
+        Raises:
+            MegatrainError: As `Drive`.
+        """
+        self._open(is_shared=True)
+        try:
+            for drive in self._drives:
+                drive.take_over()
+        except BaseException:
+            self.close()
+            raise
+
     def has(self, extent: int) -> bool:
         """Whether an extent was ever written."""
-        return self._current[extent] >= 0
+        return self._tables.current(extent) >= 0
 
-    def submit_read(self, extent: int, buffer: Tensor) -> list[Future[None]]:
+    def spans(self, extent: int, *, is_own: bool) -> Iterator[range]:
+        """Yield the bytes of an extent that this rank moves, chunk by chunk; all, if not its own alone."""
+        return (range(chunk.start, chunk.stop) for chunk in self._of(extent, is_own=is_own))
+
+    def submit_read(self, extent: int, buffer: Tensor, *, is_own: bool = False) -> list[Future[None]]:
         """Read an extent's newest content into `buffer`, (num_bytes,) uint8 at a page's address.
 
         Each future raises CheckpointError if its chunk cannot be read or is not what was written.
+
+        Args:
+            extent: Its number.
+            buffer: For all of it.
+            is_own: Of several ranks, move this one's chunks alone: each does so.
         """
-        copy = self._current[extent]
+        copy = self._tables.current(extent)
         assert copy >= 0, f"{self.extents[extent].name} was never written"
         memory = raw(buffer)
         assert len(memory) == self.extents[extent].num_bytes
-        self.read_bytes += len(memory)
+        chunks = self._of(extent, is_own=is_own)
+        self.read_bytes += sum(chunk.stop - chunk.start for chunk in chunks)
         return [
             self._drives[chunk.drive].submit_read(
                 memory[chunk.start : chunk.stop],
                 chunk.offsets[copy],
                 partial(self._verify, extent, chunk, copy),
             )
-            for chunk in self._chunks[extent]
+            for chunk in chunks
         ]
 
-    def submit_write(self, extent: int, buffer: Tensor) -> list[Future[None]]:
+    def submit_write(self, extent: int, buffer: Tensor, *, is_own: bool = False) -> list[Future[None]]:
         """Write an extent into the places without committed content; it is the newest after `settle`.
 
-        Each future raises OutputError or CapacityError if its chunk cannot be written.
+        Each future raises OutputError or CapacityError if its chunk cannot be written. Arguments as in
+        `submit_read`.
         """
-        copy = self._target(extent)
+        copy = self._tables.target(extent)
         memory = raw(buffer)
         assert len(memory) == self.extents[extent].num_bytes
-        self.written_bytes += len(memory)
+        chunks = self._of(extent, is_own=is_own)
+        self.written_bytes += sum(chunk.stop - chunk.start for chunk in chunks)
         return [
             self._drives[chunk.drive].submit_write(
                 memory[chunk.start : chunk.stop], chunk.offsets[copy], partial(self._sum, chunk, copy)
             )
-            for chunk in self._chunks[extent]
+            for chunk in chunks
         ]
 
     def settle(self, extent: int) -> None:
-        """Note that a write of the whole extent has ended well."""
-        self._current[extent] = self._target(extent)
+        """Note that a write of the extent, as far as it is this rank's, has ended well."""
+        self._tables.settle(extent)
 
     def read(self, extent: int, buffer: Tensor) -> None:
         """Read an extent and wait for it."""
         wait(self.submit_read(extent, buffer))
 
-    def write(self, extent: int, buffer: Tensor) -> None:
-        """Write an extent and wait until the drives have taken it."""
-        self.write_all([(extent, buffer)])
+    def write(self, extent: int, buffer: Tensor, *, is_own: bool = False) -> None:
+        """Write an extent and wait until the drives have taken it; as `submit_write`."""
+        self.write_all([(extent, buffer)], is_own=is_own)
 
-    def write_all(self, parts: Iterable[tuple[int, Tensor]]) -> None:
-        """Write extents at the same time, and wait until the drives have taken them."""
+    def write_all(self, parts: Iterable[tuple[int, Tensor]], *, is_own: bool = False) -> None:
+        """Write extents at the same time, and wait until the drives have taken them; as `submit_write`."""
         given = list(parts)
         try:
-            wait(future for extent, buffer in given for future in self.submit_write(extent, buffer))
+            wait(
+                future
+                for extent, buffer in given
+                for future in self.submit_write(extent, buffer, is_own=is_own)
+            )
         except BaseException as error:
             self._failure = error
             raise
@@ -238,7 +285,9 @@ class StripedStore:
             self.settle(extent)
 
     def commit(self, step: int, meta: Mapping[str, Any]) -> None:
-        """Make what is newest of every extent what a crash leaves.
+        """Make what is newest of every extent what a crash leaves; of several ranks, the first one does.
+
+        All of them must have written all of it, and none may write before this has returned.
 
         Raises:
             OutputError, CapacityError: It cannot be made durable. What was committed before still is, and
@@ -249,9 +298,9 @@ class StripedStore:
             raise OutputError(f"no step can be committed after {self._failure}") from self._failure
         try:
             wait(drive.submit_sync() for drive in self._drives)
-            copies = list(self._current)
+            copies = self._tables.newest()
             sums = [
-                self._sums[copy][chunk.number] if copy >= 0 else 0
+                self._tables.sum(copy, chunk.number) if copy >= 0 else 0
                 for copy, chunks in zip(copies, self._chunks, strict=True)
                 for chunk in chunks
             ]
@@ -268,7 +317,7 @@ class StripedStore:
         except BaseException as error:
             self._failure = error
             raise
-        self._committed = copies
+        self._tables.commit(copies)
 
     def close(self) -> None:
         """Let go of the drives; what is committed stays."""
@@ -277,7 +326,7 @@ class StripedStore:
     def remove(self) -> None:
         """Let go of the drives, and remove what is there: nothing is committed any more.
 
-        A store that was closed before is left as it is.
+        A store that was closed before is left as it is, and of several ranks the first one removes.
 
         Raises:
             OutputError: A file cannot be removed.
@@ -286,6 +335,8 @@ class StripedStore:
             return
         paths = [drive.path for drive in self._drives]
         self.close()
+        if self._rank:
+            return
         remove_record(self.directories[0])
         for path in paths:
             with drive_errors("remove", path):
@@ -296,11 +347,14 @@ class StripedStore:
         """Whether every drive takes direct I/O."""
         return all(drive.is_direct for drive in self._drives)
 
-    def _target(self, extent: int) -> int:
-        return 1 if self._committed[extent] == 0 else 0
+    def _of(self, extent: int, *, is_own: bool) -> list[_Chunk]:
+        chunks = self._chunks[extent]
+        if not is_own:
+            return chunks
+        return [chunk for chunk in chunks if drive_chunks.is_own(chunk.turn, self._rank, self._num_ranks)]
 
     def _verify(self, extent: int, chunk: _Chunk, copy: int, memory: memoryview) -> None:
-        if xxhash.xxh3_64_intdigest(memory) != self._sums[copy][chunk.number]:
+        if xxhash.xxh3_64_intdigest(memory) != self._tables.sum(copy, chunk.number):
             first = self._chunks[extent][0].number
             offset = chunk.offsets[copy]
             raise CheckpointError(
@@ -311,21 +365,26 @@ class StripedStore:
             )
 
     def _sum(self, chunk: _Chunk, copy: int, memory: memoryview) -> None:
-        self._sums[copy][chunk.number] = xxhash.xxh3_64_intdigest(memory)
+        self._tables.set_sum(copy, chunk.number, xxhash.xxh3_64_intdigest(memory))
 
     def _take(self, record: CommitRecord) -> None:
-        self._committed = [-1 if copy == "-" else int(copy) for copy in record.copies]
-        self._current = list(self._committed)
+        copies = [-1 if copy == "-" else int(copy) for copy in record.copies]
+        self._tables.take(copies)
         values = iter(record.sums)
-        for copy, chunks in zip(self._committed, self._chunks, strict=True):
+        for copy, chunks in zip(copies, self._chunks, strict=True):
             for chunk in chunks:
-                self._sums[max(copy, 0)][chunk.number] = next(values)
+                self._tables.set_sum(max(copy, 0), chunk.number, next(values))
 
-    def _open(self) -> None:
+    def _let_others_in(self) -> None:
+        if self._num_ranks > 1:
+            for drive in self._drives:
+                drive.share()
+
+    def _open(self, *, is_shared: bool = False) -> None:
         threads = threads_per_drive(len(self.directories))
         try:
             for directory in self.directories:
-                self._drives.append(Drive(directory, num_threads=threads))
+                self._drives.append(Drive(directory, num_threads=threads, is_shared=is_shared))
                 sync_directory(directory)
         except BaseException:
             self.close()
@@ -364,7 +423,8 @@ def _lay_out(
         for start in range(0, extent.num_bytes, chunk_bytes):
             stop = min(start + chunk_bytes, extent.num_bytes)
             drive, size = number % num_drives, stop - start
-            pieces.append(_Chunk(drive, start, stop, (cursors[drive], cursors[drive] + size), number))
+            places = cursors[drive], cursors[drive] + size
+            pieces.append(_Chunk(drive, start, stop, places, number, extent.turn + len(pieces)))
             cursors[drive] += 2 * size
             number += 1
         chunks.append(pieces)

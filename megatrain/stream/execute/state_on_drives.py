@@ -3,6 +3,9 @@
 The lanes order everything by these buffers and by the blocks' images on the drives. What must stay true: a
 commit is enqueued behind all writes of its step and before any of the next, in the lane of writes, so that it
 never holds parts of two steps; and one that follows an update whose write was lost fails.
+
+Several ranks keep one image of each block, and map the same buffers of state. Each reads and writes its own
+chunks; READ and WRITE end when all have, so what follows finds the whole image. The first rank commits.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from megatrain.errors import OutputError
 from megatrain.plan.program.operations import Kind, Operation
+from megatrain.store.on_drives import Piece
 from megatrain.store.tiered import TieredState
 from megatrain.stream.lanes import Lanes
 
@@ -75,7 +79,8 @@ class StateOnDrives:
 
         def run() -> None:
             self._ready[operation.drive_staging] = False
-            self.on_drives.read(block, buffer, working=self.on_drives.holds_working(block))
+            self.on_drives.read(block, buffer, working=self.on_drives.holds_working(block), is_own=True)
+            self.on_drives.meet("read")
 
         return run
 
@@ -88,7 +93,9 @@ class StateOnDrives:
         def run() -> None:
             if self._ready[operation.drive_staging]:  # not so in a step that is skipped
                 self._ready[operation.drive_staging] = False
-                self.on_drives.write(block, buffer, working=self.on_drives.holds_working(block))
+                working = self.on_drives.holds_working(block)
+                self.on_drives.write(block, buffer, working=working, is_own=True)
+            self.on_drives.meet("write")
             self._num_written += 1
 
         return run
@@ -109,8 +116,7 @@ class StateOnDrives:
         return changed
 
     def _spill(self, operation: Operation) -> Callable[[], object]:
-        block, buffer = operation.block, self._piece_buffer(operation)
-        piece = self.on_drives.images[block].pieces[operation.piece]
+        block, piece, buffer = operation.block, self._piece(operation), self._piece_buffer(operation)
 
         def run() -> None:
             state = self._host.blocks[block]
@@ -120,21 +126,30 @@ class StateOnDrives:
         return run
 
     def _write_piece(self, operation: Operation) -> Callable[[], object]:
-        buffer = self._piece_buffer(operation)
-        extent = self.on_drives.images[operation.block].pieces[operation.piece].extent
+        extent, buffer = self._piece(operation).extent, self._piece_buffer(operation)
 
         def run() -> None:
-            self.on_drives.store.write(extent, buffer)
+            self.on_drives.store.write(extent, buffer, is_own=True)
+            self.on_drives.meet("write")
             self._num_written += 1
 
         return run
 
+    def _piece(self, operation: Operation) -> Piece:
+        return self.on_drives.images[operation.block].pieces[operation.piece]
+
     def _piece_buffer(self, operation: Operation) -> Tensor:
-        return self._staging[operation.drive_staging][: operation.nbytes]
+        piece = self._piece(operation)
+        return self._staging[operation.drive_staging][: piece.stop - piece.start]
 
     def _seal(self, operation: Operation) -> Callable[[], object]:
         _step, whole, finish = self._commit
-        return lambda: whole.update(finish() if finish is not None else {})
+
+        def run() -> None:
+            whole.update(finish() if finish is not None else {})
+            self.on_drives.meet("norm")  # in the lane of updates: none may change what another rank spills
+
+        return run
 
     def _make_commit(self, operation: Operation) -> Callable[[], object]:
         expected = self._num_writes
@@ -147,6 +162,8 @@ class StateOnDrives:
                     "were lost after an earlier failure; start the same command again to go on from the last "
                     "step that was"
                 )
-            self.on_drives.store.commit(step, whole)
+            if self.on_drives.rank == 0:
+                self.on_drives.store.commit(step, whole)
+            self.on_drives.meet("write")
 
         return run

@@ -92,9 +92,11 @@ class Arrangement:
         self.offloaded = OffloadedActivations(lanes, activation_bytes)
         tiered = binding.host if isinstance(binding.host, TieredState) else None
         self._drives = None if tiered is None else StateOnDrives(lanes, tiered)
-        self.scratch = None if tiered is None else ScratchFiles(tiered.on_drives.store.directories)
+        rank = 0 if binding.ranks is None else binding.ranks.rank
+        directories = [] if tiered is None else tiered.on_drives.store.directories
+        self.scratch = ScratchFiles(directories, rank=rank) if directories else None
         """Room for saved activations on the drives, if there are any."""
-        self.parking = None if tiered is None else ScratchFiles(tiered.on_drives.store.directories)
+        self.parking = ScratchFiles(directories, rank=rank) if directories else None
         """And for gradients that wait for the norm."""
         self.shared = None if binding.ranks is None else SharedGradients(binding.ranks, self.host.layouts)
         """What this rank keeps of the gradients; None: it is alone."""
@@ -309,4 +311,6 @@ def _drive_spec(host: HostState) -> DriveSpec | None:
         working_bytes=[image.num_bytes - image.working_start for image in images],
         state=placement.state_on_drives,
         working=placement.working_on_drives,
+        rank=host.on_drives.rank,
+        num_ranks=host.on_drives.num_ranks,
     )

@@ -416,7 +416,7 @@ def test_no_end_of_a_run_leaves_scratch(tmp_path: Path) -> None:
     """The files have no names while they are used; one that a kill has left before is taken over."""
     directory = tmp_path / "drive0"
     directory.mkdir()
-    (directory / "scratch.bin").write_bytes(b"left by a run that was killed" * 1000)
+    (directory / "scratch-0.bin").write_bytes(b"left by a run that was killed" * 1000)
     _, _, engine, optimizer = begin(tmp_path)
     engine.forward_backward(make_batches(1, seed=0))
     optimizer.step()

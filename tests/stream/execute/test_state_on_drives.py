@@ -380,7 +380,7 @@ def test_a_flipped_bit_stops_the_step_and_is_named(
     piece = tiered(engine).on_drives.images[2].pieces[0]
     chunk = store._chunks[piece.extent][0]
     with (tmp_path / "drive0" / "state.bin").open("r+b") as file:
-        file.seek(chunk.offsets[store._current[piece.extent]] + 100)
+        file.seek(chunk.offsets[store._tables.current(piece.extent)] + 100)
         value = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([value ^ 4]))
