@@ -34,8 +34,8 @@ from typing import Any
 import torch
 
 from benchmarks.report import emit, hardware, spread
-from megatrain.store.arena import Arena
 from megatrain.layout.drive_chunks import CHUNK_BYTES
+from megatrain.store.arena import Arena
 from megatrain.store.drives.striped import Extent, StripedStore, threads_per_drive, wait
 
 EXTENT_BYTES = 64 << 20

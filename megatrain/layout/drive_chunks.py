@@ -1,8 +1,7 @@
 """The chunks in which state lies on drives, and which of several ranks moves which of them.
 
-Ranks take the chunks of a block's image in turn, whatever their shares of it are: a chunk has one checksum, so
-it is written as a whole, and it is read by who has written it. Which rank is first depends on the block, so
-that small blocks are shared out too.
+Ranks take the chunks of a block's image in turn, whatever their shares of it are: a chunk has one checksum,
+so it is written as a whole. Which rank is first depends on the block: small blocks are shared out too.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ CHUNK_BYTES = 8 << 20
 
 
 def first_turn(block: int, start: int) -> int:
-    """Return whose turn the chunk at byte `start` of a part of a block's image is, counted on beyond the last.
+    """Return whose turn the chunk at byte `start` of a part of a block's image is, counted without end.
 
     Args:
         block: Its number.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.host_buffers import PAGE_BYTES, padded
 from megatrain.layout.totals import BlockTotals
 
 PIECE_ALIGNMENT = 256
@@ -45,6 +46,16 @@ class Share:
         """The bytes of the state in it: frozen weights and scales are not counted."""
         working = 2 * len(self.split) + 4 * len(self.full)
         return BlockBytes(working_bytes=working, num_split=len(self.split), num_state=self.numel)
+
+    def gradient_pages(self, num_split: int) -> list[range]:
+        """Return where the share lies in its block's gradient, in bytes, as whole pages.
+
+        Args:
+            num_split: State elements of the block's bf16 parameters.
+        """
+        ends = [(2 * at.start, 2 * at.stop) for at in [self.split] if at]
+        ends += [(4 * at.start - 2 * num_split, 4 * at.stop - 2 * num_split) for at in [self.full] if at]
+        return [range(start // PAGE_BYTES * PAGE_BYTES, padded(stop)) for start, stop in ends]
 
     def cut(self, start: int, stop: int, unit: int = 1) -> list[range]:
         """Return what of the state range `[start, stop)` is in the share.

@@ -2,8 +2,8 @@
 
 The image of a block is `remainder | exp_avg | exp_avg_sq` padded to whole pages, then `working` padded alike.
 It is cut into pieces, which are the extents of the store. Every block has an image on the drives, because a
-commit must hold all state; of blocks in RAM it is only written. Several ranks keep one such image, in the same
-files: each reads and writes its own chunks of it, from and to buffers that all of them map.
+commit must hold all state; of blocks in RAM it is only written. Several ranks keep one such image, in the
+same files: each reads and writes its own chunks of it, from and to buffers that all of them map.
 """
 
 from __future__ import annotations

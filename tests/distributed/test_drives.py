@@ -51,3 +51,20 @@ def test_state_on_drives_has_the_bits_of_one_rank_in_ram(row: dict[str, Any], tm
     there = tiers(tmp_path, weights, state)
     for told in Turns(size).run(lambda ranks: train(ranks, tiers=there, commits=True, **settings)):
         assert told == alone
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradients": "nvme", "precision": "bf16"},
+        {"gradients": ("host", "nvme", "nvme", "host"), "fragments": True, "num_micro_batches": 8},
+        {"boundaries": "nvme", "activations": "recompute", "lockstep": 2},
+    ],
+    ids=str,
+)
+def test_what_waits_on_drives_is_each_rank_s_own(settings: dict[str, Any], tmp_path: Path) -> None:
+    plain = {name: value for name, value in settings.items() if name not in ("gradients", "boundaries")}
+    alone = train(None, **plain, reads=False)
+    there = tiers(tmp_path, 9, 4)
+    for told in Turns(2).run(lambda ranks: train(ranks, tiers=there, **settings, reads=False)):
+        assert told == alone

@@ -76,7 +76,9 @@ class BlockSize:
             gather_bytes=(gathers_among - 1) * piece_bytes(sizes.working_bytes, gathers_among),
             added_bytes=sizes.added_bytes(completes=False),
             last_added_bytes=sizes.added_bytes(completes=True),
-            parked_bytes=pools.parked_gradient(sizes),
+            parked_bytes=pools.parked_gradient(sizes)
+            if share is None
+            else sum(map(len, share.gradient_pages(sizes.num_split))),
             updates_on_device=on_device,
         )
         return size.with_moments(sizes, moments, share)

@@ -258,7 +258,7 @@ class Operation:
             case Kind.PUSH:
                 return (("resident", self.block), ("device_moments", self.block))
             case Kind.COMMIT:
-                return (("meta", 0), *((name, block) for name in ("drive", "spilled") for block in self.blocks))
+                return (("meta", 0), *((image, n) for image in ("drive", "spilled") for n in self.blocks))
             case Kind.LOAD if self.waiting >= 0:
                 return (("waiting", self.waiting),)
             case Kind.LOAD | Kind.PARK | Kind.ADD:

@@ -14,7 +14,6 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from megatrain.layout import drive_chunks
 from megatrain.layout.host_buffers import PAGE_BYTES
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.drive import Drive, raw, staging
+from megatrain.store.drives.extents import Chunk, Extent, lay_out
 from megatrain.store.drives.places import STATE_NAME, check_places, drive_errors, sync_directory
 from megatrain.store.drives.record import (
     RECORD_NAME,
@@ -40,32 +40,6 @@ from megatrain.store.drives.tables import Tables, table_bytes
 
 _ALL_THREADS = 8
 """Each drive has 1 to 4 threads for a direction, and all together this many, or as many as cores."""
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A piece of state with a place on the drives."""
-
-    name: str
-    """For messages."""
-    num_bytes: int
-    """Whole pages."""
-    turn: int = 0
-    """Which of several ranks moves its first chunk, as of `drive_chunks.first_turn`; the next rank the next."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    drive: int
-    start: int
-    """Byte in the extent."""
-    stop: int
-    offsets: tuple[int, int]
-    """Bytes in the drive's file, of the two copies."""
-    number: int
-    """In the store."""
-    turn: int
-    """Which rank moves it, as of `drive_chunks.is_own`."""
 
 
 class StripedStore:
@@ -97,7 +71,7 @@ class StripedStore:
         self._rank, self._num_ranks = part
         assert self.chunk_bytes % PAGE_BYTES == 0
         self._owner = owner
-        self._chunks, self.drive_bytes = _lay_out(extents, len(directories), self.chunk_bytes)
+        self._chunks, self.drive_bytes = lay_out(extents, len(directories), self.chunk_bytes)
         num_chunks = sum(map(len, self._chunks))
         need = table_bytes(num_chunks, len(extents))
         zeros = torch.zeros(need, dtype=torch.uint8) if memory is None else memory(need)
@@ -347,13 +321,13 @@ class StripedStore:
         """Whether every drive takes direct I/O."""
         return all(drive.is_direct for drive in self._drives)
 
-    def _of(self, extent: int, *, is_own: bool) -> list[_Chunk]:
+    def _of(self, extent: int, *, is_own: bool) -> list[Chunk]:
         chunks = self._chunks[extent]
         if not is_own:
             return chunks
         return [chunk for chunk in chunks if drive_chunks.is_own(chunk.turn, self._rank, self._num_ranks)]
 
-    def _verify(self, extent: int, chunk: _Chunk, copy: int, memory: memoryview) -> None:
+    def _verify(self, extent: int, chunk: Chunk, copy: int, memory: memoryview) -> None:
         if xxhash.xxh3_64_intdigest(memory) != self._tables.sum(copy, chunk.number):
             first = self._chunks[extent][0].number
             offset = chunk.offsets[copy]
@@ -364,7 +338,7 @@ class StripedStore:
                 "memory.tiers.nvme"
             )
 
-    def _sum(self, chunk: _Chunk, copy: int, memory: memoryview) -> None:
+    def _sum(self, chunk: Chunk, copy: int, memory: memoryview) -> None:
         self._tables.set_sum(copy, chunk.number, xxhash.xxh3_64_intdigest(memory))
 
     def _take(self, record: CommitRecord) -> None:
@@ -408,24 +382,3 @@ def threads_per_drive(num_drives: int) -> int:
     """Return how many threads read from each drive; as many write."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(4, min(cores, _ALL_THREADS) // num_drives))
-
-
-def _lay_out(
-    extents: Sequence[Extent], num_drives: int, chunk_bytes: int
-) -> tuple[list[list[_Chunk]], list[int]]:
-    """Cut extents into chunks, and give each chunk two places; also returns the bytes of each drive."""
-    cursors = [0] * num_drives
-    chunks: list[list[_Chunk]] = []
-    number = 0
-    for extent in extents:
-        assert extent.num_bytes % PAGE_BYTES == 0, extent
-        pieces = []
-        for start in range(0, extent.num_bytes, chunk_bytes):
-            stop = min(start + chunk_bytes, extent.num_bytes)
-            drive, size = number % num_drives, stop - start
-            places = cursors[drive], cursors[drive] + size
-            pieces.append(_Chunk(drive, start, stop, places, number, extent.turn + len(pieces)))
-            cursors[drive] += 2 * size
-            number += 1
-        chunks.append(pieces)
-    return chunks, cursors

@@ -1,4 +1,4 @@
-"""What a store knows of its chunks and extents: checksums, and which copy is the newest and the committed one.
+"""What a store knows of its chunks and extents: checksums, and the newest and committed copies.
 
 Several ranks map one table, in which each notes what it has written: so all of them read what any has
 written, and the first one commits it for all. It begins as zeros, whoever maps it first.

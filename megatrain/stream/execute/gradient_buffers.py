@@ -7,15 +7,17 @@ memory. After the norm each passes through one of a few host buffers on its way 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatrain.errors import ConfigError
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
+from megatrain.layout.ownership import Share
 from megatrain.layout.totals import GradientPlaces, Residency
 from megatrain.plan.program.operations import Operation
 from megatrain.store.arena import Arena
@@ -49,6 +51,7 @@ class GradientBuffers:
         host_limit: int | None = None,
         adds_on_host: bool = False,
         most_sums: int = 1,
+        shares: Sequence[Share] | None = None,
     ) -> None:
         """Allocate the places; the ring and what is on the host come with `prepare`.
 
@@ -63,6 +66,7 @@ class GradientBuffers:
             host_limit: Bytes that the state may take on the host.
             adds_on_host: The host adds up the gradients of several rounds.
             most_sums: Partial sums that a buffer holds; more than one where a step has runs.
+            shares: What of each block's complete gradient this rank keeps; None: all.
         """
         self._lanes = lanes
         self._host = host
@@ -99,8 +103,9 @@ class GradientBuffers:
         self._adds_on_host = adds_on_host
         self._adds_parts = adds_parts
         self._scratch = scratch
-        self._parked: dict[int, Place] = {}
-        """By block, the room on drives where its gradient waits."""
+        self._shares = shares
+        self._parked: dict[int, list[tuple[range, Place]]] = {}
+        """By block, the room on drives where these bytes of its gradient wait."""
 
     def needs_room(self, *, adds_up: bool, num_rounds: int, num_sums: int) -> bool:
         """Whether `prepare` would have to allocate something."""
@@ -214,28 +219,48 @@ class GradientBuffers:
             MegatrainError: A drive has no room for it.
         """
         assert self._scratch is not None
-        block = operation.block
+        block, scratch = operation.block, self._scratch
         if block not in self._parked:
-            nbytes = pools.parked_gradient(self._host.layouts[block].sizes)
-            self._parked[block] = self._scratch.take(nbytes)
-        place = self._parked[block]
-        return partial(self._scratch.write, place, self._staging[operation.staging][: place.num_bytes])
+            self._parked[block] = [(span, scratch.take(len(span))) for span in self._spans(block)]
+        places, buffer = self._parked[block], self._staging[operation.staging]
+
+        def write() -> None:
+            for span, place in places:
+                scratch.write(place, buffer[span.start : span.stop])
+
+        return write
 
     def unpark(self, operation: Operation) -> Callable[[], object]:
         """Return the read of what waits on the drives into a staging buffer."""
-        place = self._parked[operation.block]
-        return partial(self._read, operation.block, self._staging[operation.staging][: place.num_bytes])
+        return partial(self._read, operation.block, self._staging[operation.staging])
 
     def read_parked(self, block: int) -> Tensor:
-        """Return the (gradient_bytes,) uint8 gradient that waits on the drives, in new memory."""
-        nbytes = self._parked[block].num_bytes
+        """Return the (gradient_bytes,) uint8 gradient that waits on the drives, in new memory.
+
+        Raises:
+            ConfigError: Other ranks have parts of it.
+        """
+        if self._shares is not None:
+            raise ConfigError(
+                "gradients=nvme lets each rank keep its share of a gradient, so none has all of it to read; "
+                "use gradients=host, or one rank"
+            )
+        nbytes = pools.parked_gradient(self._host.layouts[block].sizes)
         buffer = Arena(nbytes).view(torch.uint8, 0, nbytes)
         self._read(block, buffer)
         return buffer[: self._host.layouts[block].gradient_bytes]
 
+    def _spans(self, block: int) -> list[range]:
+        """Return the bytes of a block's gradient that wait on drives, in whole pages."""
+        sizes = self._host.layouts[block].sizes
+        if self._shares is None:
+            return [range(pools.parked_gradient(sizes))]
+        return self._shares[block].gradient_pages(sizes.num_split)
+
     def _read(self, block: int, buffer: Tensor) -> None:
         assert self._scratch is not None
-        self._scratch.read(self._parked[block], buffer, f"the gradient of block {block}")
+        for span, place in self._parked[block]:
+            self._scratch.read(place, buffer[span.start : span.stop], f"the gradient of block {block}")
 
     def _ring_bytes(self, *, adds_up: bool) -> int:
         return self._blocks.streamed.largest(

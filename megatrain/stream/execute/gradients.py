@@ -248,6 +248,9 @@ class Gradients:
         """Round a resident block's sum to the working dtype where it is, and sum its squares."""
         edge = self._host.layouts[block].num_split
         flat = self.buffers.sums(block)
+        if self.shared is not None:
+            self.shared.round(block, flat)
+            return
         low, full = flat[:edge], flat[edge:]
         rounded = low.to(torch.bfloat16)
         low.copy_(rounded)
@@ -366,13 +369,7 @@ class Gradients:
         return not operation.completes and (self.has_runs or self._host.precision is Precision.BF16)
 
     def _put(
-        self,
-        block: int,
-        views: Views,
-        grads: Sequence[Tensor | None],
-        *,
-        adds: bool,
-        missing: float = 0.0,
+        self, block: int, views: Views, grads: Sequence[Tensor | None], *, adds: bool, missing: float = 0.0
     ) -> None:
         """Put one backward's gradients into a buffer; a parameter that has none adds `missing`, a zero."""
         targets, names = views.gradients, self._names[block]

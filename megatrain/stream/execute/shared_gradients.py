@@ -132,6 +132,14 @@ class SharedGradients:
         self.ranks.meet()
         host.bring_gradients()
 
+    def round(self, block: int, sums: Tensor) -> None:
+        """Round this rank's share of a complete sum to the working dtype where it is; else as `keep`."""
+        edge = self._layouts[block].num_split
+        low = torch.empty(edge, dtype=torch.bfloat16)
+        self.keep(block, sums, (low, sums[edge:]))
+        own = self.shares[block].split
+        sums[own.start : own.stop].copy_(low[own.start : own.stop])
+
     def sums(self, blocks: Sequence[int]) -> list[float]:
         """Return the sums of squares of complete gradients, all ranks' shares together."""
         found = torch.stack(self.ranks.gather(self._squares, "norm")).sum(dim=0)  # one is not zero

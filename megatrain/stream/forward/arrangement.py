@@ -178,6 +178,7 @@ class Arrangement:
             host_limit=self.binding.host_limit,
             adds_on_host=choice.sums == "host",
             most_sums=self.binding.runs.most_sums,
+            shares=None if self.shared is None else self.shared.shares,
         )
         self.gradients = Gradients(lanes, host, buffers, self.shared)
         self.executor = Executor(
