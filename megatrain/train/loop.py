@@ -23,6 +23,7 @@ from megatrain.train.outputs.export import best_step, export_model, find_best
 from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.planning.timeline import planned_run
 from megatrain.train.ranks import (
+    COMMIT,
     END,
     EVALUATE,
     SAVE,
@@ -187,12 +188,13 @@ def train(
         checkpoint, meta = (None, None) if found is None else (found[0], found[1].meta)
         is_own = checkpoint is not None and checkpoint.resolve().parent == directory.checkpoints.resolve()
         own = checkpoint if is_own else None
-        config = with_shards(config, ranks, meta)
+        config = with_shards(config, ranks, meta if committed is None else committed.meta)
         if ranks is not None:
             ranks.tell(
                 {
                     "checkpoint": None if checkpoint is None else str(checkpoint),
                     "meta": meta,
+                    "is_committed": committed is not None,
                     "shards": config.parallel.shards,
                 }
             )
@@ -250,6 +252,7 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
             config.model_copy(update={"parallel": parallel}),
             checkpoint,
             found["meta"],
+            find_commit(config, is_run=True) if found["is_committed"] else None,
             prepared=prepared,
             ranks=ranks,
         )
@@ -257,6 +260,8 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
             while (order := ranks.tell()) != END:
                 if order == STEP:
                     train_step(run)
+                elif order == COMMIT:
+                    run.commit()
                 elif order == EVALUATE:
                     run.doing(f"evaluating step {run.step}")
                     run.evaluator.losses(run.engine, ranks)
@@ -310,6 +315,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             elif callbacks.wants("should_training_stop"):
                 reason = "a callback"
             if commit_every is not None and row.step % commit_every == 0:
+                if run.ranks is not None:
+                    run.ranks.tell(COMMIT)
                 run.commit()
             is_time = every is not None and row.step % every == 0
             if is_time or (is_best and settings.eval.keep_best) or callbacks.wants("should_save"):

@@ -21,7 +21,7 @@ from megatrain.distributed.ranks import Ranks
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.train.resume.changes import flatten
 
-STEP, EVALUATE, SAVE, END = "step", "evaluate", "save", "end"
+STEP, EVALUATE, COMMIT, SAVE, END = "step", "evaluate", "commit", "save", "end"
 """What the first rank tells the others to do next; after `SAVE` they lend it the state of their nodes."""
 
 
@@ -48,8 +48,6 @@ def check_ranks(config: Config) -> None:
     Raises:
         ConfigError: They ask for it.
     """
-    if config.memory.drives:
-        raise ConfigError("memory.tiers names drives, which several ranks cannot share yet; use one rank")
     if config.train.loss != "sft":
         raise ConfigError(
             f"train.loss is {config.train.loss}, which several ranks cannot train yet; use one rank"

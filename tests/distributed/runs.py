@@ -9,8 +9,36 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from megatrain.layout import drive_chunks
+from megatrain.layout.host_buffers import PAGE_BYTES
+from megatrain.store.drives import system as calls
 from megatrain.train.loop import train
+from tests.store.disks import Counted, Killed
 from tests.train.project import make_config
+
+
+def train_on_drives(
+    ranks: Any, *, root: str, out: str, ram: int, killed: list[int] | None = None, **sections: Any
+) -> int:
+    """Train with state on two drives, as `train_run` but without a checkpoint before the end.
+
+    Returns how often a drive was changed.
+
+    Args:
+        ranks: As there, like what is not said here.
+        root: As there.
+        out: As there.
+        ram: Bytes of state in RAM.
+        killed: A rank, and the number of its call that changes something on a drive, in which it is killed.
+        sections: As there.
+    """
+    is_killed = killed is not None and ranks.rank == killed[0]
+    counted = calls.system = Killed(killed[1]) if killed is not None and is_killed else Counted()
+    drive_chunks.CHUNK_BYTES = PAGE_BYTES  # so that every rank has chunks of each block
+    tiers = {"ram": ram, "nvme": [f"{root}/{out}-drive{number}" for number in range(2)]}
+    memory = {"activations": "recompute", "fragments": False, "tiers": tiers}
+    train_run(ranks, root=root, out=out, memory=memory, checkpoint={"every": None}, **sections)
+    return counted.num_calls
 
 
 def train_run(
@@ -35,8 +63,8 @@ def train_run(
     if killed is not None and ranks.rank == killed[0]:
         _kill_at(ranks, killed[1], how)
     sections["train"] = {"grad_accumulation": 4, "steps": 6} | sections.get("train", {})
-    sections = {"data": {"val_size": 0.02}, "eval": {"every": 3}, **sections}
-    config = make_config(Path(root), out, parallel={"shards": 4}, checkpoint={"every": 2}, **sections)
+    sections = {"data": {"val_size": 0.02}, "eval": {"every": 3}, "checkpoint": {"every": 2}, **sections}
+    config = make_config(Path(root), out, parallel={"shards": 4}, **sections)
     return str(train(config, ranks=ranks))
 
 

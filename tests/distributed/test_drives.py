@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 
+from megatrain.errors import RankError
 from megatrain.layout import drive_chunks
 from megatrain.layout.host_buffers import PAGE_BYTES
+from megatrain.plan.program.operations import Lane
 from megatrain.store.drives import system as calls
 from megatrain.store.placement import Tiers
-from tests.distributed.threads import Turns
+from megatrain.stream.lanes.base import OrderingError
+from tests.distributed.processes import exit_codes, run_ranks
+from tests.distributed.runs import train_on_drives, train_run
+from tests.distributed.threads import RankLanes, ThreadRanks, Turns
 from tests.distributed.training import train
 from tests.products import pairwise_rows
 from tests.store.disks import Counted
+from tests.train.test_loop import assert_same_runs
 
 AXES: dict[str, tuple[Any, ...]] = {
     "place": ((0, 0), (2, 0), (9, 2), (9, 9)),
@@ -68,3 +74,75 @@ def test_what_waits_on_drives_is_each_rank_s_own(settings: dict[str, Any], tmp_p
     there = tiers(tmp_path, 9, 4)
     for told in Turns(2).run(lambda ranks: train(ranks, tiers=there, **settings, reads=False)):
         assert told == alone
+
+
+WAITS = {
+    "an update before its rank has read": (Lane.HOST, "drive_staging"),
+    "a write before all ranks have updated": (Lane.WRITE, "drive_staging"),
+    "a read over what is still to be written": (Lane.READ, "drive_staging"),
+    "weights read before they are on the drives": (Lane.PAGE, "drive"),
+}
+MEETINGS = {
+    "an update before other ranks have read": "read",
+    "a commit before other ranks have written": "write",
+    "an update of what another rank spills": "norm",
+}
+
+
+class HastyRanks(ThreadRanks):
+    """Ranks that do not wait for each other in a lane: a fault."""
+
+    hasty_lane = ""
+
+    def meet(self, lane: str = "caller") -> None:
+        if lane != self.hasty_lane:
+            super().meet(lane)
+
+
+@pytest.mark.parametrize("fault", [*WAITS, *MEETINGS])
+def test_a_missing_wait_on_drives_is_found(fault: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"steps": 2, "reads": False, "commits": True, "tiers": tiers(tmp_path)}
+    if fault == "an update of what another rank spills":  # a norm would wait for it
+        settings |= {"tiers": tiers(tmp_path, 9, 9), "updates": "immediate", "max_grad_norm": None}
+
+    def faulty(ranks: ThreadRanks) -> Any:
+        hasty = HastyRanks(ranks.turns, ranks.rank)
+        hasty.hasty_lane = MEETINGS.get(fault, "")
+        lanes = RankLanes(ranks.turns, ranks.rank, skips=WAITS.get(fault))
+        return train(hasty, device=lanes, **settings)
+
+    with pytest.raises(OrderingError, match="without waiting"):
+        Turns(2).run(faulty)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train on one rank, with the state in RAM."""
+    root = tmp_path_factory.mktemp("alone")
+    memory = {"activations": "recompute", "fragments": False}
+    settings = {"root": str(root), "memory": memory, "checkpoint": {"every": None}}
+    run_ranks(root / "logs", 1, train_run, out="run", **settings)
+    return root / "run"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "killed"),
+    [
+        ((2, 1), [1, 40]),
+        pytest.param((1, 2), [0, 70], marks=pytest.mark.parity),
+        pytest.param((2, 4), [0, 90], marks=pytest.mark.parity),
+        pytest.param((4, 2), [2, 30], marks=pytest.mark.parity),
+    ],
+    ids=str,
+)
+def test_a_rank_killed_at_a_drive_goes_on_from_the_last_commit_with_any_number(
+    tmp_path: Path, alone: Path, sizes: tuple[int, int], killed: list[int]
+) -> None:
+    place = {"root": str(alone.parent), "out": f"run-{sizes[0]}-{sizes[1]}", "ram": 1_500_000}
+    codes = exit_codes(tmp_path / "first", sizes[0], train_on_drives, killed=killed, **place)
+    assert codes.pop(killed[0]) == -9
+    assert set(codes) <= {RankError.exit_code, 6}
+    run = alone.parent / place["out"]
+    assert not list(run.glob("checkpoints/*"))
+    run_ranks(tmp_path / "then", sizes[1], train_on_drives, **place)
+    assert_same_runs(run, alone)
