@@ -11,7 +11,9 @@ from typing import Any
 
 from megatrain.layout import drive_chunks
 from megatrain.layout.host_buffers import PAGE_BYTES
+from megatrain.store import on_drives
 from megatrain.store.drives import system as calls
+from megatrain.store.placement import Placement
 from megatrain.train.loop import train
 from tests.store.disks import Counted, Killed
 from tests.train.project import make_config
@@ -22,7 +24,7 @@ def train_on_drives(
 ) -> int:
     """Train with state on two drives, as `train_run` but without a checkpoint before the end.
 
-    Returns how often a drive was changed.
+    Returns how many blocks have their state there, as the first rank has decided.
 
     Args:
         ranks: As there, like what is not said here.
@@ -33,12 +35,20 @@ def train_on_drives(
         sections: As there.
     """
     is_killed = killed is not None and ranks.rank == killed[0]
-    counted = calls.system = Killed(killed[1]) if killed is not None and is_killed else Counted()
+    calls.system = Killed(killed[1]) if killed is not None and is_killed else Counted()
     drive_chunks.CHUNK_BYTES = PAGE_BYTES  # so that every rank has chunks of each block
     tiers = {"ram": ram, "nvme": [f"{root}/{out}-drive{number}" for number in range(2)]}
     memory = {"activations": "recompute", "fragments": False, "tiers": tiers}
-    train_run(ranks, root=root, out=out, memory=memory, checkpoint={"every": None}, **sections)
-    return counted.num_calls
+    away: list[Placement] = []
+    place = on_drives.place
+
+    def noted(*arguments: Any, **keywords: Any) -> Placement:
+        away.append(place(*arguments, **keywords))
+        return away[-1]
+
+    on_drives.place = noted
+    train_run(ranks, root=root, out=out, memory=memory, **sections)
+    return sum(len(placement.state_on_drives) for placement in away)
 
 
 def train_run(
@@ -65,7 +75,7 @@ def train_run(
     sections["train"] = {"grad_accumulation": 4, "steps": 6} | sections.get("train", {})
     sections = {"data": {"val_size": 0.02}, "eval": {"every": 3}, "checkpoint": {"every": 2}, **sections}
     config = make_config(Path(root), out, parallel={"shards": 4}, **sections)
-    return str(train(config, ranks=ranks))
+    return str(train(config, ranks=ranks, counts=Path(root)))
 
 
 def _kill_at(ranks: Any, number: int, how: str) -> None:

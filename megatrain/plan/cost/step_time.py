@@ -13,7 +13,6 @@ from functools import cached_property
 from itertools import islice
 
 from megatrain.config.choice import Choice, StepBatch
-from megatrain.layout import pools
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.collectives import Collectives
 from megatrain.plan.cost.contention import Demand, Shares, memory_s
@@ -96,7 +95,7 @@ class Step:
             ends=self.block_sums.ends,
             behind=self.block_sums.behind,
             clips=self.clips,
-            drives=self.block_sums.drive_spec(self.choice),
+            drives=self.block_sums.drive_spec(self.choice, self.batch.num_ranks),
             saved_bytes=[run.leaving_bytes for run in self.costs.runs],
             num_runs=self.batch.num_runs,
             num_ranks=self.batch.num_ranks,
@@ -252,10 +251,9 @@ class Step:
         fetched, offloaded = sums.moved_bytes(choice, self.batch.runs, num_ranks, among)
         saved = self.sums[3]
         restored = saved - rounds * self.costs.newest_bytes
-        read, written = sums.drive_bytes(choice, rounds)
-        parked = sums.gradient_places(choice, self.batch.num_micro_batches).on_drives.total(
-            pools.parked_gradient
-        )
+        read, written = sums.drive_bytes(choice, rounds, num_ranks)
+        waiting = sums.gradient_places(choice, self.batch.num_micro_batches).on_drives
+        parked = sum(self.blocks[block].size.parked_bytes for block in waiting)
         on_drives = choice.boundaries == "nvme"
         kept = self.rates.kernels.sum_bytes / 4
         return CopiedBytes(

@@ -281,8 +281,8 @@ class BlockSums:
         """Return the sums over blocks in that order."""
         return BlockTotals(self.blocks[number].sizes for number in self.by_size)
 
-    def drive_spec(self, choice: Choice) -> DriveSpec | None:
-        """Return which blocks of a choice have state on drives; None: none does."""
+    def drive_spec(self, choice: Choice, num_ranks: int = 1) -> DriveSpec | None:
+        """Return which blocks of a choice have state on drives, of the first rank; None: none has."""
         if choice.tier("moments") != "nvme":
             return None
         numbers = range(self.num_blocks)
@@ -291,6 +291,7 @@ class BlockSums:
             working_bytes=[pools.weights_image(block.sizes) for block in self.blocks],
             state=frozenset(n for n in numbers if self.is_state_on_drives(choice, n)),
             working=frozenset(n for n in numbers if self.is_working_on_drives(choice, n)),
+            num_ranks=num_ranks,
         )
 
     @cached_property
@@ -309,21 +310,25 @@ class BlockSums:
         """Whether a block's weights are on drives."""
         return choice.tier("working") == "nvme" and self.rank[block] >= choice.weights_in_ram
 
-    def drive_bytes(self, choice: Choice, num_rounds: int) -> tuple[int, int]:
-        """Return the bytes that a step reads from the drives, at least, and writes, its commit included."""
+    def drive_bytes(self, choice: Choice, num_rounds: int, num_ranks: int = 1) -> tuple[int, int]:
+        """Return the bytes that a step reads from the drives, at least, and writes, its commit included.
+
+        Of so many ranks, the first one does: its part of the state, and all of the weights that it fetches.
+        """
         if choice.tier("moments") != "nvme":
             return 0, 0
-        key = (choice.blocks_in_ram, choice.weights_in_ram, choice.tier("working"), num_rounds)
+        key = (choice.blocks_in_ram, choice.weights_in_ram, choice.tier("working"), num_rounds, num_ranks)
         if key not in self._drive_bytes:
-            self._drive_bytes[key] = self._count_drive_bytes(choice, num_rounds)
+            self._drive_bytes[key] = self._count_drive_bytes(choice, num_rounds, num_ranks)
         return self._drive_bytes[key]
 
-    def _count_drive_bytes(self, choice: Choice, num_rounds: int) -> tuple[int, int]:
-        drives = self.drive_spec(choice)
+    def _count_drive_bytes(self, choice: Choice, num_rounds: int, num_ranks: int) -> tuple[int, int]:
+        drives = self.drive_spec(choice, num_ranks)
         assert drives is not None
         trained = [number for number, block in enumerate(self.blocks) if block.size.is_trained]
         # a commit writes what is in RAM too, and the weights of all that was updated: so that it is whole
-        written = sum(drives.state_bytes[number] + drives.working_bytes[number] for number in trained)
+        images = (drives.state_bytes, drives.working_bytes)
+        written = sum(drives.piece_bytes(n, image[n]) for n in trained for image in images)
         read = sum(drives.update_bytes(number) for number in trained if number in drives.state)
         there = sum(self.blocks[number].size.fetch_bytes for number in drives.working)
         elsewhere = sum(block.size.fetch_bytes for block in self.blocks) - there

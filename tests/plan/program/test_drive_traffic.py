@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.hardware import Drives
-from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
+from megatrain.layout.drive_chunks import CHUNK_BYTES
+from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING, pieces_of
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.drive_traffic import (
@@ -19,7 +20,7 @@ from megatrain.plan.program.drive_traffic import (
     with_weights_through,
 )
 from megatrain.plan.program.operations import Kind, Lane, Operation
-from megatrain.plan.program.schedule import schedule
+from megatrain.plan.program.schedule import schedule, spread
 from megatrain.plan.program.spec import DriveSpec, StepSpec
 from megatrain.plan.program.step import update_program
 from megatrain.plan.program.visits import LayerPlan, round_visits
@@ -218,3 +219,34 @@ def test_the_time_of_drives_counts(is_duplex: bool) -> None:
     assert seconds[1e12] == pytest.approx(host.step_s, rel=1e-3)
     # in the forward nothing is read, and in the backward nothing is written: duplex gains nothing
     assert seconds[1e7] == pytest.approx((read + 2 * written) / 1e7, rel=0.05)
+
+
+@given(st.integers(1, 40), st.integers(0, 7), st.sampled_from([1, 2, 4, 8]))
+@settings(max_examples=60, deadline=None)
+def test_ranks_share_out_an_image_and_take_equal_parts_of_a_large_one(
+    num_chunks: int, block: int, num_ranks: int
+) -> None:
+    nbytes = num_chunks * CHUNK_BYTES - 4096
+    common = {"state_bytes": [nbytes] * 8, "working_bytes": [4096] * 8, "working": frozenset[int]()}
+    specs = [
+        DriveSpec(state=frozenset(range(8)), rank=rank, num_ranks=num_ranks, **common)  # type: ignore[arg-type]
+        for rank in range(num_ranks)
+    ]
+    parts = [spec.update_bytes(block) for spec in specs]
+    assert sum(parts) == nbytes
+    assert max(parts) - min(parts) <= CHUNK_BYTES
+    for spec, part in zip(specs, parts, strict=True):  # pieces of a commit are the same chunks
+        sizes = pieces_of(nbytes)
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        pieces = zip(starts, sizes, strict=True)
+        assert sum(spec.piece_bytes(block, size, start) for start, size in pieces) == part
+
+
+def test_a_share_s_state_is_written_when_all_ranks_have_updated_theirs() -> None:
+    update = Operation(kind=Kind.UPDATE, block=0, is_share=True)
+    made = with_state_through(spread(update), {0}, [8], 3)
+    assert [operation.kind for operation in made] == [Kind.READ, Kind.UPDATE, Kind.SPREAD, Kind.WRITE]
+    read, update, waits, write = made
+    assert set(read.writes) <= set(update.reads)
+    assert set(update.writes) == set(waits.reads)
+    assert set(write.reads) <= set(waits.writes)
