@@ -34,7 +34,7 @@ def train_on_drives(
         killed: A rank, and the number of its call that changes something on a drive, in which it is killed.
         sections: As there.
     """
-    is_killed = killed is not None and ranks.rank == killed[0]
+    is_killed = killed is not None and (0 if ranks is None else ranks.rank) == killed[0]
     calls.system = Killed(killed[1]) if killed is not None and is_killed else Counted()
     drive_chunks.CHUNK_BYTES = PAGE_BYTES  # so that every rank has chunks of each block
     tiers = {"ram": ram, "nvme": [f"{root}/{out}-drive{number}" for number in range(2)]}

@@ -5,9 +5,9 @@ state of torch's generator. So a run of several ranks is as repeatable as one of
 
 Vector clocks go over all lanes of all ranks. A collective merges the clocks of those who take part, in the
 lane that it belongs to. What the ranks of a node share is one plane per kind of state: an UPDATE writes its
-rank's share of a block, a SPREAD those of its peers on other nodes, and a FETCH reads the shares of all. So are
-the buffers before drives, into which each READ puts its rank's chunks, and the images there, of which each
-WRITE writes its rank's chunks.
+rank's share of a block, a SPREAD those of its peers on other nodes, and a FETCH reads the shares of all. So
+are the buffers before drives, into which each READ puts its rank's chunks, and the images there, of which
+each WRITE writes its rank's chunks.
 """
 
 from __future__ import annotations

@@ -113,11 +113,11 @@ class Kind(str, Enum):
     PUSH = "push"
     """Copy it home."""
     READ = "read"
-    """Read a block's state from the drives, ahead of its update; each of several ranks reads a part for all."""
+    """Read a block's state from the drives, ahead of its update; several ranks read a part each."""
     PAGE = "page"
     """Read a block's weights from the drives, ahead of its fetch."""
     WRITE = "write"
-    """Write a block's state back to the drives, or, before a commit, what lives in RAM; shared out like READ."""
+    """Write a block's state back to the drives, or, before a commit, what lives in RAM; as READ."""
     SPILL = "spill"
     """Copy a piece of a block's state in RAM to where WRITE takes it from."""
     SEAL = "seal"
@@ -332,7 +332,7 @@ class Operation:
                 return (home_buffer(self.block, self.staging),)
             case Kind.EXCHANGE:
                 return (gradients_buffer(self.block, self.gradient_buffer), ("exchange", 0))
-            case Kind.SPREAD:
+            case Kind.SPREAD | Kind.PUSH:
                 return (("working", self.block), ("moments", self.block), *self._through)
             case Kind.UPDATE if self.is_share:
                 return (("share", self.block),)
@@ -347,8 +347,6 @@ class Operation:
                 return tuple(("gradient", block) for block in self.blocks)
             case Kind.PULL:
                 return (("resident", self.block), ("device_moments", self.block))
-            case Kind.PUSH:
-                return (("working", self.block), ("moments", self.block))
             case Kind.SEAL:
                 return (("meta", 0),)
             case Kind.READ | Kind.SPILL:
