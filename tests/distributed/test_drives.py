@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatrain.config.choice import StepBatch
 from megatrain.errors import RankError
 from megatrain.layout import drive_chunks
 from megatrain.layout.host_buffers import PAGE_BYTES
@@ -19,8 +20,11 @@ from tests.distributed.processes import exit_codes, run_ranks
 from tests.distributed.runs import train_on_drives, train_run
 from tests.distributed.threads import RankLanes, ThreadRanks, Turns
 from tests.distributed.training import train
+from tests.families import FAMILIES
 from tests.products import pairwise_rows
+from tests.reference import attach_plainly, make_batches, make_model
 from tests.store.disks import Counted
+from tests.stream.runs import HYPER
 from tests.train.test_loop import assert_same_runs
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -43,11 +47,18 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tiers(root: Path, weights: int = 2, state: int = 0, **settings: Any) -> Tiers:
+    root.mkdir(exist_ok=True)
     drives = tuple(root / f"drive{number}" for number in range(2))
     return Tiers(nvme=drives, ram=1 << 30, weights_in_ram=weights, blocks_in_ram=state, **settings)
 
 
-@pytest.mark.parametrize("row", pairwise_rows(AXES), ids=lambda row: "-".join(map(str, row.values())))
+ROWS = [
+    pytest.param(row, marks=pytest.mark.parity if number >= 3 else (), id="-".join(map(str, row.values())))
+    for number, row in enumerate(pairwise_rows(AXES))
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_state_on_drives_has_the_bits_of_one_rank_in_ram(row: dict[str, Any], tmp_path: Path) -> None:
     row = dict(row)
     (weights, state), size, (count, lockstep) = row.pop("place"), row.pop("size"), row.pop("rounds")
@@ -63,17 +74,22 @@ def test_state_on_drives_has_the_bits_of_one_rank_in_ram(row: dict[str, Any], tm
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gradients": "nvme", "precision": "bf16"},
-        {"gradients": ("host", "nvme", "nvme", "host"), "fragments": True, "num_micro_batches": 8},
-        {"boundaries": "nvme", "activations": "recompute", "lockstep": 2},
+        {"gradients": "nvme", "boundaries": "nvme", "activations": "recompute", "precision": "bf16"},
+        pytest.param(
+            {"gradients": ("host", "nvme", "nvme", "host"), "fragments": True, "num_micro_batches": 8},
+            marks=pytest.mark.parity,
+        ),
+        pytest.param(
+            {"boundaries": "nvme", "activations": "recompute", "lockstep": 2}, marks=pytest.mark.parity
+        ),
     ],
     ids=str,
 )
 def test_what_waits_on_drives_is_each_rank_s_own(settings: dict[str, Any], tmp_path: Path) -> None:
     plain = {name: value for name, value in settings.items() if name not in ("gradients", "boundaries")}
-    alone = train(None, **plain, reads=False)
+    alone = train(None, **plain, reads=False, steps=2)
     there = tiers(tmp_path, 9, 4)
-    for told in Turns(2).run(lambda ranks: train(ranks, tiers=there, **settings, reads=False)):
+    for told in Turns(2).run(lambda ranks: train(ranks, tiers=there, **settings, reads=False, steps=2)):
         assert told == alone
 
 
@@ -153,3 +169,36 @@ def test_a_rank_killed_at_a_drive_goes_on_from_the_last_commit_with_any_number(
     assert 1 <= committed.step < 4
     assert run_ranks(tmp_path / "then", sizes[1], train_on_drives, **place)[0] > 0
     assert_same_runs(run, alone)
+
+
+def count(ranks: Any, there: Tiers) -> list[list[int]]:
+    """Train two steps, and return the bytes that drives have read and written: by the program, and by it."""
+    device = "cpu" if ranks is None else RankLanes(ranks.turns, ranks.rank)
+    batch = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=2, num_runs=2)
+    model = make_model(FAMILIES["llama_tied"]())
+    engine = attach_plainly(model, device=device, batch=batch, ranks=ranks, tiers=there)
+    optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
+    store = engine.executor.drives.on_drives.store  # type: ignore[union-attr]
+    before = [store.read_bytes, store.written_bytes]
+    own = slice(None) if ranks is None else slice(ranks.rank, ranks.rank + 1)
+    for step in range(2):
+        engine.forward_backward(make_batches(2, seed=step)[own])
+        optimizer.step()
+        engine.commit(step, {})
+    engine.settle()
+    counts = engine.counts
+    moved = [after - at for after, at in zip([store.read_bytes, store.written_bytes], before, strict=True)]
+    engine.close()
+    return [[counts.drive_read_bytes, counts.drive_write_bytes], moved]
+
+
+def test_ranks_move_the_bytes_of_one_rank_and_their_programs_say_which(tmp_path: Path) -> None:
+    planned, moved = count(None, tiers(tmp_path / "alone", 9))
+    assert planned == moved
+    found = Turns(2).run(lambda ranks: count(ranks, tiers(tmp_path / "two", 9)))
+    for of_rank, by_drives in found:
+        assert of_rank == by_drives
+    parts = [by_drives for _, by_drives in found]
+    assert [sum(both) for both in zip(*parts, strict=True)] == moved
+    for one, other in zip(*parts, strict=True):
+        assert 0.8 < one / other < 1.25

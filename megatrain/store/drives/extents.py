@@ -47,7 +47,7 @@ def lay_out(
     number = 0
     for extent in extents:
         assert extent.num_bytes % PAGE_BYTES == 0, extent
-        pieces = []
+        pieces: list[Chunk] = []
         for start in range(0, extent.num_bytes, chunk_bytes):
             stop = min(start + chunk_bytes, extent.num_bytes)
             drive, size = number % num_drives, stop - start
