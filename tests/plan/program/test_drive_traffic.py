@@ -244,7 +244,7 @@ def test_ranks_share_out_an_image_and_take_equal_parts_of_a_large_one(
 
 def test_a_share_s_state_is_written_when_all_ranks_have_updated_theirs() -> None:
     update = Operation(kind=Kind.UPDATE, block=0, is_share=True)
-    made = with_state_through(spread(update), {0}, [8], 3)
+    made = with_state_through(spread(update, SIZE), {0}, [8], 3)
     assert [operation.kind for operation in made] == [Kind.READ, Kind.UPDATE, Kind.SPREAD, Kind.WRITE]
     read, update, waits, write = made
     assert set(read.writes) <= set(update.reads)
