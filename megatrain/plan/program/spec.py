@@ -23,8 +23,8 @@ class DriveSpec:
     """Blocks whose remainder and moments are there."""
     working: frozenset[int]
     """Those of them whose working weights are there too."""
-    rank: int = 0
-    """Which of the ranks this is."""
+    rank: int = field(default=0, repr=False)
+    """Which of the ranks this is; left out where they compare their programs."""
     num_ranks: int = 1
     """That move the images together."""
 
