@@ -117,12 +117,12 @@ class BlocksOnDrives:
             found = self.store.resume()
         elif self.rank == 0:
             self.store.create()
-        self.meet()
+        self.meet("orders")  # in which ranks wait for as long as the first one takes
         if self.rank:
             self.store.join()
         return found
 
-    def meet(self, lane: str = "caller") -> None:
+    def meet(self, lane: str) -> None:
         """Wait for the other ranks, if there are any, in a lane of theirs."""
         if self._ranks is not None:
             self._ranks.meet(lane)

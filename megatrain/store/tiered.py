@@ -280,7 +280,7 @@ class TieredState(HostState):
             found = {**image.planes(buffer), "working": image.working(buffer)}
             for name, plane in planes.items():
                 plane.copy_(found[name])
-        self.on_drives.meet()
+        self.on_drives.meet("orders")
         self._has_restored_moments = True
 
     def _lend(self, number: int) -> tuple[BlockState, Tensor]:
