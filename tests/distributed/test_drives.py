@@ -158,8 +158,9 @@ def test_a_rank_killed_at_a_drive_goes_on_from_the_last_commit_with_any_number(
     tmp_path: Path, alone: Path, sizes: tuple[int, int], killed: list[int]
 ) -> None:
     out = f"run-{sizes[0]}-{sizes[1]}"
-    place = {"root": str(alone.parent), "out": out, "ram": 1_850_000, **SHORT}
-    codes = exit_codes(tmp_path / "first", sizes[0], train_on_drives, killed=killed, **place)
+    place = {"root": str(alone.parent), "out": out, **SHORT}
+    first, then = ({**place, "ram": 1_850_000 + 1_060_000 * (size - 1)} for size in sizes)  # each computes
+    codes = exit_codes(tmp_path / "first", sizes[0], train_on_drives, killed=killed, **first)
     assert codes.pop(killed[0]) == -9
     assert set(codes) <= {RankError.exit_code, 6}
     run = alone.parent / out
@@ -167,7 +168,7 @@ def test_a_rank_killed_at_a_drive_goes_on_from_the_last_commit_with_any_number(
     committed = read_record(alone.parent / f"{out}-drive0")
     assert committed is not None
     assert 1 <= committed.step < 4
-    assert run_ranks(tmp_path / "then", sizes[1], train_on_drives, **place)[0] > 0
+    assert run_ranks(tmp_path / "then", sizes[1], train_on_drives, **then)[0] > 0
     assert_same_runs(run, alone)
 
 
