@@ -45,6 +45,13 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 """Rounds are (R, m): a step of R rounds of m micro-batches; (2, 3) has 5, so that the last one is short."""
 
+FEWER = {
+    **AXES,
+    "activations": tuple(value for value in AXES["activations"] if value != "recompute"),
+    "rounds": tuple(value for value in AXES["rounds"] if value != (2, 2)),
+}
+"""Without what others hold: mixtures have layers that are recomputed, (2, 3) several rounds in lockstep."""
+
 
 def settings_of(row: dict[str, Any]) -> dict[str, Any]:
     """Turn a row into the arguments of `check_parity`."""
@@ -68,18 +75,22 @@ def row_name(value: Any) -> str | None:
 
 
 ROWS = pairwise_rows(AXES)
+ALWAYS = pairwise_rows(FEWER)
 
 
-def test_rows_hold_every_pair() -> None:
-    for (one, ones), (other, others) in itertools.combinations(AXES.items(), 2):
+@pytest.mark.parametrize(("axes", "rows", "most"), [(AXES, ROWS, 40), (FEWER, ALWAYS, 24)])
+def test_rows_hold_every_pair(
+    axes: dict[str, tuple[Any, ...]], rows: list[dict[str, Any]], most: int
+) -> None:
+    for (one, ones), (other, others) in itertools.combinations(axes.items(), 2):
         for a, b in itertools.product(ones, others):
-            assert any(row[one] == a and row[other] == b for row in ROWS), (one, a, other, b)
-    assert len(ROWS) < 60
+            assert any(row[one] == a and row[other] == b for row in rows), (one, a, other, b)
+    assert len(rows) <= 1.2 * len(axes["activations"]) * len(axes["rounds"])
 
 
 @pytest.mark.parametrize(
     ("family", "row"),
-    [(REDUCED[number % len(REDUCED)], row) for number, row in enumerate(ROWS)],
+    [(REDUCED[number % len(REDUCED)], row) for number, row in enumerate(ALWAYS)],
     ids=row_name,
 )
 def test_every_pair_of_settings_equals_resident(family: str, row: dict[str, Any]) -> None:
@@ -104,7 +115,7 @@ def test_lockstep_and_fragments_of_every_family_equal_resident(family: str) -> N
     check_parity(family, num_micro_batches=3, lockstep=3, fragments=True, dropout=True, padded=True)
 
 
-@pytest.mark.parametrize("num_seeds", [6, pytest.param(100, marks=pytest.mark.parity)])
+@pytest.mark.parametrize("num_seeds", [3, pytest.param(100, marks=pytest.mark.parity)])
 @pytest.mark.parametrize("family", ["llama_tied", "mixtral"])
 def test_jitter_seeds_give_the_same_bits(family: str, num_seeds: int) -> None:
     """Copies, saves, and updates in threads of their own, each delayed at random: never another number."""
@@ -144,8 +155,8 @@ def test_bf16_and_fp32_in_lockstep_equal_the_reference_loop(precision: str, sett
     reference = Resident(model, precision=precision, **HYPER)
     engine = attach_plainly(model, device="checked", precision=precision, lockstep=2, **settings)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
-    for step in range(6):
-        batches = make_batches(1 + step % 4, seed=step)
+    for step in range(4):
+        batches = make_batches(1 + step, seed=step)
         seeds = list(range(len(batches)))
         expected = reference.forward_backward(batches, seeds)
         assert_same_bits(engine.forward_backward(batches, seeds=seeds), expected, f"loss of step {step}")

@@ -69,7 +69,7 @@ def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
 @every_value(precision=["fp32", "bf16"], state=list(STATES))
 def test_no_way_of_streaming_changes_a_bit(state: str, precision: str) -> None:
     """Schedules, slots, fragments, residents that are updated on the device, lanes that are threads."""
-    engine, _, losses = train_steps(state, precision=precision, clip=None)
+    engine, _, losses = train_steps(state, steps=2, precision=precision, clip=None)
     expected = whole_state(engine)
     assert any(name.startswith("exp_avg_scale/") for name in expected) == (state == "int8")
     ways: list[dict[str, Any]] = [
@@ -80,7 +80,7 @@ def test_no_way_of_streaming_changes_a_bit(state: str, precision: str) -> None:
         {"device": "emulated", "resident_layers": 2, "lockstep": 2},
     ]
     for way in ways:
-        engine, _, found = train_steps(state, clip=None, **{"precision": precision, **way})
+        engine, _, found = train_steps(state, steps=2, clip=None, **{"precision": precision, **way})
         assert found == losses, way
         assert_same_state(whole_state(engine), expected)
 
@@ -90,7 +90,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         found = []
         for num_threads in (1, 3):
             monkeypatch.setattr(pool, "_default_pool", pool.WorkerPool(num_threads))
-            found.append(whole_state(train_steps(state)[0]))
+            found.append(whole_state(train_steps(state, steps=2)[0]))
         assert_same_state(*found)
 
 
@@ -133,7 +133,7 @@ def test_compressed_runs_stay_near_fp32() -> None:
 def test_host_bytes_are_those_of_the_table(state: str, clip: float | None, gradient: int) -> None:
     """2 + 2 bytes of weights, the moments, exactly their scales; 2 of gradients if clipping keeps them."""
     updates = "immediate" if clip is None else "deferred"
-    engine, _, _ = train_steps(state, clip=clip, updates=updates)
+    engine, _, _ = train_steps(state, steps=1, clip=clip, updates=updates)
     layouts = engine.host.layouts
     num_state = sum(layout.num_state for layout in layouts)
     scales = sum(num_scales(entry.numel) for layout in layouts for entry in layout.trained)
@@ -154,7 +154,7 @@ def test_updated_bytes_are_counted(state: str) -> None:
     reports = []
     ways: list[dict[str, Any]] = [{}, {"optimizer_state": state}]
     for settings in ways:
-        engine, _, _ = train_steps(state, **settings)
+        engine, _, _ = train_steps(state, steps=1, **settings)
         reports.append(engine.last_step.update_bytes)
     num_state = sum(layout.num_state for layout in engine.host.layouts)
     scales = sum(num_scales(entry.numel) for layout in engine.host.layouts for entry in layout.trained)
@@ -166,7 +166,7 @@ def test_updated_bytes_are_counted(state: str) -> None:
 @pytest.mark.parametrize("state", ["fp32", *STATES])
 def test_bytes_of_an_update_are_those_of_its_planes(state: str, precision: Any) -> None:
     """Planner and program say what the tensors are that AdamW reads, and writes but for the gradient."""
-    engine, _, _ = train_steps(state, precision=precision)
+    engine, _, _ = train_steps(state, steps=1, precision=precision)
     moments = MomentFormat(state)
     measured = []
     for block in engine.host.blocks:
@@ -187,7 +187,7 @@ def test_bytes_of_an_update_are_those_of_its_planes(state: str, precision: Any) 
 @pytest.mark.parametrize("state", ["fp32", *STATES])
 def test_device_bytes_of_residents_are_as_planned(state: str) -> None:
     lanes = EmulatedLanes(EmulatedMachine(device_bytes=1 << 30))
-    engine, _, _ = train_steps(state, device=lanes, resident_layers=4, optimizer_state=state)
+    engine, _, _ = train_steps(state, steps=1, device=lanes, resident_layers=4, optimizer_state=state)
     choice = engine.choice
     sizes = pools.device_pools(
         residency_of(engine.arrangement.binding.blocks, engine.host.layouts, engine.arrangement.residents),
@@ -205,7 +205,7 @@ def test_memory_is_planned_for_the_format() -> None:
     layouts = train_steps("fp32", steps=0)[0].host.layouts
     limit = 11 * sum(layout.num_state for layout in layouts)  # with gradients: 14, 10 and 8.03 bytes
     for state in STATES:
-        assert train_steps(state, optimizer_state=state, host_limit=limit)[0].host_bytes <= limit
+        assert train_steps(state, steps=1, optimizer_state=state, host_limit=limit)[0].host_bytes <= limit
     with pytest.raises(CapacityError, match=r"use optim.state=bf16 or int8 \(4 or 6 bytes .* not exact\)"):
         train_steps("fp32", host_limit=limit)
 
@@ -240,22 +240,26 @@ def test_a_model_may_be_attached_again_with_another_state() -> None:
 @pytest.mark.parametrize("state", ["int8", pytest.param("bf16", marks=pytest.mark.parity)])
 def test_resume_equals_uninterrupted_run(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With residents before, and fragments after the stop."""
-    settings: dict[str, Any] = {"train": {"precision": "bf16"}, "optim": {"state": state}}
+    settings: dict[str, Any] = {
+        "train": {"precision": "bf16", "steps": 6},
+        "optim": {"state": state},
+        "checkpoint": {"every": 2},
+    }
     train(make_config(tmp_path, "whole", **settings))
     step_of = loop.train_step
     pieces: list[tuple[int, dict[str, Any]]] = [
-        (5, {"resident_blocks": 2}), (12, {"fragments": True})
+        (3, {"resident_blocks": 2}), (6, {"fragments": True})
     ]  # fmt: skip
     for last, memory in pieces:
 
         def stopped(run: Any, last: int = last) -> Any:
-            if run.step == last and last < 12:
+            if run.step == last and last < 6:
                 raise KeyboardInterrupt
             return step_of(run)
 
         monkeypatch.setattr(loop, "train_step", stopped)
         config = make_config(tmp_path, "parts", **settings, memory=memory)
-        if last < 12:
+        if last < 6:
             with pytest.raises(KeyboardInterrupt):
                 train(config)
         else:
@@ -277,12 +281,12 @@ def test_resume_equals_uninterrupted_run(state: str, tmp_path: Path, monkeypatch
 
 
 def test_another_state_is_refused_on_resume(tmp_path: Path) -> None:
-    train(make_config(tmp_path, train={"steps": 4}, optim={"state": "int8"}))
+    train(make_config(tmp_path, train={"steps": 1}, optim={"state": "int8", "warmup_steps": 0}))
     for state in ("fp32", "bf16"):
         sentence = rf"trained with optim.state=int8, not {state}; use the same, or start a new run"
         with pytest.raises(CheckpointError, match=sentence):
-            train(make_config(tmp_path, train={"steps": 8}, optim={"state": state}))
-    train(make_config(tmp_path, train={"steps": 8}, optim={"state": "int8"}))
+            train(make_config(tmp_path, train={"steps": 2}, optim={"state": state, "warmup_steps": 0}))
+    train(make_config(tmp_path, train={"steps": 2}, optim={"state": "int8", "warmup_steps": 0}))
 
 
 def test_a_checkpoint_from_before_the_choice_is_fp32(

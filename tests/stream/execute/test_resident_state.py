@@ -160,10 +160,11 @@ def test_state_moves_between_streamed_and_resident_runs(precision: str) -> None:
 def test_a_checkpoint_of_a_streamed_run_goes_on_in_a_resident_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And back: 12 steps in three pieces, the second with everything on the device."""
-    train(make_config(tmp_path, "whole", train={"precision": "bf16"}))
+    """And back: 6 steps in three pieces, the second with everything on the device."""
+    short: dict[str, Any] = {"train": {"precision": "bf16", "steps": 6}, "checkpoint": {"every": 2}}
+    train(make_config(tmp_path, "whole", **short))
     step_of = loop.train_step
-    for resident_layers, last in ((0, 4), (3, 8), (1, 12)):
+    for resident_layers, last in ((0, 2), (3, 4), (1, 6)):
 
         def stopped(run: Any, last: int = last) -> Any:
             if run.step == last:
@@ -171,13 +172,8 @@ def test_a_checkpoint_of_a_streamed_run_goes_on_in_a_resident_one(
             return step_of(run)
 
         monkeypatch.setattr(loop, "train_step", stopped)
-        config = make_config(
-            tmp_path,
-            "moved",
-            train={"precision": "bf16"},
-            memory={"resident_blocks": resident_layers},
-        )
-        if last < 12:
+        config = make_config(tmp_path, "moved", **short, memory={"resident_blocks": resident_layers})
+        if last < 6:
             with pytest.raises(KeyboardInterrupt):
                 train(config)
         else:
