@@ -57,6 +57,11 @@ Graph = Mapping[str, Collection[str]]
 """By module, whom it imports of the package."""
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def imported(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the dotted name of every import, those relative to `module` made absolute."""
     for node in ast.walk(tree):
@@ -76,7 +81,7 @@ def imports_of(module: str, source: str, modules: Collection[str]) -> set[str]:
     """Return which of `modules` a source imports; `__init__` where a name is taken from a folder itself."""
     files = {name.removesuffix(".__init__"): name for name in modules}
     found = set()
-    for _, name in imported(ast.parse(source), module):
+    for _, name in imported(parsed(source), module):
         while name and name not in files:
             name = name.rpartition(".")[0]
         found.add(files.get(name, module))
@@ -173,7 +178,7 @@ def against_the_floors(graph: Graph) -> dict[tuple[str, str], str]:
 
 def forbidden(source: str, module: str) -> list[str]:
     """List what a module does that the package must not: print, unpickle, execute text, run remote code."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     names = {  # what a local name stands for
         alias.asname or alias.name.partition(".")[0]: alias.name
         if alias.asname
@@ -269,7 +274,7 @@ def test_the_engine_needs_no_package_of_the_command_line_and_of_data() -> None:
     need = {
         module
         for module, source in modules().items()
-        if SETTINGS_AND_DATA & {name.partition(".")[0] for _, name in imported(ast.parse(source), module)}
+        if SETTINGS_AND_DATA & {name.partition(".")[0] for _, name in imported(parsed(source), module)}
     }
     assert "megatrain.config.sections.config" in need
     for module in package():

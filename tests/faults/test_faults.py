@@ -17,7 +17,7 @@ import pytest
 from tests.faults.judge import judge
 from tests.faults.scenarios import NUMBERS, Bench, Fault, bench, cases
 
-SAMPLED = {"train": 127, "resume": 997, "finish": 499, "export": 251, "drives": 193}
+SAMPLED = {"train": 251, "resume": 1999, "finish": 997, "export": 503, "drives": 383}
 """Of how many cases of a scenario the sample takes one."""
 
 

@@ -23,6 +23,7 @@ AT_LENGTH = (
     "test_compiled",
     "test_runs",
     "test_unlocked",
+    "is_trapped",
 )
 """Parts of the full products, which may run at the same time."""
 

@@ -193,8 +193,9 @@ def test_a_copy_of_unlocked_memory_taken_as_asynchronous_is_counted(
     assert ("copy of unlocked memory" in host.native.take_counts()) is is_faulty
 
 
+@pytest.mark.parity
 def test_the_host_s_read_of_device_memory_is_trapped() -> None:
-    """In a child, whose stack says where it was."""
+    """In a child, whose stack says where it was; `test_device.py` has the trap itself."""
     code = (
         "import ctypes, faulthandler; faulthandler.enable()\n"
         "from tests.host_device.device import register; register()\n"

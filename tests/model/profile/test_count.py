@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import types
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,10 +44,11 @@ def small_llama(**changes: int) -> LlamaConfig:
     return LlamaConfig(**{**sizes, **heads, **changes}, tie_word_embeddings=False)
 
 
-def test_published_configurations_have_their_parameters() -> None:
+@pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.parity)])
+def test_published_configurations_have_their_parameters(each: int) -> None:
     names = published()
     assert len(names) == 27
-    for name, billions in names.items():
+    for name, billions in list(names.items())[::each]:
         built = build_language_model(read(name), dtype=torch.bfloat16)
         assert round(built.num_params / 1e9, 3) == pytest.approx(billions, abs=0.0011), name
         assert bool(built.part) == (name in ("gemma-3-27b-it", "Qwen2.5-VL-7B")), name
@@ -60,7 +62,7 @@ def test_every_published_configuration_is_counted() -> None:
         assert anatomy.num_params == pytest.approx(billions * 1e9, rel=0.006), name
 
 
-@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen2.5-VL-7B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "Qwen3-30B-A3B"])
 def test_a_published_configuration_is_counted(name: str) -> None:
     published()
     anatomy = count_anatomy(read(name), micro_batch_size=1, seq_len=4096, precision="bf16")
@@ -263,12 +265,16 @@ def test_a_forward_that_leads_back_to_the_model_is_counted_as_its_class_s() -> N
     assert "forward" in vars(model)
 
 
+@cache
+def counted_plainly() -> Anatomy:
+    return count_live(make_model(small_llama()))
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_adapters_are_counted(is_wrapped: bool) -> None:
     peft = pytest.importorskip("peft")
-    model = make_model(small_llama())
-    plain = count_live(model)
+    model, plain = make_model(small_llama()), counted_plainly()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     wrapped = peft.get_peft_model(model, config)
     adapted = count_live(wrapped if is_wrapped else model)

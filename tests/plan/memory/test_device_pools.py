@@ -102,7 +102,7 @@ CASES: list[tuple[str, str, int, str | Sequence[str], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("family", "precision", "tokens", "policy", "more"),
     [
-        pytest.param(*case, marks=[] if number in (1, 13, 15, 16) else [pytest.mark.parity])
+        pytest.param(*case, marks=[] if number in (1, 13, 15) else [pytest.mark.parity])
         for number, case in enumerate(CASES)
     ],
 )
