@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from functools import partial
 
 # One thread per test process: the suite runs in parallel processes, and threads that wait for each other's
 # turn on a busy core slow everything down many times over.
@@ -21,13 +20,21 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from megatrain.files import FileCalls
-from megatrain.plan.search.planner import make_plan
-from megatrain.stream import resolve
-from megatrain.train.planning import allocation
 from tests.counts import counted_once
+from tests.cpu_seconds import CpuSeconds
+from tests.searches import searched_for_a_moment
+
+for absent in (torch.cuda, torch.mtia, torch.xpu):
+    if not absent.is_available():  # each `torch.manual_seed` would describe the whole stack to each of them
+        setattr(absent, "_lazy_call", lambda call, **which: None)  # noqa: B010
 
 torch.set_num_threads(1)
 gc.disable()  # while thousands of items are made, of which none goes
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell at the end what each folder has cost."""
+    config.pluginmanager.register(CpuSeconds(config))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -67,8 +74,5 @@ def _nothing_waits_for_the_disk() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _runs_search_for_a_moment() -> Iterator[None]:
-    """Their tests ask what a plan does, not how good it is; those of the search and `plan` have all of it."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (resolve, allocation):
-            patch.setattr(module, "make_plan", partial(make_plan, budget=3000))
+    with searched_for_a_moment():
         yield

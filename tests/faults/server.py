@@ -19,6 +19,7 @@ import torch
 
 from megatrain.cli import main
 from tests.faults import shim
+from tests.searches import searched_for_a_moment
 
 LIMIT_S = 120
 
@@ -83,4 +84,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    with searched_for_a_moment():
+        serve()

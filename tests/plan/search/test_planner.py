@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from megatrain.config.choice import SUMS, Choice, StepBatch
 from megatrain.config.plan import Plan
 from megatrain.errors import ConfigError
-from megatrain.hardware import Drives
+from megatrain.hardware import Drives, HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.program.operations import Kind
@@ -58,12 +59,17 @@ def check(plan: Plan) -> None:
     assert 0 < plan.mfu <= plan.hardware_mfu <= 1
 
 
+@cache
+def plain() -> Plan:
+    return make_plan(request())
+
+
 def test_a_plan_holds_together() -> None:
-    check(make_plan(request()))
+    check(plain())
 
 
 def test_a_choice_that_is_given_is_described_as_it_is() -> None:
-    made = make_plan(request())
+    made = plain()
     slower = replace(made.choice, num_slots=1, resident_layers=0, outer_resident=False)
     assert plan_of(request(), slower).step_s >= made.step_s * 0.999
     tight = plan_of(request(host_limit=1 << 20), made.choice)
@@ -123,9 +129,10 @@ def test_sums_are_where_they_are_cheapest(link: float, sums: str) -> None:
         assert found.step_s < 0.95 * there.step_s
 
 
-def steps(requests: Iterable[Request]) -> list[float]:
-    """Return the seconds of each request's step; until one fits, without end."""
-    found = [search(request, budget=10**9) for request in requests]
+def steps(specs: Iterable[HardwareSpec], choice: Choice) -> list[float]:
+    """Return the seconds of each machine's step; until one fits, without end."""
+    asked = request(anatomy=small(), batch=SHORT, choice=choice)
+    found = [search(replace(asked, spec=spec), budget=10**9) for spec in specs]
     return [math.inf if one is None else one.step.step_s for one in found]
 
 
@@ -149,43 +156,48 @@ DRAWN: dict[str, dict[str, Any]] = {
 """Rates of machines."""
 
 
+PLAIN = Choice(fragments=False, sums="device", boundaries="device")
+
+
 def drawn_for(name: str) -> pytest.MarkDecorator:
     """Take one machine's rates, and all others in `make parity`."""
     others = [pytest.param(other, marks=pytest.mark.parity) for other in DRAWN if other != name]
     return pytest.mark.parametrize("rates", [name, *others])
 
 
-def some_of(name: str, values: tuple[Any, ...], *some: int) -> pytest.MarkDecorator:
-    """Take some of the values, by place, and all of them in `make parity`."""
-    every = pytest.param(values, marks=pytest.mark.parity, id="all")
-    return pytest.mark.parametrize(name, [pytest.param(tuple(values[at] for at in some), id="some"), every])
+def some_of(name: str, values: tuple[Any, ...], *some: int, decided: Choice = PLAIN) -> pytest.MarkDecorator:
+    """Take some of the values, by place, and some questions as decided; in `make parity` all of both."""
+    every = pytest.param(values, Choice(), marks=pytest.mark.parity, id="all")
+    few = pytest.param(tuple(values[at] for at in some), decided, id="some")
+    return pytest.mark.parametrize((name, "choice"), [few, every])
 
 
 @drawn_for("slow link")
 @some_of("sizes", (36, 80, 200, 1024), 0, 2)
-def test_more_device_memory_is_never_slower(rates: str, sizes: tuple[int, ...]) -> None:
+def test_more_device_memory_is_never_slower(rates: str, sizes: tuple[int, ...], choice: Choice) -> None:
     specs = [machine(device_bytes=size << 20, **DRAWN[rates]) for size in sizes]
-    check_never_slower(steps(request(spec=spec, anatomy=small(), batch=SHORT) for spec in specs))
+    check_never_slower(steps(specs, choice))
 
 
 @drawn_for("slow host")
 @some_of("factors", (1.0, 1.5, 5.0), 0, 2)
-def test_a_faster_link_is_never_slower(rates: str, factors: tuple[float, ...]) -> None:
+def test_a_faster_link_is_never_slower(rates: str, factors: tuple[float, ...], choice: Choice) -> None:
     drawn = DRAWN[rates]
     specs = [
         machine(device_bytes=60 << 20, **{**drawn, "link": drawn["link"] * factor}) for factor in factors
     ]
-    check_never_slower(steps(request(spec=spec, anatomy=small(), batch=SHORT) for spec in specs))
+    check_never_slower(steps(specs, choice))
 
 
 @drawn_for("all alike")
-@some_of("limits", HOST_LIMITS, 0, 3, 5)
-def test_more_host_memory_is_never_slower(rates: str, limits: tuple[int, ...]) -> None:
+@some_of("limits", HOST_LIMITS, 0, 3, 5, decided=Choice(sums="device", updates="deferred"))
+def test_more_host_memory_is_never_slower(rates: str, limits: tuple[int, ...], choice: Choice) -> None:
     """But for what commits copy: all state in RAM passes through host memory once more on its way."""
     spec = machine(drives=DRIVES, **DRAWN[rates])
     steps = []
     for limit in limits:
-        found = search(request(spec=spec, anatomy=small(), batch=SHORT, host_limit=limit << 20), budget=10**9)
+        limited = {"host_limit": limit << 20, "choice": choice}
+        found = search(request(spec=spec, anatomy=small(), batch=SHORT, **limited), budget=10**9)
         assert found is not None
         steps.append(found.step)
     assert steps[0].step_s > steps[-1].step_s
@@ -198,9 +210,10 @@ def test_drives_take_what_ram_cannot() -> None:
     spec = machine(drives=DRIVES)
     away = []
     for limit in HOST_LIMITS[::2]:
-        choice = Choice(fragments=True)  # whole layers leave RAM in larger steps
+        # whole layers leave RAM in larger steps
+        choice = Choice(fragments=True, sums="device", boundaries="device")
         tight = request(spec=spec, anatomy=small(), batch=SHORT, host_limit=limit << 20, choice=choice)
-        plan = make_plan(tight, budget=10**9)
+        plan = make_plan(tight)
         check(plan)
         drives = BlockSums.of(tight.anatomy, plan.choice.fragments).drive_spec(plan.choice)
         away.append(0 if drives is None else sum(map(drives.update_bytes, drives.state)))

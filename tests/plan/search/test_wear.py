@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.config.choice import StepBatch
+from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.sizes import parse_bytes
 from megatrain.hardware import Drives
 from megatrain.plan.search.planner import make_plan
@@ -17,6 +17,7 @@ from tests.plan.anatomies import Shape, llama_like, machine
 
 ANATOMY = llama_like(Shape(num_layers=6), micro_batch_size=1, seq_len=512)
 BATCH = StepBatch(micro_batch_size=1, seq_len=512, num_micro_batches=2)
+PLAIN = Choice(fragments=False, sums="device", boundaries="device")
 
 
 def request(rated_bytes: float | None) -> Request:
@@ -24,7 +25,10 @@ def request(rated_bytes: float | None) -> Request:
         nbytes=1 << 40, read_bytes_per_s=2e9, write_bytes_per_s=1e9, rated_bytes_written=rated_bytes
     )
     return Request(
-        spec=machine(host_bytes=570 << 20, drives=drives, flops=1e11), anatomy=ANATOMY, batch=BATCH
+        spec=machine(host_bytes=570 << 20, drives=drives, flops=1e11),
+        anatomy=ANATOMY,
+        batch=BATCH,
+        choice=PLAIN,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from transformers import LlamaConfig
 import megatrain
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.errors import ConfigError
+from megatrain.plan.search.planner import make_plan
 from megatrain.store.placement import Tiers
-from megatrain.stream import machine
+from megatrain.stream import machine, resolve
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
 from tests.reference import Resident, attach_plainly, make_batches, make_model
@@ -184,6 +186,7 @@ def test_gradients_wait_where_there_is_room_for_each() -> None:
 def test_a_plan_with_a_drive_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Qwen2.5-14B on an rtx-3090: state on a drive, and what the device holds of the gradients there."""
     monkeypatch.setattr(machine, "measure_matmul_peak", lambda *_: 6e10)  # a busy one has another plan
+    monkeypatch.setattr(resolve, "make_plan", partial(make_plan, budget=3_000))
     numel = sum(parameter.numel() for parameter in make_model(DEEP).parameters())
     choice = planned(DEEP, device=2_200_000, ram=int(12 * numel), tmp_path=tmp_path)
     assert choice.tier("moments") == "nvme"

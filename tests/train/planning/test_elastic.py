@@ -13,7 +13,6 @@ from megatrain.plan.cost.measured import Measured
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.planner import make_plan, plan_of
 from megatrain.plan.search.request import Request
-from megatrain.plan.search.search import SEARCH_OPERATIONS
 from megatrain.train.planning import elastic as elastic_module
 from megatrain.train.planning.elastic import GAIN, WARM_UP_STEPS, Elastic, describe_change
 from tests.plan.anatomies import Shape, llama_like, machine
@@ -130,13 +129,15 @@ def test_a_search_that_its_budget_ended_goes_on_after_the_next_step(monkeypatch:
             return replace(plan_of(asked, plan.choice), is_cut_short=True)
         return plan_of(asked, better)
 
+    first = elastic_module.SEARCH_OPERATIONS
+    monkeypatch.setattr(elastic_module, "MOST_BUDGET", 8 * first)
     monkeypatch.setattr(elastic_module, "make_plan", search)
     engine = Engine()
     elastic = Elastic(engine, request, plan)  # type: ignore[arg-type]
     for _ in range(WARM_UP_STEPS + 5):
         elastic.after_step(report_of(slow, plan.choice if not engine.given else better))
     assert engine.given == [better]
-    assert given == [SEARCH_OPERATIONS * times for times in (1, 2, 4)]
+    assert given == [first * times for times in (1, 2, 4)]
 
 
 def test_warm_up_is_not_measured() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from megatrain.config import build_config
 from megatrain.hardware import load_machine, machine_names
 from megatrain.plan.search.planner import make_plan
+from megatrain.train.planning import plan_run as planning
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.plan_run import Planned, device_type, make_request, plan_run
 
@@ -72,7 +74,10 @@ def listed_billions(name: str) -> float:
         for number, pair in enumerate(PAIRS)
     ],
 )
-def test_config_plans_on_a_machine(name: str, machine: str, counts: Path) -> None:
+def test_config_plans_on_a_machine(
+    name: str, machine: str, counts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "make_plan", partial(make_plan, budget=2000))
     found = planned(SHARED / "configs" / name / "config.json", machine, counts)
     check(found)
     assert found.request.anatomy.num_params / 1e9 == pytest.approx(listed_billions(name), abs=6e-4)

@@ -41,11 +41,16 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anatomies in closed form, and the best choice that is found soon: what is tested is around them."""
-    monkeypatch.setattr("megatrain.model.profile.count.count_anatomy", _in_closed_form)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best choice that is found soon."""
     for module in (planning, plan_report):
         monkeypatch.setattr(module, "make_plan", partial(make_plan, budget=1_000))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, soon: None) -> None:
+    """Anatomies in closed form too: what is tested is around them."""
+    monkeypatch.setattr("megatrain.model.profile.count.count_anatomy", _in_closed_form)
 
 
 def _in_closed_form(config: LlamaConfig, **options: Any) -> Anatomy:
@@ -94,6 +99,7 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
     return result
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_plan_that_fits(capsys: pytest.CaptureFixture[str], models: Path) -> None:
     arguments = ["--model", str(models / "small"), "--machine", "rtx-4090", "--tokens", "20B"]
     code, out, err = plan(capsys, *arguments)
@@ -117,6 +123,7 @@ def test_a_plan_that_fits(capsys: pytest.CaptureFixture[str], models: Path) -> N
         assert sum(pool["nbytes"] for pool in found["pools"] if pool["tier"] == tier) <= limit
 
 
+@pytest.mark.usefixtures("soon")
 def test_policy_can_be_pasted_into_a_config_and_planned_again(
     capsys: pytest.CaptureFixture[str], models: Path, tmp_path: Path
 ) -> None:
@@ -494,10 +501,10 @@ def test_rows_that_need_a_long_mask_are_refused_by_plan_and_by_train(
     assert not (tmp_path / "run/checkpoints").exists()
 
 
+@pytest.mark.usefixtures("soon")
 def test_what_a_deterministic_run_costs_is_in_its_time_or_said_to_be_unknown(
-    capsys: pytest.CaptureFixture[str], models: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], models: Path
 ) -> None:
-    monkeypatch.setattr(planning, "make_plan", partial(make_plan, budget=1_000))
     asked = ("--model", str(models / "small"), "--seq-len", "16384", "--machine")
     plain = plan_json(capsys, *asked, "h100")
     repeated = plan_json(capsys, *asked, "h100", "train.deterministic=true")

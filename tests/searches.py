@@ -1,0 +1,34 @@
+"""Plans of tests' runs: the best choice that is found in a moment.
+
+Such tests ask what a plan does, not how good it is; those of the search and of `megatrain plan` have all of
+it. A run of four steps would search once more after its third, as long as a run of days does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+
+from megatrain.model.profile import timing
+from megatrain.plan.search.planner import make_plan
+from megatrain.stream import resolve
+from megatrain.train.planning import allocation, elastic
+
+BUDGET = 400
+"""Operations of a search: there is a plan after a few dozen."""
+
+
+@contextmanager
+def searched_for_a_moment() -> Iterator[None]:
+    """Let runs and engines of this process search no longer, before their steps and between them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (resolve, allocation):
+            patch.setattr(module, "make_plan", partial(make_plan, budget=BUDGET))
+        patch.setattr(elastic, "SEARCH_OPERATIONS", BUDGET)
+        patch.setattr(elastic, "MOST_BUDGET", BUDGET)
+        patch.setattr(timing, "_BUDGET_S", 0.0)  # on a CPU a layer of each kind is timed first
+        patch.setattr(timing, "_CACHE_BYTES", 1 << 20)
+        yield
