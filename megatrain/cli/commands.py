@@ -230,6 +230,15 @@ def plan(
     nvme: Annotated[
         str | None, typer.Option(metavar="8TB|0", help="Free space on its drives; 0: none.")
     ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of each node that train together; default: all.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines like this one that train together.")
+    ] = None,
+    scale: Annotated[
+        bool, typer.Option("--scale", help="Plan for 1 to 1,024 GPUs, each with the same tokens per step.")
+    ] = False,
     tokens: Annotated[
         str | None, typer.Option(metavar="20B", help="Tokens to train on, also 2e9; default: 1B.")
     ] = None,
@@ -265,19 +274,25 @@ def plan(
 
     raw, source = combine_settings(arguments or [], given)
     spec = _machine(machine, ram, nvme)
+    from megatrain.train.planning.gpus import with_gpus
     from megatrain.train.planning.plan_report import report
     from megatrain.train.planning.plan_run import plan_run
+    from megatrain.train.planning.scale import plan_scale, scale_report
 
+    asked: dict[str, Any] = {
+        "source": source or "command line",
+        "hf_config": hf_config,
+        "is_complete": bool(source),
+        "counts": counts_folder(),
+    }
     with _doing("plan") as doing:
-        planned = plan_run(
-            raw,
-            spec,
-            source=source or "command line",
-            hf_config=hf_config,
-            is_complete=bool(source),
-            counts=counts_folder(),
-            progress=doing,
-        )
+        if scale:
+            planned_all = plan_scale(raw, with_gpus(spec, gpus, 1), progress=doing, **asked)
+            print(scale_report(planned_all, as_json=as_json))
+            if not any(row.plan.fits for row in planned_all.rows):
+                raise typer.Exit(CapacityError.exit_code)
+            return
+        planned = plan_run(raw, with_gpus(spec, gpus, nodes), progress=doing, **asked)
         text = report(
             planned,
             tokens=tokens,

@@ -343,5 +343,10 @@ class StepBatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens of a step, or of a rank's part of it."""
         return self.micro_batch_size * self.seq_len * self.num_micro_batches
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of all ranks' step."""
+        return self.tokens * self.num_ranks

@@ -42,12 +42,14 @@ class Plan:
     bounds_s: Mapping[str, float]
     """Seconds below which no order can be, by cause."""
     tokens_per_s: float
+    """Of all ranks together."""
     mfu: float
-    """Model FLOP/s over the machine's measured matrix products."""
+    """Model FLOP/s over the machine's measured matrix products, of one device."""
     hardware_mfu: float
     """With recomputation."""
     bytes_per_step: Mapping[str, int]
-    """`fetched`, `offloaded`, `saved`, `restored`, `updated`, `drive_read`, `drive_written`."""
+    """Of a rank: `fetched`, `offloaded`, `saved`, `restored`, `updated`, `drive_read`, `drive_written`, and
+    what ranks get of others or send them: `gathered`, `exchanged`, `spread`."""
     num_evaluated: int
     """Choices that the search has timed."""
     plan_s: float

@@ -56,7 +56,7 @@ def economics(
         tokens: To train on.
         price_per_hour_usd: Of the whole machine. None: its rent, or else its price over three years.
     """
-    steps = math.ceil(tokens / plan.batch.tokens)
+    steps = math.ceil(tokens / plan.batch.step_tokens)
     seconds = steps * plan.step_s
     price, source = hourly_price(spec, price_per_hour_usd)
     usd = None if price is None else price * seconds / _HOUR_S
@@ -72,7 +72,7 @@ def economics(
         usd_per_hour=price,
         price_source=source,
         usd=usd,
-        usd_per_million_tokens=None if usd is None else usd / (steps * plan.batch.tokens) * 1e6,
+        usd_per_million_tokens=None if usd is None else usd / (steps * plan.batch.step_tokens) * 1e6,
         kwh=None if watts is None else watts * seconds / _HOUR_S / 1000,
         checkpoint_bytes=anatomy.checkpoint_bytes,
         checkpoint_s=None if drives is None else anatomy.checkpoint_bytes / drives.write_bytes_per_s,
@@ -84,21 +84,24 @@ def economics(
 
 def hourly_price(spec: HardwareSpec, given_usd: float | None) -> tuple[float | None, str]:
     """Return the dollars that an hour of the machine costs, and where the figure is from."""
+    nodes = "" if spec.num_nodes == 1 else f", of each of {spec.num_nodes:,} nodes"
     if given_usd is not None:
         return given_usd, "as given"
     if spec.price_per_hour_usd is not None:
-        return spec.price_per_hour_usd, "rent that the machine file names"
+        return spec.num_nodes * spec.price_per_hour_usd, f"rent that the machine file names{nodes}"
     if spec.price_usd is not None:
         hours = AMORTISED_YEARS * 365 * 24
         return (
-            spec.price_usd / hours,
-            f"the machine's price of ${spec.price_usd:,.0f} over {AMORTISED_YEARS} years",
+            spec.num_nodes * spec.price_usd / hours,
+            f"the machine's price of ${spec.price_usd:,.0f} over {AMORTISED_YEARS} years{nodes}",
         )
     return None, ""
 
 
 def machine_watts(spec: HardwareSpec) -> float | None:
-    """Return what the whole machine draws under load; None: its device's share is not known."""
+    """Return what all of the machine draws under load; None: its devices' share is not known."""
     if spec.is_cpu:
         return spec.host_watts
-    return None if spec.device_watts is None else spec.device_watts + (spec.host_watts or 0.0)
+    if spec.device_watts is None:
+        return None
+    return spec.num_nodes * (spec.num_gpus * spec.device_watts + (spec.host_watts or 0.0))

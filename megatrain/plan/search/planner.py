@@ -64,7 +64,7 @@ def _describe(request: Request, step: Step, problem: str, num_evaluated: int, pl
         step_s=step_s,
         bound=max(bounds, key=lambda name: bounds[name]),
         bounds_s=bounds,
-        tokens_per_s=batch.tokens / step_s,
+        tokens_per_s=batch.step_tokens / step_s,
         mfu=flops / step_s / peak,
         hardware_mfu=_flops_done(step) / step_s / peak,
         bytes_per_step=_bytes(step),
@@ -98,6 +98,9 @@ def _bytes(step: Step) -> dict[str, int]:
         "updated": moved(Kind.UPDATE),
         "drive_read": moved(Kind.READ, Kind.PAGE, Kind.RECALL, Kind.UNPARK),
         "drive_written": moved(Kind.WRITE, Kind.STOW, Kind.PARK),
+        "gathered": moved(Kind.GATHER),
+        "exchanged": moved(Kind.EXCHANGE),
+        "spread": moved(Kind.SPREAD),
     }
 
 

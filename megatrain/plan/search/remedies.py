@@ -85,7 +85,7 @@ def _settings(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Rem
         count = batch.num_micro_batches * rows
         fewer = replace(batch, micro_batch_size=batch.rows_each, num_micro_batches=count)
         yield Remedy(
-            f"train.micro_batch_size=1 train.grad_accumulation={count}",
+            f"train.micro_batch_size=1 train.grad_accumulation={count * batch.num_ranks}",
             replace(request, anatomy=recount(micro_batch_size=batch.rows_each), batch=fewer),
         )
     if anatomy.precision == "fp32":
@@ -243,7 +243,7 @@ def _lengths(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Reme
     def remedy(length: int) -> Remedy:
         count = batch.num_micro_batches * (batch.seq_len // length)
         shorter = replace(batch, seq_len=length, num_micro_batches=count)
-        text = f"data.seq_len={length} train.grad_accumulation={count}"
+        text = f"data.seq_len={length} train.grad_accumulation={count * batch.num_ranks}"
         return Remedy(text, replace(request, anatomy=recount(seq_len=length), batch=shorter))
 
     if not lengths or not fits((shortest := remedy(lengths[-1])).request):

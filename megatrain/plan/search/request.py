@@ -52,8 +52,10 @@ class Request:
     """What a plan is asked for."""
 
     spec: HardwareSpec
+    """The machine; of several nodes, one of them."""
     anatomy: Anatomy
     batch: StepBatch
+    """Of one rank, where several train together."""
     clips: bool = True
     """Gradients are clipped to a norm, so that they wait for it."""
     state: str = "fp32"
@@ -97,10 +99,12 @@ class Request:
 
     @property
     def rates(self) -> Rates:
-        """Return the machine in the dtype and with the moments of the run."""
+        """Return the machine as a rank has it, in the dtype and with the moments of the run."""
         kernels = Kernels(fuses_layers=self.compiles or self.fuses)
         spec = deterministic_spec(self.spec, self.heads) if self.deterministic else self.spec
-        return Rates(spec, self.anatomy.precision, self.moments, kernels, self.anatomy.head_dim or 128)
+        return Rates(
+            spec.of_rank(), self.anatomy.precision, self.moments, kernels, self.anatomy.head_dim or 128
+        )
 
     @property
     def heads(self) -> int:

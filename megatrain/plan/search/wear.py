@@ -48,7 +48,7 @@ def spare_drives(request: Request, plan: Plan) -> Iterator[str]:
         until = "no wear" if lasts is None else f"{lasts:,.0f} days to rated endurance"
         yield (
             f"train.grad_accumulation={larger.batch.num_micro_batches}: {until}, by steps of "
-            f"{larger.batch.tokens:,} tokens at {larger.tokens_per_s:,.0f} tokens/s"
+            f"{larger.batch.step_tokens:,} tokens at {larger.tokens_per_s:,.0f} tokens/s"
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from functools import partial
 
 from megatrain.config import Config
@@ -14,11 +13,11 @@ from megatrain.hardware import GIB, HardwareSpec
 from megatrain.hardware.accelerators import can_compile
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, with_ways_out
-from megatrain.stream.arrange import part_of
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
 from megatrain.train.planning.counting import PlannedModel
+from megatrain.train.planning.gpus import of_ranks
 from megatrain.train.planning.plan_run import Planned, device_type, make_request
 from megatrain.train.planning.run_machine import machine_for, with_layers_timed
 
@@ -83,10 +82,7 @@ def plan_training(
     count_s = time.perf_counter() - began_s
     device = compute_device(config.train.device)
     request = make_request(config, anatomy, spec, can_compile=can_compile(device))
-    if num_ranks > 1:
-        choice, batch = part_of(num_ranks, request.choice, request.batch, num_nodes=num_nodes)
-        assert batch is not None
-        request = replace(request, choice=choice, batch=batch)
+    request = of_ranks(request, num_ranks, num_nodes)
     plan = make_plan(request)
     if not plan.fits:
         raise CapacityError(with_ways_out(plan.problem, advise(request, recount, is_running=True)))

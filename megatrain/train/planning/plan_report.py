@@ -102,6 +102,8 @@ def plan_json(planned: Planned, money: Economics, lines: list[str]) -> dict[str,
         "problem": plan.problem or None,
         "remedies": [remedy.text for remedy in planned.remedies],
         "machine": spec.name,
+        "gpus": spec.num_gpus,
+        "nodes": spec.num_nodes,
         "device": spec.device,
         "model": {
             "path": planned.model,
@@ -113,7 +115,7 @@ def plan_json(planned: Planned, money: Economics, lines: list[str]) -> dict[str,
         },
         "precision": anatomy.precision,
         "clips": request.clips,
-        "batch": {**asdict(plan.batch), "tokens": plan.batch.tokens},
+        "batch": {**asdict(plan.batch), "tokens": plan.batch.step_tokens},
         "pools": [asdict(pool) for pool in plan.pools],
         "limits": dict(plan.limits),
         "step_s": plan.step_s,
@@ -204,8 +206,11 @@ def _head(planned: Planned) -> Iterator[str]:
     part = f" ({anatomy.part})" if anatomy.part else ""
     size = f"{format_count(anatomy.num_params)} parameters, {len(anatomy.layers)} layers"
     yield from _row("model", f"{planned.model}{part}: {size}")
-    shape = f"{batch.num_micro_batches} x {batch.micro_batch_size} x {batch.seq_len:,} = {batch.tokens:,}"
-    runs = f" in {batch.num_runs} runs (parallel.shards)" if batch.num_runs > 1 else ""
+    ranks = f"{batch.num_ranks:,} ranks x " if batch.num_ranks > 1 else ""
+    shape = f"{ranks}{batch.num_micro_batches} x {batch.micro_batch_size} x {batch.seq_len:,}"
+    shape += f" = {batch.step_tokens:,}"
+    num_runs = batch.num_runs * batch.num_ranks
+    runs = f" in {num_runs:,} runs (parallel.shards)" if num_runs > 1 else ""
     yield from _row(
         "step",
         f"{shape} tokens{runs}; {anatomy.precision}, {masters}, "
@@ -213,7 +218,10 @@ def _head(planned: Planned) -> Iterator[str]:
     )
     drives = "no drives" if spec.drives is None else f"{_tera(spec.drives.nbytes)} on drives"
     device = "the host computes" if spec.is_cpu else spec.device
-    yield from _row("machine", f"{spec.name}: {device}, {_tera(spec.host_bytes)} of host memory, {drives}")
+    gpus = f"{spec.num_gpus} x " if spec.num_gpus > 1 else ""
+    nodes = f"{spec.num_nodes:,} nodes, each " if spec.num_nodes > 1 else ""
+    machine = f"{nodes}{gpus}{device}, {_tera(spec.host_bytes)} of host memory, {drives}"
+    yield from _row("machine", f"{spec.name}: {machine}")
 
 
 def _tiers(planned: Planned) -> Iterator[str]:

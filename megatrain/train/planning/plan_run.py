@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from megatrain.plan.search.remedies import Remedy, advise
 from megatrain.plan.search.request import Request, usual_batch
 from megatrain.plan.search.wear import spare_drives
 from megatrain.train.planning.counting import PlannedModel, Progress
+from megatrain.train.planning.gpus import of_ranks
 from megatrain.train.records.metrics import format_count
 
 if TYPE_CHECKING:
@@ -52,7 +53,19 @@ class Planned:
     notes: tuple[str, ...] = ()
 
 
-def plan_run(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What is asked of the planner, before anything is planned."""
+
+    request: Request
+    config: Config
+    model: str
+    recount: Callable[..., Anatomy]
+    count_s: float
+    notes: tuple[str, ...]
+
+
+def ask(
     raw: Mapping[str, Any],
     spec: HardwareSpec,
     *,
@@ -61,12 +74,12 @@ def plan_run(
     is_complete: bool = True,
     counts: Path | None = None,
     progress: Progress = lambda doing: None,
-) -> Planned:
-    """Plan a run.
+) -> Asked:
+    """Read what is to be planned, and count the model.
 
     Args:
         raw: Settings as nested keys; the data may be missing.
-        spec: The machine.
+        spec: The machine; the batch is that of all of its GPUs.
         source: Where the settings are from, named in every problem.
         hf_config: A file like a model directory's config.json; None: that of `model.path`.
         is_complete: The settings are of a run. Otherwise batch and precision, where they are not given, are
@@ -84,7 +97,7 @@ def plan_run(
     notes = []
     if not is_complete:
         given = raw
-        raw = _with(raw, _defaults(raw, model.context))
+        raw = _with(raw, _defaults(raw, model.context, spec.num_ranks))
         notes += _defaults_note(given, raw)
     config = build_config(raw, source=source)
     if config.model.new_tokens:
@@ -95,25 +108,53 @@ def plan_run(
     anatomy = recount()
     count_s = time.perf_counter() - began_s
     request = make_request(config, anatomy, spec)
+    if config.parallel.shards is None:
+        request = replace(request, batch=replace(request.batch, num_runs=spec.num_ranks))
+    return Asked(
+        request=request, config=config, model=place, recount=recount, count_s=count_s, notes=tuple(notes)
+    )
+
+
+def plan_run(
+    raw: Mapping[str, Any],
+    spec: HardwareSpec,
+    *,
+    source: str,
+    hf_config: Path | None = None,
+    is_complete: bool = True,
+    counts: Path | None = None,
+    progress: Progress = lambda doing: None,
+) -> Planned:
+    """Plan a run, of which every GPU of the machine is a rank; arguments and errors are those of `ask`."""
+    asked = ask(
+        raw,
+        spec,
+        source=source,
+        hf_config=hf_config,
+        is_complete=is_complete,
+        counts=counts,
+        progress=progress,
+    )
+    request = of_ranks(asked.request, spec.num_ranks, spec.num_nodes)
     progress("searching choices")
     plan = make_plan(request)
     remedies: list[Remedy] = []
     spares: tuple[str, ...] = ()
     if not plan.fits:
         progress("looking for what would make it fit")
-        remedies = advise(request, recount, machines=_machines())
+        remedies = advise(request, asked.recount, machines=_machines(spec))
     elif plan.bytes_per_step["drive_written"]:
         progress("looking for what would spare the drives")
         spares = tuple(spare_drives(request, plan))
     return Planned(
         plan=plan,
         request=request,
-        config=config,
-        model=place,
+        config=asked.config,
+        model=asked.model,
         remedies=tuple(remedies),
         spares=spares,
-        notes=(*notes, *_notes(request)),
-        count_s=count_s,
+        notes=(*asked.notes, *_notes(request)),
+        count_s=asked.count_s,
     )
 
 
@@ -191,8 +232,8 @@ def _with(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return set_keys(raw, missing)
 
 
-def _defaults(raw: Mapping[str, Any], context: int | None) -> dict[str, Any]:
-    """Return batch and precision of a large run, for a model with this context."""
+def _defaults(raw: Mapping[str, Any], context: int | None, num_ranks: int) -> dict[str, Any]:
+    """Return batch and precision of a large run of so many ranks, for a model with this context."""
 
     def given(section: str, name: str) -> int:
         value = _value(raw, section, name)
@@ -208,7 +249,7 @@ def _defaults(raw: Mapping[str, Any], context: int | None) -> dict[str, Any]:
     return {
         "data.seq_len": batch.seq_len,
         "train.micro_batch_size": batch.micro_batch_size,
-        "train.grad_accumulation": batch.num_micro_batches,
+        "train.grad_accumulation": num_ranks * batch.num_micro_batches,
         "train.precision": "bf16",
         **({} if is_clipped else {"optim.updates": "auto"}),
     }
@@ -229,11 +270,18 @@ def device_type(spec: HardwareSpec) -> str:
     return "accelerator" if spec.has_accelerator else "cpu"
 
 
-def _machines() -> Iterator[HardwareSpec]:
-    """Yield the bundled machines that have a device, the one with least memory first."""
+def _machines(own: HardwareSpec) -> Iterator[HardwareSpec]:
+    """Yield the bundled machines with as many GPUs as one has, those with least memory first."""
     machines = [load_machine(name) for name in machine_names()]
-    devices = [machine for machine in machines if not machine.is_cpu]
-    yield from sorted(devices, key=lambda machine: machine.device_bytes or 0)
+    alike = [
+        machine
+        for machine in machines
+        if not machine.is_cpu
+        and (machine.num_gpus, machine.num_nodes) == (own.num_gpus, 1)
+        and (own.num_nodes == 1 or machine.network_bytes_per_s is not None)
+    ]
+    for machine in sorted(alike, key=lambda machine: machine.device_bytes or 0):
+        yield machine.with_ranks(own.num_gpus, own.num_nodes)
 
 
 def _notes(request: Request) -> list[str]:

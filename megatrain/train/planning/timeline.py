@@ -22,7 +22,7 @@ Span: TypeAlias = tuple[str, str, float, float]
 def planned_run(planned: Planned, num_steps: int) -> dict[str, Any]:
     """Return the plan of a run, and a timeline of its step, as plain values."""
     plan, request = planned.plan, planned.request
-    money = economics(plan, request.spec, request.anatomy, tokens=plan.batch.tokens * num_steps)
+    money = economics(plan, request.spec, request.anatomy, tokens=plan.batch.step_tokens * num_steps)
     memory = {"host_plane_bytes": plan.host_plane_bytes, "device_pool_bytes": plan.device_pool_bytes}
     return {**plan_json(planned, money, []), **memory, "timeline": timeline(planned)}
 

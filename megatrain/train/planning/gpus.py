@@ -1,0 +1,67 @@
+"""Several GPUs and nodes: how many a machine has, and what each rank of a run asks of the planner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatrain.errors import ConfigError
+from megatrain.hardware import HardwareSpec
+from megatrain.plan.search.request import Request
+
+
+def with_gpus(spec: HardwareSpec, gpus: int | None, nodes: int | None) -> HardwareSpec:
+    """Return so many nodes like a machine, with so many GPUs each.
+
+    Args:
+        spec: The machine.
+        gpus: Of each node; None: as many as the machine has.
+        nodes: None: as the machine says.
+
+    Raises:
+        ConfigError: There are not so many, nothing joins the nodes, or all GPUs are no power of two.
+    """
+    gpus, nodes = gpus or spec.num_gpus, nodes or spec.num_nodes
+    if spec.is_cpu and gpus * nodes > 1:
+        raise ConfigError(
+            f"--gpus is {gpus} and --nodes {nodes}, but on {spec.name} the host computes, and ranks share "
+            "its cores: they are planned where they run (megatrain train --ranks)"
+        )
+    if gpus > spec.num_gpus:
+        raise ConfigError(
+            f"--gpus is {gpus}, but {spec.name} has {spec.num_gpus}; use at most that, or a machine with "
+            "more, such as --machine 8xh100"
+        )
+    if nodes > 1 and spec.network_bytes_per_s is None:
+        raise ConfigError(
+            f"--nodes is {nodes}, but nothing is known of a network of {spec.name}; give a machine file with "
+            "network_bytes_per_s, or --nodes 1"
+        )
+    if (gpus * nodes).bit_count() != 1:
+        raise ConfigError(
+            f"{nodes} nodes of {gpus} GPUs are {gpus * nodes}; use a power of two in all: 1, 2, 4, 8, ..."
+        )
+    return spec.with_ranks(gpus, nodes)
+
+
+def of_ranks(request: Request, num_ranks: int, num_nodes: int = 1) -> Request:
+    """Return what each of several ranks is asked for, of which a request is for all.
+
+    Args:
+        request: With the batch of all ranks' step.
+        num_ranks: That train together.
+        num_nodes: On which they are.
+
+    Raises:
+        ConfigError: They cannot do what is decided, or the batch cannot be shared out.
+    """
+    if num_ranks == 1:
+        return request
+    from megatrain.stream.arrange import part_of  # loads torch
+
+    spec, batch = request.spec, request.batch
+    if not spec.is_cpu:  # ranks of a CPU are measured with the cores that each has
+        spec = spec.with_ranks(num_ranks // num_nodes, num_nodes)
+    gathers = spec.num_gpus > 1 and spec.peer_bytes_per_s is not None
+    choice, part = part_of(num_ranks, request.choice, batch, num_nodes=num_nodes, gathers=gathers)
+    assert part is not None
+    return replace(request, spec=spec, choice=choice, batch=part)

@@ -1,0 +1,160 @@
+"""How speed grows with the number of GPUs: plans for 1 to 1,024 of them, each with the same tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatrain.config.choice import StepBatch
+from megatrain.config.plan import Plan
+from megatrain.hardware import HardwareSpec
+from megatrain.plan.search.planner import make_plan
+from megatrain.plan.search.request import Request
+from megatrain.plan.search.sizes import binary
+from megatrain.train.planning.counting import Progress
+from megatrain.train.planning.gpus import of_ranks
+from megatrain.train.planning.plan_run import Asked, ask
+from megatrain.train.records.metrics import format_count
+
+MOST_RANKS = 1024
+"""GPUs up to which a table goes, where there is a network."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """So many GPUs, each with the same tokens of a step."""
+
+    gpus: int
+    """Of each node."""
+    nodes: int
+    plan: Plan
+    efficiency: float | None
+    """Tokens per second of each GPU over those of the fewest GPUs that fit; None: it does not fit."""
+
+    @property
+    def num_ranks(self) -> int:
+        """GPUs in all."""
+        return self.gpus * self.nodes
+
+
+def sizes(spec: HardwareSpec) -> Iterator[tuple[int, int]]:
+    """Yield how many GPUs of a node, and how many nodes, in powers of two: a full node before several."""
+    gpus = 1
+    while gpus < spec.num_gpus:
+        yield gpus, 1
+        gpus *= 2
+    nodes = 1
+    while nodes == 1 or (spec.network_bytes_per_s is not None and nodes * spec.num_gpus <= MOST_RANKS):
+        yield spec.num_gpus, nodes
+        nodes *= 2
+
+
+def scale(request: Request) -> list[Row]:
+    """Plan for more and more GPUs, each of which takes the micro-batches that the request has.
+
+    Args:
+        request: For one GPU of the machine; its batch is what each gets.
+
+    Raises:
+        ConfigError: As `of_ranks`.
+    """
+    found: list[Row] = []
+    least: float | None = None
+    for gpus, nodes in sizes(request.spec):
+        count = gpus * nodes
+        one = replace(request, spec=request.spec.with_ranks(gpus, nodes))
+        plan = make_plan(of_ranks(replace(one, batch=_times(request.batch, count)), count, nodes))
+        each = plan.tokens_per_s / count
+        least = least or (each if plan.fits else None)
+        efficiency = each / least if plan.fits and least else None
+        found.append(Row(gpus=gpus, nodes=nodes, plan=plan, efficiency=efficiency))
+    return found
+
+
+def _times(batch: StepBatch, count: int) -> StepBatch:
+    return replace(
+        batch, num_micro_batches=count * batch.num_micro_batches, num_runs=max(batch.num_runs, count)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling:
+    """The rows of a table, and what they were asked for."""
+
+    asked: Asked
+    spec: HardwareSpec
+    rows: list[Row]
+
+
+def plan_scale(raw: Mapping[str, Any], spec: HardwareSpec, *, progress: Progress, **given: Any) -> Scaling:
+    """Plan a run on more and more GPUs of a machine, and on more and more such machines.
+
+    Args:
+        raw: Settings as of `ask`; the batch is that of each GPU.
+        spec: The machine with all of its GPUs.
+        progress: As in `ask`.
+        given: As in `ask`, like all that follows.
+    """
+    asked = ask(raw, spec.with_ranks(1), progress=progress, **given)
+    progress("planning for every number of GPUs")
+    return Scaling(asked=asked, spec=spec, rows=scale(replace(asked.request, spec=spec)))
+
+
+def scale_report(found: Scaling, *, as_json: bool = False) -> str:
+    """Return what `megatrain plan --scale` prints."""
+    if as_json:
+        return json.dumps(scale_json(found))
+    batch, anatomy, spec = found.asked.request.batch, found.asked.request.anatomy, found.spec
+    shape = f"{batch.num_micro_batches} x {batch.micro_batch_size} x {batch.seq_len:,} = {batch.tokens:,}"
+    lines = [
+        f" model   {found.asked.model}: {format_count(anatomy.num_params)} parameters",
+        f" step    {shape} tokens for each GPU",
+        f" machine {spec.name}: {spec.num_gpus} x {spec.device}, {binary(spec.host_bytes)} of host memory",
+        "",
+        f"{'GPUs':>6}{'nodes':>7}{'tokens/s':>14}{'per GPU':>10}{'efficiency':>12}{'host / node':>14}  bound",
+    ]
+    for row in found.rows:
+        plan, count = row.plan, row.num_ranks
+        if row.efficiency is None:
+            lines.append(f"{count:>6,}{row.nodes:>7,}  does not fit: {plan.problem}")
+            continue
+        each = plan.tokens_per_s / count
+        lines.append(
+            f"{count:>6,}{row.nodes:>7,}{plan.tokens_per_s:>14,.0f}{each:>10,.0f}{row.efficiency:>12.3f}"
+            f"{binary(plan.tier_bytes('ram')):>14}  {plan.bound}"
+        )
+    return "\n".join(lines)
+
+
+def scale_json(found: Scaling) -> dict[str, Any]:
+    """Return the table as plain values."""
+    request = found.asked.request
+    return {
+        "machine": found.spec.name,
+        "model": found.asked.model,
+        "num_params": request.anatomy.num_params,
+        "tokens_per_gpu": request.batch.tokens,
+        "peer_bytes_per_s": found.spec.peer_bytes_per_s,
+        "network_bytes_per_s": found.spec.network_bytes_per_s,
+        "rows": [_row_json(row) for row in found.rows],
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    plan = row.plan
+    return {
+        "num_gpus": row.num_ranks,
+        "nodes": row.nodes,
+        "fits": plan.fits,
+        "problem": plan.problem or None,
+        "tokens_per_step": plan.batch.step_tokens,
+        "step_s": plan.step_s,
+        "tokens_per_s": plan.tokens_per_s,
+        "efficiency": row.efficiency,
+        "bound": plan.bound,
+        "bounds_s": dict(plan.bounds_s),
+        "host_bytes_per_node": plan.tier_bytes("ram"),
+        "bytes_per_step": dict(plan.bytes_per_step),
+    }
