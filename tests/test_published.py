@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+from pathlib import Path
 
 import pytest
 
 from benchmarks.published.predict import MEDIAN, WORST, Prediction, machine_rows, prediction, predictions
-from benchmarks.published.rows import Row, rows, system_of
+from benchmarks.published.rows import Row, rows, scaling_rows, system_of
+from benchmarks.published.scaling import OFF, scaled, scaled_rows
 from megatrain.hardware import machine_names
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 
 REASONS = ("several GPUs", "context above 128k", "stale updates", "settings unknown")
 
@@ -66,3 +71,46 @@ def test_every_row_is_predicted_within_what_is_aimed_at() -> None:
     assert statistics.median(errors(found)) < MEDIAN
     beyond = {key(one.row) for one in found if abs(one.error) > WORST}
     assert beyond == MISSED
+
+
+SCALED = {
+    ("ZeRO-3 offload, bf16 masters", "Qwen2.5-14B", 4): (0.13, 0.73),
+    ("MegaTrain", "Qwen2.5-7B", 4): (0.04, -0.16),
+    ("torchtitan", "Llama-3.1-8B", 128): (-0.02, 0.02),
+}
+"""Errors of the planner and of a straight line, of rows that tell one from the other and of many nodes."""
+
+
+@pytest.mark.parametrize("name", SCALED, ids=lambda name: f"{name[0].split()[0]}-{name[2]}")
+def test_rows_of_several_gpus_are_predicted_where_a_straight_line_is_not(name: tuple[str, str, int]) -> None:
+    (row,) = [
+        row
+        for row in scaling_rows()
+        if (row.system, row.model, row.gpus * row.nodes) == name and row.is_fused is None
+    ]
+    found = scaled(row)
+    assert (found.error, found.linear_error) == pytest.approx(SCALED[name], abs=0.01)
+    assert abs(found.error) < WORST
+
+
+def test_the_saved_figures_of_scaling_are_within_the_aims_and_of_these_rows() -> None:
+    """`make parity` makes them again; here they are those of the rows as they are, and not of others."""
+    saved = json.loads((RESULTS / "published-scaling.json").read_text())
+    kept = [row for row in scaling_rows() if not row.left_out]
+    assert [(one["machine"], one["model"], one["tokens_per_s"]) for one in saved["rows"]] == [
+        (row.machine, row.model, row.tokens_per_s) for row in kept
+    ]
+    off = [one for one in saved["rows"] if one["place"] == OFF and not one["is_fitted"]]
+    assert len(off) >= 8
+    assert statistics.median(abs(one["error"]) for one in off) == saved["median"] < MEDIAN
+    assert max(abs(one["error"]) for one in off) == saved["worst"] < WORST
+    for machine in {row.machine for row in kept}:
+        assert sum(row.is_fitted for row in kept if row.machine == machine) <= 1
+
+
+@pytest.mark.parity
+def test_every_row_of_several_gpus_is_predicted_as_saved() -> None:
+    saved = json.loads((RESULTS / "published-scaling.json").read_text())["rows"]
+    for one, before in zip(scaled_rows(), saved, strict=True):
+        assert one.error == pytest.approx(before["error"], abs=1e-3), one.row
+        assert not one.row.is_fitted or abs(one.error) < 0.01

@@ -17,7 +17,7 @@ from pathlib import Path
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from megatrain.config.choice import Choice, StepBatch
-from megatrain.hardware import HardwareSpec
+from megatrain.hardware import HardwareSpec, load_machine
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.cost.deterministic import deterministic_spec
@@ -25,6 +25,7 @@ from megatrain.plan.cost.rates import Kernels, Rates
 from megatrain.plan.cost.step_time import Step
 
 _ROWS = Path(__file__).parent / "rows.json"
+_SCALING = Path(__file__).parent / "scaling.json"
 _HOST_SHARE = 0.8
 """Of the host memory's rate, what updates reach: as in the machine files."""
 _FLASH2 = ("a100", "rtx-3090", "rtx-5090")
@@ -51,6 +52,12 @@ class System:
     state_up: float = 0.0
     """Bytes per parameter that come to the device for its update, and that go back."""
     state_down: float = 0.0
+    reads_host: bool = False
+    """Of several GPUs, each reads whole layers from host memory, and sums pass it: nothing is gathered."""
+    collective_bytes_per_s: float | None = None
+    """What its collectives reach where GPUs have no access to each other; None: copies at the links' rate."""
+    gathers_late: bool = False
+    """A layer is gathered when it is needed, and computing waits for it."""
     is_deterministic: bool = False
     """FlashAttention-2's backward runs in its deterministic mode."""
 
@@ -76,13 +83,21 @@ class Row:
     state_up: float = 0.0
     state_down: float = 0.0
     is_fitted: bool = False
+    gpus: int = 1
+    """Of each node; micro-batches are of one GPU."""
+    nodes: int = 1
+    is_sharded: bool = False
+    """Each GPU holds a part of the weights, and they are gathered for every micro-batch; otherwise each has
+    all of them, and they are gathered once per step."""
+    is_fused: bool | None = None
+    """None: as its system."""
     left_out: str = ""
     """Why it is not predicted."""
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
-        return self.batch.tokens
+        """Of a step, on all GPUs."""
+        return self.batch.step_tokens
 
     @property
     def batch(self) -> StepBatch:
@@ -91,6 +106,9 @@ class Row:
             micro_batch_size=self.micro_batch_size,
             seq_len=self.seq_len,
             num_micro_batches=self.num_micro_batches,
+            num_ranks=self.gpus * self.nodes,
+            num_nodes=self.nodes,
+            gathers=self.gpus > 1 and not system_of(self).reads_host,
         )
 
 
@@ -102,8 +120,25 @@ def _read() -> tuple[dict[str, System], dict[str, list[int]], tuple[Row, ...]]:
 
 
 def rows() -> Iterator[Row]:
-    """Yield all rows, those left out too."""
+    """Yield all rows of one GPU, those left out too."""
     yield from _read()[2]
+
+
+@cache
+def scaling_rows() -> tuple[Row, ...]:
+    """Return the rows of several GPUs, those left out too."""
+    return tuple(Row(**fields) for fields in json.loads(_SCALING.read_text())["rows"])
+
+
+def machine_named(name: str) -> HardwareSpec:
+    """Return a bundled machine, or one of those that `scaling.json` describes as another with some fields."""
+    described = json.loads(_SCALING.read_text())["machines"]
+    if name not in described:
+        return load_machine(name)
+    changes = {key: value for key, value in described[name].items() if key not in ("of", "sources")}
+    base = load_machine(described[name]["of"])
+    rates = {**base.matmul_flops_per_s, **changes.pop("matmul_flops_per_s")}
+    return replace(base, name=name, matmul_flops_per_s=rates, **changes)
 
 
 def system_of(row: Row) -> System:
@@ -150,15 +185,32 @@ def choice_of(row: Row) -> Choice:
         flops = num_layers * (layer.matmul_flops + layer.attention_flops) / anatomy.tokens
         count = min(num_layers, round(again * anatomy.model_flops_per_token / flops * num_layers))
         policies = ["recompute"] * count + ["keep"] * (num_layers - count)
+    if row.gpus * row.nodes > 1 and not system.reads_host and not system.update_bytes:
+        return _on_several(row, tuple(policies))
+    late = row.gpus > 1 and system.gathers_late
     return Choice(
         activations=tuple(policies),
         lockstep=row.lockstep,
         resident_layers=num_layers if row.is_resident else 0,
         outer_resident=row.is_resident,
         updates="deferred" if row.is_resident else "serial",
-        num_slots=1 if row.is_resident else 2,
+        num_slots=1 if row.is_resident or late else 2,
         num_gradient_buffers=2,
     ).with_defaults(num_layers)
+
+
+def _on_several(row: Row, policies: tuple[str, ...]) -> Choice:
+    """Return the schedule of a system whose weights and gradients stay on its GPUs.
+
+    They are what a program streams, from memory that is as fast as the device's own: see `machine_of`.
+    """
+    return Choice(
+        activations=policies,
+        lockstep=1 if row.is_sharded else row.num_micro_batches,
+        updates="serial",
+        num_slots=2,
+        num_gradient_buffers=2,
+    ).with_defaults(len(policies))
 
 
 def machine_of(row: Row, spec: HardwareSpec) -> HardwareSpec:
@@ -173,26 +225,43 @@ def machine_of(row: Row, spec: HardwareSpec) -> HardwareSpec:
             sum(part.sizes.working_bytes for part in nbytes) / spec.h2d_bytes_per_s / spec.pageable_share
         )
         spec = replace(spec, launch_s=spec.launch_s + staged_s)
+    if row.gpus * row.nodes > 1:
+        spec = spec.with_ranks(row.gpus, row.nodes)
+        if system.reads_host:
+            spec = replace(spec, peer_bytes_per_s=None)
+        elif spec.peer_bytes_per_s is None:  # copies through host memory use both ways of a link
+            copies = spec.both_share * spec.h2d_bytes_per_s
+            spec = replace(spec, peer_bytes_per_s=system.collective_bytes_per_s or copies)
     up, down = row.state_up or system.state_up, row.state_down or system.state_down
     if up:
-        rate = min(spec.h2d_bytes_per_s / up, spec.d2h_bytes_per_s / down)
+        rate = spec.num_gpus * min(spec.h2d_bytes_per_s / up, spec.d2h_bytes_per_s / down)
+    elif row.gpus * row.nodes > 1 and not system.update_bytes:
+        rate = spec.num_gpus * spec.device_bytes_per_s / _FUSED_UPDATE_BYTES
     elif system.update_bytes:
         rate = _HOST_SHARE * spec.host_bytes_per_s / system.update_bytes
     else:
         return spec
-    return replace(spec, update_params_per_s={1: rate}, compressed_params_per_s={})
+    spec = replace(spec, update_params_per_s={1: rate}, compressed_params_per_s={})
+    return _on_devices(spec) if row.gpus * row.nodes > 1 and not system.update_bytes else spec
+
+
+def _on_devices(spec: HardwareSpec) -> HardwareSpec:
+    """Return a machine whose weights and gradients stay on its devices, where copies and updates are."""
+    memory = tuple(replace(node, bytes_per_s=1e15) for node in spec.memory)
+    rate = spec.device_bytes_per_s / 2
+    return replace(spec, h2d_bytes_per_s=rate, d2h_bytes_per_s=rate, both_share=1.0, memory=memory)
 
 
 def step_of(row: Row, spec: HardwareSpec, kernels: Kernels | None = None) -> Step:
     """Return the step that the planner prices for a row, with its system's kernels or others."""
     system, anatomy = system_of(row), anatomy_of(row)
     kernels = kernels or Kernels(
-        fuses_layers=system.is_fused,
-        fuses_head=system.is_fused,
+        fuses_layers=system.is_fused if row.is_fused is None else row.is_fused,
+        fuses_head=system.is_fused if row.is_fused is None else row.is_fused,
         device_update_bytes=_FUSED_UPDATE_BYTES,
         sum_bytes=system.sum_bytes,
     )
-    rates = Rates(machine_of(row, spec), "bf16", kernels=kernels, head_dim=anatomy.head_dim)
+    rates = Rates(machine_of(row, spec).of_rank(), "bf16", kernels=kernels, head_dim=anatomy.head_dim)
     return Step(rates, anatomy, choice_of(row), row.batch, clips=True)
 
 

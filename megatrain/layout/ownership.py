@@ -122,15 +122,22 @@ def piece_bytes(nbytes: int, num_ranks: int) -> int:
     return nbytes // (num_ranks * PIECE_ALIGNMENT) * PIECE_ALIGNMENT
 
 
-def largest_share(sizes: BlockBytes, num_ranks: int) -> Share:
-    """Return as much of a block's state as any of several ranks keeps at most: what a plan counts with."""
-    split, full = (_most(numel, num_ranks) for numel in (sizes.num_split, sizes.num_state - sizes.num_split))
+def planned_share(sizes: BlockBytes, num_ranks: int) -> Share:
+    """Return what a plan counts as a rank's share of a block: the largest there is.
+
+    Of a segment that stays whole on one of many ranks it is the mean: they take such segments in turn.
+    """
+    split, full = (
+        _planned(numel, num_ranks) for numel in (sizes.num_split, sizes.num_state - sizes.num_split)
+    )
     return Share(range(split), range(sizes.num_split, sizes.num_split + full))
 
 
-def _most(numel: int, num_ranks: int) -> int:
+def _planned(numel: int, num_ranks: int) -> int:
     num_chunks = -(-numel // CUT_NUMEL)
-    return numel if num_chunks < num_ranks else min(numel, CUT_NUMEL * -(-num_chunks // num_ranks))
+    if num_chunks < num_ranks:
+        return -(-numel // num_ranks)
+    return min(numel, CUT_NUMEL * -(-num_chunks // num_ranks))
 
 
 def _cut(start: int, stop: int, block: int, num_ranks: int) -> list[range]:

@@ -15,7 +15,7 @@ from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import largest_first
 from megatrain.layout.moments import MomentFormat
-from megatrain.layout.ownership import largest_share, node_totals, piece_bytes
+from megatrain.layout.ownership import node_totals, piece_bytes, planned_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
 from megatrain.model.profile.anatomy import Anatomy, Fragment, Layer
 from megatrain.plan.program.block_size import BlockSize
@@ -48,7 +48,7 @@ def list_blocks(
         anatomy: Of the model.
         choice: Resolved.
         moments: How they are kept.
-        batch: Which says how many ranks there are, of whose shares the largest counts; None: one.
+        batch: Which says how many ranks there are, see `planned_share`; None: one.
     """
     num_ranks, num_nodes, among = 1, 1, 1
     if batch is not None:
@@ -69,7 +69,7 @@ def list_blocks(
             is_streamed=streams,
             on_device=on_device,
             moments=moments,
-            share=None if num_ranks == 1 else largest_share(sizes, num_ranks),
+            share=None if num_ranks == 1 else planned_share(sizes, num_ranks),
             gathers_among=among,
             num_nodes=num_nodes,
         )
@@ -343,12 +343,12 @@ def _fetched(sizes: BlockBytes, gathers_among: int) -> int:
 
 
 def offloaded_share(sizes: BlockBytes, num_ranks: int) -> int:
-    """Return the bytes of the largest share of a block's complete gradient."""
+    """Return the bytes of a rank's share of a block's complete gradient."""
     return pools.gradient_plane(_own(sizes, num_ranks))
 
 
 def updated_share(sizes: BlockBytes, moments: MomentFormat, num_ranks: int) -> int:
-    """Return the bytes of memory that an update of the largest share of a block reads and writes."""
+    """Return the bytes of memory that an update of a rank's share of a block reads and writes."""
     return _own(sizes, num_ranks).update_bytes(moments)
 
 
@@ -358,7 +358,7 @@ def exchanged(sizes: BlockBytes, num_ranks: int) -> int:
 
 
 def _own(sizes: BlockBytes, num_ranks: int) -> BlockBytes:
-    return sizes if num_ranks == 1 else largest_share(sizes, num_ranks).sizes
+    return sizes if num_ranks == 1 else planned_share(sizes, num_ranks).sizes
 
 
 def _added(sizes: BlockBytes, completes: bool) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,18 +51,19 @@ def sizes(spec: HardwareSpec) -> Iterator[tuple[int, int]]:
         nodes *= 2
 
 
-def scale(request: Request) -> list[Row]:
+def scale(request: Request, counts: Iterable[tuple[int, int]] | None = None) -> list[Row]:
     """Plan for more and more GPUs, each of which takes the micro-batches that the request has.
 
     Args:
         request: For one GPU of the machine; its batch is what each gets.
+        counts: How many GPUs of a node, and how many nodes; None: as `sizes` yields them.
 
     Raises:
         ConfigError: As `of_ranks`.
     """
     found: list[Row] = []
     least: float | None = None
-    for gpus, nodes in sizes(request.spec):
+    for gpus, nodes in sizes(request.spec) if counts is None else counts:
         count = gpus * nodes
         one = replace(request, spec=request.spec.with_ranks(gpus, nodes))
         plan = make_plan(of_ranks(replace(one, batch=_times(request.batch, count)), count, nodes))

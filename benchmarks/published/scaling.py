@@ -1,0 +1,198 @@
+"""Published rates of several GPUs, predicted by the planner, beside a straight line through fewer of them.
+
+    python -m benchmarks.published.scaling [--fit] [--out benchmarks/results]
+
+The machine files hold the rates. Compute is fitted to a row of one GPU (`benchmarks.published.predict`). Of
+the machines here two have a fitted row of their own: the one of which only several GPUs were published, for
+its matrix products, and four GPUs without access to each other, for what NCCL's collectives reach through
+host memory. `--fit` prints these two. The line takes the same system's row of the same model on the fewest
+GPUs, times their number; without one, the FLOPs of the machine's fitted row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks.published.predict import MEDIAN, WORST, fitted_rate, machine_rows
+from benchmarks.published.rows import Row, flops_of, machine_named, rows, scaling_rows, step_of
+from benchmarks.report import hardware
+from megatrain.hardware import HardwareSpec
+
+STRAIGHT = 0.05
+"""A row is on a straight line if that is wrong by no more."""
+
+OFF = "off the line"
+
+_ONE_GPU = {"8xh100": "h100", "4xrtx-4090": "rtx-4090", "8xrtx-pro-6000": "rtx-pro-6000"}
+"""By machine of several GPUs, the file of one of them, in whose rows its matrix products were fitted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaled:
+    """A row beside what the planner and a straight line say."""
+
+    row: Row
+    predicted: float
+    linear: float
+    bound: str
+
+    @property
+    def error(self) -> float:
+        """Predicted over published, less one."""
+        return self.predicted / self.row.tokens_per_s - 1
+
+    @property
+    def linear_error(self) -> float:
+        """The same of the straight line."""
+        return self.linear / self.row.tokens_per_s - 1
+
+    @property
+    def place(self) -> str:
+        """Where the row is: on a straight line through fewer GPUs, off it, or where it begins."""
+        if self.linear_error == 0:
+            return "first"
+        return "on the line" if abs(self.linear_error) <= STRAIGHT else OFF
+
+
+def scaled_rows(machines: Sequence[str] = ()) -> Iterator[Scaled]:
+    """Yield the rows of some machines, or of all, with what is predicted; those left out are not there."""
+    for row in scaling_rows():
+        if not row.left_out and (not machines or row.machine in machines):
+            yield scaled(row)
+
+
+def scaled(row: Row) -> Scaled:
+    """Return a row with what the planner says, and a straight line."""
+    step = step_of(row, machine_named(row.machine))
+    bounds = step.bounds_s
+    return Scaled(
+        row=row,
+        predicted=row.tokens / step.step_s,
+        linear=_linear(row),
+        bound=max(bounds, key=lambda name: bounds[name]),
+    )
+
+
+def _linear(row: Row) -> float:
+    """Return the rate of the fewest GPUs times their number."""
+    one_gpu = _ONE_GPU.get(row.machine, "")
+
+    def is_same(other: Row) -> bool:
+        same = (other.system, other.model, other.seq_len, other.is_fused) == (
+            row.system,
+            row.model,
+            row.seq_len,
+            row.is_fused,
+        )
+        return same and not other.left_out and _count(other) < _count(row)
+
+    found = [other for other in rows() if other.machine == one_gpu and is_same(other)]
+    found += [other for other in scaling_rows() if other.machine == row.machine and is_same(other)]
+    if found:
+        base = min(found, key=_count)
+        return base.tokens_per_s * _count(row) / _count(base)
+    if not one_gpu:  # the fewest GPUs themselves
+        return row.tokens_per_s
+    fitted = machine_rows()[one_gpu][0]
+    flops_per_s = flops_of(fitted) / (fitted.tokens / fitted.tokens_per_s)
+    return row.tokens / (flops_of(row) / flops_per_s)
+
+
+def _count(row: Row) -> int:
+    return row.gpus * row.nodes
+
+
+def fitted_collectives(row: Row, spec: HardwareSpec) -> float:
+    """Return the rate of collectives at which the planner gives a row's figure."""
+    low, high = 1e8, 1e12
+    spec = replace(spec, peer_bytes_per_s=None)
+    for _ in range(24):
+        rate = (low * high) ** 0.5
+        step = step_of(row, replace(spec, peer_bytes_per_s=rate))
+        if row.tokens / step.step_s > row.tokens_per_s:
+            high = rate
+        else:
+            low = rate
+    return rate
+
+
+def table(found: Sequence[Scaled]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown."""
+    heads = "machine", "GPUs", "system", "model", "per step", "published", "planned", "error", "straight line"
+    yield f"| {' | '.join(heads)} | |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for one in found:
+        row = one.row
+        name = row.system + (", not compiled" if row.is_fused is False else "")
+        label = "fitted" if row.is_fitted else one.place
+        rates = f"{row.tokens_per_s:,.0f} | {one.predicted:,.0f}"
+        yield (
+            f"| {row.machine} | {_count(row)} | {name} | {row.model} | {row.tokens:,} "
+            f"| {rates} | {one.error:+.1%} | {one.linear_error:+.1%} | {label} |"
+        )
+
+
+def summary(found: Sequence[Scaled]) -> Iterator[str]:
+    """Yield the errors of rows that are not fitted: those off a straight line, and all."""
+    yield "| rows | number | median error | worst | beyond 25 % | straight line: median | worst |"
+    yield "|---|---|---|---|---|---|---|"
+    free = [one for one in found if not one.row.is_fitted and one.place != "first"]
+    for name, some in ((OFF, [one for one in free if one.place == OFF]), ("all", free)):
+        errors, linear = [abs(one.error) for one in some], [abs(one.linear_error) for one in some]
+        yield (
+            f"| {name} | {len(some)} | {statistics.median(errors):.1%} | {max(errors):.1%} "
+            f"| {sum(error > WORST for error in errors)} "
+            f"| {statistics.median(linear):.1%} | {max(linear):.1%} |"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table, and write it where `--out` says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--machine", action="append", default=[])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    if options.fit:
+        for row in scaling_rows():
+            if row.is_fitted:
+                spec = machine_named(row.machine)
+                is_compute = row.machine not in _ONE_GPU
+                rate = fitted_rate(row, spec) if is_compute else fitted_collectives(row, spec)
+                print(row.machine, "products" if is_compute else "collectives", f"{rate:.3g}", flush=True)
+        return
+    found = list(scaled_rows(options.machine))
+    lines = [*summary(found), "", *table(found)]
+    left = [row for row in scaling_rows() if row.left_out]
+    lines += ["", f"Left out: {len(left)} rows.", ""]
+    lines += [f"- {row.system}, {row.machine}, {row.model}: {row.left_out}" for row in left]
+    print("\n".join(lines))
+    free = [one for one in found if one.place == OFF and not one.row.is_fitted]
+    result = {
+        "benchmark": "published scaling",
+        "aims": {"median": MEDIAN, "worst": WORST},
+        "median": statistics.median(abs(one.error) for one in free),
+        "worst": max(abs(one.error) for one in free),
+        "linear_median": statistics.median(abs(one.linear_error) for one in free),
+        "linear_worst": max(abs(one.linear_error) for one in free),
+        "rows": [
+            asdict(one.row)
+            | {"predicted": one.predicted, "error": one.error, "linear_error": one.linear_error}
+            | {"place": one.place, "bound": one.bound}
+            for one in found
+        ],
+        "hardware": hardware(),
+    }
+    if options.out is not None:
+        (options.out / "published-scaling.md").write_text("\n".join(lines) + "\n")
+        (options.out / "published-scaling.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: result[key] for key in ("benchmark", "median", "worst", "linear_median")}))
+
+
+if __name__ == "__main__":
+    main()
