@@ -320,3 +320,25 @@ def test_log_lines_go_to_whatever_standard_error_is_now(
         assert run("train", "--model", "m", "--data", "d") == 0
         shown = capsys.readouterr()
         assert (shown.err, shown.out) == ("step 1\n", "")
+
+
+def test_plan_refuses_gpus_that_a_machine_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "--model", "none", "--machine", "8xh100", "--gpus", "16") == ConfigError.exit_code
+    assert "error: --gpus is 16, but 8xh100 has 8" in capsys.readouterr().err
+
+
+def test_plan_takes_gpus_and_nodes_and_a_table_takes_every_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def taken(raw: Any, spec: Any, **_: Any) -> None:
+        asked.append((spec.num_gpus, spec.num_nodes))
+        raise ConfigError("taken")
+
+    monkeypatch.setattr("megatrain.train.planning.plan_run.plan_run", taken)
+    monkeypatch.setattr("megatrain.train.planning.scale.plan_scale", taken)
+    for more in ((), ("--gpus", "2", "--nodes", "4"), ("--gpus", "4", "--scale")):
+        run("plan", "--model", "none", "--machine", "8xh100", *more)
+    assert asked == [(8, 1), (2, 4), (4, 1)]
+    capsys.readouterr()
