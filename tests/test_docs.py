@@ -88,6 +88,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ("commands.trace", "describe"),
         ("planning.plan_run", "plan_run"),
         ("planning.plan_report", "report"),
+        ("planning.scale", "plan_scale"),
+        ("planning.scale", "scale_report"),
         ("report.page", "write_report"),
         ("report.runs", "list_runs"),
         ("report.runs", "show_run"),
@@ -115,6 +117,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     planned = types.SimpleNamespace(plan=types.SimpleNamespace(fits=True))
     monkeypatch.setattr(
         sys.modules["megatrain.train.planning.plan_run"], "plan_run", lambda *_, **__: planned
+    )
+    monkeypatch.setattr(
+        sys.modules["megatrain.train.planning.scale"], "plan_scale", lambda *_, **__: planned.plan
     )
     return seen
 

@@ -277,7 +277,6 @@ def plan(
     from megatrain.train.planning.gpus import with_gpus
     from megatrain.train.planning.plan_report import report
     from megatrain.train.planning.plan_run import plan_run
-    from megatrain.train.planning.scale import plan_scale, scale_report
 
     asked: dict[str, Any] = {
         "source": source or "command line",
@@ -287,22 +286,23 @@ def plan(
     }
     with _doing("plan") as doing:
         if scale:
-            planned_all = plan_scale(raw, with_gpus(spec, gpus, 1), progress=doing, **asked)
-            print(scale_report(planned_all, as_json=as_json))
-            if not any(row.plan.fits for row in planned_all.rows):
-                raise typer.Exit(CapacityError.exit_code)
-            return
-        planned = plan_run(raw, with_gpus(spec, gpus, nodes), progress=doing, **asked)
-        text = report(
-            planned,
-            tokens=tokens,
-            price_per_hour_usd=price_per_hour,
-            as_json=as_json,
-            explains=explain,
-            progress=doing,
-        )
+            from megatrain.train.planning.scale import plan_scale, scale_report
+
+            found = plan_scale(raw, with_gpus(spec, gpus, 1), progress=doing, **asked)
+            text, fits = scale_report(found, as_json=as_json), found.fits
+        else:
+            planned = plan_run(raw, with_gpus(spec, gpus, nodes), progress=doing, **asked)
+            fits = planned.plan.fits
+            text = report(
+                planned,
+                tokens=tokens,
+                price_per_hour_usd=price_per_hour,
+                as_json=as_json,
+                explains=explain,
+                progress=doing,
+            )
     print(text)
-    if not planned.plan.fits:  # the report has said what is too small, and what would help
+    if not fits:  # the report has said what is too small, and what would help
         raise typer.Exit(CapacityError.exit_code)
 
 

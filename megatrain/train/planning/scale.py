@@ -88,6 +88,11 @@ class Scaling:
     spec: HardwareSpec
     rows: list[Row]
 
+    @property
+    def fits(self) -> bool:
+        """Whether any number of GPUs is enough."""
+        return any(row.plan.fits for row in self.rows)
+
 
 def plan_scale(raw: Mapping[str, Any], spec: HardwareSpec, *, progress: Progress, **given: Any) -> Scaling:
     """Plan a run on more and more GPUs of a machine, and on more and more such machines.
