@@ -178,6 +178,8 @@ def test_a_config_is_planned_as_it_would_run(
         "rows_each": 1,
         "num_runs": 1,
         "num_ranks": 1,
+        "num_nodes": 1,
+        "gathers": False,
         "tokens": 16384,
     }
     assert found["clips"] is False
