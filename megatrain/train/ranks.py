@@ -123,7 +123,7 @@ def require_checkpoint(ranks: Ranks, path: Path, meta: Mapping[str, Any]) -> Non
             f"node {ranks.node}: {error}. Every node reads the checkpoint: put the run on a file system that "
             "all share, or a copy of the checkpoint in its place"
         ) from error
-    if json.dumps(dict(manifest.meta), sort_keys=True) != json.dumps(dict(meta), sort_keys=True):
+    if dict(manifest.meta) != dict(meta):
         raise CheckpointError(
             f"node {ranks.node} has another checkpoint at {path} than rank 0; put a copy of that one there"
         )

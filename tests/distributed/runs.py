@@ -72,7 +72,7 @@ def train_run(
     """
     if killed is not None and ranks.rank == killed[0]:
         _kill_at(ranks, killed[1], how)
-    sections["train"] = {"grad_accumulation": 4, "steps": 6} | sections.get("train", {})
+    sections["train"] = {"grad_accumulation": 4, "steps": 6, "precision": "bf16"} | sections.get("train", {})
     sections = {"data": {"val_size": 0.02}, "eval": {"every": 3}, "checkpoint": {"every": 2}, **sections}
     config = make_config(Path(root), out, parallel={"shards": 4}, **sections)
     return str(train(config, ranks=ranks, counts=Path(root)))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatrain.checkpoint.save import save
 from megatrain.config.choice import Choice, StepBatch
-from megatrain.errors import ConfigError
+from megatrain.errors import CheckpointError, ConfigError
 from megatrain.layout.ownership import Share
 from megatrain.stream.arrange import part_of
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
+from megatrain.train.ranks import require_checkpoint
 from tests.distributed.threads import Turns
 from tests.distributed.training import train
 from tests.train.project import make_config
@@ -64,3 +67,47 @@ def test_a_cut_parts_no_scale() -> None:
     assert second.cut(0, 320, 256) == []
     assert first.cut(128, 448, 256) == [range(128, 384)]
     assert second.cut(128, 448, 256) == [range(384, 448)]
+
+
+def test_a_node_without_the_checkpoint_or_with_another_one_is_refused(tmp_path: Path) -> None:
+    second: Any = SimpleNamespace(node=1, local_rank=0)
+    there = save(
+        tmp_path / "there",
+        step=2,
+        write=lambda directory: (directory / "file").write_text("a"),  # type: ignore[arg-type, return-value]
+        meta={"tokens": 7},
+        keep_last=1,
+    )
+    require_checkpoint(second, there, {"tokens": 7})
+    with pytest.raises(CheckpointError, match=r"node 1 has another checkpoint at .*there"):
+        require_checkpoint(second, there, {"tokens": 8})
+    (there / "file").write_text("b")
+    with pytest.raises(CheckpointError, match=r"node 1: .* is damaged: file .* Every node reads"):
+        require_checkpoint(second, there, {"tokens": 7})
+    with pytest.raises(CheckpointError, match=r"node 1: there is no checkpoint .* a copy of the checkpoint"):
+        require_checkpoint(second, tmp_path / "gone", {"tokens": 7})
+
+
+def test_a_node_s_plan_holds_its_part_and_what_each_of_its_ranks_has(tmp_path: Path) -> None:
+    shards: dict[str, Any] = {"parallel": {"shards": 4}, "train": {"grad_accumulation": 8, "steps": 1}}
+    shards["memory"] = {"lockstep": 1}
+    shards["train"]["precision"] = "bf16"
+    config = make_config(tmp_path, "run", **shards)
+
+    def pools(num_nodes: int) -> dict[str, int]:
+        model = PlannedModel(config.model.path, None, lambda line: None)
+        planned = plan_memory(config, model, None, num_ranks=4, num_nodes=num_nodes)
+        assert planned is not None
+        return {pool.name: pool.nbytes for pool in planned.plan.pools}
+
+    one, two = pools(1), pools(2)
+    assert two["working"] == one["working"]
+    parts = ("remainder", "exp_avg", "exp_avg_sq", "gradient")
+    kept = [two[name] / one[name] for name in parts]
+    assert kept == pytest.approx([kept[0]] * 4)
+    assert 0.2 < kept[0] < 0.8  # whole blocks of so small a model are one rank's
+    own = two["accumulator"]
+    assert (one["accumulator"], one["other ranks"], two["other ranks"]) == (own, 3 * own, own)
+    assert one["other ranks' computing"] == 3 * two["other ranks' computing"]
+    assert "state of other nodes" not in one
+    assert two["state of other nodes"] > 0
