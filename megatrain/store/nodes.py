@@ -115,9 +115,9 @@ class NodeState(HostState):
             self._bring(number, ["gradient"])
 
     def _bring(self, block: int, planes: Sequence[str]) -> None:
-        """Fill the parts of other nodes."""
-        if self._nodes.local_rank == 0:
-            self._nodes.spread([self._parts(block, node, planes) for node in range(self._nodes.num_nodes)])
+        """Fill the parts of other nodes: the first rank of each does it for the others."""
+        planes = planes if self._nodes.local_rank == 0 else ()
+        self._nodes.spread([self._parts(block, node, planes) for node in range(self._nodes.num_nodes)])
         self._nodes.meet("spread")
 
     def _give_back(self, block: int, planes: Sequence[str]) -> None:

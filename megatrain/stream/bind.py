@@ -130,7 +130,7 @@ def bind(
 
 
 def require_same_weights(host: HostState, ranks: Ranks | None) -> None:
-    """Wait until every node has its weights, and refuse other ones on one of them.
+    """Wait until every node has its weights, which may take long, and refuse other ones on one of them.
 
     Raises:
         ConfigError: They differ.
