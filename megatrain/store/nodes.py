@@ -20,6 +20,8 @@ from megatrain.layout.ownership import Share, node_shares
 from megatrain.store.arena import Arena
 from megatrain.store.state import BlockState, HostState, Precision, split_gradient
 
+INT8_OVER_NODES = "optim.state is int8, which is kept on one node; use optim.state=bf16 or fp32"
+
 _PARTED = ("remainder", *MOMENT_PLANES)
 
 
@@ -74,7 +76,7 @@ class NodeState(HostState):
             ConfigError: Moments with scales of their own, which are not cut as the rest is.
         """
         if moments is MomentFormat.INT8:
-            raise ConfigError("optim.state is int8, which is kept on one node; use optim.state=bf16 or fp32")
+            raise ConfigError(INT8_OVER_NODES)
         super().allocate_moments(moments)
 
     def put(self, name: str, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:

@@ -19,6 +19,7 @@ from megatrain.checkpoint.load import verify
 from megatrain.config import Config
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import CheckpointError, ConfigError
+from megatrain.store.nodes import INT8_OVER_NODES
 from megatrain.train.resume.changes import flatten
 
 STEP, EVALUATE, COMMIT, SAVE, END = "step", "evaluate", "commit", "save", "end"
@@ -42,7 +43,7 @@ def with_shards(config: Config, ranks: Ranks | None, meta: Mapping[str, Any] | N
     return config
 
 
-def check_ranks(config: Config) -> None:
+def check_ranks(config: Config, ranks: Ranks) -> None:
     """Refuse settings of what ranks cannot do; of memory, `part_of` refuses them.
 
     Raises:
@@ -52,6 +53,8 @@ def check_ranks(config: Config) -> None:
         raise ConfigError(
             f"train.loss is {config.train.loss}, which several ranks cannot train yet; use one rank"
         )
+    if config.optim.state == "int8" and ranks.num_nodes > 1:
+        raise ConfigError(INT8_OVER_NODES)
 
 
 def own_part(ranks: Ranks | None, count: int) -> slice:

@@ -286,7 +286,7 @@ def prepare(
     counted = PlannedModel(source, None if is_other else counts, progress, model_config, data.packing)
     planned = None
     if ranks is not None:
-        check_ranks(config)
+        check_ranks(config, ranks)
     if ranks is None or ranks.rank == 0:
         size, num_nodes = (1, 1) if ranks is None else (ranks.size, ranks.num_nodes)
         planned = plan_memory(config, counted, measure, num_ranks=size, num_nodes=num_nodes)

@@ -82,8 +82,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "missing": ("", *MISSING),
     "cut": (ownership.CUT_NUMEL, 320),
 }
-"""Ranks are on so many nodes; rounds are micro-batches of a step, and how many of them are in lockstep. No tiny
-block is as long as the real cut: a short one lets each rank have its share of every block."""
+"""Ranks are on so many nodes; rounds are micro-batches of a step, and how many of them are in lockstep.
+No tiny block is as long as the real cut: a short one lets each rank have its share of every block."""
 
 
 @contextmanager
@@ -101,9 +101,9 @@ def settings_of(row: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `train` for a row of values of `AXES`."""
     row = dict(row)
     count, lockstep = row.pop("rounds")
-    for name in ("ranks", "cut"):
-        row.pop(name, None)
-    if row["updates"] == "immediate" and row["state"] == "int8":
+    row.pop("cut", None)
+    _, num_nodes = row.pop("ranks", (1, 1))
+    if row["state"] == "int8" and (row["updates"] == "immediate" or num_nodes > 1):
         row["state"] = "bf16"  # it is refused
     if row["updates"] == "immediate":
         row["max_grad_norm"] = None
