@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_a_node_holds_its_part_of_the_state(
     tmp_path: Path, size: int, num_nodes: int, updates: str, bytes_per_parameter: float
 ) -> None:
     """Also after other nodes' parts were here, for the masters; gradients have a plane if they wait."""
-    settings = {"num_runs": size, "updates": updates}
+    settings: dict[str, Any] = {"num_runs": size, "updates": updates}
     found = run_ranks(tmp_path / "ranks", size, measure, num_nodes=num_nodes, **settings)
     local_size = size // num_nodes
     for first in range(0, size, local_size):
@@ -47,7 +48,7 @@ def test_a_node_holds_its_part_of_the_state(
 @pytest.mark.parity
 def test_sums_of_runs_that_wait_between_rounds_are_a_plane(tmp_path: Path) -> None:
     """Three of four runs pass in the first of two rounds, and leave two sums in fp32."""
-    settings = {"num_runs": 4, "updates": "deferred", "lockstep": 3}
+    settings: dict[str, Any] = {"num_runs": 4, "updates": "deferred", "lockstep": 3}
     (found,) = run_ranks(tmp_path / "alone", 1, measure, **settings)
     assert found["planes"]["accumulator"] == 2 * 4 * found["planes"]["gradient"] // 2
     assert found["own"] == pytest.approx(sum(found["planes"].values()), rel=0.02)

@@ -74,7 +74,7 @@ def test_a_node_without_the_checkpoint_or_with_another_one_is_refused(tmp_path: 
     there = save(
         tmp_path / "there",
         step=2,
-        write=lambda directory: (directory / "file").write_text("a"),  # type: ignore[arg-type, return-value]
+        write=lambda directory: (directory / "file").write_text("a"),  # type: ignore[arg-type]
         meta={"tokens": 7},
         keep_last=1,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_a_killed_rank_ends_all_and_other_ranks_go_on_to_the_same_bits(
 ) -> None:
     """Sizes are of ranks and of nodes: those of the run that is killed, and those that go on."""
     (size, num_nodes), (then, nodes_then) = sizes
-    place = {"root": str(alone.parent), "out": f"run-{size}-{num_nodes}-{then}-{nodes_then}"}
+    place: dict[str, Any] = {"root": str(alone.parent), "out": f"run-{size}-{num_nodes}-{then}-{nodes_then}"}
     codes = exit_codes(tmp_path / "first", size, train_run, killed=killed, num_nodes=num_nodes, **place)
     assert codes.pop(killed[0]) == -9
     assert set(codes) <= {RankError.exit_code, 6}  # 6: some of its blocks are updated, others are not
