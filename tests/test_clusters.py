@@ -1,4 +1,4 @@
-"""Recipes for clusters: torchrun and megatrain take what they start, and checkers of their own accept them."""
+"""Recipes for clusters: torchrun and megatrain take what they start, and their own checkers accept them."""
 
 from __future__ import annotations
 
