@@ -8,6 +8,7 @@ import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from megatrain.layout import drive_chunks
 from megatrain.layout.host_buffers import PAGE_BYTES
@@ -58,9 +59,10 @@ def train_run(
     out: str,
     killed: list[int] | None = None,
     how: str = "SIGKILL",
+    plans: bool = False,
     **sections: Any,
 ) -> str:
-    """Train, or go on training.
+    """Train, or go on training, by rules of thumb in the place of a plan, which is what takes longest.
 
     Args:
         ranks: That train together.
@@ -68,6 +70,7 @@ def train_run(
         out: Run directory in it.
         killed: A rank, and the number of its collective, of whatever kind, before which it is killed.
         how: By which signal; `hang`: it is not killed, and waits for ever.
+        plans: Memory is planned first, which takes longer than the run.
         sections: Of the configuration.
     """
     if killed is not None and ranks.rank == killed[0]:
@@ -75,7 +78,10 @@ def train_run(
     sections["train"] = {"grad_accumulation": 4, "steps": 6, "precision": "bf16"} | sections.get("train", {})
     sections = {"data": {"val_size": 0.02}, "eval": {"every": 3}, "checkpoint": {"every": 2}, **sections}
     config = make_config(Path(root), out, parallel={"shards": 4}, **sections)
-    return str(train(config, ranks=ranks, counts=Path(root)))
+    if plans:
+        return str(train(config, ranks=ranks, counts=Path(root)))
+    with patch("megatrain.train.run.plan_memory", return_value=None):
+        return str(train(config, ranks=ranks))
 
 
 def _kill_at(ranks: Any, number: int, how: str) -> None:
