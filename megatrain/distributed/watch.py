@@ -15,8 +15,8 @@ import os
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,6 +73,7 @@ class Watch:
         self._beat_s = min(timeout_s / 10, 1.0)
         self._doing, self._num_beats = "starting", 0
         self._calls: Counter[str] = Counter()
+        self._waited_s: dict[str, float] = defaultdict(float)
         self._waits: dict[int, tuple[str, int, float]] = {}
         self._seen: dict[int, tuple[int, float]] = {}
         self._looked_s = time.monotonic()
@@ -125,7 +126,15 @@ class Watch:
         except RuntimeError as error:
             raise self._error(self._why(str(error).strip().splitlines()[0])) from error
         finally:
-            del self._waits[thread]
+            self._waited_s[lane] += time.monotonic() - self._waits.pop(thread)[2]
+
+    def waited_s(self) -> list[float]:
+        """Return by rank how long it has waited for others within steps so far, as it last said."""
+        with suppress(RuntimeError):
+            beats = self._read(self._others)
+            own = {self._rank: {"waited_s": _sum(self._waited_s)}}
+            return [found["waited_s"] for _, found in sorted((beats | own).items())]
+        return []
 
     def _error(self, sentence: str) -> RankError:
         """Return the error that all ranks end with; the first one to know tells it."""
@@ -177,6 +186,7 @@ class Watch:
             "process": os.getpid(),
             "doing": self._doing + "".join(f", waiting for {_WAITS[lane]}" for lane in waits[:1]),
             "calls": dict(self._calls),
+            "waited_s": _sum(self._waited_s),
         }
         self._store.set(_beat_of(self._rank), json.dumps(beat))
 
@@ -268,6 +278,10 @@ def tell_launcher(sentence: str) -> None:
     if file:
         with suppress(OSError):  # it then knows the exit code alone
             Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
+
+
+def _sum(waited_s: Mapping[str, float]) -> float:
+    return round(sum(seconds for lane, seconds in list(waited_s.items()) if lane != _PATIENT), 3)
 
 
 def _beat_of(rank: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,6 +56,18 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
         )
     if config.optim.state == "int8" and ranks.num_nodes > 1:
         raise ConfigError(INT8_OVER_NODES)
+
+
+def described(ranks: Ranks | None, shards: int | None) -> str:
+    """Say how many train together, with what of a node, and what decides their sums; empty: there is one."""
+    if ranks is None:
+        return ""
+    nodes = f" on {ranks.num_nodes} nodes" if ranks.num_nodes > 1 else ""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return (
+        f"{ranks.size}{nodes}, with {cores} core{'s' * (cores > 1)} each and one state in a node's memory; "
+        f"parallel.shards is {shards}: give it too, if the run may go on with another number"
+    )
 
 
 def own_part(ranks: Ranks | None, count: int) -> slice:

@@ -45,7 +45,7 @@ from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.run_machine import choose_threads, make_care, measure_peak
 from megatrain.train.preference.objective import Preference
 from megatrain.train.preference.reference import Reference
-from megatrain.train.ranks import SAVE, check_ranks, in_turn, own_part, require_same_run
+from megatrain.train.ranks import SAVE, check_ranks, described, in_turn, own_part, require_same_run
 from megatrain.train.records.events import EventLog
 from megatrain.train.resume.changes import report_changes
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
@@ -298,6 +298,7 @@ def prepare(
         num_steps=num_steps,
         first_step=first_step,
         now=datetime.now(),
+        ranks=described(ranks, config.parallel.shards),
     ):
         show(line)
     reference = _reference(config, loader, evaluator, references)

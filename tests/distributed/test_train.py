@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatrain.cli.log import log_to_stderr
 from megatrain.errors import RankError
+from megatrain.train.records.json_lines import read_rows
 from tests.distributed.processes import exit_codes, run_ranks
 from tests.distributed.runs import train_run
 from tests.train.evaluate.test_evaluation import losses_of
@@ -85,3 +87,21 @@ def test_ranks_that_would_train_other_things_are_refused(tmp_path: Path) -> None
 def _train_another(ranks: object, *, root: str) -> str:
     lr = 0.01 if ranks.rank == 0 else 0.02  # type: ignore[attr-defined]
     return train_run(ranks, root=root, out="run", optim={"lr": lr})
+
+
+def test_a_run_says_how_many_ranks_it_has_and_records_their_waits(tmp_path: Path) -> None:
+    codes = exit_codes(tmp_path / "logs", 2, _train_short, root=str(tmp_path))
+    assert codes == [0, 0]
+    said = (tmp_path / "logs/errors").read_text()
+    assert said.count("ranks: 2, with ") == 1
+    assert "each and one state in a node's memory; parallel.shards is 4: give it too, if" in said
+    first, *_, last = read_rows(tmp_path / "run/events.jsonl")
+    assert (first["ranks"], first["nodes"], first["shards"]) == (2, 1, 4)
+    assert len(last["waited_s"]) == 2
+    assert min(last["waited_s"]) > 0
+
+
+def _train_short(ranks: object, *, root: str) -> str:
+    if ranks.rank == 0:  # type: ignore[attr-defined]
+        log_to_stderr()
+    return train_run(ranks, root=root, out="run", train={"steps": 1}, optim={"warmup_steps": 0})

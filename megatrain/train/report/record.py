@@ -36,9 +36,9 @@ def recorded(run: Run, directory: RunDirectory) -> Iterator[None]:
             if run.ranks is not None:  # its thread may have to end this process
                 run.ranks.watch.last_words = partial(_failed, run, RankError.exit_code)
             try:
-                run.tell("resume" if run.step else "start", steps=run.num_steps)
+                run.tell("resume" if run.step else "start", steps=run.num_steps, **_of_ranks(run))
                 yield
-                run.tell("end", steps=run.num_steps)
+                run.tell("end", steps=run.num_steps, **_waits(run))
             except (Exception, KeyboardInterrupt) as error:
                 _failed(run, _exit_code(error), _text(error))
                 raise
@@ -52,6 +52,16 @@ def recorded(run: Run, directory: RunDirectory) -> Iterator[None]:
 def _failed(run: Run, exit_code: int, text: str) -> None:
     with suppress(OutputError):  # the first error is the one to tell
         run.tell("error", text=text, exit_code=exit_code)
+
+
+def _of_ranks(run: Run) -> dict[str, int]:
+    if run.ranks is None:
+        return {}
+    return {"ranks": run.ranks.size, "nodes": run.ranks.num_nodes, "shards": run.config.parallel.shards or 1}
+
+
+def _waits(run: Run) -> dict[str, list[float]]:
+    return {} if run.ranks is None else {"waited_s": run.ranks.watch.waited_s()}
 
 
 def _text(error: BaseException) -> str:

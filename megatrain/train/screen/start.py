@@ -15,7 +15,14 @@ _PRECISIONS = {"fp32": "fp32", "bf16": "bf16 with fp32 masters"}
 
 
 def start_lines(
-    config: Config, planned: Planned | None, *, data: str, num_steps: int, first_step: int, now: datetime
+    config: Config,
+    planned: Planned | None,
+    *,
+    data: str,
+    num_steps: int,
+    first_step: int,
+    now: datetime,
+    ranks: str = "",
 ) -> Iterator[str]:
     """Yield what is trained, what fits where, how fast it should be, and where results go.
 
@@ -26,6 +33,7 @@ def start_lines(
         num_steps: Of the whole run.
         first_step: Steps that an earlier process has done.
         now: In local time, from which the end is foreseen.
+        ranks: That train together, in a few words; empty: there is one.
     """
     size = "" if planned is None else f" ({format_count(planned.request.anatomy.num_params)} parameters)"
     start = "from random weights, " if config.model.init == "random" else ""
@@ -33,6 +41,8 @@ def start_lines(
     if config.optim.state != "fp32":
         numbers.append(f"optimizer state: {MomentFormat(config.optim.state).describe()}")
     yield f"training: {config.model.path}{size}, {start}in {', '.join(numbers)}, on {data}"
+    if ranks:
+        yield f"ranks: {ranks}"
     if planned is None:
         yield "memory and speed: not known before the first step, since this model cannot be counted"
     else:
