@@ -67,7 +67,7 @@ all their tokens go to the same experts."""
 
 
 AXES: dict[str, tuple[Any, ...]] = {
-    "family": ("llama_tied", "mixtral", "gpt2", "jamba", "gemma2"),
+    "family": ("llama_tied", "mixtral", "gpt2", "gemma2"),
     "ranks": ((2, 1), (2, 2), (4, 1), (4, 2)),
     "rounds": ((4, 1), (4, 4), (8, 2), (8, 1)),
     "activations": ("keep", "recompute", "offload", "drop_boundary"),

@@ -141,17 +141,20 @@ class BlockUpdate:
         return clip_coefficient(self._stats.grad_norm, self._max_grad_norm)
 
 
-def check_shares(updates: Updates, moments: MomentFormat) -> None:
+def check_shares(updates: Updates, moments: MomentFormat, *, num_nodes: int) -> None:
     """Refuse moments whose scales may span the shares of two ranks, where neither has the gradients of both.
 
     Raises:
-        ConfigError: With updates=immediate, gradients pass through buffers of each rank.
+        ConfigError: With updates=immediate, gradients pass through buffers of each rank; nodes have memory of
+            their own.
     """
-    if updates is Updates.IMMEDIATE and moments is MomentFormat.INT8:
-        raise ConfigError(
-            "updates=immediate (optim.updates) and optim.state=int8 exclude each other on several ranks, two "
-            "of which may have elements of one scale; use optim.updates=deferred, or optim.state=bf16"
-        )
+    if moments is not MomentFormat.INT8 or (updates is not Updates.IMMEDIATE and num_nodes == 1):
+        return
+    what = "several nodes" if num_nodes > 1 else "updates=immediate (optim.updates)"
+    raise ConfigError(
+        f"optim.state is int8, which does not go with {what}: two ranks may have elements of one scale; use "
+        f"optim.state=bf16{'' if num_nodes > 1 else ', or optim.updates=deferred'}"
+    )
 
 
 def _view(
