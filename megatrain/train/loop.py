@@ -58,10 +58,10 @@ def train_step(run: Run) -> StepMetrics:
     callbacks, policy = run.callbacks, run.config.train.on_spike
     run.doing(f"at step {run.step + 1}")
     micro_batches = next(run.loader)
-    seeds = run.micro_batch_seeds()[run.own]
+    seeds = run.micro_batch_seeds()
 
     callbacks.call("on_step_begin")
-    loss, shown = run.forward_backward(micro_batches[run.own], seeds)
+    loss, shown = run.forward_backward(micro_batches, seeds)
     callbacks.call("on_pre_optimizer_step")
     lr = float(run.optimizer.param_groups[0]["lr"])  # the schedule's, unless a callback has changed it
     # With `warn`, the loss is looked at behind the step: until then the device is still at work.
@@ -207,7 +207,7 @@ def train(
             measure=measure,
             counts=counts,
             prepared=prepared,
-            references=Path(config.data.cache or prepared or directory.path / "reference"),
+            references=_references(config, prepared),
             show=_log.info,
             callbacks=members,
             progress=progress,
@@ -238,6 +238,11 @@ def train(
     return directory.path
 
 
+def _references(config: Config, prepared: Path | None) -> Path:
+    """Return where log-probabilities of reference models are kept."""
+    return Path(config.data.cache or prepared or Path(config.out) / "reference")
+
+
 def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
     """Take the steps that the first rank tells of."""
     found = ranks.tell()
@@ -254,6 +259,7 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
             found["meta"],
             find_commit(config, is_run=True) if found["is_committed"] else None,
             prepared=prepared,
+            references=_references(config, prepared),
             ranks=ranks,
         )
         try:

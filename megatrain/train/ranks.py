@@ -50,10 +50,6 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
     Raises:
         ConfigError: They ask for it.
     """
-    if config.train.loss != "sft":
-        raise ConfigError(
-            f"train.loss is {config.train.loss}, which several ranks cannot train yet; use one rank"
-        )
     if config.optim.state == "int8" and ranks.num_nodes > 1:
         raise ConfigError(INT8_OVER_NODES)
 

@@ -192,20 +192,17 @@ class Run:
     def forward_backward(
         self, micro_batches: Sequence[Mapping[str, Any]], seeds: Sequence[int]
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Run a step up to its update; return its loss, and what else that loss has to say."""
+        """Run this rank's part of a step up to its update; return the step's loss, and what else it shows."""
         if self.config.train.loss == "sft":
-            return self.engine.forward_backward(micro_batches, seeds=seeds), {}
-        return Preference(self.config.preference).forward_backward(self.engine, micro_batches, seeds)
+            own = own_part(self.ranks, len(micro_batches))
+            return self.engine.forward_backward(micro_batches[own], seeds=seeds[own]), {}
+        objective = Preference(self.config.preference)
+        return objective.forward_backward(self.engine, micro_batches, seeds, self.ranks)
 
     def micro_batch_seeds(self) -> list[int]:
         """Return one seed of dropout per micro-batch of the next step, from the run's seed and the step."""
         seed, count = self.config.train.seed, self.config.train.grad_accumulation
         return [micro_batch_seed(seed, self.step, number) for number in range(count)]
-
-    @property
-    def own(self) -> slice:
-        """Which of a step's micro-batches are this rank's."""
-        return own_part(self.ranks, self.config.train.grad_accumulation)
 
 
 def prepare(
@@ -312,7 +309,8 @@ def prepare(
         require_same_run(ranks, config, facts)
     is_random = checkpoint is None and config.model.init == "random"
     vocab_size = model_config.get_text_config().vocab_size if config.model.new_tokens else None
-    if reference is not None and earlier is not None and not reference.is_kept:
+    computes = ranks is None or ranks.rank == 0
+    if computes and reference is not None and earlier is not None and not reference.is_kept:
         progress("computing the reference with the model that the run began with")
         reference.fill(lambda: engine_of_base(config, choice, vocab_size))
         gc.collect()  # its memory is the run's now
@@ -326,7 +324,7 @@ def prepare(
         ranks=ranks,
     )
     if reference is not None:
-        reference.fill(lambda: untouched(engine))
+        reference.fill(lambda: untouched(engine), ranks)
     _log.debug(
         "%s; compiled: %s; optimizer state: %s",
         engine.choice.describe(),

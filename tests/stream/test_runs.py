@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from megatrain.errors import ModelError
+from tests.families import FAMILIES
 from tests.products import pairwise_rows
+from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import check_parity
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -41,3 +44,23 @@ def rows() -> list[dict[str, Any]]:
 def test_runs_equal_a_tree_of_resident_sums(row: dict[str, Any]) -> None:
     row = dict(row)
     check_parity(row.pop("family"), num_micro_batches=8, steps=1, **row)
+
+
+def gradients_of_chunks(family: str, lockstep: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {"num_micro_batches": 4, "num_runs": 4, "head_chunk_tokens": 8}
+    engine = attach_plainly(make_model(FAMILIES[family]()), lockstep=lockstep, **settings)
+    engine.forward_backward(make_batches(4))
+    return dict(engine.named_gradients())
+
+
+def test_chunks_of_a_head_belong_to_the_run_of_their_micro_batch() -> None:
+    """In lockstep all micro-batches have begun before the head of any of them runs."""
+    together = gradients_of_chunks("llama", 4)
+    for name, gradient in gradients_of_chunks("llama", 1).items():
+        assert_same_bits(together[name], gradient, name)
+
+
+def test_chunks_of_a_tied_head_in_lockstep_are_refused() -> None:
+    """The embedding's gradient would come when the head's is a part of the tree already."""
+    with pytest.raises(ModelError, match=r"use memory.lockstep=1, or parallel.shards=1"):
+        gradients_of_chunks("llama_tied", 4)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from megatrain.config.runs import Runs
+from megatrain.errors import ModelError
 
 SumsOf = Callable[[int], Tensor]
 """Returns a block's partial sum at a height of the stack: (num_state,) fp32 on the device."""
@@ -40,8 +41,16 @@ class RunSums:
 
         Returns:
             Whether the sum at the top is of this run already; otherwise whatever is there is old.
+
+        Raises:
+            ModelError: The run was complete: its sum is a part of others.
         """
         run = self.round[micro_batch] // self.runs.length
+        if run < self._done[block]:
+            raise ModelError(
+                "a head in chunks has the weights of the embedding, so their gradients of micro-batches in "
+                "lockstep come twice and add up in no run; use memory.lockstep=1, or parallel.shards=1"
+            )
         self._complete(block, run, sums_of)
         is_new = self._open[block] is None
         self._open[block] = run

@@ -383,7 +383,7 @@ class ModelForward:
     def _in_part(self, current: Pass | None) -> Iterator[None]:
         held, self._part_of = self._part_of, current
         try:
-            with Pass(self._arrangement):
+            with Pass(self._arrangement, current):
                 yield
         finally:
             self._part_of = held

@@ -26,11 +26,11 @@ _STAGED_BYTES = 16 << 20
 class Pass:
     """One forward of the model, and its backward: holds the weights of outer blocks for it."""
 
-    def __init__(self, arrangement: Arrangement) -> None:
-        """Stream the outer blocks for the pass that comes next."""
+    def __init__(self, arrangement: Arrangement, whole: Pass | None = None) -> None:
+        """Stream the outer blocks for the pass that comes next, or for a part of one that goes on."""
         rounds = arrangement.rounds
         self.begin_backward = rounds.begin_backward
-        self.micro_batch = rounds.micro_batch
+        self.micro_batch = rounds.micro_batch if whole is None else whole.micro_batch
         self._adds_up = rounds.adds_up
         """The gradients of other micro-batches will be added to this one's."""
         self._passed: set[AttachedLayer] = set()

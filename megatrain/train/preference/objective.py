@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from megatrain.config.sections.preference import PreferenceConfig
+from megatrain.distributed.ranks import Ranks
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import row_losses
 from megatrain.train.evaluate.losses import Evaluation
 from megatrain.train.preference.losses import Shown, Tally, losses_of
+from megatrain.train.ranks import own_part
 
 _OF_MODEL = ("input_ids", "labels")
 
@@ -27,9 +29,19 @@ class Preference:
         self._settings = settings
 
     def forward_backward(
-        self, engine: Engine, micro_batches: Sequence[Mapping[str, Any]], seeds: Sequence[int]
+        self,
+        engine: Engine,
+        micro_batches: Sequence[Mapping[str, Any]],
+        seeds: Sequence[int],
+        ranks: Ranks | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """Run a step's micro-batches forward and backward; see `Engine.run_losses`.
+
+        Args:
+            engine: Of the model.
+            micro_batches: Of the whole step.
+            seeds: One for each.
+            ranks: That share them out; None: there is one.
 
         Returns:
             The loss, averaged over all rows of the step, and means of what was seen, by name.
@@ -44,10 +56,21 @@ class Preference:
 
             return loss
 
-        parts = engine.run_losses([loss_of(number) for number in range(len(micro_batches))], seeds=seeds)
+        own = own_part(ranks, len(micro_batches))
+        numbers = range(len(micro_batches))[own]
+        parts = engine.run_losses([loss_of(number) for number in numbers], seeds=seeds[own])
+        seen = [shown[number] for number in numbers]  # in order, whatever the turns they took
+        if ranks is not None:
+            parts = list(torch.cat(ranks.gather(torch.stack(parts))))
+            values = [{name: some.tolist() for name, some in each.items()} for each in seen]
+            seen = [
+                {name: torch.tensor(some) for name, some in each.items()}
+                for of_rank in ranks.gather_values(values)
+                for each in of_rank
+            ]
         tally = Tally()
-        for number in range(len(micro_batches)):  # in order, whatever the turns they took
-            tally.add(shown[number])
+        for each in seen:
+            tally.add(each)
         return reduce(torch.add, parts), tally.means()
 
     def evaluate(self, engine: Engine, name: str, batches: Iterable[Mapping[str, Any]]) -> Evaluation:

@@ -23,7 +23,8 @@ import torch
 from megatrain.config import Config
 from megatrain.data.cache import RowWriter, is_kept, kept_rows
 from megatrain.data.pairs import SIDES, JudgedRows, judged_batch
-from megatrain.errors import CheckpointError
+from megatrain.distributed.ranks import Ranks
+from megatrain.errors import CheckpointError, ConfigError
 from megatrain.model.weights.files import model_directory
 from megatrain.model.weights.fingerprint import fingerprint
 from megatrain.stream.engine import Engine
@@ -89,16 +90,29 @@ class Reference:
         """Whether all of it is there, sound."""
         return all(is_kept(self._folder, self._key(rows)) for rows in self._rows)
 
-    def fill(self, untouched: Callable[[], AbstractContextManager[Engine]]) -> None:
+    def fill(
+        self, untouched: Callable[[], AbstractContextManager[Engine]], ranks: Ranks | None = None
+    ) -> None:
         """Put the log-probabilities beside the rows: those that are kept, or new ones.
 
         Args:
             untouched: Lends an engine of the model as it was before the first step, in the mode without
                 dropout; called if something is missing.
+            ranks: That train together: the first one computes, and the others read. None: there is one.
 
         Raises:
             OutputError: They cannot be written.
+            ConfigError: A rank does not find what the first one has written.
         """
+        if ranks is not None and ranks.rank > 0:
+            ranks.tell()
+            self._fill(self._refuse)
+            return
+        self._fill(untouched)
+        if ranks is not None:
+            ranks.tell()
+
+    def _fill(self, untouched: Callable[[], AbstractContextManager[Engine]]) -> None:
         with ExitStack() as stack:
             engine: list[Engine] = []
 
@@ -109,6 +123,12 @@ class Reference:
 
             for rows in self._rows:
                 rows.reference = kept_rows(self._folder, self._key(rows), partial(make, rows)).rows
+
+    def _refuse(self) -> AbstractContextManager[Engine]:
+        raise ConfigError(
+            f"the first rank has kept the reference in {self._folder}, and this one finds nothing there; set "
+            "data.cache to a folder that all ranks see"
+        )
 
     def _key(self, rows: JudgedRows) -> str:
         text = json.dumps({**self._named, "rows": rows.name}, sort_keys=True)

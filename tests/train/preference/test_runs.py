@@ -45,13 +45,17 @@ def write_rows(file: Path, count: int, *, is_kto: bool) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_model(root: Path) -> None:
+    write_model_config(root / "plain", attention_dropout=0.0)
+    make_model(read_config(root / "plain")).save_pretrained(root / "model")
+    train_tokenizer([" ".join(WORDS)] * 20, 300).save_pretrained(root / "model")
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with weights and a tokenizer, pairs and judged answers."""
     root = tmp_path_factory.mktemp("judged")
-    write_model_config(root / "plain", attention_dropout=0.0)
-    make_model(read_config(root / "plain")).save_pretrained(root / "model")
-    train_tokenizer([" ".join(WORDS)] * 20, 300).save_pretrained(root / "model")
+    write_model(root)
     for name in ("dpo", "kto"):
         write_rows(root / f"{name}.jsonl", 20, is_kto=name == "kto")
     return root
