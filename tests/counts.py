@@ -48,6 +48,7 @@ def _key(counter: Any, options: tuple[Any, ...]) -> Any:
         options,
         counter.shape,
         counter.is_packed,
+        counter.sequence,
         counter.warnings,
         repr([layout.sizes for layout in counter.layouts]),
         tuple(counter.largest_runs),

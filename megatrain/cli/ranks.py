@@ -30,7 +30,7 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
         ConfigError: So many cannot run here.
     """
     from megatrain.checkpoint.load import find
-    from megatrain.config.runs import check_shards
+    from megatrain.config.runs import check_shards, num_places
     from megatrain.distributed.launch import Ended, run_ranks
     from megatrain.hardware.accelerators import accelerator
     from megatrain.train.records.directory import RunDirectory
@@ -47,6 +47,8 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
             f"--ranks is {ranks} and train.device is {config.train.device}: several ranks run on the CPU so "
             "far; use train.device=cpu"
         )
+    sequence = config.parallel.sequence
+    shards = config.parallel.shards or num_places(ranks, sequence)
     directory = RunDirectory(Path(config.out))
 
     def again() -> list[str]:
@@ -54,7 +56,7 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
             return [*arguments, "checkpoint.resume=auto"]
         if config.checkpoint.resume not in ("auto", "no"):
             return list(arguments)
-        return [*arguments, "checkpoint.resume=auto", f"parallel.shards={config.parallel.shards or ranks}"]
+        return [*arguments, "checkpoint.resume=auto", f"parallel.shards={shards}"]
 
     def tell(ended: Ended, num_left: int) -> None:
         reason = ended.reason
@@ -63,7 +65,7 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
             _log.warning("%s; %s from the newest checkpoint", reason.partition(". ")[0], how)
         record_ranks(directory, ended.codes, ended.sentences, num_left)
 
-    return run_ranks(ranks, arguments, again=again, tell=tell)
+    return run_ranks(ranks, arguments, least=sequence, again=again, tell=tell)
 
 
 def join_ranks(config: Config, progress: Callable[[str], object]) -> Ranks | None:
@@ -78,7 +80,9 @@ def join_ranks(config: Config, progress: Callable[[str], object]) -> Ranks | Non
     """
     from megatrain.distributed.launch import join
 
-    joined = join(os.environ, config.parallel.timeout, config.parallel.shards, _log.warning)
+    shards, sequence = config.parallel.shards, config.parallel.sequence
+    most = None if shards is None else shards * sequence
+    joined = join(os.environ, config.parallel.timeout, most, _log.warning)
     if joined is not None and joined.rank > 0:
         logging.disable(logging.WARNING)
         progress("")

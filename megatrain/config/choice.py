@@ -316,6 +316,8 @@ class StepBatch:
     """On which these ranks are, equally many on each."""
     gathers: bool = False
     """Ranks of a node fetch a piece of each block's weights each, and gather them; `parallel.gather`."""
+    sequence: int = 1
+    """Ranks that share out the tokens of every row; `parallel.sequence`. Its `seq_len` is of whole rows."""
 
     @property
     def ranks_of_node(self) -> int:
@@ -343,8 +345,9 @@ class StepBatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, or of a rank's part of it."""
-        return self.micro_batch_size * self.seq_len * self.num_micro_batches
+        """Tokens of a step; of a rank's part of one, those that it has of each row."""
+        own_len = self.seq_len if self.num_ranks == 1 else -(-self.seq_len // self.sequence)
+        return self.micro_batch_size * own_len * self.num_micro_batches
 
     @property
     def step_tokens(self) -> int:

@@ -53,12 +53,17 @@ class Runs:
         """The most sums that are in the stack at a time."""
         return self.number.bit_length()
 
-    def shared_out(self, num_ranks: int) -> int:
+    def shared_out(self, num_ranks: int, sequence: int = 1) -> int:
         """Return how many of them each of several ranks makes.
+
+        Args:
+            num_ranks: That train together.
+            sequence: Neighbours among them that make the same ones, each of its part of every row.
 
         Raises:
             ConfigError: They cannot be shared out evenly.
         """
+        num_ranks = num_places(num_ranks, sequence)
         if self.number % num_ranks:
             raise ConfigError(
                 f"a step has {self.number} runs (parallel.shards), which {num_ranks} ranks cannot share out "
@@ -87,6 +92,25 @@ class Runs:
     def left_after(self, rounds: Sequence[int]) -> list[int]:
         """Return how many sums are left after each round, of which `rounds` says the micro-batches."""
         return [self.num_sums(done) for done in accumulate(rounds)]
+
+
+def num_places(num_ranks: int, sequence: int) -> int:
+    """Return among how many the micro-batches of a step are shared out.
+
+    Args:
+        num_ranks: That train together.
+        sequence: Neighbours among them that train the same ones, each its part of every row.
+
+    Raises:
+        ConfigError: It does not divide them.
+    """
+    if num_ranks % sequence:
+        raise ConfigError(
+            f"parallel.sequence is {sequence}, so many ranks share out the tokens of every row, but "
+            f"{num_ranks} {'trains alone' if num_ranks == 1 else 'train together'}; use a multiple of "
+            f"{sequence} ranks, or parallel.sequence={num_ranks & -num_ranks}"
+        )
+    return num_ranks // sequence
 
 
 def check_shards(shards: int) -> int:

@@ -59,6 +59,7 @@ def run_ranks(
     num_ranks: int,
     arguments: Sequence[str],
     *,
+    least: int = 1,
     again: Callable[[], Sequence[str]],
     tell: Callable[[Ended, int], object],
 ) -> int:
@@ -70,6 +71,7 @@ def run_ranks(
     Args:
         num_ranks: How many: a power of two.
         arguments: Of the command line, without the number of ranks.
+        least: So many take part in every micro-batch: fewer cannot run.
         again: Returns the arguments with which the run goes on.
         tell: Is told how ranks have ended, and how many go on: 0, if none do.
     """
@@ -79,7 +81,7 @@ def run_ranks(
             if not ended.codes:
                 return 0
             own = set(ended.codes.values()) - {RankError.exit_code, TornStateError.exit_code}
-            goes_on = num_ranks > 1 and ended.reason is not None and all(code < 0 for code in own)
+            goes_on = num_ranks > least and ended.reason is not None and all(code < 0 for code in own)
             num_ranks = num_ranks // 2 if goes_on else 0
             tell(ended, num_ranks)
             if not goes_on:

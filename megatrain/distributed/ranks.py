@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -107,6 +108,19 @@ class Ranks:
         self._do("exchange", dist.all_to_all_single, parts, mine, [own] * self.size, list(counts))
         return parts.view(self.size, own)
 
+    def neighbours(self, number: int) -> Neighbours:
+        """Return this rank and those beside it that share out rows: each `number` ranks, in their order."""
+        together = [[*range(first, first + number)] for first in range(0, self.size, number)]
+        with self.watch.waiting("caller"):
+            self._groups["sequence"], _ = dist.new_subgroups_by_enumeration(together, timeout=_PATIENCE)
+        return Neighbours(number, self.rank % number, self)
+
+    def swap(self, parts: Tensor) -> Tensor:
+        """Give part n of a tensor to the n-th of `neighbours`; return what all gave this one."""
+        found = torch.empty_like(parts)
+        self._do("sequence", dist.all_to_all_single, found, parts)
+        return found
+
     def gather(self, mine: Tensor, lane: str = "caller") -> list[Tensor]:
         """Return everybody's tensor, in the order of ranks; they are equally long."""
         found = [torch.empty_like(mine) for _ in range(self.size)]
@@ -177,3 +191,17 @@ class Ranks:
         file = own if own >= 0 else os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         self.meet()
         return file
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Ranks that share out the tokens of the same rows: they meet in every attention, in one order."""
+
+    number: int
+    index: int
+    """Of this rank among them."""
+    ranks: Ranks
+
+    def swap(self, parts: Tensor) -> Tensor:
+        """Give part n of a (number, ...) tensor to the n-th of them; return what all gave this one."""
+        return self.ranks.swap(parts)

@@ -42,6 +42,7 @@ _WAITS = {
     "spread": "the spread of new weights",
     "caller": "a meeting of all ranks",
     "orders": "the next order of rank 0",
+    "sequence": "its part of the rows' tokens",
 }
 """What ranks wait for, by lane."""
 

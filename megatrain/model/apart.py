@@ -25,6 +25,24 @@ def why_not_apart(config: PretrainedConfig) -> str | None:
     Args:
         config: Of the model, with its attention implementation.
     """
+    why = why_not_by_position(config)
+    if why is not None:
+        return why
+    text_config = config.get_text_config()
+    if (getattr(text_config, "_attn_implementation", None) or "").startswith("flash"):
+        return None  # it reads where documents begin from the positions itself
+    calls = list(_mask_calls(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]))
+    if not calls or not all(calls):
+        return f"the {text_config.model_type} model makes its masks without positions"
+    return None
+
+
+def why_not_by_position(config: PretrainedConfig) -> str | None:
+    """Say why a model knows where tokens are by more than their positions and a mask; None: by these alone.
+
+    Args:
+        config: Of the model.
+    """
     text_config = config.get_text_config()
     name = text_config.model_type
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -39,11 +57,6 @@ def why_not_apart(config: PretrainedConfig) -> str | None:
         or "position_ids" not in inspect.signature(model_class.forward).parameters
     ):
         return f"the {name} model takes no positions"
-    if (getattr(text_config, "_attn_implementation", None) or "").startswith("flash"):
-        return None  # it reads where documents begin from the positions itself
-    calls = list(_mask_calls(model_class))
-    if not calls or not all(calls):
-        return f"the {name} model makes its masks without positions"
     return None
 
 

@@ -93,6 +93,20 @@ def check_runs(choice: Choice, num_runs: int) -> None:
         )
 
 
+def uncompiled(compile: str, sequence: int) -> str:
+    """Return the setting `compile` of ranks that share out rows: inside attention they wait for each other.
+
+    Raises:
+        ConfigError: It is `on`.
+    """
+    if compile == "on":
+        raise ConfigError(
+            f"compile is on and parallel.sequence is {sequence}: ranks exchange tokens inside each layer, "
+            "which is not compiled; use compile=off, or parallel.sequence=1"
+        )
+    return "off"
+
+
 def part_of(
     num_ranks: int,
     choice: Choice,
@@ -132,7 +146,7 @@ def part_of(
     if batch is None:
         return choice, None
     runs = batch.runs
-    part = runs.shared_out(num_ranks)
+    part = runs.shared_out(num_ranks, batch.sequence)
     counts: dict[str, Any] = {
         "num_micro_batches": part * runs.length,
         "num_runs": part,

@@ -14,9 +14,11 @@ from megatrain.hardware.accelerators import can_compile
 from megatrain.hardware.determinism import set_environment
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import find_blocks
+from megatrain.model.sequence.check import refuse_config, refuse_model
 from megatrain.store.placement import Tiers
 from megatrain.store.state import read_precision
-from megatrain.stream.arrange import check_choice, check_runs, part_of, require_drives
+from megatrain.stream.activations.torch_state import RandomState
+from megatrain.stream.arrange import check_choice, check_runs, part_of, require_drives, uncompiled
 from megatrain.stream.bind import bind, plan_layouts, require_device_memory
 from megatrain.stream.engine import Engine
 from megatrain.stream.execute.shared_gradients import Ranks
@@ -27,7 +29,7 @@ from megatrain.stream.lanes.devices import make_lanes
 from megatrain.stream.resolve import Conditions, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from transformers import PreTrainedModel
 
@@ -81,7 +83,8 @@ def attach(
             `torch.use_deterministic_algorithms`, for the whole process, until the engine is detached;
             attention is not cuDNN's then, and an operation that has no such form is a ModelError.
         ranks: The processes that train together; each gives the engine its own micro-batches, in the order of
-            ranks, and they keep one state. `batch` is that of all. None: this one is alone.
+            ranks, and they keep one state. `batch` is that of all; with its `sequence`, so many neighbours
+            give the same micro-batches, whole, and share out their tokens. None: this one is alone.
         **fields: Fields of `Choice` by name, such as `num_slots=2` or `activations="recompute"`. With
             `lockstep` above 1 and without seeds, each micro-batch draws its dropout from a seed of its own,
             since they take turns.
@@ -106,8 +109,14 @@ def attach(
             "tiers=megatrain.Tiers(nvme=[DIRECTORY, ...])"
         )
     kept = read_precision(precision)
+    sequence = 1 if batch is None else batch.sequence
+    if sequence > 1:
+        refuse_config(model.config, sequence)
+        compile = uncompiled(compile, sequence)
     if ranks is not None:
         choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes)
+    elif batch is not None:
+        batch.runs.shared_out(1, sequence)
     moments = MomentFormat.read(optimizer_state)
     if getattr(model, "_megatrain_engine", None) is not None:
         raise ModelError("the model is attached to an engine already; call engine.detach() first")
@@ -150,6 +159,7 @@ def attach(
         moments=moments,
         tiers=tiers,
         ranks=ranks,
+        sequence=sequence,
     )
     engine = Engine(
         model,
@@ -174,7 +184,29 @@ def attach(
         "deterministic": deterministic,
         "ranks": ranks,
     }
+    if sequence > 1:
+        try:
+            _check_shards(engine, sequence)
+        except BaseException:
+            engine.detach()
+            raise
     return engine
+
+
+def _check_shards(engine: Engine, number: int) -> None:
+    """Refuse a model that computes something else where rows are shared out, as `refuse_model`."""
+    model, device = engine.model, engine.lanes.device
+
+    def run(batch: Mapping[str, Any]) -> Any:
+        with torch.no_grad():
+            return model(**batch, return_dict=True)
+
+    was_training = model.training
+    model.train()
+    try:
+        refuse_model(model, number, run, lambda: RandomState(device))
+    finally:
+        model.train(was_training)
 
 
 def reattach(engine: Engine, change: Callable[[PreTrainedModel], object]) -> Engine:

@@ -52,6 +52,7 @@ def bind(
     moments: MomentFormat = MomentFormat.FP32,
     tiers: Tiers | None = None,
     ranks: Ranks | None = None,
+    sequence: int = 1,
 ) -> Binding:
     """Move a model's parameters into host state, one at a time; a model from `load` is there already.
 
@@ -65,6 +66,7 @@ def bind(
         moments: How the optimizer's state will be kept.
         tiers: What goes to drives.
         ranks: That keep one state; the values are those of the first one's model on each node.
+        sequence: Neighbours among them that share out rows.
 
     Raises:
         ModelError: Weights that were never loaded, or a dtype that is no float.
@@ -102,7 +104,7 @@ def bind(
             "attach the same tiers, precision and fragments"
         )
     if loaded is not None and is_same and isinstance(loaded, TieredState) == (tiers is not None):
-        binding = Binding(blocks, loaded, host_limit, moments, runs, ranks)
+        binding = Binding(blocks, loaded, host_limit, moments, runs, ranks, sequence)
         binding.check()
         fits(held=loaded.host_bytes)
         return binding
@@ -126,7 +128,7 @@ def bind(
                 parameter.data = state.weight(entry)
     model.__dict__["_megatrain_host"] = host
     require_same_weights(host, ranks)
-    return Binding(blocks, host, host_limit, moments, runs, ranks)
+    return Binding(blocks, host, host_limit, moments, runs, ranks, sequence)
 
 
 def require_same_weights(host: HostState, ranks: Ranks | None) -> None:

@@ -71,14 +71,16 @@ class Engine:
         self.compiler = Compiler() if compiles else None
         self._settings = ExitStack()
         self._names = [name for name, _ in model.named_parameters()]
+        rows = self._settings.enter_context(binding.rows_shared(model, self.counts.swapped))
         self._model_forward = ModelForward(
             model,
             self.arrangement,
             self.meter,
+            rows,
             head_chunk_tokens=choice.head_chunk_tokens,
             micro_batch_size=micro_batch_size,
         )
-        self._steps = Steps(model, self._model_forward, self.arrangement, self.meter)
+        self._steps = Steps(model, self._model_forward, self.arrangement, self.meter, rows)
         self._optimizer: StreamedAdamW | None = None
         self._model_forward.override(self.compiler, self.sync, StreamedAdamW)
         self._settings.enter_context(chosen_kernels(model, lanes.device, repeats=deterministic))
@@ -141,7 +143,8 @@ class Engine:
 
         Args:
             micro_batches: Keyword arguments of the model's forward, `labels` included; one after the other.
-                Of several ranks each is given its own, of which they have equally many.
+                Of several ranks each is given its own, of which they have equally many. Ranks that share
+                out rows are given the same ones, whole.
             seeds: One seed of torch's generators per micro-batch, set before it; None: the generators go on.
 
         Returns:

@@ -38,6 +38,7 @@ class Moved(NamedTuple):
     drive_read_bytes: int
     drive_write_bytes: int
     chunked_tokens: int
+    swapped_bytes: int
 
     def since(self, earlier: Moved) -> Moved:
         """Return what was moved after `earlier`."""
@@ -163,6 +164,7 @@ class StepMeter:
             counts.drive_read_bytes + recalled,
             counts.drive_write_bytes + stowed,
             counts.chunked_tokens,
+            counts.swapped_bytes,
         )
 
     # -- the report ------------------------------------------------------------------------------------------

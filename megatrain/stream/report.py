@@ -42,6 +42,8 @@ class StepReport:
     """State and weights from the drives, asked for since the step before."""
     drive_write_bytes: int = 0
     """State to the drives, likewise; the commit of the step before is part of it."""
+    swapped_bytes: int = 0
+    """Given to the ranks that share out the same rows, and as many got from them."""
     seconds: float
     lane_seconds: Mapping[str, float]
     """How long each lane worked, by its name; waits do not count."""

@@ -104,6 +104,7 @@ def _count(
         "micro_batch_size": given.batch.micro_batch_size,
         "seq_len": given.batch.seq_len,
         "precision": given.precision.value,
+        "sequence": given.batch.sequence,
     }
     chunk = choice.given.get("head_chunk_tokens")
     return count_model(model, **{**shape, **changes}, head_chunk_tokens=chunk, device_type=device_type)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError, DataError
-from megatrain.model.head import Share, read_micro_batches
+from megatrain.model.head import Share, count_targets, read_micro_batches
+from megatrain.model.sequence.attention import SharedRows
+from megatrain.model.sequence.rows import cut_rows
 from megatrain.stream.failures import explained
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.model_forward import ModelForward
@@ -41,9 +43,15 @@ class Steps:
     """The steps of one engine."""
 
     def __init__(
-        self, model: PreTrainedModel, forward: ModelForward, arrangement: Arrangement, meter: StepMeter
+        self,
+        model: PreTrainedModel,
+        forward: ModelForward,
+        arrangement: Arrangement,
+        meter: StepMeter,
+        rows: SharedRows | None = None,
     ) -> None:
-        """Run steps of `model` through its `forward`."""
+        """Run steps of `model` through its `forward`; `rows` says who shares them out, None: nobody does."""
+        self._rows = rows
         self._model = model
         self._forward = forward
         self._arrangement = arrangement
@@ -71,6 +79,11 @@ class Steps:
             ConfigError: No loss, one that is no real number with a gradient, not one seed per loss, or a step
                 inside a step.
         """
+        if self._rows is not None and not self._rows.is_active:
+            raise ConfigError(
+                f"engine.run_losses calls the model on whole rows, but {self._rows.number} ranks share "
+                "them out (parallel.sequence); use engine.forward_backward, or parallel.sequence=1"
+            )
         if not losses:
             raise ConfigError("a step needs at least one micro-batch; the list is empty")
         if self._arrangement.rounds.in_step:
@@ -150,13 +163,18 @@ class Steps:
     def run_batches(self, micro_batches: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None) -> Tensor:
         """Run a step of the model's own loss; see `Engine.forward_backward`."""
         batches, counts = read_micro_batches(micro_batches)
+        rows = self._rows
+        if rows is not None:
+            batches = [cut_rows(batch, rows) for batch in batches]
+            counts = [*map(count_targets, batches)]
         ranks = self._arrangement.binding.ranks
         own = sum(counts)
         total = own if ranks is None else int(sum(ranks.gather(torch.tensor(own))))
         if total == 0:
             raise DataError("the step has no token to train on: every label is -100; check the data's labels")
         parts = zip(batches, (Share(total, count) for count in counts), strict=True)
-        losses = self.run([self._forward.loss_of(batch, share) for batch, share in parts], seeds, own)
+        with nullcontext() if rows is None else rows.active():
+            losses = self.run([self._forward.loss_of(batch, share) for batch, share in parts], seeds, own)
         if ranks is not None:  # those of all ranks, in the order of one
             losses = list(torch.cat(ranks.gather(torch.stack(losses))))
         return reduce(torch.add, losses)

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatrain.checkpoint.load import verify
 from megatrain.config import Config
+from megatrain.config.runs import num_places
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.store.nodes import INT8_OVER_NODES
@@ -37,10 +38,11 @@ def with_shards(config: Config, ranks: Ranks | None, meta: Mapping[str, Any] | N
     if shards is None and meta is not None:
         shards = meta["config"].get("parallel", {}).get("shards", 1)
     size = 1 if ranks is None else ranks.size
-    shards = shards or size
+    sequence = config.parallel.sequence
+    shards = shards or num_places(size, sequence)
     parallel = config.parallel.model_copy(update={"shards": shards})
     config = config.model_copy(update={"parallel": parallel})
-    config.batch.runs.shared_out(size)
+    config.batch.runs.shared_out(size, sequence)
     return config
 
 
@@ -66,11 +68,12 @@ def described(ranks: Ranks | None, shards: int | None) -> str:
     )
 
 
-def own_part(ranks: Ranks | None, count: int) -> slice:
-    """Return which of a step's `count` micro-batches are this rank's."""
+def own_part(ranks: Ranks | None, count: int, sequence: int = 1) -> slice:
+    """Return which of a step's `count` micro-batches are this rank's, and of its neighbours in `sequence`."""
     if ranks is None:
         return slice(None)
-    return slice(ranks.rank * count // ranks.size, (ranks.rank + 1) * count // ranks.size)
+    place, size = ranks.rank // sequence, num_places(ranks.size, sequence)
+    return slice(place * count // size, (place + 1) * count // size)
 
 
 def require_same_run(ranks: Ranks, config: Config, facts: Mapping[str, Any]) -> None:

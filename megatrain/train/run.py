@@ -194,7 +194,7 @@ class Run:
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Run this rank's part of a step up to its update; return the step's loss, and what else it shows."""
         if self.config.train.loss == "sft":
-            own = own_part(self.ranks, len(micro_batches))
+            own = own_part(self.ranks, len(micro_batches), self.config.parallel.sequence)
             return self.engine.forward_backward(micro_batches[own], seeds=seeds[own]), {}
         objective = Preference(self.config.preference)
         return objective.forward_backward(self.engine, micro_batches, seeds, self.ranks)

@@ -33,6 +33,7 @@ _LANES = {
     "write": Lane.WRITE,
     "caller": Lane.CALLER,
     "orders": Lane.CALLER,
+    "sequence": Lane.COMPUTE,
 }
 WAIT_S = 120.0
 
@@ -144,6 +145,11 @@ class ThreadRanks:
         """Return everybody's value."""
         return self._turns.together(self.rank, "caller", mine)
 
+    def neighbours(self, number: int) -> ThreadNeighbours:
+        """Return those who share out rows with this one."""
+        first = self.rank // number * number
+        return ThreadNeighbours(self._turns, self.rank, tuple(range(first, first + number)))
+
     def meet(self, lane: str = "caller") -> None:
         """Wait for everybody, or for those of the node."""
         first = self.node * self.local_size
@@ -172,6 +178,21 @@ class ThreadRanks:
         if own is not None:
             os.close(own)
         return file
+
+
+class ThreadNeighbours:
+    """What `Neighbours` is for processes, with a record of what they have swapped."""
+
+    def __init__(self, turns: Turns, rank: int, members: tuple[int, ...]) -> None:
+        self._turns, self._rank, self._members = turns, rank, members
+        self.number, self.index = len(members), members.index(rank)
+        self.swapped: list[tuple[int, ...]] = []
+
+    def swap(self, parts: Tensor) -> Tensor:
+        """Give every neighbour its part."""
+        self.swapped.append(tuple(parts.shape))
+        found = self._turns.together(self._rank, "sequence", parts.clone(), self._members)
+        return torch.stack([each[self.index] for each in found])
 
 
 class RankLanes(InlineLanes):

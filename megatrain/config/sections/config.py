@@ -300,6 +300,7 @@ class Config(Section):
             num_micro_batches=self.train.grad_accumulation,
             rows_each=rows_each,
             num_runs=self.parallel.shards or 1,
+            sequence=self.parallel.sequence,
         )
 
     @property

@@ -19,7 +19,12 @@ class ParallelConfig(Section):
     """Runs of a step: contiguous, equally long pieces of its `train.grad_accumulation` micro-batches; a power
     of two. Gradients add up in order inside a run, and the sums of runs by a balanced tree, so the result
     depends on this number, and not on who computes what. Each doubling keeps one more sum in fp32. null = one
-    per rank, or as many as the checkpoint was made with."""
+    per rank (of those that share out rows, one for all), or as many as the checkpoint was made with."""
+    sequence: Annotated[Count, AfterValidator(check_shards)] = 1
+    """Ranks that train the same micro-batches, each on its part of every row's tokens: for rows that are too
+    long for one. A power of two that divides the number of ranks, and the model's attention heads and heads
+    of keys and values: inside attention each rank has all tokens and a part of the heads. Results differ from
+    those of 1 by rounding alone."""
     timeout: Rate = 300.0
     """Seconds after which a rank that is silent, or keeps others waiting within a step, is taken for lost:
     all end, and one says which it was. While the first one reads, evaluates or saves the others wait as

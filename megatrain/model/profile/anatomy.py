@@ -13,7 +13,7 @@ from megatrain.layout.block_bytes import BlockBytes
 IDS_BYTES = 16
 """Of a token's id and label on the device."""
 POSITION_BYTES = 8
-"""Of a token's position, which packed rows bring with them."""
+"""Of a token's position, which packed rows bring with them, and those that are shared out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +31,8 @@ class Cost:
     """`moved_bytes` where a compiler joins them: `model.profile.fusion`."""
     num_kernels: int = 0
     """`num_operations` there."""
+    swapped_bytes: float = 0.0
+    """Given to the ranks that share out the same rows, and as many got from them."""
 
     def __add__(self, other: Cost) -> Cost:
         """Return the work of both."""
@@ -48,6 +50,7 @@ class Cost:
             num_operations=self.num_operations + factor * other.num_operations,
             fused_bytes=self.fused_bytes + factor * other.fused_bytes,
             num_kernels=self.num_kernels + factor * other.num_kernels,
+            swapped_bytes=self.swapped_bytes + factor * other.swapped_bytes,
         )
 
     def scaled(self, factor: float) -> Cost:
@@ -59,6 +62,7 @@ class Cost:
             num_operations=round(self.num_operations * factor),
             fused_bytes=self.fused_bytes * factor,
             num_kernels=round(self.num_kernels * factor),
+            swapped_bytes=self.swapped_bytes * factor,
         )
 
 
@@ -137,6 +141,7 @@ class Anatomy:
     micro_batch_size: int
     """Rows."""
     seq_len: int
+    """Tokens of a row, or of the part of it that one of several ranks has."""
     layers: tuple[Layer, ...]
     outer: tuple[Fragment, ...]
     """Embedding, final norm, head and small towers: in use during a whole pass."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -34,19 +34,22 @@ from transformers.utils import import_utils
 
 from megatrain.config.adaptation import Adaptation
 from megatrain.errors import ConfigError, MegatrainError, ModelError
-from megatrain.layout.block_bytes import aligned
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.adapters.adapt import adapt
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
-from megatrain.model.blocks import Block, find_blocks, group_layers
+from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.masks import LongAttentionError, long_masks_refused, refused, without_mask
-from megatrain.model.profile.anatomy import IDS_BYTES, POSITION_BYTES, Anatomy, Cost, Fragment, Layer
+from megatrain.model.profile.anatomy import IDS_BYTES, POSITION_BYTES, Anatomy, Cost, Layer
 from megatrain.model.profile.flops import ALL_EXPERTS, active_parameters, count_flops, counts_all_experts
+from megatrain.model.profile.fragments import fragment, kind_of_fragment, kind_of_outer, largest_run
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.passing import Traces, WholePass, WholePassTracer
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_layer
+from megatrain.model.sequence.attention import rows_shared
+from megatrain.model.sequence.check import refuse_config
+from megatrain.model.sequence.shards import Counted
 from megatrain.model.text_config import Built, build_language_model, num_parameters
 from megatrain.model.weights.skeleton import first_line, skeleton_of
 
@@ -71,6 +74,7 @@ def count_anatomy(
     device_type: str = "accelerator",
     adaptation: Adaptation | None = None,
     is_packed: bool = False,
+    sequence: int = 1,
 ) -> Anatomy:
     """Count what a model costs for one shape of micro-batch.
 
@@ -84,10 +88,12 @@ def count_anatomy(
         device_type: `cpu` or `accelerator`.
         adaptation: What of the model is trained, adapters among it; None: all of it.
         is_packed: Rows are of several documents, which positions keep apart: `sdpa` gets a mask then.
+        sequence: Ranks that share out the tokens of every row; what one of them computes is counted.
 
     Raises:
-        ModelError: The model cannot be built or streamed, or decides by values what it computes.
-        ConfigError: A shape or a precision that there is not.
+        ModelError: The model cannot be built or streamed, decides by values what it computes, or does not
+            compute the same where rows are shared out.
+        ConfigError: A shape or a precision that there is not, or heads that cannot be shared out.
     """
     counter = Counter.of(
         config,
@@ -98,6 +104,9 @@ def count_anatomy(
         adaptation=adaptation,
     )
     counter.is_packed = is_packed
+    if sequence > 1:
+        refuse_config(config, sequence)
+        counter.sequence = sequence
     return _count(counter, config.model_type, precision, head_chunk_tokens, device_type)
 
 
@@ -109,6 +118,7 @@ def count_model(
     precision: Literal["fp32", "bf16"],
     head_chunk_tokens: int | None = None,
     device_type: str = "accelerator",
+    sequence: int = 1,
 ) -> Anatomy:
     """Count what a model costs that exists, with its adapters and frozen parameters.
 
@@ -122,6 +132,7 @@ def count_model(
     try:
         built = Built(skeleton_of(model), "", num_params)
         counter = Counter(built, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
+        counter.sequence = sequence
         return _count(counter, model.config.model_type, precision, head_chunk_tokens, device_type)
     except MegatrainError:
         raise
@@ -139,22 +150,24 @@ def _count(
     """Count the model of a counter."""
     built, model = counter.built, counter.model
     micro_batch_size, seq_len = counter.shape
+    own_len, shares = -(-seq_len // counter.sequence), counter.sequence > 1
     flops = count_flops(model, counter.layers)
     num_active = active_parameters(model)
     num_own = num_parameters(model)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     whole = counter.run(head_chunk_tokens, device_type=device_type)
-    ids = (IDS_BYTES + POSITION_BYTES * counter.is_packed) * micro_batch_size * seq_len
+    per_token = IDS_BYTES + POSITION_BYTES * (counter.is_packed or shares) + IDS_BYTES // 2 * shares
+    ids = per_token * micro_batch_size * own_len  # with the labels that were shifted before they were cut
     return Anatomy(
         model_type=model_type,
         part=built.part,
         precision=precision,
         micro_batch_size=micro_batch_size,
-        seq_len=seq_len,
+        seq_len=own_len,
         layers=counter.describe(whole),
         outer=tuple(
-            _fragment(block, layout, _kind_of_outer(model, block), Cost())
+            fragment(block, layout, kind_of_outer(model, block), Cost())
             for block, layout in zip(counter.blocks, counter.layouts, strict=True)
             if block.module is None
         ),
@@ -228,12 +241,13 @@ class Counter:
         self.warnings = _leave_out_router_loss(self.model)
         self.shape = micro_batch_size, seq_len
         self.is_packed = False
+        self.sequence = 1
         self.blocks = find_blocks(self.model, fragments=True)
         self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
         self.groups = group_layers(self.blocks)
         """Blocks of each layer."""
         whole = lay_out_blocks(self.model, find_blocks(self.model), splits=precision == "bf16")
-        self.largest_runs = [_largest_run(layout) for layout in whole[: len(self.groups)]]
+        self.largest_runs = [largest_run(layout) for layout in whole[: len(self.groups)]]
         """Of each layer that streams as one block."""
         self.layers = [
             module for group in self.groups if (module := self.blocks[group[0]].module) is not None
@@ -302,7 +316,19 @@ class Counter:
                     return {policy: trace_layer(call, fakes, policy, meter) for policy in policies}
 
                 tracer = WholePassTracer(self.model, self.layers, outer, meter, head_chunk_tokens, trace)
-                return tracer.run(*self.shape, is_packed=self.is_packed)
+                rows, seq_len = self.shape
+                with self.rows_shared(meter.swapped):
+                    own_len = -(-seq_len // self.sequence)
+                    return tracer.run(rows, own_len, is_packed=self.is_packed, shares=self.sequence > 1)
+
+    @contextmanager
+    def rows_shared(self, note: Callable[[int], object] = lambda _: None) -> Iterator[None]:
+        """Let the model compute what one of the ranks that share out its rows does, if any do."""
+        if self.sequence == 1:
+            yield
+            return
+        with rows_shared(self.model, Counted(self.sequence), note) as rows, rows.active():
+            yield
 
     def _fake(self, number: int) -> FakeBlock:
         return FakeBlock(self.blocks[number], self.layouts[number])
@@ -316,7 +342,7 @@ class Counter:
         costs = traces["keep"].forward
         keep = traces["keep"]
         fragments = tuple(
-            _fragment(self.blocks[n], self.layouts[n], _kind_of_fragment(self.blocks[n]), cost)
+            fragment(self.blocks[n], self.layouts[n], kind_of_fragment(self.blocks[n]), cost)
             for n, cost in zip(group, costs, strict=True)
         )
         every = dict(traces) | {policy: traces[source] for policy, source in _AFTER.items()}
@@ -338,46 +364,6 @@ class Counter:
             made_bytes=(keep.backward_made_bytes, keep.fragment_made_bytes),
             rerun_peak_bytes=traces["recompute"].forward_peak_bytes - traces["recompute"].saved_bytes,
         )
-
-
-def _fragment(block: Block, layout: BlockLayout, kind: str, forward: Cost) -> Fragment:
-    return Fragment(
-        name=block.name,
-        kind=kind,
-        num_params=layout.num_parameters,
-        sizes=layout.sizes,
-        largest_run=_largest_run(layout),
-        forward=forward,
-        may_stream=block.caller is not None,
-        is_behind=block.is_behind,
-    )
-
-
-def _largest_run(layout: BlockLayout) -> int:
-    """Count the elements of the longest run of trained entries with one rule of weight decay."""
-    largest = run = 0
-    last: tuple[bool, torch.dtype] | None = None
-    for entry in layout.trained:
-        kind = len(entry.shape) >= 2 and not entry.name.endswith("bias"), entry.dtype
-        run = (run if kind == last else 0) + aligned(entry.numel)
-        largest, last = max(largest, run), kind
-    return largest
-
-
-def _kind_of_fragment(block: Block) -> str:
-    if not block.entries:
-        return "layer"
-    names = block.name.rsplit(".", 1)[-1].lower()
-    if any(len(shape) >= 3 for shape in (p.shape for p in block.parameters.values())):
-        return "experts"
-    return "attention" if "att" in names or "mixer" in names else "mlp"
-
-
-def _kind_of_outer(model: PreTrainedModel, block: Block) -> str:
-    modules = [site.module for site in block.sites]
-    if model.get_input_embeddings() in modules:
-        return "embedding"
-    return "head" if model.get_output_embeddings() in modules else "other"
 
 
 def _checkpoint_bytes(layouts: Sequence[BlockLayout], *, leaves_base: bool) -> int:

@@ -62,6 +62,11 @@ class Meter(TorchDispatchMode):
         if not self.is_paused:
             self.cost += Cost(fused_bytes=self._fusion.write_all(tensors))
 
+    def swapped(self, nbytes: int) -> None:
+        """Take note of bytes that go to other ranks."""
+        if not self.is_paused:
+            self.cost += Cost(swapped_bytes=nbytes)
+
     def settle(self, *, ages: bool = True) -> int:
         """Return the bytes that are alive now, and let the peaks begin anew from there.
 

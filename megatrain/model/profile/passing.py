@@ -104,8 +104,10 @@ class WholePassTracer:
         self._head_mark: object = None
         self.result = WholePass()
 
-    def run(self, micro_batch_size: int, seq_len: int, *, is_packed: bool = False) -> WholePass:
-        """Pass a micro-batch of full rows, of one document each or packed."""
+    def run(
+        self, micro_batch_size: int, seq_len: int, *, is_packed: bool = False, shares: bool = False
+    ) -> WholePass:
+        """Pass a micro-batch of full rows, of one document each or packed; `shares`: of parts of rows."""
         meter, result = self._meter, self.result
         head = Head(self._model, self._chunk_tokens, lambda: self._stream_again)
         head._adds_up = True
@@ -116,12 +118,12 @@ class WholePassTracer:
             batch = {"input_ids": ids, "labels": ids, "return_dict": True}
             if num_labels < num_tokens:
                 batch["labels"] = batch["shift_labels"] = torch.zeros((1, num_labels), dtype=torch.int64)
-            if is_packed:
+            if is_packed or shares:
                 # no mask is made of them beside a cache, so `ModelForward` gives none
                 batch |= {"position_ids": torch.zeros_like(ids), "use_cache": False}
         meter.settle()
         self._stream_block()
-        packed = _documents_told_apart() if is_packed else nullcontext()
+        packed = _documents(are_packed=is_packed) if is_packed or shares else nullcontext()
         with packed, self._stubs(), self._head_watched(), head.over(share := Share(num_tokens, num_tokens)):
             inner = type(self._model).forward.__get__(self._model)
             chunked = head.in_chunks((), batch)
@@ -244,10 +246,12 @@ class WholePassTracer:
         result.head_gradient_bytes = left
 
 
-def _documents_told_apart() -> AbstractContextManager[object]:
-    """Let transformers mask packed rows without reading positions, which fake ones do not have."""
+def _documents(*, are_packed: bool) -> AbstractContextManager[object]:
+    """Let transformers mask packed rows, and no others, without reading positions that fake ones lack."""
 
-    def indices(position_ids: Tensor) -> Tensor:
+    def indices(position_ids: Tensor) -> Tensor | None:
+        if not are_packed:
+            return None
         return position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1).ne(1).cumsum(-1)
 
     return mock.patch.object(masking_utils, "find_packed_sequence_indices", indices)

@@ -54,6 +54,7 @@ def time_layers(
     precision: Literal["fp32", "bf16"],
     attn_implementation: str | None = None,
     adaptation: Adaptation | None = None,
+    sequence: int = 1,
 ) -> list[LayerSeconds]:
     """Run a layer of every kind on the CPU, with torch's threads of now; one layer's memory is taken.
 
@@ -66,6 +67,7 @@ def time_layers(
         precision: How weights are kept.
         attn_implementation: As in transformers; None takes its default.
         adaptation: What of the model is trained; None: all of it.
+        sequence: As in `count_anatomy`; what ranks wait for each other is not in the times.
 
     Raises:
         ModelError: As `count_anatomy`.
@@ -78,6 +80,7 @@ def time_layers(
         attn_implementation=attn_implementation,
         adaptation=adaptation,
     )
+    counter.sequence = sequence
     whole = counter.run(None, device_type="cpu", policies=("keep",))
     found = []
     with torch.random.fork_rng(devices=[]):
@@ -89,7 +92,8 @@ def time_layers(
             ]
             for block in blocks:
                 block.draw(generator)
-            forward_s, backward_s = _time_layer(_as_real(call, generator), blocks)
+            with counter.rows_shared():
+                forward_s, backward_s = _time_layer(_as_real(call, generator), blocks)
             numbers = tuple(number for number, other in enumerate(whole.kinds) if other == kind)
             found.append(LayerSeconds(forward_s, backward_s, numbers))
     return found

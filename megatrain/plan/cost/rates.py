@@ -89,9 +89,9 @@ class Rates:
             + self.device_pass_s(cost.fused_bytes if is_fused else cost.moved_bytes)
         )
         launches = self.spec.launches_per_s
-        if launches is None:
-            return computed_s
-        return max(computed_s, (cost.num_kernels if is_fused else cost.num_operations) / launches)
+        if launches is not None:
+            computed_s = max(computed_s, (cost.num_kernels if is_fused else cost.num_operations) / launches)
+        return computed_s + (self.swap_s(cost.swapped_bytes) if cost.swapped_bytes else 0.0)
 
     def _attention_rate(self, rates: Mapping[str, float]) -> float:
         return rates.get(f"{self.precision}:{self.head_dim}", rates[self.precision])
@@ -99,6 +99,14 @@ class Rates:
     def device_pass_s(self, nbytes: float) -> float:
         """Return the seconds in which the device reads or writes so many bytes of its own memory."""
         return nbytes / self.spec.device_bytes_per_s
+
+    def swap_s(self, nbytes: float) -> float:
+        """Return the seconds in which ranks that share out rows give each other so many bytes."""
+        if self.spec.peer_bytes_per_s is not None:
+            return nbytes / self.spec.peer_bytes_per_s
+        if self.spec.is_cpu:  # written, and read by the one who gets it
+            return self.device_pass_s(2 * nbytes)
+        return self.offload_s(nbytes) + self.fetch_s(nbytes)
 
     def fetch_s(self, nbytes: float) -> float:
         """Return the seconds of a copy to the device, alone on the link."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatrain.config.choice import Choice
+from megatrain.config.choice import Activations, Choice
 from megatrain.config.plan import Plan, Pool
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.program.operations import Kind
@@ -101,7 +101,19 @@ def _bytes(step: Step) -> dict[str, int]:
         "gathered": moved(Kind.GATHER),
         "exchanged": moved(Kind.EXCHANGE),
         "spread": moved(Kind.SPREAD),
+        "swapped": round(_swapped(step)),
     }
+
+
+def _swapped(step: Step) -> float:
+    """Return the bytes that ranks that share out rows give each other in a step."""
+    policies = [Activations(policy) for policy in step.choice.activations]
+    after = [*policies[1:], None]
+    return step.batch.num_micro_batches * sum(
+        layer.forward.swapped_bytes * (1 + policy.is_recomputed + (then is Activations.DROP_BOUNDARY))
+        + layer.backward.swapped_bytes
+        for layer, policy, then in zip(step.anatomy.layers, policies, after, strict=True)
+    )
 
 
 def _problem(request: Request, choice: Choice) -> str:

@@ -21,6 +21,12 @@ class RandomState:
         self._cpu = _cpu_state()
         self._own = None if device.type == "cpu" else random_state(device)
 
+    def is_same(self, other: RandomState) -> bool:
+        """Whether nothing was drawn in between."""
+        if self._own is not None and other._own is not None and not torch.equal(self._own, other._own):
+            return False
+        return torch.equal(self._cpu, other._cpu)
+
     def restore(self) -> None:
         """Set the generators to this state."""
         _set_cpu_state(self._cpu)

@@ -327,3 +327,9 @@ class Counts:
         """State and gradients to the drives, commits included."""
         self.chunked_tokens = 0
         """Tokens that have passed the head in chunks, and pass it again in the backward."""
+        self.swapped_bytes = 0
+        """Given to the ranks that share out the same rows, and as many got from them."""
+
+    def swapped(self, nbytes: int) -> None:
+        """Take note of bytes that were given to them."""
+        self.swapped_bytes += nbytes

@@ -2,7 +2,9 @@
 
 Every rank sends each other one its part of the rank's own fp32 sum. The owner adds the parts by a balanced
 tree in the order of ranks, which is the upper part of the tree of `Runs`: so the sum has the same bits for
-every number of ranks. Norms are made of one sum of squares per chunk of `CUT_NUMEL` elements.
+every number of ranks. Where ranks share out rows, the tree is over the runs of each shard first and over the
+shards then, so that it has these bits for every number of ranks that have the same shards. Norms are made of
+one sum of squares per chunk of `CUT_NUMEL` elements.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.ownership import CUT_NUMEL, Share, shares
+from megatrain.model.sequence.shards import Shards
 from megatrain.optim.pool import default_pool
 from megatrain.optim.sums import squares_of_chunks
 from megatrain.store.state import HostState
@@ -41,6 +44,9 @@ class Ranks(Protocol):
     def gather_values(self, mine: Any) -> list[Any]:
         """Return everybody's plain JSON value."""
 
+    def neighbours(self, number: int) -> Shards:
+        """Return this rank and those beside it that share out rows."""
+
     def meet(self, lane: str = "caller") -> None:
         """Wait until every rank, or, in lane `spread`, every rank of the node, has come here."""
 
@@ -54,9 +60,11 @@ class Ranks(Protocol):
 class SharedGradients:
     """What one rank adds up, and keeps, of a step's gradients."""
 
-    def __init__(self, ranks: Ranks, layouts: Sequence[BlockLayout]) -> None:
-        """Cut every block's state among the ranks."""
+    def __init__(self, ranks: Ranks, layouts: Sequence[BlockLayout], sequence: int = 1) -> None:
+        """Cut every block's state among the ranks, of which each `sequence` neighbours share out rows."""
         self.ranks = ranks
+        self._order = [rank for shard in range(sequence) for rank in range(shard, ranks.size, sequence)]
+        """Of ranks, as their sums are the leaves of a tree."""
         self._layouts = layouts
         self._cuts = [shares(layout.sizes, n, ranks.size) for n, layout in enumerate(layouts)]
         self.shares: list[Share] = [cut[ranks.rank] for cut in self._cuts]
@@ -84,7 +92,7 @@ class SharedGradients:
             parts = self.ranks.exchange(part, [len(own) for own in ranges])
             own = ranges[rank]
             if own:
-                sums[own.start : own.stop].copy_(_tree(parts))
+                sums[own.start : own.stop].copy_(_tree(parts, self._order))
         flags = torch.tensor([entry.name in present for entry in layout.trained], dtype=torch.uint8)
         found = torch.stack(self.ranks.gather(flags, "exchange")).any(dim=0).tolist()
         present |= {entry.name for entry, is_there in zip(layout.trained, found, strict=True) if is_there}
@@ -161,11 +169,11 @@ def _num_chunks(layout: BlockLayout) -> tuple[int, int]:
     return -(-split // CUT_NUMEL), -(-full // CUT_NUMEL)
 
 
-def _tree(parts: Tensor) -> Tensor:
-    """Add up the rows of a (2^n, m) tensor by a balanced tree, in place; return the sum."""
+def _tree(parts: Tensor, order: Sequence[int]) -> Tensor:
+    """Add up the rows of a (2^n, m) tensor by a balanced tree in some order, in place; return the sum."""
     step = 1
-    while step < len(parts):
-        for row in range(0, len(parts), 2 * step):
-            parts[row].add_(parts[row + step])
+    while step < len(order):
+        for place in range(0, len(order), 2 * step):
+            parts[order[place]].add_(parts[order[place + step]])
         step *= 2
-    return parts[0]
+    return parts[order[0]]

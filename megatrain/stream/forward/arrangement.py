@@ -98,7 +98,9 @@ class Arrangement:
         """Room for saved activations on the drives, if there are any."""
         self.parking = ScratchFiles(directories, rank=rank) if directories else None
         """And for gradients that wait for the norm."""
-        self.shared = None if binding.ranks is None else SharedGradients(binding.ranks, self.host.layouts)
+        self.shared = None
+        if binding.ranks is not None:
+            self.shared = SharedGradients(binding.ranks, self.host.layouts, binding.sequence)
         """What this rank keeps of the gradients; None: it is alone."""
         self._arrange(choice)
 

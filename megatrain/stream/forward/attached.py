@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import Block, group_layers, outer_of
+from megatrain.model.sequence.attention import SharedRows, rows_shared
 from megatrain.store.state import HostState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
@@ -22,6 +24,9 @@ from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.forward.stream_weights import Place
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,8 @@ class Binding:
     """Of a step: how many there always are, and how long memory was planned for."""
     ranks: Ranks | None = None
     """Those that train together and keep one state; None: there is one."""
+    sequence: int = 1
+    """Neighbours among them that share out the tokens of every row."""
 
     def check(self) -> None:
         """Refuse to go on with parameters that are no views of the host state any more.
@@ -53,6 +60,17 @@ class Binding:
                         f"parameter {entry.name} was moved or cast after the engine was attached; call "
                         "engine.detach(), change the model, and attach again"
                     )
+
+    @contextmanager
+    def rows_shared(
+        self, model: PreTrainedModel, note: Callable[[int], object]
+    ) -> Iterator[SharedRows | None]:
+        """Let ranks share out rows, as `megatrain.model.sequence.attention.rows_shared`; None: none does."""
+        if self.ranks is None or self.sequence == 1:
+            yield None
+            return
+        with rows_shared(model, self.ranks.neighbours(self.sequence), note) as rows:
+            yield rows
 
 
 class AttachedBlock:

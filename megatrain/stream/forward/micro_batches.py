@@ -27,22 +27,28 @@ class MicroBatchSize(NamedTuple):
     """A micro-batch's size. Tensors are 0-dim: nobody waits for the device to know them."""
 
     row_tokens: int
+    """Of whole rows."""
     positions: int
     """Tokens, padding too."""
     present: int | Tensor
     """Tokens that are no padding."""
 
     @classmethod
-    def of(cls, named: Mapping[str, Any]) -> MicroBatchSize | None:
-        """Read the arguments of a forward; None if they hold no tokens."""
+    def of(cls, named: Mapping[str, Any], parts: int = 1) -> MicroBatchSize | None:
+        """Read the arguments of a forward; None if they hold no tokens.
+
+        Args:
+            named: What the forward is given.
+            parts: In which rows are shared out; these are one of each.
+        """
         ids, embeds = named.get("input_ids"), named.get("inputs_embeds")
         shape = ids.shape if ids is not None else None if embeds is None else embeds.shape[:-1]
         if not shape:
             return None
         mask = named.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == shape:
-            return cls(shape[-1], shape.numel(), mask.sum())
-        return cls(shape[-1], shape.numel(), shape.numel())
+            return cls(shape[-1] * parts, shape.numel(), mask.sum())
+        return cls(shape[-1] * parts, shape.numel(), shape.numel())
 
 
 def split_batch(named: Mapping[str, Any] | None, rows: int) -> list[dict[str, Any]] | None:

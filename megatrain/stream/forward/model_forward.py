@@ -21,6 +21,7 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
 from megatrain.model.head import Head, RowSums, Share, count_targets
 from megatrain.model.masks import refuse_given_masks
+from megatrain.model.sequence.attention import SharedRows
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.compiled import Compiler
@@ -73,6 +74,7 @@ class ModelForward:
         model: PreTrainedModel,
         arrangement: Arrangement,
         watcher: PassWatcher,
+        rows: SharedRows | None = None,
         *,
         head_chunk_tokens: int | None = None,
         micro_batch_size: int | None = None,
@@ -83,6 +85,7 @@ class ModelForward:
             model: Whose passes these are.
             arrangement: The parts that stream its blocks.
             watcher: Measures the steps.
+            rows: Those of a step that ranks share out; None: each has whole ones.
             head_chunk_tokens: Of the head and the loss.
             micro_batch_size: Rows of a micro-batch into which a larger batch of `model(**batch)` is split;
                 None: never.
@@ -92,6 +95,7 @@ class ModelForward:
         self._device = arrangement.lanes.device
         self._arrangement = arrangement
         self._watcher = watcher
+        self._rows = rows
         self._micro_batch_size = micro_batch_size
         self._pass: Pass | None = None
         self._part_of: Pass | None = None
@@ -303,7 +307,7 @@ class ModelForward:
             if pieces is not None:
                 return self._enter_pieces(inner, pieces)
         named = {"input_ids": args[0], **kwargs} if args else kwargs
-        batch = MicroBatchSize.of(named)
+        batch = MicroBatchSize.of(named, 1 if self._rows is None else self._rows.parts)
         if torch.is_grad_enabled():
             if not is_causal_lm:
                 self._overrides.require_own_forward()

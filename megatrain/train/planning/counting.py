@@ -128,6 +128,7 @@ def shape_of(
         "device_type": device_type,
         **({} if config.adaptation is None else {"adaptation": config.adaptation}),
         **({"is_packed": True} if is_packed else {}),
+        **({"sequence": config.parallel.sequence} if config.parallel.sequence > 1 else {}),
         **changes,
     }
 

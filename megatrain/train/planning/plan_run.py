@@ -322,7 +322,7 @@ def _deterministic_note(request: Request) -> str:
     assert spec.multiprocessors is not None
     share = spec.flash2_share * filled_share(spec.multiprocessors, request.heads)
     copies = copies_of_gradient(spec.multiprocessors, request.heads)
-    nbytes = 4 * copies * anatomy.tokens * anatomy.num_heads * anatomy.head_dim
+    nbytes = 4 * copies * anatomy.tokens * request.batch.sequence * anatomy.num_heads * anatomy.head_dim
     return (
         f"train.deterministic=true: attention's forward at {spec.flash2_share:.0%} and its backward at "
         f"{share:.0%} of their rates are in these times; {copies} copies of a gradient, {nbytes / GIB:.2f} "

@@ -77,10 +77,11 @@ def _time(spec: HardwareSpec, anatomy: Anatomy, model_config: PretrainedConfig, 
     timed = time_layers(
         model_config,
         micro_batch_size=anatomy.micro_batch_size,
-        seq_len=anatomy.seq_len,
+        seq_len=config.batch.seq_len,
         precision=config.train.precision,
         attn_implementation=config.model.attn_implementation,
         adaptation=config.adaptation,
+        sequence=config.batch.sequence,
     )
     return Measured.of_layers(rates, anatomy, timed)
 
