@@ -35,7 +35,7 @@ _LANES = {
     "orders": Lane.CALLER,
     "sequence": Lane.COMPUTE,
 }
-WAIT_S = 120.0
+WAIT_S = 900.0
 
 
 class Turns:
