@@ -39,6 +39,7 @@ STEPS: dict[str, Step] = {
     "parity": Step("correctness", 110, 60, f"{_FIRST}:parity_rows"),
     "races": Step("correctness", 60, 30, f"{_FIRST}:two_races"),
     "attention": Step("correctness", 60, 25, f"{_FIRST}:default_attention"),
+    "ranks": Step("correctness", 150, 70, "benchmarks.gpu.ranks:ranks"),
     "shape": Step("speed", 260, 180, f"{_FIRST}:cell_shape"),
 }
 """In the order in which a failure explains those after it."""

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.gpu import ranks
 from benchmarks.gpu.first import first_cases
+from benchmarks.gpu.run import Record
 from benchmarks.gpu_first import STEPS, table
 from tests.host_device import build
 
@@ -74,6 +77,7 @@ def test_the_whole_runs_on_the_test_device(tmp_path: Path) -> None:
     assert {result["status"] for result in steps.values()} == {"ok"}
     assert steps["parity"]["num_bitwise"] == steps["parity"]["num_cases"] == 8
     assert [row["is_locked"] for row in steps["locking"]["locks"]] == [True] * 3
+    assert [run["gathers"] for run in steps["ranks"]["runs"] if run["is_bitwise"]] == [False, True]
     runs = steps["shape"]["runs"]
     assert [run["label"] for run in runs] == ["compile off", "compile on"]
     assert runs[0]["num_graphs"] == 0 < runs[1]["num_graphs"]
@@ -106,6 +110,19 @@ def test_the_parity_cases_have_every_kind_of_activations_in_both_precisions() ->
     assert {case["precision"] for case in cases} == {"fp32", "bf16"}
     assert len({str(case["activations"]) for case in cases}) == 6
     assert {case["family"] for case in cases} == {"llama_tied", "gemma2", "mixtral", "gpt2"}
+
+
+def test_ranks_are_skipped_with_a_sentence_where_there_is_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "device_of", lambda is_dry: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    record = Record(tmp_path / "ranks.json")
+    ranks.ranks(record, False)
+    assert record.values["gist"] == (
+        "skipped: ranks have a device each, and there is one; run it where there are two"
+    )
+    assert "runs" not in record.values
 
 
 def test_a_failed_step_is_a_line_with_its_first_error_and_how_far_it_came() -> None:

@@ -32,7 +32,7 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
     from megatrain.checkpoint.load import find
     from megatrain.config.runs import check_shards, num_places
     from megatrain.distributed.launch import Ended, run_ranks
-    from megatrain.hardware.accelerators import accelerator
+    from megatrain.hardware.accelerators import check_count
     from megatrain.train.records.directory import RunDirectory
     from megatrain.train.records.events import record_ranks
 
@@ -42,11 +42,7 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
         check_shards(ranks)
     except ValueError as error:
         raise ConfigError(f"--ranks is {ranks}; {error}") from None
-    if config.train.device != "cpu" and (config.train.device != "auto" or accelerator() is not None):
-        raise ConfigError(
-            f"--ranks is {ranks} and train.device is {config.train.device}: several ranks run on the CPU so "
-            "far; use train.device=cpu"
-        )
+    check_count(config.train.device, ranks)
     sequence = config.parallel.sequence
     shards = config.parallel.shards or num_places(ranks, sequence)
     directory = RunDirectory(Path(config.out))
@@ -76,13 +72,14 @@ def join_ranks(config: Config, progress: Callable[[str], object]) -> Ranks | Non
         progress: Said what is being done so far.
 
     Raises:
-        ConfigError: As `Ranks`.
+        ConfigError: As `join`.
     """
     from megatrain.distributed.launch import join
 
     shards, sequence = config.parallel.shards, config.parallel.sequence
     most = None if shards is None else shards * sequence
-    joined = join(os.environ, config.parallel.timeout, most, _log.warning)
+    device = config.train.device
+    joined = join(os.environ, config.parallel.timeout, most, _log.warning, device=device)
     if joined is not None and joined.rank > 0:
         logging.disable(logging.WARNING)
         progress("")

@@ -23,6 +23,7 @@ from uuid import uuid4
 
 from megatrain.distributed.watch import watch_idly
 from megatrain.errors import ConfigError, RankError, TornStateError
+from megatrain.hardware.accelerators import VENDORS, check_count
 
 if TYPE_CHECKING:
     from megatrain.distributed.ranks import Ranks
@@ -204,21 +205,28 @@ def _power_of_two(most: int) -> int:
 
 
 def join(
-    environment: Mapping[str, str], timeout_s: float, shards: int | None, say: Callable[[str], object]
+    environment: Mapping[str, str],
+    timeout_s: float,
+    shards: int | None,
+    say: Callable[[str], object],
+    *,
+    device: str = "cpu",
 ) -> Ranks | None:
     """Join the processes that torchrun has started; None: this one was not, or it is alone.
 
-    The cores of the machine are shared out, so that ranks do not wait for each other's threads. A process
-    that is not needed stays until the others have ended: its node can take part after a restart.
+    The cores of the machine are shared out, so that ranks do not wait for each other's threads. Its
+    accelerators are too, one for each rank, which becomes the current one. A process that is not needed stays
+    until the others have ended: its node can take part after a restart.
 
     Args:
         environment: Of this process, in which torchrun has told it who it is.
         timeout_s: As in `Ranks`.
         shards: As in `Places.of`.
         say: Is told once which processes are not needed.
+        device: Where the run computes, by `train.device`.
 
     Raises:
-        ConfigError: As `Places.of` and `Ranks`.
+        ConfigError: As `Places.of` and `Ranks`, or there are too few accelerators.
         RankError: This process was not needed, and the others were lost.
         SystemExit: It was not needed, and the others have ended.
     """
@@ -251,8 +259,30 @@ def join(
         watch_idly(store, timeout_s)
         raise SystemExit(0)
     share_cores(local_rank, places.local_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=places.size, timeout=timeout)
+    backend = own_backend(device, local_rank, places.local_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=places.size, timeout=timeout)
     return Ranks(store, timeout_s, local_size=places.local_size)
+
+
+def own_backend(device: str, rank: int, num_ranks: int) -> str:
+    """Make this rank's accelerator the current one; return the backend for its tensors and the host's.
+
+    Args:
+        device: As in `join`.
+        rank: Of those on this computer.
+        num_ranks: On this computer.
+
+    Raises:
+        ConfigError: There are too few accelerators.
+    """
+    import torch
+
+    kind = check_count(device, num_ranks)
+    if kind is None:
+        return "cpu:gloo"
+    torch.accelerator.set_device_index(rank)
+    collectives = VENDORS[kind].collectives
+    return "cpu:gloo" if collectives is None else f"cpu:gloo,{kind}:{collectives}"
 
 
 def share_cores(rank: int, num_ranks: int) -> None:

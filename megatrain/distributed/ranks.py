@@ -24,8 +24,8 @@ from megatrain.distributed.watch import Watch
 from megatrain.errors import ConfigError
 
 _LANES = ("exchange", "norm", "read", "write", "caller", "orders")
-"""What goes on at the same time has a group of its own: the calls of one group keep one order. `spread` has
-two more: of the ranks of a node, and of those that have one place on all nodes."""
+"""What goes on at the same time has a group of its own: the calls of one group keep one order. `gather` has
+one of the ranks of a node; `spread` too, and another one of those that have one place on all nodes."""
 
 _PATIENCE = timedelta(days=30)
 """How long Gloo waits. The watch knows sooner, and knows of a rank that evaluates or saves that it lives."""
@@ -55,6 +55,8 @@ class Ranks:
             ConfigError: They are no power of two, or the nodes are not as said.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.gathers = False
+        """Each fetches a piece of every block's weights, and they gather them; see `parallel.gather`."""
         if self.size.bit_count() != 1:
             raise ConfigError(f"{self.size} ranks train together; use a power of two: 1, 2, 4, 8, ...")
         self.watch = Watch(store.clone(), self.rank, self.size, timeout_s)
@@ -82,6 +84,7 @@ class Ranks:
         inside = [[*numbers[first : first + self.local_size]] for first in numbers[:: self.local_size]]
         across = [[*numbers[place :: self.local_size]] for place in range(self.local_size)]
         with self.watch.waiting("caller"):
+            self._groups["gather"], _ = dist.new_subgroups_by_enumeration(inside, timeout=_PATIENCE)
             self._groups["spread"], _ = dist.new_subgroups_by_enumeration(inside, timeout=_PATIENCE)
             self._across, _ = dist.new_subgroups_by_enumeration(across, timeout=_PATIENCE)
 
@@ -104,9 +107,10 @@ class Ranks:
             (size, counts[rank]) parts, in the order of ranks.
         """
         own = counts[self.rank]
-        parts = torch.empty(self.size * own, dtype=mine.dtype, device=mine.device)
-        self._do("exchange", dist.all_to_all_single, parts, mine, [own] * self.size, list(counts))
-        return parts.view(self.size, own)
+        sent = self._within_reach(mine, "exchange")
+        parts = torch.empty(self.size * own, dtype=mine.dtype, device=sent.device)
+        self._do("exchange", dist.all_to_all_single, parts, sent, [own] * self.size, list(counts))
+        return parts.view(self.size, own).to(mine.device)
 
     def neighbours(self, number: int) -> Neighbours:
         """Return this rank and those beside it that share out rows: each `number` ranks, in their order."""
@@ -122,10 +126,29 @@ class Ranks:
         return found
 
     def gather(self, mine: Tensor, lane: str = "caller") -> list[Tensor]:
-        """Return everybody's tensor, in the order of ranks; they are equally long."""
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._do(lane, dist.all_gather, found, mine)
-        return found
+        """Return the tensors of all in a lane's group, in the order of ranks; they are equally long."""
+        sent = self._within_reach(mine, lane)
+        found = [torch.empty_like(sent) for _ in range(dist.get_world_size(self._groups[lane]))]
+        self._do(lane, dist.all_gather, found, sent)
+        return [each.to(mine.device) for each in found]
+
+    def gather_pieces(self, whole: Tensor) -> None:
+        """Make a flat tensor whole, of whose equal pieces each rank of the node has brought its own.
+
+        Args:
+            whole: (local_size * N,) of any dtype; this rank's N are in their place.
+        """
+        own = whole.numel() // self.local_size
+        sent = self._within_reach(whole[self.local_rank * own : (self.local_rank + 1) * own], "gather")
+        found = whole if sent.device == whole.device else torch.empty_like(whole, device=sent.device)
+        self._do("gather", dist.all_gather_into_tensor, found, sent)
+        if found is not whole:
+            whole.copy_(found)
+
+    def _within_reach(self, tensor: Tensor, lane: str) -> Tensor:
+        """Return a tensor where a lane's group can send it from: itself, or a copy on the host."""
+        kinds = {device.type for device in self._groups[lane]._device_types}
+        return tensor if tensor.device.type in kinds else tensor.cpu()
 
     def gather_values(self, mine: Any, lane: str = "caller") -> list[Any]:
         """Return everybody's plain JSON value, in the order of ranks."""
@@ -142,7 +165,7 @@ class Ranks:
 
     def meet(self, lane: str = "caller") -> None:
         """Wait until every rank has come here; in lane `spread`, every one of the node."""
-        self._do(lane, dist.barrier)
+        self.gather(torch.zeros(1, dtype=torch.uint8), lane)  # a barrier would be the device's
 
     def _do(self, lane: str, collective: Callable[..., Any], *arguments: Any) -> None:
         """Do a collective of Gloo among the ranks of a lane.

@@ -37,6 +37,7 @@ _GONE_S = 1.0
 """How long a process may take to end after it has closed its connections."""
 
 _WAITS = {
+    "gather": "weights that ranks gather",
     "exchange": "an exchange of gradients",
     "norm": "the norm of the gradient",
     "spread": "the spread of new weights",

@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,11 @@ class Vendor:
     the same in every run; the first is set where there is none."""
     repeats: Callable[[], AbstractContextManager[object]] = nullcontext
     """Holds what torch's own switch for deterministic algorithms leaves open."""
+    collectives: str | None = None
+    """Backend of torch.distributed that sends tensors from device to device; None: they pass through the
+    host."""
+    reach_each_other: Callable[[int], bool] = lambda count: False
+    """Whether each of the first `count` devices can copy from the memory of every other one."""
     triton: Mapping[str, bool] | None = None
     """What Triton's compiler is told so that kernels compute as IEEE says; None: none of ours run there."""
 
@@ -72,6 +78,15 @@ def _cuda_capability(device: torch.device) -> tuple[int, int] | None:
     return None if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
+def _cuda_reach_each_other(count: int) -> bool:
+    import torch
+
+    pairs = permutations(range(count), 2)
+    return count <= torch.cuda.device_count() and all(
+        torch.cuda.can_device_access_peer(*pair) for pair in pairs
+    )
+
+
 @contextmanager
 def _cuda_repeats() -> Iterator[None]:
     """Let cuDNN choose a convolution by its shape, and not by which of them was the fastest just now."""
@@ -97,9 +112,11 @@ VENDORS: dict[str, Vendor] = {
             "FLASH_ATTENTION_DETERMINISTIC": ("1",),
         },
         repeats=_cuda_repeats,
+        collectives="nccl",
+        reach_each_other=_cuda_reach_each_other,
         triton={"enable_fp_fusion": False},
     ),
-    "xpu": Vendor(title="XPU"),
+    "xpu": Vendor(title="XPU", collectives="xccl"),
 }
 """By torch's name for the kind of device. ROCm calls itself `cuda`. Tests add the device that they bring."""
 
@@ -138,6 +155,39 @@ def check_accelerator(name: str) -> torch.device:
     if not index.isdigit() or int(index) >= count:
         raise ConfigError(f"device is {name!r}, but devices here are {kind}:0 to {kind}:{count - 1}")
     return torch.device(kind, int(index))
+
+
+def check_count(name: str, count: int) -> str | None:
+    """Refuse more processes than there are accelerators for them, one each.
+
+    Args:
+        name: Of the device, as in `check_accelerator`, or `auto`; others are the CPU's.
+        count: Of the processes on this computer.
+
+    Returns:
+        The kind of accelerator; None: they run on the CPU.
+
+    Raises:
+        ConfigError: There are fewer, or one of them is named.
+    """
+    import torch
+
+    kind, _, index = name.partition(":")
+    kind = (accelerator() or "cpu") if kind == "auto" else kind
+    if kind not in VENDORS:
+        return None
+    if index:
+        raise ConfigError(
+            f"train.device is {name}, but each of {count} ranks has a device of its own; use "
+            f"train.device={kind}"
+        )
+    found = torch.accelerator.device_count()
+    if count > found:
+        raise ConfigError(
+            f"{count} ranks want one {VENDORS[kind].title} device each, and there are {found}; use fewer, or "
+            "train.device=cpu"
+        )
+    return kind
 
 
 def _listed() -> str:

@@ -26,6 +26,8 @@ UPDATE_CHUNK_NUMEL = 1 << 22
 then moves about 30 MB, which takes as long as the launch of its kernel."""
 UPDATE_SCRATCH_BYTES = 35
 """Scratch memory of such a pass per element: three fp64, two fp32, three bools."""
+SQUARES_CHUNK_NUMEL = 1 << 22
+"""Elements of a rank's share that are squared on the device in one go, in fp64."""
 
 # -- on the device -------------------------------------------------------------------------------------------
 
@@ -79,6 +81,15 @@ def square_sums(num_blocks: int) -> int:
 def rounded_gradient(sizes: BlockBytes) -> int:
     """Return the bytes that rounding a block's fp32 sums takes, as long as it lasts: those in bf16."""
     return 2 * sizes.num_split
+
+
+def exchanged_sum(sizes: BlockBytes, num_ranks: int) -> int:
+    """Return the bytes that ranks take to make a block's sum, as long as it lasts.
+
+    That is all that this rank gets for its share, the share in bf16, and its squares.
+    """
+    own = -(-sizes.num_state // num_ranks)
+    return sizes.accumulator_bytes + 2 * own + 8 * min(own, SQUARES_CHUNK_NUMEL)
 
 
 def update_scratch(numel: int) -> int:

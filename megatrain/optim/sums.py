@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatrain.layout.ownership import CUT_NUMEL
+from megatrain.layout.pools import SQUARES_CHUNK_NUMEL
 from megatrain.optim.pool import WorkerPool
 from megatrain.optim.tasks import ALIGN_NUMEL, bits_of, check_flat, check_host, run_pieces
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 SUM_CHUNK_NUMEL = CUT_NUMEL
 """Elements per partial sum of squares. A constant, so that the order of additions never changes."""
+_CHUNKS_AT_ONCE = SQUARES_CHUNK_NUMEL // SUM_CHUNK_NUMEL
 
 
 def sum_of_squares(pool: WorkerPool, flat: Tensor) -> float:
@@ -64,6 +66,36 @@ def squares_on_device(flats: Iterable[Tensor], device: torch.device) -> Tensor:
         if flat.numel():
             total += torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     return total
+
+
+def chunk_squares_on_device(flat: Tensor) -> Tensor:
+    """Return the sums of squares of each `SUM_CHUNK_NUMEL` elements of a device tensor, in fp64, there.
+
+    Halves of a chunk are added element by element, so the bits do not depend on the device, nor on how many
+    chunks there are; a reduction of the device's own would give others.
+    """
+    found = torch.empty(-(-flat.numel() // SUM_CHUNK_NUMEL), dtype=torch.float64, device=flat.device)
+    for first in range(0, len(found), _CHUNKS_AT_ONCE):
+        part = flat[first * SUM_CHUNK_NUMEL : (first + _CHUNKS_AT_ONCE) * SUM_CHUNK_NUMEL]
+        chunks = -(-part.numel() // SUM_CHUNK_NUMEL)
+        squares = torch.zeros(chunks * SUM_CHUNK_NUMEL, dtype=torch.float64, device=flat.device)
+        squares[: part.numel()].copy_(part)
+        rows = squares.square_().view(chunks, SUM_CHUNK_NUMEL)
+        width = SUM_CHUNK_NUMEL
+        while width > 1:
+            width //= 2
+            rows[:, :width] += rows[:, width : 2 * width]
+        found[first : first + chunks].copy_(rows[:, 0])
+    return found
+
+
+def tree_sum(values: Tensor) -> Tensor:
+    """Add up a (N,) tensor by a balanced tree of single additions, on its device; return a 0-dim tensor."""
+    total = torch.zeros(1 << max(0, len(values) - 1).bit_length(), dtype=values.dtype, device=values.device)
+    total[: len(values)].copy_(values)
+    while len(total) > 1:
+        total = total[: len(total) // 2] + total[len(total) // 2 :]
+    return total[0]
 
 
 def add(pool: WorkerPool, gradient: Tensor, sums: Tensor) -> None:

@@ -114,7 +114,7 @@ def attach(
         refuse_config(model.config, sequence)
         compile = uncompiled(compile, sequence)
     if ranks is not None:
-        choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes)
+        choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes, gathers=ranks.gathers)
     elif batch is not None:
         batch.runs.shared_out(1, sequence)
     moments = MomentFormat.read(optimizer_state)

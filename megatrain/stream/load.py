@@ -115,7 +115,7 @@ def load(
     tiers = None if tiers is None else tiers.as_chosen(choice)
     kept = read_precision(precision)
     if ranks is not None:
-        choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes)
+        choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes, gathers=ranks.gathers)
     lora = None
     if path is not None and adapter is None and is_adapter(Path(path)):
         path, adapter = None, path

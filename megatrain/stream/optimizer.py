@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -250,12 +250,11 @@ class StreamedAdamW(torch.optim.Optimizer):
         if operation.kind is Kind.NORM:
             return partial(self._settle_norm, norm, self._executor.gradients, operation.blocks)
         executor, block = self._executor, operation.block
-        present = frozenset(executor.gradients.present[block])
-        ranges = partial(self.ranges, block, groups, present)
+        ranges = partial(self.ranges, block, groups, executor.gradients.present[block])
         return BlockUpdate(executor, operation, ranges, waits_for, self._max_grad_norm).run
 
     def _update_at_once(self, operation: Operation) -> Callable[[], object]:
-        present = frozenset(self._executor.gradients.present[operation.block])
+        present = self._executor.gradients.present[operation.block]
         ranges = partial(self.ranges, operation.block, self._snapshot(), present)
         return BlockUpdate(self._executor, operation, ranges, None, None).run
 
@@ -267,7 +266,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         ]
 
     def ranges(
-        self, block: int, groups: Sequence[Mapping[str, Any]], present: frozenset[str], scale: float
+        self, block: int, groups: Sequence[Mapping[str, Any]], present: Set[str], scale: float
     ) -> list[tuple[AdamWStep, int, int]]:
         """Count one more update of the parameters in `present`, and list the state ranges that it covers."""
         layout = self._executor.host.blocks[block].layout

@@ -18,10 +18,14 @@ from typing import Any
 
 from megatrain.checkpoint.load import verify
 from megatrain.config import Config
+from megatrain.config.choice import Choice
+from megatrain.config.read_choice import as_values, from_values
 from megatrain.config.runs import num_places
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import CheckpointError, ConfigError
+from megatrain.hardware.accelerators import VENDORS
 from megatrain.store.nodes import INT8_OVER_NODES
+from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
 
 STEP, EVALUATE, COMMIT, SAVE, END = "step", "evaluate", "commit", "save", "end"
@@ -56,6 +60,15 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
         raise ConfigError(INT8_OVER_NODES)
 
 
+def gathers_weights(config: Config, ranks: Ranks) -> bool:
+    """Return whether each rank fetches a piece of the weights and all gather them, as all ranks decide it."""
+    wish = config.parallel.gather
+    if wish == "auto":
+        kind = compute_device(config.train.device).type
+        return all(ranks.gather_values(kind in VENDORS and VENDORS[kind].reach_each_other(ranks.local_size)))
+    return wish == "on"
+
+
 def described(ranks: Ranks | None, shards: int | None) -> str:
     """Say how many train together, with what of a node, and what decides their sums; empty: there is one."""
     if ranks is None:
@@ -66,6 +79,28 @@ def described(ranks: Ranks | None, shards: int | None) -> str:
         f"{ranks.size}{nodes}, with {cores} core{'s' * (cores > 1)} each and one state in a node's memory; "
         f"parallel.shards is {shards}: give it too, if the run may go on with another number"
     )
+
+
+def settle_ranks(config: Config, ranks: Ranks | None) -> None:
+    """Refuse what these ranks cannot do, and settle whether they gather weights.
+
+    Raises:
+        ConfigError: As `check_ranks`.
+    """
+    if ranks is not None:
+        check_ranks(config, ranks)
+        ranks.gathers = gathers_weights(config, ranks)
+
+
+def agreed(ranks: Ranks, config: Config, choice: Choice, facts: Mapping[str, Any]) -> Choice:
+    """Return the first rank's choice, once all are known to train the same.
+
+    Raises:
+        ConfigError: As `require_same_run`.
+    """
+    choice = from_values(ranks.tell(as_values(choice)))
+    require_same_run(ranks, config, facts)
+    return choice
 
 
 def own_part(ranks: Ranks | None, count: int, sequence: int = 1) -> slice:

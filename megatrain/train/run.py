@@ -16,7 +16,6 @@ import torch
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.config import Config
-from megatrain.config.read_choice import as_values, from_values
 from megatrain.config.sections.log import Event
 from megatrain.data.loader import PackedLoader
 from megatrain.data.pairs import JudgedRows, NoReference
@@ -45,7 +44,7 @@ from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.run_machine import choose_threads, make_care, measure_peak
 from megatrain.train.preference.objective import Preference
 from megatrain.train.preference.reference import Reference
-from megatrain.train.ranks import SAVE, check_ranks, described, in_turn, own_part, require_same_run
+from megatrain.train.ranks import SAVE, agreed, described, in_turn, own_part, settle_ranks
 from megatrain.train.records.events import EventLog
 from megatrain.train.resume.changes import report_changes
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
@@ -282,11 +281,9 @@ def prepare(
     is_other = liger or bool(config.model.new_tokens)
     counted = PlannedModel(source, None if is_other else counts, progress, model_config, data.packing)
     planned = None
-    if ranks is not None:
-        check_ranks(config, ranks)
+    settle_ranks(config, ranks)
     if ranks is None or ranks.rank == 0:
-        size, num_nodes = (1, 1) if ranks is None else (ranks.size, ranks.num_nodes)
-        planned = plan_memory(config, counted, measure, num_ranks=size, num_nodes=num_nodes)
+        planned = plan_memory(config, counted, measure, ranks)
     first_step = 0 if earlier is None else int(earlier["step"])
     for line in start_lines(
         config,
@@ -304,9 +301,8 @@ def prepare(
     progress("loading the model")
     choice = config.choice if planned is None else planned.plan.choice
     if ranks is not None:
-        choice = from_values(ranks.tell(as_values(choice)))
         facts = {"data": loader.state(), "steps": num_steps, "model": model_config.to_dict()}
-        require_same_run(ranks, config, facts)
+        choice = agreed(ranks, config, choice, facts)
     is_random = checkpoint is None and config.model.init == "random"
     vocab_size = model_config.get_text_config().vocab_size if config.model.new_tokens else None
     computes = ranks is None or ranks.rank == 0

@@ -81,6 +81,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "trained": tuple(TRAINED),
     "missing": ("", *MISSING),
     "cut": (ownership.CUT_NUMEL, 320),
+    "gathers": (False, True),
 }
 """Ranks are on so many nodes; rounds are micro-batches of a step, and how many of them are in lockstep.
 No tiny block is as long as the real cut: a short one lets each rank have its share of every block."""

@@ -77,7 +77,7 @@ def train_run(
         _kill_at(ranks, killed[1], how)
     sections["train"] = {"grad_accumulation": 4, "steps": 6, "precision": "bf16"} | sections.get("train", {})
     sections = {"data": {"val_size": 0.02}, "eval": {"every": 3}, "checkpoint": {"every": 2}, **sections}
-    config = make_config(Path(root), out, parallel={"shards": 4}, **sections)
+    config = make_config(Path(root), out, parallel={"shards": 4, "gather": "on"}, **sections)
     if plans:
         return str(train(config, ranks=ranks, counts=Path(root)))
     with patch("megatrain.train.run.plan_memory", return_value=None):

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
+from megatrain.config.choice import StepBatch
 from megatrain.layout.ownership import PIECE_ALIGNMENT, piece_bytes
 from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.operations import Kind, Lane
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import step_program
 from megatrain.plan.program.visits import LayerPlan
+from megatrain.stream.evaluate import losses
+from tests.distributed.threads import RankLanes, ThreadRanks, Turns
+from tests.families import FAMILIES
+from tests.reference import attach_plainly, make_batches, make_model
+from tests.stream.runs import HYPER
 
 
 @pytest.mark.parametrize(
@@ -54,3 +62,43 @@ def test_every_fetch_of_a_step_is_of_a_piece_and_a_gather_follows_it() -> None:
                 fetched[fetch.block] - gathered[fetch.block],
                 gathered[fetch.block],
             )
+
+
+def moved(ranks: ThreadRanks | None, *, gathers: bool = False) -> dict[str, Any]:
+    """Train two steps with an evaluation by the first rank between them; tell losses and bytes."""
+    if ranks is not None:
+        ranks.gathers = gathers
+    batch = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=4, num_runs=4)
+    device: Any = "checked" if ranks is None else RankLanes(ranks.turns, ranks.rank)
+    engine = attach_plainly(make_model(FAMILIES["llama_tied"]()), device=device, batch=batch, ranks=ranks)
+    optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    told: dict[str, Any] = {"losses": [], "evaluated": []}
+    for step in range(3):
+        own = slice(rank * 4 // size, (rank + 1) * 4 // size)
+        told["losses"].append(float(engine.forward_backward(make_batches(4, seed=step)[own])))
+        optimizer.step()
+        if rank == 0 and step == 1:  # its slots and outer blocks hold weights now that others do not have
+            engine.sync()
+            found = losses(engine, make_batches(1, seed=9))
+            told["evaluated"] = [float(loss) for loss, _ in found]
+    told["fetch_bytes"] = engine.last_step.fetch_bytes
+    told["spec"] = engine.executor.spec
+    return told
+
+
+def test_each_rank_fetches_its_part_as_the_program_says_and_one_may_evaluate_between_steps() -> None:
+    alone = moved(None)
+    whole = Turns(2).run(moved)
+    parts = Turns(2).run(partial(moved, gathers=True))
+    for told in (*whole, *parts):
+        assert told["losses"] == alone["losses"]
+    for told in (whole, parts):
+        assert told[0]["evaluated"] == alone["evaluated"] != []
+    for told in parts:
+        program = step_program(told["spec"], [[1], [1]], left=[1, 1])
+        assert told["fetch_bytes"] == program.nbytes(Kind.FETCH) + program.nbytes(Kind.LOAD)
+        left_out = program.nbytes(Kind.GATHER)
+        assert told["fetch_bytes"] + left_out == whole[1]["fetch_bytes"]
+        weights = program.nbytes(Kind.FETCH)
+        assert 0 <= weights - left_out < program.count(Kind.FETCH) * 2 * PIECE_ALIGNMENT  # half of each block

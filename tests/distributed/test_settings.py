@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from megatrain.checkpoint.save import save
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.distributed.launch import own_backend
 from megatrain.errors import CheckpointError, ConfigError
+from megatrain.hardware import accelerators
 from megatrain.layout.ownership import Share
 from megatrain.stream.arrange import part_of
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
-from megatrain.train.ranks import require_checkpoint
+from megatrain.train.ranks import gathers_weights, require_checkpoint
 from tests.distributed.threads import Turns
 from tests.distributed.training import train
 from tests.train.project import make_config
@@ -36,8 +40,9 @@ def test_the_plan_of_a_run_refuses_what_ranks_cannot_do(
 ) -> None:
     shards: dict[str, Any] = {"parallel": {"shards": 2}, "train": {"grad_accumulation": 2, "steps": 1}}
     config = make_config(tmp_path, "run", memory=memory, **shards)
+    model = PlannedModel(config.model.path, None, lambda line: None)
     with pytest.raises(ConfigError) as caught:
-        plan_memory(config, PlannedModel(config.model.path, None, lambda line: None), None, num_ranks=2)
+        Turns(2).run(lambda ranks: plan_memory(config, model, None, ranks))
     assert said in str(caught.value)
 
 
@@ -100,7 +105,8 @@ def test_a_node_s_plan_holds_its_part_and_what_each_of_its_ranks_has(tmp_path: P
 
     def pools(num_nodes: int) -> dict[str, int]:
         model = PlannedModel(config.model.path, None, lambda line: None)
-        planned = plan_memory(config, model, None, num_ranks=4, num_nodes=num_nodes)
+        ranks: Any = SimpleNamespace(size=4, num_nodes=num_nodes, gathers=False)
+        planned = plan_memory(config, model, None, ranks)
         assert planned is not None
         return {pool.name: pool.nbytes for pool in planned.plan.pools}
 
@@ -115,3 +121,48 @@ def test_a_node_s_plan_holds_its_part_and_what_each_of_its_ranks_has(tmp_path: P
     assert one["other ranks' computing"] == 3 * two["other ranks' computing"]
     assert "state of other nodes" not in one
     assert two["state of other nodes"] > 0
+
+
+def test_ranks_get_an_accelerator_each_and_no_more_ranks_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    monkeypatch.setattr(accelerators, "accelerator", lambda: "cuda")
+    for name in ("cuda", "auto"):
+        assert [own_backend(name, rank, 2) for rank in range(2)] == ["cpu:gloo,cuda:nccl"] * 2
+    assert taken == [0, 1, 0, 1]
+    for name in ("cpu", "emulated", "checked"):
+        assert own_backend(name, 3, 4) == "cpu:gloo"
+    with pytest.raises(ConfigError, match=r"^4 ranks want one CUDA device each, and there are 2; use fewer"):
+        own_backend("cuda", 0, 4)
+    with pytest.raises(ConfigError, match=r"^train.device is cuda:1, but .* use train.device=cuda$"):
+        own_backend("cuda:1", 0, 2)
+    assert taken == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "reach", "gathers"),
+    [
+        ("auto", "cpu", True, False),
+        ("on", "cpu", False, True),
+        ("auto", "cuda", True, True),
+        ("auto", "cuda", False, False),
+        ("off", "cuda", True, False),
+    ],
+)
+def test_ranks_gather_where_all_devices_reach_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, device: str, reach: bool, gathers: bool
+) -> None:
+    asked: list[int] = []
+
+    def reach_each_other(count: int) -> bool:
+        asked.append(count)
+        return reach
+
+    cuda = replace(accelerators.VENDORS["cuda"], reach_each_other=reach_each_other)
+    monkeypatch.setitem(accelerators.VENDORS, "cuda", cuda)
+    monkeypatch.setattr("megatrain.train.ranks.compute_device", torch.device)
+    config = make_config(tmp_path, "run", parallel={"gather": setting}, train={"device": device})
+    found = Turns(2).run(lambda ranks: gathers_weights(config, cast("Any", ranks)))
+    assert found == [gathers] * 2
+    assert asked == ([2, 2] if (setting, device) == ("auto", "cuda") else [])

@@ -34,6 +34,12 @@ def test_every_pair_of_settings_has_the_bits_of_one_rank(row: dict[str, Any]) ->
             assert told == alone
 
 
+GATHERS = {
+    "a piece sent before it was fetched": (Lane.GATHER, "slot"),
+    "a slot fetched into while ranks gather": (Lane.FETCH, "slot"),
+    "weights used before they are whole": (Lane.COMPUTE, "slot"),
+    "a stale share fetched": (Lane.FETCH, "working"),
+}
 FAULTS = {
     "weights fetched before all ranks have updated them": (Lane.FETCH, "working"),
     "weights called new before this rank has updated its share": (Lane.SPREAD, "share"),
@@ -47,13 +53,21 @@ ON_NODES = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "num_nodes"), [*((fault, 1) for fault in FAULTS), *ON_NODES])
-def test_a_missing_wait_among_ranks_is_found(fault: str, num_nodes: int) -> None:
+@pytest.mark.parametrize(
+    ("skips", "gathers", "num_nodes"),
+    [
+        *((skips, False, 1) for skips in FAULTS.values()),
+        *((FAULTS[fault], False, num_nodes) for fault, num_nodes in ON_NODES),
+        *((skips, True, 1) for skips in GATHERS.values()),
+    ],
+    ids=[*FAULTS, *(f"{fault}-nodes" for fault, _ in ON_NODES), *GATHERS],
+)
+def test_a_missing_wait_among_ranks_is_found(skips: tuple[Lane, str], gathers: bool, num_nodes: int) -> None:
     alone = train(None, steps=2, reads=False)
 
     def faulty(ranks: ThreadRanks, *, checks: bool) -> Any:
-        lanes = RankLanes(ranks.turns, ranks.rank, skips=FAULTS[fault], checks=checks)
-        return train(ranks, steps=2, device=lanes, reads=False)
+        lanes = RankLanes(ranks.turns, ranks.rank, skips=skips, checks=checks)
+        return train(ranks, steps=2, device=lanes, reads=False, gathers=gathers)
 
     with pytest.raises(OrderingError, match="without waiting"):
         Turns(2, num_nodes).run(lambda ranks: faulty(ranks, checks=True))
@@ -74,8 +88,8 @@ def test_ranks_that_disagree_on_owners_have_other_bits(monkeypatch: pytest.Monke
     assert Turns(2).run(lambda ranks: train(ranks, steps=1)) == [alone, alone]  # whoever it is, if all agree
     begin = SharedGradients.__init__
 
-    def begin_wrong(self: SharedGradients, ranks: ThreadRanks, layouts: Any) -> None:
-        begin(self, ranks, layouts)
+    def begin_wrong(self: SharedGradients, ranks: ThreadRanks, *rest: Any) -> None:
+        begin(self, ranks, *rest)
         if ranks.rank == 1:
             self._cuts = [cut[::-1] for cut in self._cuts]
             self.shares = [cut[1] for cut in self._cuts]

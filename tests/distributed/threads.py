@@ -26,6 +26,7 @@ from megatrain.plan.program.operations import Lane
 from megatrain.stream.lanes.base import Cause, Event, InlineLanes, OrderingError
 
 _LANES = {
+    "gather": Lane.GATHER,
     "exchange": Lane.EXCHANGE,
     "norm": Lane.HOST,
     "spread": Lane.SPREAD,
@@ -129,6 +130,7 @@ class ThreadRanks:
         self.node, self.local_rank = divmod(rank, self.local_size)
         self.sent: Counter[str] = Counter()
         """By lane: bytes that went to others."""
+        self.gathers = False
 
     def exchange(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
         """Give every rank its part."""
@@ -149,6 +151,16 @@ class ThreadRanks:
         """Return those who share out rows with this one."""
         first = self.rank // number * number
         return ThreadNeighbours(self._turns, self.rank, tuple(range(first, first + number)))
+
+    def gather_pieces(self, whole: Tensor) -> None:
+        """Fill in the pieces of those of the node."""
+        first = self.node * self.local_size
+        pieces = whole.view(self.local_size, -1)
+        own = pieces[self.local_rank].clone()
+        self.sent["gather"] += (self.local_size - 1) * own.nbytes
+        inside = range(first, first + self.local_size)
+        for piece, found in zip(pieces, self._turns.together(self.rank, "gather", own, inside), strict=True):
+            piece.copy_(found)
 
     def meet(self, lane: str = "caller") -> None:
         """Wait for everybody, or for those of the node."""

@@ -32,6 +32,7 @@ def train(
     device: Any = "ranks",
     reads: bool = True,
     commits: bool = False,
+    gathers: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a family, and return each step's loss, norm and digests of gradients and masters.
@@ -52,8 +53,11 @@ def train(
         device: As in `attach`; `ranks`: lanes that prove their order among ranks.
         reads: Gradients and masters are read in every step: whoever reads waits for all that goes on.
         commits: Every step is committed on the drives.
+        gathers: Each rank fetches a piece of the weights.
         settings: Of `attach`.
     """
+    if ranks is not None:
+        ranks.gathers = gathers
     model = make_model(family_config(family, dropout=dropout) if dropout else FAMILIES[family]())
     TRAINED[trained](model)
     if missing:

@@ -21,6 +21,7 @@ AT_LENGTH = (
     "without_a_fault",
     "test_attention",
     "test_compiled",
+    "test_ranks",
     "test_runs",
     "test_unlocked",
     "is_trapped",

@@ -5,7 +5,15 @@ import torch
 
 from megatrain.optim.clip import global_norm
 from megatrain.optim.pool import WorkerPool
-from megatrain.optim.sums import add, add_last, squares_on_device, sum_of_squares
+from megatrain.optim.sums import (
+    SUM_CHUNK_NUMEL,
+    add,
+    add_last,
+    chunk_squares_on_device,
+    squares_on_device,
+    sum_of_squares,
+    tree_sum,
+)
 from tests.optim.test_adamw import make_gradient, randn
 
 
@@ -111,3 +119,19 @@ def test_a_negative_zero_adds_nothing(pool: WorkerPool, gradient: torch.dtype) -
     expected = sums.clone()
     add(pool, torch.full_like(sums, -0.0, dtype=gradient), sums)
     assert_same(sums, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squares_of_chunks_on_a_device_do_not_depend_on_how_many_there_are(dtype: torch.dtype) -> None:
+    flat = torch.randn(130 * SUM_CHUNK_NUMEL + 77, generator=torch.Generator().manual_seed(3)).to(dtype)
+    whole = chunk_squares_on_device(flat)
+    assert whole.shape == (131,)
+    for cut in (1, 5, 128):
+        parts = flat[: cut * SUM_CHUNK_NUMEL], flat[cut * SUM_CHUNK_NUMEL :]
+        assert torch.equal(torch.cat([chunk_squares_on_device(part) for part in parts]), whole)
+    exact = torch.stack([chunk.double().square().sum() for chunk in flat.split(SUM_CHUNK_NUMEL)])
+    torch.testing.assert_close(whole, exact, rtol=1e-13, atol=0)
+    assert float(tree_sum(whole)) == pytest.approx(float(exact.sum()), rel=1e-13)
+    assert float(tree_sum(whole[:0])) == 0.0
+    tiny = torch.tensor([1.0, 2.0**-53, 2.0**-53, 2.0**-53], dtype=torch.float64)
+    assert float(tree_sum(tiny)) == 1.0 + 2.0**-52  # (1 + 2^-53) + (2^-53 + 2^-53), and nothing else

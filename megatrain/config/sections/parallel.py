@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
@@ -29,6 +29,10 @@ class ParallelConfig(Section):
     """Seconds after which a rank that is silent, or keeps others waiting within a step, is taken for lost:
     all end, and one says which it was. While the first one reads, evaluates or saves the others wait as
     long as it lives. A process that a debugger has stopped is silent."""
+    gather: Literal["auto", "on", "off"] = "auto"
+    """Each rank fetches a piece of every block's weights over its own link, and the ranks of a node gather
+    them, so a link carries a part of what it does where each rank fetches whole blocks (off). No bit depends
+    on it. auto = on where the accelerators of all ranks reach each other's memory."""
 
 
 def cut_problems(shards: int, num_micro_batches: int) -> list[str]:

@@ -68,6 +68,7 @@ class DevicePeaks:
         self._streams = choice.outer_streams
         """The micro-batches pass the head when all have passed the last layer, and it takes its gradient."""
         self._is_wide = batch.adds_up and anatomy.precision == "bf16"
+        self._num_ranks = batch.num_ranks
         self._block_sums = BlockSums.of(anatomy, choice.fragments)
         self._rounded = max(self._rounded_bytes(is_resident=False), default=0) if overlaps else 0
         """What the rounding of one gradient takes beside a backward."""
@@ -138,15 +139,21 @@ class DevicePeaks:
     def _rounded_bytes(self, *, is_resident: bool) -> Iterator[int]:
         """Yield what rounding takes of each fp32 sum of gradients of resident blocks, or of streamed ones.
 
+        Among several ranks it is more: they exchange the sum first.
+
         Those of streamed blocks are rounded on their way home; where they wait, there is their place.
         """
         first = self._block_sums.first_streamed(self._choice)
         leaves = any(place != "device" for place in self._choice.gradients)
-        if not is_resident and not (self._is_wide and leaves):
+        is_alone = self._num_ranks == 1
+        if is_alone and not is_resident and not (self._is_wide and leaves):
             return
         for number, is_outer in self._block_sums.sample(self._choice):
             if (is_outer or number < first) is is_resident:
-                yield pools.rounded_gradient(self._block_sums.blocks[number].sizes)
+                sizes = self._block_sums.blocks[number].sizes
+                yield (
+                    pools.rounded_gradient(sizes) if is_alone else pools.exchanged_sum(sizes, self._num_ranks)
+                )
 
     def _scratch_bytes(self) -> Iterator[int]:
         """Yield the scratch of each update on the device."""

@@ -40,6 +40,7 @@ def visits_program(
     updates_at_once: bool = False,
     num_staging: int = 0,
     first_staging: int = 0,
+    gathers: bool = True,
 ) -> Program:
     """Place all copies around visits.
 
@@ -53,6 +54,7 @@ def visits_program(
         updates_at_once: Every complete gradient is followed by its update.
         num_staging: Host buffers through which complete gradients pass.
         first_staging: The first one to use.
+        gathers: All ranks make these visits, so they may gather weights.
     """
     placed = schedule(
         spec.with_sums(visits),
@@ -74,7 +76,7 @@ def visits_program(
         operations = with_activations_through(operations, NUM_ACTIVATION_STAGING)
     if fetches_outer:
         operations = [*fetch_residents(spec.sizes), *operations]
-    if spec.gathers:
+    if spec.gathers and gathers:
         operations = gathered(operations, spec.sizes)
     return Program(tuple(around_drives(spec, operations)), placed.contents)
 

@@ -6,6 +6,9 @@ from torch import Tensor
 
 from megatrain.plan.program.operations import Operation
 
+BETWEEN = "outer"
+"""Label of what compute does between two visits; of no operation."""
+
 
 class BlockVisit:
     """A block that is passed: forward, perhaps again in the backward, and backward, one at a time."""

@@ -29,7 +29,7 @@ from megatrain.plan.program.step import (
 )
 from megatrain.plan.program.visits import Visit
 from megatrain.store.state import HostState, Precision
-from megatrain.stream.execute.block_visit import BlockVisit
+from megatrain.stream.execute.block_visit import BETWEEN, BlockVisit
 from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.foresight import Foresight
 from megatrain.stream.execute.gradients import Gradients, Home
@@ -44,9 +44,6 @@ _log = logging.getLogger(__name__)
 
 _VISITS = (Kind.FORWARD, Kind.BACKWARD)
 _COMPUTE = (*_VISITS, Kind.HEAD, Kind.HEAD_BACKWARD)
-
-BETWEEN = "outer"
-"""Label of what compute does between two visits; of no operation."""
 
 
 class Executor(Issuer):
@@ -84,7 +81,7 @@ class Executor(Issuer):
         self._foresight = Foresight()
         self._pending: deque[Operation] = deque()
         self._ring = 0
-        self._stale = self._outer_at_home()
+        self._forget_weights()
         self._surprised = False
         self.open_visit: BlockVisit | None = None
         self.work: ComputeWork | None = None
@@ -131,14 +128,17 @@ class Executor(Issuer):
     def _outer_work(self) -> float:
         return 0.0 if self.work is None else self.work.take_outer()
 
-    def foresee(self, visits: Sequence[Visit], *, is_whole: bool = True) -> None:
+    def foresee(self, visits: Sequence[Visit], *, is_whole: bool = True, of_all: bool = False) -> None:
         """Plan the copies for visits to come, from what the slots hold now; the first visit issues them.
 
         Args:
             visits: In order; not changed afterwards.
             is_whole: They are all of a step that there will be, so complete gradients may be used at once.
+            of_all: All ranks make them, and gather weights: what one alone has fetched is forgotten.
         """
         self._flush_ring()
+        if of_all and self.spec.gathers:
+            self._forget_weights()
         at_once = is_whole and self.update_at_once is not None
         buffers = self.gradients.buffers
         operations = self._foresight.operations(
@@ -151,6 +151,7 @@ class Executor(Issuer):
             updates_at_once=at_once,
             num_staging=buffers.num_staging if at_once and buffers.is_staged else 0,
             first_staging=self._staging,
+            gathers=of_all,
         )
         self._pending = deque(operations)
         self.seen = []
@@ -201,18 +202,17 @@ class Executor(Issuer):
         visit = self.open_visit
         assert visit is not None
         operation = visit.operation
-        work = self._work_of_visit(operation, is_again=visit.is_again)
-        self.lanes.end(Lane.COMPUTE, reads=operation.reads, work=work)
+        self.lanes.end(Lane.COMPUTE, reads=operation.reads, work=self._work_of_visit(visit))
         if operation.kind is Kind.BACKWARD and self.spec.sizes[operation.block].is_trained:
             self._take(operation, grads)
         self.open_visit = visit.place = None
         self._advance()
         self.begin_between()
 
-    def _work_of_visit(self, operation: Operation, *, is_again: bool) -> float:
-        if self.work is None or operation.block in self._ends:
+    def _work_of_visit(self, visit: BlockVisit) -> float:
+        if self.work is None or visit.block in self._ends:
             return self._outer_work()
-        return self.work.of(operation, is_again=is_again)
+        return self.work.of(visit.operation, is_again=visit.is_again)
 
     def end_backward(self) -> None:
         """Close what a backward left open: a block none of whose parameters wanted a gradient."""
@@ -289,10 +289,13 @@ class Executor(Issuer):
     def invalidate(self) -> None:
         """Forget what the device holds: the host has, or will have, new weights."""
         assert self.open_visit is None
-        self.forget_slots()
+        self._forget_weights()
         self._pending.clear()
         self._ring = self._staging = 0
-        self._stale = self._outer_at_home()
+
+    def _forget_weights(self) -> None:
+        self.forget_slots()
+        self._stale = {block for block in self.spec.outer if not self.spec.sizes[block].updates_on_device}
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Drop an unfinished round after an exception."""
@@ -308,7 +311,7 @@ class Executor(Issuer):
         self._pending.clear()
         self._activations.clear()
         self.contents = [None] * len(self._slots)  # a copy may be what failed
-        self._stale = self._outer_at_home()
+        self._forget_weights()
 
     # -- one operation --------------------------------------------------------------------------------------
 
@@ -342,10 +345,10 @@ class Executor(Issuer):
 
     def _improvise(self, visit: BlockVisit, is_backward: bool, *, had_plan: bool) -> Operation:
         block, seen = visit.block, self.seen
-        if is_backward and self.gradients.has_runs:
+        if (is_backward and self.gradients.has_runs) or any(o.kind is Kind.GATHER for o in self._pending):
             raise ModelError(
                 f"block {block} is passed in an order that was not foreseen, so it is not known how its "
-                "gradients add up in runs; use one rank and parallel.shards=1"
+                "gradients add up in runs, and when ranks gather it; use one rank and parallel.shards=1"
             )
         if had_plan and not self._surprised:
             self._surprised = True
@@ -395,6 +398,3 @@ class Executor(Issuer):
             self._pending.popleft()
             if operation.kind not in _COMPUTE:
                 self.issue(operation)
-
-    def _outer_at_home(self) -> set[int]:
-        return {block for block in self.spec.outer if not self.spec.sizes[block].updates_on_device}

@@ -67,6 +67,7 @@ class Gradients:
         self.homes = [Home.NONE] * num_blocks
         self._is_home = [False] * num_blocks
         self.present: list[set[str]] = [set() for _ in host.blocks]
+        """By block: the parameters with a gradient; an EXCHANGE adds those of other ranks when it runs."""
         self._names = [[entry.name for entry in layout.trained] for layout in host.layouts]
 
     def clear(self) -> None:
@@ -74,11 +75,8 @@ class Gradients:
         self.homes = [Home.NONE] * len(self.homes)
         self._is_home = [False] * len(self.homes)
         self._is_filled = [False] * self.buffers.num_buffers
-        for names in self.present:
-            names.clear()
+        self.present = [set() for _ in self.present]  # what is enqueued keeps those of its step
         self.run_sums.clear()
-        if self.shared is not None:
-            self.shared.clear()
 
     @property
     def blocks(self) -> list[int]:
@@ -121,11 +119,12 @@ class Gradients:
         """Whether the gradients of a step add up in more than one run, of this rank or of others."""
         return self.run_sums.runs.number > 1 or self.shared is not None
 
-    def exchange(self, operation: Operation) -> None:
-        """Make a sum that of all ranks, in this rank's share of the block (exchange lane)."""
+    def exchange(self, operation: Operation) -> Callable[[], object]:
+        """Return what makes a sum that of all ranks, in this rank's share of the block (exchange lane)."""
         assert self.shared is not None
         block = operation.block
-        self.shared.exchange(block, self.buffers.sums(block, operation.gradient_buffer), self.present[block])
+        sums = self.buffers.sums(block, operation.gradient_buffer)
+        return partial(self.shared.exchange, block, sums, self.present[block])
 
     def leave_round(self, block: int, gradient_buffer: int) -> None:
         """Join the partial sums of a block whose last backward of a round is over (compute lane)."""

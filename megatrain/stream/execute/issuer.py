@@ -149,7 +149,12 @@ class Issuer:
             case Kind.FETCH:
                 source = self.host.blocks[block].working if operation.page < 0 else self._page(operation)
                 target = self._slots.target(operation)
+                if operation.is_share:
+                    return partial(self._fetch_piece, target, source)
                 return lambda: self.lanes.copy(target, source)
+            case Kind.GATHER:
+                assert gradients.shared is not None
+                return partial(gradients.shared.gather, self._slots.target(operation))
             case Kind.LOAD:
                 return gradients.load(operation)
             case Kind.HOLD:
@@ -159,7 +164,7 @@ class Issuer:
             case Kind.OFFLOAD:
                 return lambda: gradients.offload(operation)
             case Kind.EXCHANGE:
-                return lambda: gradients.exchange(operation)
+                return gradients.exchange(operation)
             case Kind.SPREAD:
                 assert gradients.shared is not None
                 return partial(gradients.shared.spread, block, self.host.blocks[block].working)
@@ -183,6 +188,11 @@ class Issuer:
             case _:
                 assert self.drives is not None, f"{operation} is a visit: the model makes it"
                 return self.drives.work(operation)
+
+    def _fetch_piece(self, target: Tensor, source: Tensor) -> None:
+        assert self.gradients.shared is not None
+        for part in self.gradients.shared.pieces(target.numel()):
+            self.lanes.copy(target[part], source[part])
 
     def _counted(self, operation: Operation, work: Callable[[], object]) -> Callable[[], object]:
         """Return the work of an operation, counted if the state is torn without it."""

@@ -9,7 +9,6 @@ one sum of squares per chunk of `CUT_NUMEL` elements.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor
 
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.ownership import CUT_NUMEL, Share, shares
+from megatrain.layout.ownership import CUT_NUMEL, Share, piece_bytes, shares
 from megatrain.model.sequence.shards import Shards
-from megatrain.optim.pool import default_pool
-from megatrain.optim.sums import squares_of_chunks
 from megatrain.store.state import HostState
+from megatrain.stream.lanes import Lanes
 
 
 class Ranks(Protocol):
@@ -32,8 +30,12 @@ class Ranks(Protocol):
     size: int
     num_nodes: int
     node: int
+    local_size: int
+    """Ranks of a node."""
     local_rank: int
-    """Place among those of its node."""
+    """Place among them."""
+    gathers: bool
+    """Each fetches a piece of every block's weights, and those of a node gather them."""
 
     def exchange(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
         """Send `counts[r]` elements of a flat tensor to rank r; return (size, own count) parts of all."""
@@ -47,6 +49,9 @@ class Ranks(Protocol):
     def neighbours(self, number: int) -> Shards:
         """Return this rank and those beside it that share out rows."""
 
+    def gather_pieces(self, whole: Tensor) -> None:
+        """Make a flat tensor whole, of whose equal pieces each rank of the node has brought its own."""
+
     def meet(self, lane: str = "caller") -> None:
         """Wait until every rank, or, in lane `spread`, every rank of the node, has come here."""
 
@@ -58,11 +63,12 @@ class Ranks(Protocol):
 
 
 class SharedGradients:
-    """What one rank adds up, and keeps, of a step's gradients."""
+    """What one rank fetches of weights, and adds up, and keeps, of a step's gradients."""
 
-    def __init__(self, ranks: Ranks, layouts: Sequence[BlockLayout], sequence: int = 1) -> None:
+    def __init__(self, ranks: Ranks, layouts: Sequence[BlockLayout], lanes: Lanes, sequence: int = 1) -> None:
         """Cut every block's state among the ranks, of which each `sequence` neighbours share out rows."""
         self.ranks = ranks
+        self._lanes = lanes
         self._order = [rank for shard in range(sequence) for rank in range(shard, ranks.size, sequence)]
         """Of ranks, as their sums are the leaves of a tree."""
         self._layouts = layouts
@@ -70,8 +76,26 @@ class SharedGradients:
         self.shares: list[Share] = [cut[ranks.rank] for cut in self._cuts]
         """This rank's, by block."""
         counts = [sum(_num_chunks(layout)) for layout in layouts]
-        self._squares = torch.zeros(sum(counts), dtype=torch.float64)
+        self._squares = torch.zeros(sum(counts), dtype=torch.float64, device=lanes.device)
+        """Of every chunk; those of other ranks' shares are zeros."""
         self._starts = [0, *accumulate(counts)]
+
+    @property
+    def gathers_among(self) -> int:
+        """How many ranks gather what each has fetched a piece of; 1: none does."""
+        return self.ranks.local_size if self.ranks.gathers else 1
+
+    def pieces(self, nbytes: int) -> list[slice]:
+        """Return what this rank fetches of a block's weights: its piece, and what is left over by all."""
+        size, place = self.ranks.local_size, self.ranks.local_rank
+        piece = piece_bytes(nbytes, size)
+        parts = slice(place * piece, (place + 1) * piece), slice(size * piece, nbytes)
+        return [part for part in parts if part.start < part.stop]
+
+    def gather(self, place: Tensor) -> None:
+        """Make a block's weights whole, of which every rank of the node has fetched its piece."""
+        size = self.ranks.local_size
+        self.ranks.gather_pieces(place[: size * piece_bytes(place.numel(), size)])
 
     def exchange(self, block: int, sums: Tensor, present: set[str]) -> None:
         """Make a block's sum that of all ranks, in this rank's share of it; what else is there is old then.
@@ -115,10 +139,11 @@ class SharedGradients:
             if not own:
                 continue
             kept = target[own.start - start : own.stop - start]
-            kept.copy_(sums[own.start : own.stop])
-            squares = squares_of_chunks(default_pool(), kept)
+            rounded = sums[own.start : own.stop].to(kept.dtype)
+            self._lanes.copy(kept, rounded)
+            squares = self._lanes.squares_of_chunks(rounded)
             chunk += (own.start - start) // CUT_NUMEL
-            self._squares[chunk : chunk + len(squares)] = torch.from_numpy(squares)
+            self._squares[chunk : chunk + len(squares)].copy_(squares)
 
     def spread(self, block: int, working: Tensor) -> None:
         """Make the working weights of a block new on this node, once all of its ranks have come here.
@@ -131,7 +156,7 @@ class SharedGradients:
         """
         ranks, layout = self.ranks, self._layouts[block]
         if ranks.num_nodes > 1:
-            peers = self._cuts[block][ranks.local_rank :: ranks.size // ranks.num_nodes]
+            peers = self._cuts[block][ranks.local_rank :: ranks.local_size]
             ranks.spread([[working[layout.working_range(part)] for part in s.ranges] for s in peers])
         ranks.meet("spread")
 
@@ -143,24 +168,20 @@ class SharedGradients:
     def round(self, block: int, sums: Tensor) -> None:
         """Round this rank's share of a complete sum to the working dtype where it is; else as `keep`."""
         edge = self._layouts[block].num_split
-        low = torch.empty(edge, dtype=torch.bfloat16)
+        low = torch.empty(edge, dtype=torch.bfloat16, device=sums.device)
         self.keep(block, sums, (low, sums[edge:]))
         own = self.shares[block].split
         sums[own.start : own.stop].copy_(low[own.start : own.stop])
 
     def sums(self, blocks: Sequence[int]) -> list[float]:
         """Return the sums of squares of complete gradients, all ranks' shares together."""
-        found = torch.stack(self.ranks.gather(self._squares, "norm")).sum(dim=0)  # one is not zero
+        found = torch.stack(self.ranks.gather(self._squares.cpu(), "norm")).sum(dim=0)  # one is not zero
         return [self._sum_of(block, found) for block in blocks]
 
-    def clear(self) -> None:
-        """Forget the step's squares."""
-        self._squares.zero_()
-
     def _sum_of(self, block: int, squares: Tensor) -> float:
-        own = squares[self._starts[block] : self._starts[block + 1]].tolist()
+        own = squares[self._starts[block] : self._starts[block + 1]]
         edge = _num_chunks(self._layouts[block])[0]
-        return math.fsum(own[:edge]) + math.fsum(own[edge:])
+        return self._lanes.sum_of_chunks(own[:edge]) + self._lanes.sum_of_chunks(own[edge:])
 
 
 def _num_chunks(layout: BlockLayout) -> tuple[int, int]:

@@ -100,8 +100,9 @@ class Arrangement:
         """And for gradients that wait for the norm."""
         self.shared = None
         if binding.ranks is not None:
-            self.shared = SharedGradients(binding.ranks, self.host.layouts, binding.sequence)
+            self.shared = SharedGradients(binding.ranks, self.host.layouts, lanes, binding.sequence)
         """What this rank keeps of the gradients; None: it is alone."""
+        lanes.squares_in_chunks = binding.runs.number > 1 or binding.ranks is not None
         self._arrange(choice)
 
     def change(self, choice: Choice, then: Callable[[], object]) -> None:
@@ -164,6 +165,7 @@ class Arrangement:
                 moments=self.moments,
                 share=None if self.shared is None else self.shared.shares[n],
                 num_nodes=1 if self.shared is None else self.shared.ranks.num_nodes,
+                gathers_among=1 if self.shared is None else self.shared.gathers_among,
             )
             for n, layout in enumerate(host.layouts)
         ]
@@ -197,6 +199,7 @@ class Arrangement:
                 drives=_drive_spec(host),
                 num_runs=self.binding.runs.number,
                 num_ranks=1 if self.shared is None else self.shared.ranks.size,
+                gathers=self.shared is not None and self.shared.ranks.gathers,
             ),
             slots=self.slots,
             gradients=self.gradients,

@@ -122,7 +122,7 @@ class Rounds:
             )
         if self._same is not None:
             self._same.check(self._executor.spec, visits)
-        self._executor.foresee(visits)
+        self._executor.foresee(visits, of_all=True)
         self.num_together, self.in_step = sizes[0], True
 
     def foresee_round(self, num_micro_batches: int) -> None:

@@ -22,13 +22,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.hardware.accelerators import free_bytes, peak_bytes, reset_peak_bytes, vendor_of
-from megatrain.optim.sums import squares_on_device
+from megatrain.optim.sums import chunk_squares_on_device, squares_on_device, tree_sum
 from megatrain.plan.program.operations import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.base import Event
@@ -260,7 +261,19 @@ class AcceleratorLanes(ThreadedLanes):
 
     def sum_of_squares(self, flats: Iterable[Tensor], out: Tensor) -> None:
         """Sum on the device, in the current stream, without a wait of the host."""
-        out.copy_(squares_on_device(flats, self.device), non_blocking=True)
+        if self.squares_in_chunks:
+            sums = [tree_sum(chunk_squares_on_device(flat)) for flat in flats]
+            out.copy_(reduce(torch.add, sums), non_blocking=True)
+        else:
+            out.copy_(squares_on_device(flats, self.device), non_blocking=True)
+
+    def squares_of_chunks(self, flat: Tensor) -> Tensor:
+        """Sum on the device, in the current stream, by an order of our own."""
+        return chunk_squares_on_device(flat)
+
+    def sum_of_chunks(self, squares: Tensor) -> float:
+        """Add up on the host what was summed on the device, as that does it."""
+        return float(tree_sum(squares))
 
     def available_bytes(self) -> int:
         """Bytes free on the device, or left of the limit."""

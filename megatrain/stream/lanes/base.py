@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megatrain.errors import CapacityError
 from megatrain.optim.pool import default_pool
-from megatrain.optim.sums import sum_of_squares
+from megatrain.optim.sums import squares_of_chunks, sum_of_squares
 from megatrain.plan.program.buffers import Buffer
 from megatrain.plan.program.operations import Lane
 from megatrain.store.arena import Arena
@@ -75,6 +76,8 @@ class Lanes(ABC):
         self._writer: dict[Buffer, Event] = {}
         self._readers: dict[Buffer, dict[Lane, Event]] = {}
         self._recorder = Recorder()
+        self.squares_in_chunks = False
+        """Sums of squares are made of those of chunks: their order is the same for any number of ranks."""
         self.judge: Callable[[BaseException], AbstractContextManager[object]] | None = None
         """Is given a failure before the launching thread raises it; inside, all lanes come to rest."""
         # Bounded, because what an exception leaves open stays at the bottom.
@@ -230,6 +233,14 @@ class Lanes(ABC):
         """Write the sum of squares of device tensors into `out`, a 0-dim float64 host or device tensor."""
         pool = default_pool()
         out.fill_(sum(sum_of_squares(pool, flat) for flat in flats))
+
+    def squares_of_chunks(self, flat: Tensor) -> Tensor:
+        """Return the sum of squares of each chunk of a flat device tensor, in fp64, there."""
+        return torch.from_numpy(squares_of_chunks(default_pool(), flat))
+
+    def sum_of_chunks(self, squares: Tensor) -> float:
+        """Add up such sums, which are on the host, to what `sum_of_squares` makes of all chunks at once."""
+        return math.fsum(squares.tolist())
 
     def available_bytes(self) -> int | None:
         """Bytes that may still be allocated on the device; None: unlimited."""

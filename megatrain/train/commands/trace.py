@@ -26,7 +26,9 @@ from megatrain.train.resume.state_commits import drives_apart
 from megatrain.train.run import prepare
 
 _DRIVES = (Lane.READ, Lane.PAGE, Lane.RECALL, Lane.WRITE, Lane.STOW)
-_ROWS = (Lane.CALLER, Lane.COMPUTE, Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE, Lane.HOST, *_DRIVES)
+_RANKS = (Lane.GATHER, Lane.EXCHANGE, Lane.SPREAD)
+_COPIES = (Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE)
+_ROWS = (Lane.CALLER, Lane.COMPUTE, *_COPIES, *_RANKS, Lane.HOST, *_DRIVES)
 _PID = 1
 _KINDS = frozenset(kind.value for kind in Kind)
 
@@ -118,7 +120,7 @@ def trace_events(
     events = [{"name": "process_name", "ph": "M", "pid": _PID, "args": {"name": "megatrain"}}]
     used = {span.lane for span in named}
     for number, lane in enumerate(_ROWS):
-        if lane in _DRIVES and lane not in used:
+        if lane in (*_RANKS, *_DRIVES) and lane not in used:
             continue
         row: dict[str, Any] = {"ph": "M", "pid": _PID, "tid": number}
         events.append({**row, "name": "thread_name", "args": {"name": lane.value}})

@@ -14,6 +14,7 @@ from megatrain.hardware.accelerators import can_compile
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, with_ways_out
 from megatrain.stream.engine import Engine
+from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
 from megatrain.train.planning.counting import PlannedModel
@@ -25,7 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 def plan_memory(
-    config: Config, model: PlannedModel, measure: Measure | None, *, num_ranks: int = 1, num_nodes: int = 1
+    config: Config,
+    model: PlannedModel,
+    measure: Measure | None,
+    ranks: Ranks | None = None,
 ) -> Planned | None:
     """Plan a run; None if the model cannot be counted: what `attach` then does is said there.
 
@@ -33,8 +37,7 @@ def plan_memory(
         config: Of the run.
         model: That will be trained.
         measure: As in `machine_for`.
-        num_ranks: That train together; the plan is of one rank's part.
-        num_nodes: On which they are.
+        ranks: That train together; the plan is of one rank's part.
 
     Raises:
         ConfigError: Ranks cannot do what the settings ask for.
@@ -42,7 +45,7 @@ def plan_memory(
     """
     spec = machine_for(config, measure)
     try:
-        planned = plan_training(config, model, spec, num_ranks=num_ranks, num_nodes=num_nodes)
+        planned = plan_training(config, model, spec, ranks)
     except ModelError:
         return None
     plan = planned.plan
@@ -59,7 +62,10 @@ def plan_memory(
 
 
 def plan_training(
-    config: Config, model: PlannedModel, spec: HardwareSpec, *, num_ranks: int = 1, num_nodes: int = 1
+    config: Config,
+    model: PlannedModel,
+    spec: HardwareSpec,
+    ranks: Ranks | None = None,
 ) -> Planned:
     """Plan a run that is about to begin.
 
@@ -67,8 +73,7 @@ def plan_training(
         config: Complete.
         model: That will be trained.
         spec: The machine.
-        num_ranks: As in `plan_memory`.
-        num_nodes: As there.
+        ranks: As in `plan_memory`.
 
     Raises:
         ConfigError, CapacityError: As `plan_memory`.
@@ -82,7 +87,8 @@ def plan_training(
     count_s = time.perf_counter() - began_s
     device = compute_device(config.train.device)
     request = make_request(config, anatomy, spec, can_compile=can_compile(device))
-    request = of_ranks(request, num_ranks, num_nodes)
+    if ranks is not None:
+        request = of_ranks(request, ranks.size, ranks.num_nodes, gathers=ranks.gathers)
     plan = make_plan(request)
     if not plan.fits:
         raise CapacityError(with_ways_out(plan.problem, advise(request, recount, is_running=True)))

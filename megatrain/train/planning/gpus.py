@@ -43,13 +43,14 @@ def with_gpus(spec: HardwareSpec, gpus: int | None, nodes: int | None) -> Hardwa
     return spec.with_ranks(gpus, nodes)
 
 
-def of_ranks(request: Request, num_ranks: int, num_nodes: int = 1) -> Request:
+def of_ranks(request: Request, num_ranks: int, num_nodes: int = 1, *, gathers: bool | None = None) -> Request:
     """Return what each of several ranks is asked for, of which a request is for all.
 
     Args:
         request: With the batch of all ranks' step.
         num_ranks: That train together.
         num_nodes: On which they are.
+        gathers: Those of a node gather weights; None: where its devices reach each other.
 
     Raises:
         ConfigError: They cannot do what is decided, or the batch cannot be shared out.
@@ -61,7 +62,8 @@ def of_ranks(request: Request, num_ranks: int, num_nodes: int = 1) -> Request:
     spec, batch = request.spec, request.batch
     if not spec.is_cpu:  # ranks of a CPU are measured with the cores that each has
         spec = spec.with_ranks(num_ranks // num_nodes, num_nodes)
-    gathers = spec.num_gpus > 1 and spec.peer_bytes_per_s is not None
+    if gathers is None:
+        gathers = spec.num_gpus > 1 and spec.peer_bytes_per_s is not None
     choice, part = part_of(num_ranks, request.choice, batch, num_nodes=num_nodes, gathers=gathers)
     assert part is not None
     return replace(request, spec=spec, choice=choice, batch=part)

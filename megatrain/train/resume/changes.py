@@ -21,7 +21,7 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
         f"{key} {then[key]} -> {value}"
         for key, value in now.items()
         if key.startswith(numeric)
-        and key != "train.device"
+        and key not in ("train.device", "parallel.gather")
         and then[key] != value
         # left open, it is the checkpoint's
         and (key, value) != ("parallel.shards", None)
