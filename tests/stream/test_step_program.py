@@ -48,7 +48,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "activations": ("recompute", "keep", "offload", ("recompute", "drop_boundary", "keep")),
     "updates": ("deferred", "immediate", "serial"),
     "fragments": (False, True),
-    "rounds": ((1, 1), (1, 3), (3, 1), (2, 2)),
+    "rounds": ((1, 1), (1, 3), (2, 1), (3, 1), (2, 2)),
     "place": (
         *("ram", "resident layers", "all resident", "drives", "weights on drives"),
         *("waiting gradients", "mixed gradients", "parked gradients", "outer streams", "outer and drives"),
