@@ -43,7 +43,8 @@ def test_processes_are_added_up_and_what_is_between_tests_is_counted() -> None:
     assert counts == {"tests/store": 2}
     assert seconds["tests/store"] >= 0.04, "the clock's ticks are of 10 ms"
     assert sum(seconds.values()) == pytest.approx(spent_s(), abs=1.0)
-    first, shown = plugin(), []
+    first = plugin()
+    shown: list[str] = []
     for node in (SimpleNamespace(workeroutput=output), SimpleNamespace()):
         first.pytest_testnodedown(node)
     reporter = SimpleNamespace(section=shown.append, write_line=shown.append)
