@@ -132,7 +132,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         """Go on with an executor that is new: the engine is arranged in another way."""
         self._executor = executor
         if executor.gradients.shared is not None:
-            check_shares(self.updates, self._moments, num_nodes=executor.gradients.shared.ranks.num_nodes)
+            check_shares(self.updates, self._moments)
         _plan_updates(executor, self._moments, clips=self._max_grad_norm is not None)
         executor.states.allocate()
         if self.updates is Updates.IMMEDIATE:

@@ -141,20 +141,17 @@ class BlockUpdate:
         return clip_coefficient(self._stats.grad_norm, self._max_grad_norm)
 
 
-def check_shares(updates: Updates, moments: MomentFormat, *, num_nodes: int) -> None:
+def check_shares(updates: Updates, moments: MomentFormat) -> None:
     """Refuse moments whose scales may span the shares of two ranks, where neither has the gradients of both.
 
     Raises:
-        ConfigError: With updates=immediate, gradients pass through buffers of each rank; nodes have memory of
-            their own.
+        ConfigError: With updates=immediate, gradients pass through buffers of each rank.
     """
-    if moments is not MomentFormat.INT8 or (updates is not Updates.IMMEDIATE and num_nodes == 1):
-        return
-    what = "several nodes" if num_nodes > 1 else "updates=immediate (optim.updates)"
-    raise ConfigError(
-        f"optim.state is int8, which does not go with {what}: two ranks may have elements of one scale; use "
-        f"optim.state=bf16{'' if num_nodes > 1 else ', or optim.updates=deferred'}"
-    )
+    if moments is MomentFormat.INT8 and updates is Updates.IMMEDIATE:
+        raise ConfigError(
+            "optim.state is int8, which does not go with updates=immediate (optim.updates) on several ranks: "
+            "two may have elements of one scale; use optim.state=bf16, or optim.updates=deferred"
+        )
 
 
 def _view(
