@@ -115,7 +115,7 @@ def settings_of(row: dict[str, Any]) -> dict[str, Any]:
 
 def micro_batches(count: int, *, seed: int, data: str, missing: str) -> list[Batch]:
     """Make a step's micro-batches; those that give gates a gradient have an odd number of tokens."""
-    found = []
+    found: list[Batch] = []
     for number, batch in enumerate(make_batches(count, seed=seed, tokens=TOKENS, padded=data == "padded")):
         values: dict[str, Tensor] = dict(batch)
         if data == "one word":
@@ -136,7 +136,7 @@ def add_gates(model: PreTrainedModel) -> None:
 
 
 def _add_gate(norm: nn.Module) -> None:
-    own: Tensor = norm.weight
+    own: Any = norm.weight
     norm.gate = nn.Parameter(torch.full_like(own, 1.5))
     kind: Any = type(norm)
 

@@ -30,7 +30,7 @@ class Pass:
         """Stream the outer blocks for the pass that comes next, or for a part of one that goes on."""
         rounds = arrangement.rounds
         self.begin_backward = rounds.begin_backward
-        self.micro_batch = rounds.micro_batch if whole is None else whole.micro_batch
+        self.micro_batch: int = rounds.micro_batch if whole is None else whole.micro_batch
         self._adds_up = rounds.adds_up
         """The gradients of other micro-batches will be added to this one's."""
         self._passed: set[AttachedLayer] = set()
