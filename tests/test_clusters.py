@@ -42,7 +42,7 @@ def run_slurm(place: Path, *arguments: str, **environment: str) -> subprocess.Co
         (place / name).chmod(0o700)
     given = {"SLURM_JOB_NODELIST": "node[7,9]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "31"} | environment
     path = f"{place}:{os.environ['PATH']}"
-    command = ["bash", SLURM, *arguments]
+    command = ["bash", str(SLURM), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env={"PATH": path} | given, check=False)
 
 

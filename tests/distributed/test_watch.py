@@ -87,7 +87,7 @@ def _wait_for_an_order(ranks: Any) -> None:
 def test_a_run_with_a_stopped_rank_records_it(tmp_path: Path) -> None:
     from tests.distributed.runs import train_run
 
-    place = {"root": str(tmp_path), "out": "run"}
+    place: dict[str, Any] = {"root": str(tmp_path), "out": "run"}
     codes = exit_codes(tmp_path / "logs", 2, train_run, timeout_s=20, killed=[1, 60], how="SIGSTOP", **place)
     assert codes == [RankError.exit_code, -9]
     error = list(read_rows(tmp_path / "run/events.jsonl"))[-1]
