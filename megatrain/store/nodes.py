@@ -20,6 +20,7 @@ from megatrain.layout.ownership import Share, node_shares
 from megatrain.store.arena import Arena
 from megatrain.store.state import BlockState, HostState, Precision, split_gradient
 
+DRIVES_OVER_NODES = "state on drives (memory.tiers) is kept on one node; use one, or RAM alone"
 INT8_OVER_NODES = "optim.state is int8, which is kept on one node; use optim.state=bf16 or fp32"
 
 _PARTED = ("remainder", *MOMENT_PLANES)

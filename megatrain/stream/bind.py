@@ -22,7 +22,7 @@ from megatrain.layout.ownership import node_totals
 from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import Block, find_blocks
 from megatrain.model.layouts import lay_out_blocks
-from megatrain.store.nodes import NodeState
+from megatrain.store.nodes import DRIVES_OVER_NODES, NodeState
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
@@ -180,7 +180,7 @@ def make_host(
     """
     if ranks is not None and ranks.num_nodes > 1:
         if tiers is not None:
-            raise ConfigError("state on drives (memory.tiers) is kept on one node; use one, or RAM alone")
+            raise ConfigError(DRIVES_OVER_NODES)
         return NodeState(layouts, precision, ranks)
     if tiers is None:
         return HostState(layouts, precision, shared=None if ranks is None else ranks.shared_memory)

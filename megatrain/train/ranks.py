@@ -24,7 +24,7 @@ from megatrain.config.runs import num_places
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware.accelerators import VENDORS
-from megatrain.store.nodes import INT8_OVER_NODES
+from megatrain.store.nodes import DRIVES_OVER_NODES, INT8_OVER_NODES
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
 
@@ -58,6 +58,8 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
     """
     if config.optim.state == "int8" and ranks.num_nodes > 1:
         raise ConfigError(INT8_OVER_NODES)
+    if config.memory.drives and ranks.num_nodes > 1:
+        raise ConfigError(DRIVES_OVER_NODES)
 
 
 def gathers_weights(config: Config, ranks: Ranks) -> bool:
