@@ -37,7 +37,12 @@ def settings(words: list[str]) -> dict[str, Any]:
 
 def run_slurm(place: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the script with programs in the place of SLURM's; that of srun shows what it is given."""
-    for name, text in {"scontrol": "printf 'node7\\nnode9\\n'", "srun": "printf '%s\\n' \"$@\""}.items():
+    programs = {
+        "scontrol": "printf 'node7\\nnode9\\n'",
+        "srun": "printf '%s\\n' \"$@\"",
+        "torchrun": "echo --shutdown-timeout",
+    }
+    for name, text in programs.items():
         (place / name).write_text(f"#!/bin/sh\n{text}\n")
         (place / name).chmod(0o700)
     given = {"SLURM_JOB_NODELIST": "node[7,9]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "31"} | environment
@@ -51,6 +56,7 @@ def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     option, *words = done.stdout.splitlines()
     assert option == "--kill-on-bad-exit=1"
+    assert words[words.index("--shutdown-timeout") + 1] == "540"
     arguments = parsed(words)
     assert (arguments.nnodes, arguments.nproc_per_node) == ("2", "8")
     assert (arguments.rdzv_endpoint, arguments.rdzv_id) == ("node7:29500", "31")

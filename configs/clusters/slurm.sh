@@ -23,7 +23,9 @@ nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${nodes%%$'\n'*}
 
 # One torchrun per node starts its ranks. After SIGTERM, ten minutes before the time is up, a step is finished
-# and saved: --shutdown-timeout is the time for that. (PyTorch 2.11 does not know it yet, and takes 30 s.)
+# and saved: --shutdown-timeout is the time for that. PyTorch 2.11 does not know the option, and takes 30 s.
+patience=()
+if torchrun --help 2>&1 | grep -q -- --shutdown-timeout; then patience=(--shutdown-timeout 540); fi
 exec srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_NNODES" \
     --nproc-per-node "${RANKS_PER_NODE:-$SLURM_GPUS_ON_NODE}" \
@@ -31,5 +33,5 @@ exec srun --kill-on-bad-exit=1 torchrun \
     --rdzv-id "$SLURM_JOB_ID" \
     --rdzv-endpoint "$first:${RENDEZVOUS_PORT:-29500}" \
     --max-restarts 3 \
-    --shutdown-timeout 540 \
+    "${patience[@]}" \
     -m megatrain train "$@"
