@@ -27,18 +27,24 @@ _AS_WELL = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
+class Compared:
     """A row beside what the planner says."""
 
     row: Row
     predicted: float
-    by_flops: float
     bound: str
 
     @property
     def error(self) -> float:
         """Predicted over published, less one."""
         return self.predicted / self.row.tokens_per_s - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction(Compared):
+    """And beside FLOPs alone."""
+
+    by_flops: float
 
     @property
     def flops_error(self) -> float:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.published.predict import MEDIAN, WORST, fitted_rate, machine_rows
+from benchmarks.published.predict import MEDIAN, WORST, Compared, fitted_rate, machine_rows
 from benchmarks.published.rows import Row, flops_of, machine_named, rows, scaling_rows, step_of
 from benchmarks.report import hardware
 from megatrain.hardware import HardwareSpec
@@ -33,22 +33,14 @@ _ONE_GPU = {"8xh100": "h100", "4xrtx-4090": "rtx-4090", "8xrtx-pro-6000": "rtx-p
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scaled:
-    """A row beside what the planner and a straight line say."""
+class Scaled(Compared):
+    """And beside a straight line."""
 
-    row: Row
-    predicted: float
     linear: float
-    bound: str
-
-    @property
-    def error(self) -> float:
-        """Predicted over published, less one."""
-        return self.predicted / self.row.tokens_per_s - 1
 
     @property
     def linear_error(self) -> float:
-        """The same of the straight line."""
+        """As `error`, of the straight line."""
         return self.linear / self.row.tokens_per_s - 1
 
     @property
