@@ -179,6 +179,7 @@ def test_a_config_is_planned_as_it_would_run(
         "num_runs": 1,
         "num_ranks": 1,
         "num_nodes": 1,
+        "sequence": 1,
         "gathers": False,
         "tokens": 16384,
     }
