@@ -64,11 +64,11 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
 
 def gathers_weights(config: Config, ranks: Ranks) -> bool:
     """Return whether each rank fetches a piece of the weights and all gather them, as all ranks decide it."""
-    wish = config.parallel.gather
-    if wish == "auto":
-        kind = compute_device(config.train.device).type
-        return all(ranks.gather_values(kind in VENDORS and VENDORS[kind].reach_each_other(ranks.local_size)))
-    return wish == "on"
+    wish = config.parallel.gathers
+    if wish is not None:
+        return wish
+    kind = compute_device(config.train.device).type
+    return all(ranks.gather_values(kind in VENDORS and VENDORS[kind].reach_each_other(ranks.local_size)))
 
 
 def described(ranks: Ranks | None, shards: int | None) -> str:

@@ -34,6 +34,11 @@ class ParallelConfig(Section):
     them, so a link carries a part of what it does where each rank fetches whole blocks (off). No bit depends
     on it. auto = on where the accelerators of all ranks reach each other's memory."""
 
+    @property
+    def gathers(self) -> bool | None:
+        """Whether ranks gather weights; None: where their devices reach each other."""
+        return None if self.gather == "auto" else self.gather == "on"
+
 
 def cut_problems(shards: int, num_micro_batches: int) -> list[str]:
     """Say why the micro-batches of a step cannot be cut into so many runs, if they cannot."""

@@ -135,7 +135,8 @@ def plan_run(
         counts=counts,
         progress=progress,
     )
-    request = of_ranks(asked.request, spec.num_ranks, spec.num_nodes)
+    gathers = asked.config.parallel.gathers
+    request = of_ranks(asked.request, spec.num_ranks, spec.num_nodes, gathers=gathers)
     progress("searching choices")
     plan = make_plan(request)
     remedies: list[Remedy] = []

@@ -51,12 +51,15 @@ def sizes(spec: HardwareSpec) -> Iterator[tuple[int, int]]:
         nodes *= 2
 
 
-def scale(request: Request, counts: Iterable[tuple[int, int]] | None = None) -> list[Row]:
+def scale(
+    request: Request, counts: Iterable[tuple[int, int]] | None = None, *, gathers: bool | None = None
+) -> list[Row]:
     """Plan for more and more GPUs, each of which takes the micro-batches that the request has.
 
     Args:
         request: For one GPU of the machine; its batch is what each gets.
         counts: How many GPUs of a node, and how many nodes; None: as `sizes` yields them.
+        gathers: As in `of_ranks`.
 
     Raises:
         ConfigError: As `of_ranks`.
@@ -66,7 +69,8 @@ def scale(request: Request, counts: Iterable[tuple[int, int]] | None = None) -> 
     for gpus, nodes in sizes(request.spec) if counts is None else counts:
         count = gpus * nodes
         one = replace(request, spec=request.spec.with_ranks(gpus, nodes))
-        plan = make_plan(of_ranks(replace(one, batch=_times(request.batch, count)), count, nodes))
+        whole = replace(one, batch=_times(request.batch, count))
+        plan = make_plan(of_ranks(whole, count, nodes, gathers=gathers))
         each = plan.tokens_per_s / count
         least = least or (each if plan.fits else None)
         efficiency = each / least if plan.fits and least else None
@@ -105,7 +109,8 @@ def plan_scale(raw: Mapping[str, Any], spec: HardwareSpec, *, progress: Progress
     """
     asked = ask(raw, spec.with_ranks(1), progress=progress, **given)
     progress("planning for every number of GPUs")
-    return Scaling(asked=asked, spec=spec, rows=scale(replace(asked.request, spec=spec)))
+    rows = scale(replace(asked.request, spec=spec), gathers=asked.config.parallel.gathers)
+    return Scaling(asked=asked, spec=spec, rows=rows)
 
 
 def scale_report(found: Scaling, *, as_json: bool = False) -> str:

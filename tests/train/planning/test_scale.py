@@ -119,6 +119,15 @@ def test_efficiency_is_against_one_gpu_and_falls_where_the_host_or_the_network_b
     assert found[1].plan.bound != "network"
 
 
+@pytest.mark.parametrize(("setting", "gathers"), [("auto", True), ("on", True), ("off", False)])
+def test_a_plan_gathers_as_the_settings_say(setting: str, gathers: bool) -> None:
+    raw = {"model": {"path": "m"}, "data": {"path": "d"}, "parallel": {"gather": setting}}
+    wish = build_config(raw, source="test").parallel.gathers
+    (row,) = scale(request(), [(4, 1)], gathers=wish)
+    assert row.plan.batch.gathers == gathers
+    assert bool(row.plan.bytes_per_step["gathered"]) == gathers
+
+
 def test_the_table_says_each_row_as_text_and_as_json() -> None:
     config = build_config({"model": {"path": "m"}, "data": {"path": "d"}}, source="test")
     asked = Asked(request=request(), config=config, model="m", recount=lambda: ANATOMY, count_s=0.0, notes=())
