@@ -142,7 +142,8 @@ class Ranks:
         own = whole.numel() // self.local_size
         sent = self._within_reach(whole[self.local_rank * own : (self.local_rank + 1) * own], "gather")
         found = whole if sent.device == whole.device else torch.empty_like(whole, device=sent.device)
-        self._do("gather", dist.all_gather_into_tensor, found, sent)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before 2.13
+        self._do("gather", gather, found, sent)
         if found is not whole:
             whole.copy_(found)
 

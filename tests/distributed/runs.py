@@ -48,7 +48,7 @@ def train_on_drives(
         return away[-1]
 
     on_drives.place = noted
-    train_run(ranks, root=root, out=out, memory=memory, **sections)
+    train_run(ranks, root=root, out=out, plans=True, memory=memory, **sections)
     return sum(len(placement.state_on_drives) for placement in away)
 
 

@@ -132,7 +132,11 @@ def test_a_missing_wait_on_drives_is_found(fault: str, tmp_path: Path) -> None:
         Turns(2).run(faulty)
 
 
-SHORT: dict[str, Any] = {"train": {"steps": 4}, "eval": {"every": None}, "checkpoint": {"every": None}}
+SHORT: dict[str, Any] = {
+    "train": {"steps": 4, "precision": "fp32"},
+    "eval": {"every": None},
+    "checkpoint": {"every": None},
+}
 
 
 @pytest.fixture(scope="module")

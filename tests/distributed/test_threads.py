@@ -77,7 +77,7 @@ def test_a_missing_wait_among_ranks_is_found(skips: tuple[Lane, str], gathers: b
 
 def test_another_tree_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = train(None, steps=1)
-    monkeypatch.setattr(shared_gradients, "_tree", lambda parts: parts[0] + parts[1] + parts[2] + parts[3])
+    monkeypatch.setattr(shared_gradients, "_tree", lambda parts, _: parts[0] + parts[1] + parts[2] + parts[3])
     assert Turns(4).run(lambda ranks: train(ranks, steps=1))[0] != alone
 
 

@@ -275,7 +275,7 @@ class Step:
         """What devices without access to each other exchange: it takes both ways of each one's link."""
         collectives = self.collectives
         copied = self.copied_bytes
-        near = collectives.exchanged_near(copied.exchanged) + copied.gathered
+        near = collectives.exchanged_near(copied.exchanged)
         return near if collectives.passes_host else 0.0
 
     @cached_property

@@ -365,7 +365,7 @@ def test_a_flipped_bit_stops_the_step_and_is_named(
     with monkeypatch.context() as patch:
         patch.setattr(ScratchFiles, "write", spoil)
         message = (
-            r"scratch\.bin is damaged: chunk 0 of what was saved of block \d in micro-batch 0 .*not what"
+            r"scratch-0\.bin is damaged: chunk 0 of what was saved of block \d in micro-batch 0 .*not what"
         )
         with pytest.raises(CheckpointError, match=message):  # noqa: PT012
             engine.forward_backward(batches)
@@ -391,7 +391,7 @@ def test_a_full_drive_stops_the_step_and_is_named(
         patch.setattr(broken, call, fail)
         patch.setattr(calls, "system", broken)
         verb = "take .* for" if call == "fallocate" else "write"
-        message = rf"cannot {verb} .*scratch\.bin: No space left on device; free"
+        message = rf"cannot {verb} .*scratch-0\.bin: No space left on device; free"
         with pytest.raises(CapacityError, match=message):  # noqa: PT012
             engine.forward_backward(make_batches(1, seed=0))
             engine.lanes.drain()
