@@ -115,10 +115,9 @@ def rank_main(rank: int, size: int, place: str | None, given: dict[str, Any], an
 
     ranks = None
     if size > 1 and place is not None:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(str(Path(place, "store")), size), rank=rank, world_size=size
-        )
-        ranks = Ranks()
+        store = dist.FileStore(str(Path(place, "store")), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        ranks = Ranks(store, timeout_s=1800.0)
     hidden = given["hidden"]
     torch.manual_seed(0)
     config = LlamaConfig(
