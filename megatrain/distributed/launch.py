@@ -21,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from megatrain.distributed.processes import status_of
 from megatrain.distributed.watch import watch_idly
 from megatrain.errors import ConfigError, RankError, TornStateError
 from megatrain.hardware.accelerators import VENDORS, check_count
@@ -147,16 +148,9 @@ def _signals_passed_on() -> Iterator[None]:
 
 def _children() -> list[int]:
     """List the processes that this one has started."""
-    own = os.getpid()
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        if int(fields[1]) == own:
-            found.append(int(stat.parent.name))
-    return found
+    numbers = [int(place.name) for place in Path("/proc").glob("[0-9]*")]
+    found = {number: status_of(number) for number in numbers}
+    return [number for number, status in found.items() if status and int(status[1]) == os.getpid()]
 
 
 @dataclass(frozen=True, slots=True)

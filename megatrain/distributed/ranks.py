@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatrain.distributed.processes import machine
 from megatrain.distributed.watch import Watch
 from megatrain.errors import ConfigError
 
@@ -32,9 +32,6 @@ _PATIENCE = timedelta(days=30)
 
 _LOOK = timedelta(seconds=1)
 """How often a wait looks whether a rank is missing."""
-
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""Says which machine this is."""
 
 
 class Ranks:
@@ -67,7 +64,7 @@ class Ranks:
         with self.watch.waiting("caller"):
             self._groups = {lane: dist.new_group(timeout=_PATIENCE) for lane in _LANES}
         self.local_size = local_size or self.size
-        found = self.gather_values([_BOOT.read_text(), self.local_size])
+        found = self.gather_values([machine(), self.local_size])
         if any(size != self.local_size for _, size in found) or self.size % self.local_size:
             sizes = sorted({size for _, size in found})
             raise ConfigError(

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.distributed.processes import machine, status_of
 from megatrain.errors import RankError
 
 if TYPE_CHECKING:
@@ -300,16 +301,12 @@ def _name(rank: int, beat: Beat) -> str:
 
 def _processes() -> str:
     """Say whose numbers of processes are those that this process sees: of which machine and container."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{machine()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _is_gone(beat: Beat) -> bool:
     """Whether a process has ended, as far as can be seen from here."""
     if beat["processes"] != _processes():
         return False
-    try:
-        stat = Path(f"/proc/{beat['process']}/stat").read_text()
-    except OSError:
-        return True
-    return stat.rpartition(")")[2].split()[0] in "ZX"
+    status = status_of(beat["process"])
+    return status is None or status[0] in "ZX"

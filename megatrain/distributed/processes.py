@@ -1,0 +1,22 @@
+"""What the kernel says of this machine and its processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def machine() -> str:
+    """Return what no other machine has, nor this one after it is started anew."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def status_of(process: int) -> list[str] | None:
+    """Return what a process's `stat` has behind its name: its state, its parent, ...; None: it has ended.
+
+    Source: proc_pid_stat(5). A name may have spaces and brackets in it.
+    """
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()
