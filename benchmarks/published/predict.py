@@ -128,21 +128,31 @@ def summary(found: Sequence[Prediction]) -> Iterator[str]:
     machines = dict.fromkeys(one.row.machine for one in found)
     for name in (*machines, "all"):
         some = [one for one in found if not one.row.is_fitted and name in (one.row.machine, "all")]
-        errors, flops = [abs(one.error) for one in some], [abs(one.flops_error) for one in some]
-        yield (
-            f"| {name} | {len(some)} | {statistics.median(errors):.1%} | {max(errors):.1%} "
-            f"| {sum(error > WORST for error in errors)} "
-            f"| {statistics.median(flops):.1%} | {max(flops):.1%} |"
-        )
+        yield errors_of(name, [one.error for one in some], [one.flops_error for one in some])
+
+
+def errors_of(name: str, errors: Sequence[float], others: Sequence[float]) -> str:
+    """Return a row of a table: the planner's errors, and those of what it is compared with."""
+    own, other = [abs(error) for error in errors], [abs(error) for error in others]
+    return (
+        f"| {name} | {len(own)} | {statistics.median(own):.1%} | {max(own):.1%} "
+        f"| {sum(error > WORST for error in own)} "
+        f"| {statistics.median(other):.1%} | {max(other):.1%} |"
+    )
+
+
+def read_options(doc: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of a benchmark of published rows."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--machine", action="append", default=[])
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, and write it where `--out` says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--machine", action="append", default=[])
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(arguments)
+    options = read_options(__doc__, arguments)
     if options.fit:
         for machine, listed in machine_rows().items():
             if not options.machine or machine in options.machine:

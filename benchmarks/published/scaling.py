@@ -11,14 +11,20 @@ GPUs, times their number; without one, the FLOPs of the machine's fitted row.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-from benchmarks.published.predict import MEDIAN, WORST, Compared, fitted_rate, machine_rows
+from benchmarks.published.predict import (
+    MEDIAN,
+    WORST,
+    Compared,
+    errors_of,
+    fitted_rate,
+    machine_rows,
+    read_options,
+)
 from benchmarks.published.rows import Row, flops_of, machine_named, rows, scaling_rows, step_of
 from benchmarks.report import hardware
 from megatrain.hardware import HardwareSpec
@@ -135,21 +141,12 @@ def summary(found: Sequence[Scaled]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     free = [one for one in found if not one.row.is_fitted and one.place != "first"]
     for name, some in ((OFF, [one for one in free if one.place == OFF]), ("all", free)):
-        errors, linear = [abs(one.error) for one in some], [abs(one.linear_error) for one in some]
-        yield (
-            f"| {name} | {len(some)} | {statistics.median(errors):.1%} | {max(errors):.1%} "
-            f"| {sum(error > WORST for error in errors)} "
-            f"| {statistics.median(linear):.1%} | {max(linear):.1%} |"
-        )
+        yield errors_of(name, [one.error for one in some], [one.linear_error for one in some])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, and write it where `--out` says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--machine", action="append", default=[])
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(arguments)
+    options = read_options(__doc__, arguments)
     if options.fit:
         for row in scaling_rows():
             if row.is_fitted:
