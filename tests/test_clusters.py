@@ -83,7 +83,7 @@ def test_the_trainjob_starts_torchrun_with_settings_that_are_there() -> None:
     trainer = yaml.safe_load(TRAINJOB.read_text())["spec"]["trainer"]
     words = [*trainer["command"], *trainer["args"]]
     assert parsed(words).max_restarts == 3
-    assert settings(trainer["args"]) == {"out": "/work/run", "parallel": {"shards": 64}}
+    assert settings(trainer["args"]) == {"out": "/volume/run", "parallel": {"shards": 64}}
 
 
 def test_the_trainjob_is_one_of_kubeflow_s() -> None:
