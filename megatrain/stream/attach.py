@@ -21,11 +21,11 @@ from megatrain.stream.activations.torch_state import RandomState
 from megatrain.stream.arrange import check_choice, check_runs, part_of, require_drives, uncompiled
 from megatrain.stream.bind import bind, plan_layouts, require_device_memory
 from megatrain.stream.engine import Engine
-from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.forward.arrangement import residents_of
 from megatrain.stream.forward.compiled import say_how
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.lanes.devices import make_lanes
+from megatrain.stream.ranks.shared_gradients import Ranks
 from megatrain.stream.resolve import Conditions, resolve
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from megatrain.store.nodes import DRIVES_OVER_NODES, NodeState
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
-from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.forward.arrangement import places_of, residency_of
 from megatrain.stream.forward.attached import Binding
+from megatrain.stream.ranks.shared_gradients import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

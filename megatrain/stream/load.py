@@ -47,8 +47,8 @@ from megatrain.stream.bind import (
     require_same_weights,
     with_gradients,
 )
-from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.forward.arrangement import places_of
+from megatrain.stream.ranks.shared_gradients import Ranks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

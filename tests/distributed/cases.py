@@ -15,7 +15,7 @@ from megatrain.config.adaptation import Adaptation, LoraChoice
 from megatrain.layout import ownership
 from megatrain.model.adapters.adapt import adapt
 from megatrain.optim import sums
-from megatrain.stream.execute import shared_gradients
+from megatrain.stream.ranks import shared_gradients
 from tests.reference import Batch, make_batches
 
 TOKENS = 16

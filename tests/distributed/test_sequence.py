@@ -19,7 +19,7 @@ from megatrain.model.sequence.rows import cut_rows
 from megatrain.plan.search.planner import plan_of
 from megatrain.plan.search.request import Request
 from megatrain.stream.evaluate import losses
-from megatrain.stream.execute import shared_gradients
+from megatrain.stream.ranks import shared_gradients
 from tests.distributed.processes import run_ranks
 from tests.distributed.threads import RankLanes, ThreadRanks, Turns
 from tests.families import FAMILIES

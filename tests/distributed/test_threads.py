@@ -12,10 +12,10 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.layout import ownership
 from megatrain.plan.program.operations import Kind, Lane
 from megatrain.plan.program.step import step_program
-from megatrain.stream.execute import shared_gradients
 from megatrain.stream.execute.executor import Executor
-from megatrain.stream.execute.shared_gradients import SharedGradients
 from megatrain.stream.lanes.base import OrderingError
+from megatrain.stream.ranks import shared_gradients
+from megatrain.stream.ranks.shared_gradients import SharedGradients
 from tests.distributed.cases import AXES, cut_at, settings_of
 from tests.distributed.threads import RankLanes, ThreadRanks, Turns
 from tests.distributed.training import train

@@ -22,8 +22,8 @@ from megatrain.plan.program.operations import Kind, Operation
 from megatrain.store.state import HostState, Precision, split_gradient
 from megatrain.stream.execute.gradient_buffers import GradientBuffers, Views
 from megatrain.stream.execute.run_sums import RunSums
-from megatrain.stream.execute.shared_gradients import SharedGradients
 from megatrain.stream.lanes import Lanes
+from megatrain.stream.ranks.shared_gradients import SharedGradients
 
 
 class Home(Enum):

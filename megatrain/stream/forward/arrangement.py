@@ -30,13 +30,13 @@ from megatrain.stream.execute.gradient_buffers import GradientBuffers
 from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.issuer import Counts
 from megatrain.stream.execute.resident_state import DeviceStates
-from megatrain.stream.execute.shared_gradients import SharedGradients
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
 from megatrain.stream.execute.wholeness import Wholeness
 from megatrain.stream.forward.attached import AttachedBlock, Binding, attach_blocks
 from megatrain.stream.forward.rounds import Rounds
 from megatrain.stream.lanes import Lanes
+from megatrain.stream.ranks.shared_gradients import SharedGradients
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,9 +21,9 @@ from megatrain.store.state import HostState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.executor import Executor
-from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.forward.stream_weights import Place
+from megatrain.stream.ranks.shared_gradients import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

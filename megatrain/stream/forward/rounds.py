@@ -18,7 +18,7 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.plan.program.visits import HEAD, Visit, marked, most_open, pass_visits, step_visits
 from megatrain.store.state import Precision
 from megatrain.stream.execute.executor import Executor
-from megatrain.stream.execute.same_step import SameStep
+from megatrain.stream.ranks.same_step import SameStep
 
 
 class Rounds:

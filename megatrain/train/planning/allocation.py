@@ -14,9 +14,9 @@ from megatrain.hardware.accelerators import can_compile
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, with_ways_out
 from megatrain.stream.engine import Engine
-from megatrain.stream.execute.shared_gradients import Ranks
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
+from megatrain.stream.ranks.shared_gradients import Ranks
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.gpus import of_ranks
 from megatrain.train.planning.plan_run import Planned, device_type, make_request

@@ -12,7 +12,7 @@ import torch
 from megatrain.errors import ConfigError
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.visits import Visit
-from megatrain.stream.execute.shared_gradients import Ranks
+from megatrain.stream.ranks.shared_gradients import Ranks
 
 
 class SameStep:
