@@ -26,7 +26,8 @@ from tests.searches import searched_for_a_moment
 
 for absent in (torch.cuda, torch.mtia, torch.xpu):
     if not absent.is_available():  # each `torch.manual_seed` would describe the whole stack to each of them
-        setattr(absent, "_lazy_call", lambda call, **which: None)  # noqa: B010
+        for module in (absent, getattr(absent, "random", absent)):  # which has imported the name
+            setattr(module, "_lazy_call", lambda call, **which: None)  # noqa: B010
 
 torch.set_num_threads(1)
 gc.disable()  # while thousands of items are made, of which none goes

@@ -22,6 +22,9 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[1]
 LIMIT_S = 300
 
+SPENT = [0.0]
+"""CPU seconds of the interpreter and of its forks, told with each answer: it ends after the last test."""
+
 
 def run_script(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a script in a fork, its arguments in `sys.argv`, as `python -c` would."""
@@ -33,7 +36,7 @@ def run_script(script: str, *arguments: str | Path) -> subprocess.CompletedProce
         request = {"script": script, "argv": ["-c", *map(str, arguments)], "shown": list(map(str, shown))}
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
-        code = int(server.stdout.readline())
+        code, SPENT[0] = json.loads(server.stdout.readline())
         out, err = (path.read_text() for path in shown)
     return subprocess.CompletedProcess(request["argv"], code, out, err)
 
@@ -71,7 +74,8 @@ def _next_script() -> dict[str, Any] | None:
             for number, path in zip((1, 2), request["shown"], strict=True):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
             return request
-        answers.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        answers.write(json.dumps([code, sum(os.times()[:4])]) + "\n")
     return None
 
 

@@ -13,6 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.distributed.matrix import summed
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RATIOS = ("streamed_over_resident_recompute", "streamed_over_resident_keep", "streamed_over_roofline_128")
 
@@ -119,3 +121,16 @@ def test_drives_are_compared_with_what_is_there(tmp_path: Path) -> None:
     assert result[f"read_over_{rival}"] > 0
     assert result["config"]["bytes"] == 3 * (64 << 20)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_record_of_the_matrix_names_the_rows_that_failed() -> None:
+    text = """<testsuite>
+      <testcase classname="tests.t" name="test_a[one-2]" time="1.5" />
+      <testcase classname="tests.t" name="test_a[two-4]" time="2.04"><failure>no</failure></testcase>
+      <testcase classname="tests.t" name="test_a[three]" time="0.0"><error>no</error></testcase>
+      <testcase classname="tests.t" name="test_b" time="0.5"><skipped /></testcase>
+    </testsuite>"""
+    assert summed(ElementTree.fromstring(text).iter("testcase")) == {
+        "tests.t.test_a": {"passed": 1, "skipped": 0, "failed": ["two-4", "three"], "seconds": 3.5},
+        "tests.t.test_b": {"passed": 0, "skipped": 1, "failed": [], "seconds": 0.5},
+    }

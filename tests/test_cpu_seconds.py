@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cpu_seconds import BUDGET_S, MANY, CpuSeconds, area_of, spent_s, table
+from tests.forks import run_script
 
 
 def test_areas_are_the_folders_of_tests() -> None:
@@ -54,3 +55,11 @@ def test_processes_are_added_up_and_what_is_between_tests_is_counted() -> None:
     first.pytest_terminal_summary(reporter)
     assert shown[0] == "CPU seconds"
     assert "in all" in shown[-1]
+
+
+def test_what_a_script_in_a_fork_spends_is_counted_when_it_has_ended() -> None:
+    """Its parent ends after the last test, so that waiting for that one tells too late."""
+    run_script("pass")  # with the imports of that interpreter
+    before_s = spent_s()
+    run_script("import time\nwhile time.process_time() < 0.3: pass")
+    assert spent_s() - before_s >= 0.2

@@ -139,11 +139,13 @@ def rank_main(rank: int, size: int, place: str | None, given: dict[str, Any], an
     choice = Choice().with_defaults(given["layers"])
     engine = megatrain.attach(model, choice, batch=batch, ranks=ranks)
     optimizer = engine.adamw(lr=LR, max_grad_norm=1.0)
+    apart = [[*range(one * count // size, (one + 1) * count // size)] for one in range(size)]
+    parts = apart if ranks is None else engine.parts(count)
     times = []
     generator = torch.Generator().manual_seed(0)
     for _ in range(given["steps"] + 1):
         ids = torch.randint(1024, (count, given["rows"], given["tokens"]), generator=generator)
-        own = ids[rank * count // size : (rank + 1) * count // size]
+        own = [ids[number] for number in parts[rank]]
         began = time.perf_counter()
         engine.forward_backward([{"input_ids": part, "labels": part} for part in own])
         optimizer.step()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu.measure import Normal, put_parameters
+from megatrain.config.runs import SumRoom
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MomentFormat
 from megatrain.layout.totals import BlockTotals, GradientPlaces
@@ -45,7 +46,9 @@ class AliasedState(HostState):
         totals = BlockTotals(layout.sizes for layout in self.layouts)
         everything, nobody = totals[:], totals[:0]
         places = GradientPlaces(everything, on_device=nobody, on_drives=nobody, staged=nobody)
-        planes = host_planes(self.layouts, self.precision, places, num_sums=0, moments=MomentFormat.FP32)
+        planes = host_planes(
+            self.layouts, self.precision, places, sum_room=SumRoom(), moments=MomentFormat.FP32
+        )
         return sum(planes.values())
 
     @property

@@ -114,6 +114,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return head + f',\n "digest": "{xxhash.xxh3_128_hexdigest(head)}"\n}}\n'.encode("ascii")
 
 
+def fingerprint(manifest: Manifest) -> str:
+    """Return a name for exactly this step, meta and bytes of files."""
+    tail = _TAIL.search(encode_manifest(manifest))
+    assert tail is not None
+    return tail[1].decode("ascii")
+
+
 def parse_manifest(data: bytes) -> Manifest:
     """Parse the bytes of a manifest, strictly: a member missing, unknown or of another type is refused.
 

@@ -22,18 +22,18 @@ import typer
 from megatrain import __version__
 from megatrain.cli import config as config_commands
 from megatrain.cli import data as data_commands
+from megatrain.cli import plan as plan_commands
 from megatrain.cli import runs as run_commands
 from megatrain.cli.folders import counts_folder, measured_file, prepared_folder
 from megatrain.cli.help import SettingsCommand, show_all_keys
-from megatrain.cli.log import log_to_stderr
+from megatrain.cli.log import log_to_stderr, showing
 from megatrain.cli.ranks import join_ranks, start_ranks
 from megatrain.distributed.watch import tell_launcher
-from megatrain.errors import CapacityError, ConfigError, as_ours
+from megatrain.errors import ConfigError, as_ours
 
 if TYPE_CHECKING:
     from megatrain.config import Config
     from megatrain.hardware import HardwareSpec
-    from megatrain.train.screen.doing import Doing
 
 app = typer.Typer(
     name="megatrain",
@@ -165,7 +165,7 @@ def train(
         overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
         again = ["train", *(arguments or []), *overrides, *["--verbose"] * verbose]
         raise typer.Exit(start_ranks(config, ranks, ["--debug"] * _debug + again, dry_run=dry_run))
-    with _doing("train") as doing:
+    with showing("train") as doing:
         doing("loading torch and transformers")
         if dry_run:
             from megatrain.train.commands.dry_run import dry_run as try_out
@@ -184,13 +184,6 @@ def train(
                 progress=doing,
                 ranks=joined,
             )
-
-
-def _doing(name: str) -> Doing:
-    """Say on standard error what a command does, if it takes a while."""
-    from megatrain.train.screen.doing import Doing
-
-    return Doing(name, lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def _measure() -> Callable[[], HardwareSpec] | None:
@@ -212,118 +205,7 @@ def read_settings(arguments: Sequence[str], flags: dict[str, Any]) -> Config:
     return build_config(raw, source=source or "command line")
 
 
-@app.command(cls=SettingsCommand)
-def plan(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="CONFIG | section.key=value", help="As of train; the data are not needed."),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Model directory or hub id (model.path).")] = None,
-    hf_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A file like a model directory's config.json.")
-    ] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="A bundled machine or a machine file; default: this one."),
-    ] = None,
-    ram: Annotated[str | None, typer.Option(metavar="1536GiB", help="Host memory of the machine.")] = None,
-    nvme: Annotated[
-        str | None, typer.Option(metavar="8TB|0", help="Free space on its drives; 0: none.")
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of each node that train together; default: all.")
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Machines like this one that train together.")
-    ] = None,
-    scale: Annotated[
-        bool, typer.Option("--scale", help="Plan for 1 to 1,024 GPUs, each with the same tokens per step.")
-    ] = False,
-    tokens: Annotated[
-        str | None, typer.Option(metavar="20B", help="Tokens to train on, also 2e9; default: 1B.")
-    ] = None,
-    price_per_hour: Annotated[
-        float | None, typer.Option(min=0, help="Dollars per hour; default: rent, or price over 3 years.")
-    ] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence (data.seq_len).")] = None,
-    micro_batch_size: Annotated[int | None, typer.Option(help="(train.micro_batch_size)")] = None,
-    grad_accumulation: Annotated[int | None, typer.Option(help="(train.grad_accumulation)")] = None,
-    precision: Annotated[str | None, typer.Option(metavar="fp32|bf16", help="(train.precision)")] = None,
-    clip: Annotated[
-        bool | None, typer.Option("--clip/--no-clip", help="Clip gradients (optim.max_grad_norm).")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why, and what would be faster.")] = False,
-) -> None:
-    """Say whether a run fits a machine, how fast it is and what it costs; exit 3 if it does not fit.
-
-    No GPU is needed. Settings that are not given are chosen. Without a CONFIG: bf16, sequences of 4,096 and
-    131,072 tokens per step.
-    """
-    flags = {
-        "model.path": model,
-        "data.seq_len": seq_len,
-        "train.micro_batch_size": micro_batch_size,
-        "train.grad_accumulation": grad_accumulation,
-        "train.precision": precision,
-    }
-    given: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
-    if clip is not None:
-        given["optim.max_grad_norm"] = 1.0 if clip else None
-    from megatrain.config import combine_settings
-
-    raw, source = combine_settings(arguments or [], given)
-    spec = _machine(machine, ram, nvme)
-    from megatrain.train.planning.gpus import with_gpus
-    from megatrain.train.planning.plan_report import report
-    from megatrain.train.planning.plan_run import plan_run
-
-    asked: dict[str, Any] = {
-        "source": source or "command line",
-        "hf_config": hf_config,
-        "is_complete": bool(source),
-        "counts": counts_folder(),
-    }
-    with _doing("plan") as doing:
-        if scale:
-            from megatrain.train.planning.scale import plan_scale, scale_report
-
-            found = plan_scale(raw, with_gpus(spec, gpus, 1), progress=doing, **asked)
-            text, fits = scale_report(found, as_json=as_json), found.fits
-        else:
-            planned = plan_run(raw, with_gpus(spec, gpus, nodes), progress=doing, **asked)
-            fits = planned.plan.fits
-            text = report(
-                planned,
-                tokens=tokens,
-                price_per_hour_usd=price_per_hour,
-                as_json=as_json,
-                explains=explain,
-                progress=doing,
-            )
-    print(text)
-    if not fits:  # the report has said what is too small, and what would help
-        raise typer.Exit(CapacityError.exit_code)
-
-
-def _machine(name: str | None, ram: str | None, nvme: str | None) -> HardwareSpec:
-    """Return a named machine, or this one, with the memory and the drives that options say."""
-    from megatrain.config.sizes import parse_bytes
-    from megatrain.hardware import load_machine
-
-    host_bytes = None if ram is None else parse_bytes(ram, "--ram")
-    drive_bytes = None if nvme is None else parse_bytes(nvme, "--nvme")
-    if host_bytes == 0:
-        raise ConfigError("--ram is 0; give the machine's host memory, such as 64GiB")
-    if name is not None:
-        spec = load_machine(name)
-    else:
-        from megatrain.doctor import this_machine
-
-        spec = this_machine(measured_file(), Path() if drive_bytes else None)
-    if host_bytes is not None:
-        spec = spec.with_ram(host_bytes)
-    return spec if drive_bytes is None else spec.with_drive_bytes(drive_bytes)
+plan_commands.add_to(app)
 
 
 @app.command()
@@ -332,24 +214,23 @@ def trace(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides of its keys.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="File to write; one that is there is replaced.")] = Path(
-        "trace.json"
-    ),
+    out: Annotated[Path, typer.Option(help="File to write, or to replace.")] = Path("trace.json"),
     steps: Annotated[int, typer.Option(min=1, help="Steps to trace, after one to warm up.")] = 2,
 ) -> None:
     """Run a few steps and write what each lane did when, for https://ui.perfetto.dev or chrome://tracing.
 
-    The run directory is only read, and what the steps train is not kept.
+    The run directory is only read, and what the steps train is not kept. torchrun's ranks share the steps.
     """
     config = read_settings([str(_config_file(path)), *(overrides or [])], {})
-    with _doing("trace") as doing:
+    with showing("trace") as doing:
         doing("loading torch and transformers")
         from megatrain.train.commands.trace import describe
         from megatrain.train.commands.trace import trace as run
 
-        reports = run(config, out, steps=steps, progress=doing)
-    print(describe(reports))
-    print(out)
+        with join_ranks(config, doing) or nullcontext() as joined:
+            reports = run(config, out, steps=steps, progress=doing, ranks=joined)
+    if joined is None or joined.rank == 0:
+        print(f"{describe(reports)}\n{out}")
 
 
 @app.command()
@@ -365,7 +246,7 @@ def doctor(
     ] = None,
 ) -> None:
     """Look at this machine: what is wrong with it for training, and with --bench how fast it is."""
-    with _doing("doctor") as doing:
+    with showing("doctor") as doing:
         doing("loading torch")
         from megatrain.doctor import examine, keep
         from megatrain.hardware import save_machine

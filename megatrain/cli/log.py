@@ -1,10 +1,13 @@
-"""Where the command line's log goes."""
+"""What the command line writes to standard error: the log, and what takes a while."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from megatrain.train.screen.doing import Doing
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
@@ -26,3 +29,10 @@ def log_to_stderr() -> None:
     logger.setLevel(logging.INFO)
     # A hub that is away is said in our sentence: its client's lines for each try say less.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
+
+
+def showing(name: str) -> Doing:
+    """Say on standard error what a command does, if it takes a while."""
+    from megatrain.train.screen.doing import Doing
+
+    return Doing(name, lambda line: print(line, file=sys.stderr, flush=True))

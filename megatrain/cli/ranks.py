@@ -30,18 +30,16 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
         ConfigError: So many cannot run here.
     """
     from megatrain.checkpoint.load import find
-    from megatrain.config.runs import check_shards, num_places
+    from megatrain.config.runs import num_places, require_power_of_two
     from megatrain.distributed.launch import Ended, run_ranks
     from megatrain.hardware.accelerators import check_count
     from megatrain.train.records.directory import RunDirectory
     from megatrain.train.records.events import record_ranks
+    from megatrain.train.report.page import leave_report
 
     if dry_run:
         raise ConfigError("--dry-run tries out one rank; leave --ranks away")
-    try:
-        check_shards(ranks)
-    except ValueError as error:
-        raise ConfigError(f"--ranks is {ranks}; {error}") from None
+    require_power_of_two(ranks, f"--ranks is {ranks}")
     check_count(config.train.device, ranks)
     sequence = config.parallel.sequence
     shards = config.parallel.shards or num_places(ranks, sequence)
@@ -60,6 +58,8 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
             how = "the same command goes on" if not num_left else f"going on with {num_left} of the ranks"
             _log.warning("%s; %s from the newest checkpoint", reason.partition(". ")[0], how)
         record_ranks(directory, ended.codes, ended.sentences, num_left)
+        if not num_left and config.log.report and directory.is_run:
+            leave_report(directory)  # the first rank's, if it lived to write one, does not know how it ended
 
     return run_ranks(ranks, arguments, least=sequence, again=again, tell=tell)
 

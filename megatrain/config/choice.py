@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, TypeVar
 
-from megatrain.config.runs import Runs
+from megatrain.config.runs import Runs, StepSums, round_sizes
 from megatrain.errors import ConfigError
 
 AUTO: Any = "auto"
@@ -130,8 +130,7 @@ class Choice:
 
     def rounds(self, num_micro_batches: int) -> list[int]:
         """Return how many micro-batches pass in each round of a step of so many."""
-        starts = range(0, num_micro_batches, self.lockstep)
-        return [min(self.lockstep, num_micro_batches - start) for start in starts]
+        return round_sizes(num_micro_batches, self.lockstep)
 
     def uses_gradients_up(self, num_micro_batches: int) -> bool:
         """Whether every gradient is used by its update as soon as it is complete, and waits nowhere.
@@ -310,6 +309,8 @@ class StepBatch:
     """Rows that are never apart: 2 of a pair."""
     num_runs: int = 1
     """Runs, in which gradients add up; `parallel.shards`."""
+    runs_are_rounds: bool = False
+    """A plan decides how many there are: one of each round, where rounds are alike and a power of two."""
     num_ranks: int = 1
     """Of several ranks' step this is the part of one, in micro-batches and runs; 1: all of it."""
     num_nodes: int = 1
@@ -342,6 +343,19 @@ class StepBatch:
             ConfigError: The micro-batches cannot be cut into so many runs.
         """
         return Runs.of(self.num_runs, self.num_micro_batches)
+
+    def sums(self, choice: Choice) -> StepSums:
+        """Return the partial sums of a step under a resolved choice.
+
+        Raises:
+            ConfigError: As `runs`.
+        """
+        runs = self.runs
+        if self.runs_are_rounds:
+            rounds = round_sizes(self.num_micro_batches, choice.lockstep)
+            is_even = len({*rounds}) == 1 and len(rounds).bit_count() == 1
+            runs = Runs.of(len(rounds) if is_even else 1, self.num_micro_batches)
+        return StepSums.of(runs, choice.lockstep, self.num_ranks, self.sequence)
 
     @property
     def tokens(self) -> int:

@@ -7,6 +7,10 @@ two, makes its part of the sum alone, so the bits do not depend on who adds what
 
 While micro-batches pass, the sums that wait for their other half are a stack: after five runs, that of four
 and that of one. Two of equal height become one at once, as a binary counter carries.
+
+Of several ranks, each takes its part of every round where rounds hold whole runs: then what all ranks make
+in a round is a whole subtree too. They exchange it at once, and what waits for later rounds is a stack of
+shares.
 """
 
 from __future__ import annotations
@@ -14,8 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 from megatrain.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +55,6 @@ class Runs:
         """Micro-batches of all of them."""
         return self.number * self.length
 
-    @property
-    def most_sums(self) -> int:
-        """The most sums that are in the stack at a time."""
-        return self.number.bit_length()
-
     def shared_out(self, num_ranks: int, sequence: int = 1) -> int:
         """Return how many of them each of several ranks makes.
 
@@ -72,26 +74,165 @@ class Runs:
             )
         return self.number // num_ranks
 
+    def has_whole_rounds(self, together: int) -> bool:
+        """Whether no round of so many micro-batches is a part of two runs."""
+        return self.number == 1 or self.length % together == 0
+
     def num_sums(self, done: int) -> int:
         """Return how many sums are in the stack after so many micro-batches."""
         whole, rest = divmod(done, self.length)
         return whole.bit_count() + (rest > 0)
 
-    def kept_sums(self, rounds: Sequence[int], *, is_wide: bool) -> int:
-        """Return how many sums in fp32 are kept between rounds, beside the plane of complete gradients.
+    def parts(self, lockstep: int, num_ranks: int, sequence: int = 1) -> list[list[int]]:
+        """Return which micro-batches of a whole step each of several ranks takes, by their numbers.
 
         Args:
-            rounds: The micro-batches of each.
-            is_wide: That plane cannot hold a sum: it is in bf16, or of several ranks. Else it holds the one
-                that there is without runs.
-        """
-        if self.number == 1 and not is_wide:
-            return 0
-        return max(self.left_after(rounds)[:-1], default=0)
+            lockstep: Micro-batches of a round of each.
+            num_ranks: That train together.
+            sequence: As in `shared_out`.
 
-    def left_after(self, rounds: Sequence[int]) -> list[int]:
-        """Return how many sums are left after each round, of which `rounds` says the micro-batches."""
-        return [self.num_sums(done) for done in accumulate(rounds)]
+        Raises:
+            ConfigError: As `shared_out`.
+        """
+        part = Runs(self.shared_out(num_ranks, sequence), self.length)
+        sums = StepSums.of(part, lockstep, num_ranks, sequence)
+        at_once = sums.rounds[0] if sums.are_shared else part.num_micro_batches
+        numbers, places = range(self.num_micro_batches), num_places(num_ranks, sequence)
+        turns = [numbers[first : first + at_once] for first in numbers[::at_once]]
+        own = [[number for turn in turns[place::places] for number in turn] for place in range(places)]
+        return [own[rank // sequence] for rank in range(num_ranks)]
+
+
+@dataclass(frozen=True, slots=True)
+class SumRoom:
+    """Room for partial sums in fp32 of a gradient."""
+
+    whole: int = 0
+    """Sums of all of it."""
+    shares: int = 0
+    """Sums of a rank's share."""
+    num_ranks: int = 1
+    """Of which each has a share."""
+    sequence: int = 1
+    """Ranks that share out rows: sums of each shard of rows stay apart until the last."""
+
+    def holds(self, other: SumRoom) -> bool:
+        """Whether there is as much room as in another one."""
+        return self.whole >= other.whole and self.shares >= other.shares
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSums:
+    """What a round does with partial sums, by their places in the stack."""
+
+    loaded: range = range(1)
+    """Those that earlier rounds left, and it adds to."""
+    left: range = range(1)
+    """Those that it leaves."""
+    are_shares: bool = False
+    """They are shares: ranks exchange whenever a round ends, and join what they get with what is loaded."""
+    exchanges: bool = False
+    """Ranks exchange when it ends."""
+
+
+ONE_RUN = RoundSums()
+"""Of one rank and one run there is one sum, and every round goes on with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """The partial sums of a step, or of a rank's part of it, over its rounds."""
+
+    runs: Runs
+    rounds: tuple[int, ...]
+    """Micro-batches of each."""
+    num_ranks: int = 1
+    sequence: int = 1
+
+    @classmethod
+    def of(cls, runs: Runs, lockstep: int, num_ranks: int = 1, sequence: int = 1) -> StepSums:
+        """Return those of rounds of so many micro-batches each, but perhaps the last."""
+        return cls(runs, tuple(round_sizes(runs.num_micro_batches, lockstep)), num_ranks, sequence)
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether ranks exchange after every round: each is whole runs, as many as in the others."""
+        is_whole = len({*self.rounds}) == 1 and self.rounds[0] % self.runs.length == 0
+        return is_whole and len(self.rounds) > 1 and self.num_ranks > self.sequence
+
+    @property
+    def runs_at_once(self) -> Runs:
+        """The runs that a rank adds up before an exchange: those of a round, or all."""
+        if not self.are_shared:
+            return self.runs
+        return Runs(self.rounds[0] // self.runs.length, self.runs.length)
+
+    @property
+    def by_round(self) -> list[RoundSums]:
+        """What each round does."""
+        last = len(self.rounds) - 1
+        if self.are_shared:
+            found = []
+            for number in range(len(self.rounds)):
+                stop = number.bit_count()
+                start = (number + 1).bit_count() - 1
+                found.append(RoundSums(range(start, stop), range(start, start + 1), True, exchanges=True))
+            return found
+        counts = [self.runs.num_sums(done) for done in accumulate(self.rounds)]
+        before = [1, *counts]
+        return [
+            RoundSums(range(before[n]), range(left), exchanges=n == last and self.num_ranks > 1)
+            for n, left in enumerate(counts)
+        ]
+
+    @property
+    def on_device(self) -> SumRoom:
+        """Room for the most that there are at a time while a round goes on."""
+        shares = (len(self.rounds) - 1).bit_length() if self.are_shared else 0
+        return self._room(self.runs_at_once.number.bit_length(), shares)
+
+    def between(self, *, is_wide: bool) -> SumRoom:
+        """Return the room for what is kept between rounds, beside the plane of complete gradients.
+
+        Args:
+            is_wide: That plane cannot hold a sum: it is in bf16. Nor can that of several ranks. Else it holds
+                the one that there is without runs.
+        """
+        if self.runs.number == 1 and self.num_ranks == 1 and not is_wide:
+            return SumRoom()
+        most = max((each.left.stop for each in self.by_round[:-1]), default=0)
+        return self._room(0, most) if self.are_shared else self._room(most, 0)
+
+    def _room(self, whole: int, shares: int) -> SumRoom:
+        return SumRoom(whole, shares, self.num_ranks, self.sequence) if shares else SumRoom(whole)
+
+
+def round_sizes(num_micro_batches: int, lockstep: int) -> list[int]:
+    """Return how many micro-batches pass in each round of so many together: the last may have fewer."""
+    starts = range(0, num_micro_batches, lockstep)
+    return [min(lockstep, num_micro_batches - start) for start in starts]
+
+
+def in_order(parts: Sequence[Sequence[int]], found: Sequence[Sequence[T]], sequence: int = 1) -> list[T]:
+    """Return what all ranks have found of their micro-batches, in the order of one rank.
+
+    Args:
+        parts: By rank, the numbers of its micro-batches.
+        found: By rank, one value for each.
+        sequence: Ranks that share out rows: the first shard of each micro-batch comes first.
+    """
+    return [
+        value
+        for shard in range(sequence)
+        for _, value in sorted(
+            (
+                pair
+                for own, values in zip(parts[shard::sequence], found[shard::sequence], strict=True)
+                for pair in zip(own, values, strict=True)
+            ),
+            key=lambda pair: pair[0],
+        )
+    ]
 
 
 def num_places(num_ranks: int, sequence: int) -> int:
@@ -113,12 +254,28 @@ def num_places(num_ranks: int, sequence: int) -> int:
     return num_ranks // sequence
 
 
-def check_shards(shards: int) -> int:
-    """Return a number of runs.
+def power_of_two(number: int) -> int:
+    """Return a number of runs, or of ranks.
 
     Raises:
         ValueError: It is no power of two.
     """
-    if shards < 1 or shards.bit_count() != 1:
+    if number < 1 or number.bit_count() != 1:
         raise ValueError("use a power of two: 1, 2, 4, 8, ...")
-    return shards
+    return number
+
+
+def require_power_of_two(number: int, said: str) -> None:
+    """Refuse a number of runs, or of ranks, that is no power of two.
+
+    Args:
+        number: Of them.
+        said: What has said it, such as "--ranks is 3".
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        power_of_two(number)
+    except ValueError as error:
+        raise ConfigError(f"{said}; {error}") from None

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from megatrain.distributed.processes import status_of
+from megatrain.distributed.processes import how_ended, status_of
 from megatrain.distributed.watch import watch_idly
 from megatrain.errors import ConfigError, RankError, TornStateError
 from megatrain.hardware.accelerators import VENDORS, check_count
@@ -44,7 +44,7 @@ class Ended:
         """Why fewer ranks may go on; None: they would end in the same way."""
         for rank, code in self.codes.items():
             if code < 0:
-                return f"rank {rank} was killed ({signal.Signals(-code).name})"
+                return f"rank {rank} {how_ended(code)}"
         if all(code == RankError.exit_code for code in self.codes.values()):
             return next(iter(self.sentences.values()), "a rank was stopped, hung or lost")
         return None

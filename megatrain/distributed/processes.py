@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -20,3 +22,11 @@ def status_of(process: int) -> list[str] | None:
     except OSError:
         return None
     return stat.rpartition(")")[2].split()
+
+
+def how_ended(code: object) -> str:
+    """Say what an exit code means; negative: the signal that killed the process."""
+    if isinstance(code, int) and code < 0:
+        with suppress(ValueError):  # a signal that has no name here
+            return f"was killed ({signal.Signals(-code).name})"
+    return f"ended with {code}"

@@ -19,13 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatrain.config.runs import require_power_of_two
 from megatrain.distributed.processes import machine
-from megatrain.distributed.watch import Watch
+from megatrain.distributed.watch import WAITS, Watch
 from megatrain.errors import ConfigError
 
-_LANES = ("exchange", "norm", "read", "write", "caller", "orders")
+_OF_SOME = ("gather", "near", "rail", "spread", "sequence")
+_LANES = (*(lane for lane in WAITS if lane not in _OF_SOME), "shares")
 """What goes on at the same time has a group of its own: the calls of one group keep one order. `gather` has
-one of the ranks of a node; `spread` too, and another one of those that have one place on all nodes."""
+one of the ranks of a node; `near` and `spread` too. `rail` has one of those in one place on all nodes, and
+`spread` has another. `shares` are gathered from all."""
 
 _PATIENCE = timedelta(days=30)
 """How long Gloo waits. The watch knows sooner, and knows of a rank that evaluates or saves that it lives."""
@@ -40,13 +43,21 @@ class Ranks:
     Those of a node follow one another, and the first one of a node does for it what is done once per node.
     """
 
-    def __init__(self, store: dist.Store, timeout_s: float, *, local_size: int | None = None) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        timeout_s: float,
+        *,
+        local_size: int | None = None,
+        backend: str | None = None,
+    ) -> None:
         """Join the processes of `torch.distributed`, which is initialised.
 
         Args:
             store: Its rendezvous store.
             timeout_s: How long a rank may be silent, or keep others waiting, before all end.
             local_size: Ranks of a node, as many on each; None: all are on one.
+            backend: Of what they say to each other, such as `own_backend` returns; None: the default one.
 
         Raises:
             ConfigError: They are no power of two, or the nodes are not as said.
@@ -54,15 +65,15 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.gathers = False
         """Each fetches a piece of every block's weights, and they gather them; see `parallel.gather`."""
-        if self.size.bit_count() != 1:
-            raise ConfigError(f"{self.size} ranks train together; use a power of two: 1, 2, 4, 8, ...")
+        require_power_of_two(self.size, f"{self.size} ranks train together")
         own: Any = store  # its stubs leave out `clone`
         self.watch = Watch(own.clone(), self.rank, self.size, timeout_s)
         with self.watch.waiting("caller"):
             dist.barrier()  # each has its watch now
         self.watch.begin()
         with self.watch.waiting("caller"):
-            self._groups = {lane: dist.new_group(timeout=_PATIENCE) for lane in _LANES}
+            self._settings: dict[str, Any] = {"timeout": _PATIENCE, "backend": backend}
+            self._groups = {lane: dist.new_group(**self._settings) for lane in _LANES}
         self.local_size = local_size or self.size
         found = self.gather_values([machine(), self.local_size])
         if any(size != self.local_size for _, size in found) or self.size % self.local_size:
@@ -82,9 +93,10 @@ class Ranks:
         inside = [[*numbers[first : first + self.local_size]] for first in numbers[:: self.local_size]]
         across = [[*numbers[place :: self.local_size]] for place in range(self.local_size)]
         with self.watch.waiting("caller"):
-            self._groups["gather"], _ = dist.new_subgroups_by_enumeration(inside, timeout=_PATIENCE)
-            self._groups["spread"], _ = dist.new_subgroups_by_enumeration(inside, timeout=_PATIENCE)
-            self._across, _ = dist.new_subgroups_by_enumeration(across, timeout=_PATIENCE)
+            for lane in ("gather", "near", "spread"):
+                self._groups[lane], _ = dist.new_subgroups_by_enumeration(inside, **self._settings)
+            self._groups["rail"], _ = dist.new_subgroups_by_enumeration(across, **self._settings)
+            self._across, _ = dist.new_subgroups_by_enumeration(across, **self._settings)
 
     def __enter__(self) -> Ranks:
         return self
@@ -94,27 +106,28 @@ class Ranks:
     ) -> None:
         self.watch.close(error)
 
-    def exchange(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
+    def exchange(self, mine: Tensor, counts: Sequence[int], lane: str) -> Tensor:
         """Send each rank its part of a flat tensor, and return the parts that all have sent to this one.
 
         Args:
             mine: (sum(counts),) of any dtype.
-            counts: Elements for each rank.
+            counts: Elements for each rank of the lane's group.
+            lane: `near`: ranks of a node; `rail`: those in this place on all nodes.
 
         Returns:
-            (size, counts[rank]) parts, in the order of ranks.
+            (len(counts), own count) parts, in the order of ranks.
         """
-        own = counts[self.rank]
-        sent = self._within_reach(mine, "exchange")
-        parts = torch.empty(self.size * own, dtype=mine.dtype, device=sent.device)
-        self._do("exchange", dist.all_to_all_single, parts, sent, [own] * self.size, list(counts))
-        return parts.view(self.size, own).to(mine.device)
+        size, own = len(counts), counts[self.node if lane == "rail" else self.local_rank]
+        sent = self._within_reach(mine, lane)
+        parts = torch.empty(size * own, dtype=mine.dtype, device=sent.device)
+        self._do(lane, dist.all_to_all_single, parts, sent, [own] * size, list(counts))
+        return parts.view(size, own).to(mine.device)
 
     def neighbours(self, number: int) -> Neighbours:
         """Return this rank and those beside it that share out rows: each `number` ranks, in their order."""
         together = [[*range(first, first + number)] for first in range(0, self.size, number)]
         with self.watch.waiting("caller"):
-            self._groups["sequence"], _ = dist.new_subgroups_by_enumeration(together, timeout=_PATIENCE)
+            self._groups["sequence"], _ = dist.new_subgroups_by_enumeration(together, **self._settings)
         return Neighbours(number, self.rank % number, self)
 
     def swap(self, parts: Tensor) -> Tensor:
@@ -144,6 +157,22 @@ class Ranks:
         if found is not whole:
             whole.copy_(found)
 
+    def gather_shares(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Bring parts, given by rank, from each rank to all others; they are flat bytes on the device."""
+        found = [
+            (part, self._within_reach(part, "shares"), rank)
+            for rank, tensors in enumerate(parts)
+            for part in tensors
+        ]
+        group = self._groups["shares"]
+        self._finish(
+            "gather",
+            lambda: [dist.broadcast(sent, rank, group, async_op=True) for _, sent, rank in found],
+        )
+        for part, sent, rank in found:
+            if sent is not part and rank != self.rank:
+                part.copy_(sent)
+
     def _within_reach(self, tensor: Tensor, lane: str) -> Tensor:
         """Return a tensor where a lane's group can send it from: itself, or a copy on the host."""
         kinds = {device.type for device in self._groups[lane]._device_types}
@@ -151,12 +180,16 @@ class Ranks:
 
     def gather_values(self, mine: Any, lane: str = "caller") -> list[Any]:
         """Return everybody's plain JSON value, in the order of ranks."""
-        text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+        return [json.loads(text) for text in self.gather_bytes(json.dumps(mine).encode(), lane)]
+
+    def gather_bytes(self, mine: bytes, lane: str = "caller") -> list[bytes]:
+        """Return everybody's bytes, at least one of each, in the order of ranks."""
+        text = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         sizes = [int(size) for size in self.gather(torch.tensor([text.numel()]), lane)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: text.numel()] = text
         found = zip(self.gather(padded, lane), sizes, strict=True)
-        return [json.loads(each[:size].numpy().tobytes()) for each, size in found]
+        return [each[:size].numpy().tobytes() for each, size in found]
 
     def tell(self, value: Any = None) -> Any:
         """Return the first rank's plain JSON value; what the others give is not looked at."""

@@ -5,6 +5,8 @@ it does, and how often it has waited for the others in each lane. A process that
 is lost, no longer beats; one that hangs beats, but does not come. The first rank looks at all beats and the
 others at those of the first, so the store has little to do. The first to find that one is missing puts its
 sentence into the store, and every rank ends by it: in its next wait, or a few seconds later by the thread.
+
+A save may take any time, but something moves in it: the thread sees to that for its own rank.
 """
 
 from __future__ import annotations
@@ -37,16 +39,20 @@ _GRACE_S = 6.0
 _GONE_S = 1.0
 """How long a process may take to end after it has closed its connections."""
 
-_WAITS = {
+WAITS = {
     "gather": "weights that ranks gather",
     "exchange": "an exchange of gradients",
+    "near": "an exchange of gradients in its node",
+    "rail": "an exchange of gradients with other nodes",
     "norm": "the norm of the gradient",
     "spread": "the spread of new weights",
+    "read": "state that ranks read from drives",
+    "write": "state that ranks write to drives",
     "caller": "a meeting of all ranks",
     "orders": "the next order of rank 0",
     "sequence": "its part of the rows' tokens",
 }
-"""What ranks wait for, by lane."""
+"""What ranks wait for, by lane: there are no others."""
 
 _PATIENT = "orders"
 """Its waits take any time: the first rank reads, evaluates and saves meanwhile, and beats."""
@@ -54,6 +60,31 @@ _PATIENT = "orders"
 _LOST = "megatrain/lost"
 _DONE = "megatrain/done"
 _AGAIN = "The same command goes on from the newest checkpoint"
+
+
+class _Moves:
+    """Whether a thread does anything: by the CPU time that it uses.
+
+    One that writes to a slow disk uses some with every page that gets there, and one that hangs in a lock, or
+    in a file system that is gone, none. Other threads tell nothing: those of Gloo look around all the time.
+    """
+
+    def __init__(self) -> None:
+        """Look at the thread that makes this, from another one."""
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._used_s = time.clock_gettime(self._clock)
+        self._moved_s = time.monotonic()
+
+    def idle_s(self) -> float:
+        """Return for how long it has not moved."""
+        used_s = time.clock_gettime(self._clock)
+        if used_s > self._used_s:
+            self._used_s, self._moved_s = used_s, time.monotonic()
+        return time.monotonic() - self._moved_s
+
+    def restart(self) -> None:
+        """Forget how long it was: this process was stopped."""
+        self._moved_s = time.monotonic()
 
 
 class Watch:
@@ -75,6 +106,7 @@ class Watch:
         self._others = [other for other in range(size) if other != rank]
         self._beat_s = min(timeout_s / 10, 1.0)
         self._doing, self._num_beats = "starting", 0
+        self._moves: _Moves | None = None
         self._calls: Counter[str] = Counter()
         self._waited_s: dict[str, float] = defaultdict(float)
         self._waits: dict[int, tuple[str, int, float]] = {}
@@ -96,14 +128,24 @@ class Watch:
         with suppress(RuntimeError):  # the store is gone, and so are those who would read it
             if isinstance(error, Exception) and not isinstance(error, RankError):
                 self._store.set(_ended(self._rank), str(error) or type(error).__name__)
-            elif self._rank == 0 and self._lost is None:
-                self._store.set(_DONE, "")
+            elif self._lost is None:
+                self._store.set(_left(self._rank), "")
         if self._thread.is_alive():
             self._thread.join()
 
     def doing(self, what: str) -> None:
         """Let the others know what this rank does from now on."""
         self._doing = what
+
+    @contextmanager
+    def moving(self, what: str) -> Iterator[None]:
+        """Do what may take any time, and keep others waiting, as long as this thread moves in it."""
+        self.doing(what)
+        self._moves = _Moves()
+        try:
+            yield
+        finally:
+            self._moves = None
 
     def look(self) -> None:
         """End a wait, if a rank is missing.
@@ -187,7 +229,8 @@ class Watch:
             "host": socket.gethostname(),
             "processes": _processes(),
             "process": os.getpid(),
-            "doing": self._doing + "".join(f", waiting for {_WAITS[lane]}" for lane in waits[:1]),
+            "moves": self._moves is not None,
+            "doing": self._doing + "".join(f", waiting for {WAITS[lane]}" for lane in waits[:1]),
             "calls": dict(self._calls),
             "waited_s": _sum(self._waited_s),
         }
@@ -198,21 +241,33 @@ class Watch:
         return {rank: json.loads(beat) for rank, beat in zip(ranks, beats, strict=True)}
 
     def _look_around(self) -> None:
-        """Find out whether a rank is silent, or does not come to where this one waits."""
+        """Find out whether a rank is silent, this one hangs, or one does not come to where this one waits."""
         if self._store.check([_LOST]):
             self._agree("")
             return
-        now = time.monotonic()
+        now, moves = time.monotonic(), self._moves
         if (
             now - self._looked_s > self._timeout_s / 2
         ):  # this process itself was stopped, and has seen nothing
             self._seen.clear()
+            if moves is not None:
+                moves.restart()
         self._looked_s = now
+        if moves is not None and moves.idle_s() > self._timeout_s:
+            (own,) = self._read([self._rank]).values()
+            self._agree(
+                f"{_name(self._rank, own)} hangs: nothing has moved for {moves.idle_s():.0f} s "
+                f"(parallel.timeout is {self._timeout_s:g}), and it was last {self._doing}. {_AGAIN}"
+            )
+            return
         for rank, beat in self._read(self._others if self._rank == 0 else [0]).items():
+            if _is_gone(beat) and not self._store.check([_left(rank)]):
+                self._agree(self._ending(rank, beat))
+                return
             number, since = self._seen.get(rank, (-1, now))
             if beat["number"] != number:
                 self._seen[rank] = (beat["number"], now)
-            elif now - since > self._timeout_s:
+            elif now - since > self._timeout_s and not self._store.check([_left(rank)]):
                 self._agree(
                     f"{_name(rank, beat)} is stopped or lost: it has been silent for {now - since:.0f} s "
                     f"(parallel.timeout is {self._timeout_s:g}), and was last {beat['doing']}. {_AGAIN}"
@@ -229,9 +284,9 @@ class Watch:
         if self._waits.get(thread) != (lane, number, since):
             return
         for rank, beat in beats.items():
-            if beat["calls"].get(lane, 0) < number:
+            if beat["calls"].get(lane, 0) < number and not beat["moves"]:
                 self._agree(
-                    f"{_name(rank, beat)} hangs: rank {self._rank} waits for it in {_WAITS[lane]} since "
+                    f"{_name(rank, beat)} hangs: rank {self._rank} waits for it in {WAITS[lane]} since "
                     f"{time.monotonic() - since:.0f} s (parallel.timeout is {self._timeout_s:g}), and it was "
                     f"last {beat['doing']}. {_AGAIN}"
                 )
@@ -244,12 +299,16 @@ class Watch:
             beats = self._read(self._others)
             while time.monotonic() < until and self._lost is None:
                 for rank, beat in beats.items():
-                    if self._store.check([_ended(rank)]):
-                        return f"{_name(rank, beat)} has ended: {self._store.get(_ended(rank)).decode()}"
-                    if _is_gone(beat):
-                        return f"{_name(rank, beat)} has ended; it was last {beat['doing']}. {_AGAIN}"
+                    if self._store.check([_ended(rank)]) or _is_gone(beat):
+                        return self._ending(rank, beat)
                 time.sleep(_GONE_S / 20)
         return f"another rank has ended, or does not answer ({reason}). {_AGAIN}"
+
+    def _ending(self, rank: int, beat: Beat) -> str:
+        """Say how a rank has ended, by its own words if it left any."""
+        if self._store.check([_ended(rank)]):
+            return f"{_name(rank, beat)} has ended: {self._store.get(_ended(rank)).decode()}"
+        return f"{_name(rank, beat)} has ended; it was last {beat['doing']}. {_AGAIN}"
 
 
 def watch_idly(store: Store, timeout_s: float) -> None:
@@ -293,6 +352,10 @@ def _beat_of(rank: int) -> str:
 
 def _ended(rank: int) -> str:
     return f"megatrain/ended/{rank}"
+
+
+def _left(rank: int) -> str:
+    return _DONE if rank == 0 else f"megatrain/left/{rank}"
 
 
 def _name(rank: int, beat: Beat) -> str:

@@ -195,6 +195,7 @@ class Care:
         self._vmstat, self._io, self._clock = root / "proc/vmstat", root / "proc/self/io", clock
         self._warned: set[str] = set()
         self._written_before = self._written()
+        self._written_earlier = self._written_by_others = 0
         self.begin()
 
     def begin(self) -> None:
@@ -208,13 +209,21 @@ class Care:
 
     def resume(self, written_bytes: int) -> None:
         """Count on from what earlier processes of the run have written."""
-        if self._written_before is not None:
-            self._written_before -= written_bytes
+        self._written_earlier = written_bytes
+
+    def count_others(self, written_bytes: int) -> None:
+        """Count what the other processes of the run have written since it began, or went on."""
+        self._written_by_others = written_bytes
+
+    def own_written_bytes(self) -> int | None:
+        """Return what this process has written to drives so far; None: the system does not count."""
+        written = self._written()
+        return None if written is None or self._written_before is None else written - self._written_before
 
     def written_bytes(self) -> int | None:
         """Return what the run has written to drives so far; None: the system does not count."""
-        written = self._written()
-        return None if written is None or self._written_before is None else written - self._written_before
+        own = self.own_written_bytes()
+        return None if own is None else self._written_earlier + own + self._written_by_others
 
     def sample(self) -> Vitals:
         """Return what has happened since the sample before."""

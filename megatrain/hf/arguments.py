@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.runs import require_power_of_two
 from megatrain.errors import ConfigError
+from megatrain.hf.ranks import own_state
 from megatrain.store.placement import Tiers
 
 if TYPE_CHECKING:
     import torch
     from transformers import TrainingArguments
 
+    from megatrain.distributed.ranks import Ranks
     from megatrain.stream.lanes import Lanes
 
 _log = logging.getLogger(__name__)
@@ -58,21 +61,30 @@ class MegatrainArguments:
     """Bytes of device memory for what streams; None: what there is."""
     tiers: Tiers | None = None
     """Drives, and what of the state lives there."""
+    shards: int | None = None
+    """Runs of a step, in which gradients add up: a power of two, which decides the bits (`parallel.shards`).
+    None: as many as ranks."""
 
     def attach_settings(
-        self, args: TrainingArguments, context: int | None, num_passes_before: int = 0
+        self,
+        args: TrainingArguments,
+        context: int | None,
+        num_passes_before: int = 0,
+        ranks: Ranks | None = None,
     ) -> dict[str, Any]:
         """Return the keywords of `megatrain.attach`.
 
         Args:
-            args: Of the trainer.
+            args: Of the trainer, as `mapped` returns them.
             context: Tokens that the model can see.
             num_passes_before: As in `StepBatch`.
+            ranks: That train together; None: there is one.
         """
         return {
+            "ranks": ranks,
             "device": self.device if self.device is not None else args.device,
             "precision": precision_of(args),
-            "batch": self.batch(args, context, num_passes_before),
+            "batch": self.batch(args, context, num_passes_before, 1 if ranks is None else ranks.size),
             "compile": self.compile,
             "optimizer_state": self.optimizer_state,
             "host_limit": self.host_limit,
@@ -82,21 +94,37 @@ class MegatrainArguments:
         }
 
     def load_settings(
-        self, args: TrainingArguments, context: int | None, num_passes_before: int = 0
+        self,
+        args: TrainingArguments,
+        context: int | None,
+        num_passes_before: int = 0,
+        ranks: Ranks | None = None,
     ) -> dict[str, Any]:
         """Return the keywords of `megatrain.load`."""
-        given = self.attach_settings(args, context, num_passes_before)
-        return {key: given[key] for key in ("precision", "batch", "optimizer_state", "host_limit", "tiers")}
+        given = self.attach_settings(args, context, num_passes_before, ranks)
+        names = ("precision", "batch", "optimizer_state", "host_limit", "tiers", "ranks")
+        return {name: given[name] for name in names}
 
-    def batch(self, args: TrainingArguments, context: int | None, num_passes_before: int = 0) -> StepBatch:
-        """Return what a step trains on."""
+    def batch(
+        self, args: TrainingArguments, context: int | None, num_passes_before: int = 0, num_ranks: int = 1
+    ) -> StepBatch:
+        """Return what a step trains on, all ranks together.
+
+        Raises:
+            ConfigError: The ranks cannot share it out.
+        """
+        shards = num_ranks if self.shards is None else self.shards
+        require_power_of_two(shards, f"MegatrainArguments(shards={shards})")
         longest = self.seq_len or getattr(args, "max_length", None) or min(context or 4096, 4096)
-        return StepBatch(
+        batch = StepBatch(
             micro_batch_size=args.per_device_train_batch_size,
             seq_len=longest,
             num_micro_batches=args.gradient_accumulation_steps,
             num_passes_before=num_passes_before,
+            num_runs=shards,
         )
+        batch.runs.shared_out(num_ranks)
+        return batch
 
 
 def precision_of(args: TrainingArguments) -> str:
@@ -104,13 +132,19 @@ def precision_of(args: TrainingArguments) -> str:
     return "bf16" if args.bf16 else "fp32"
 
 
-def mapped(args: TrainingArguments) -> TrainingArguments:
+def mapped(args: TrainingArguments, ranks: Ranks | None = None) -> TrainingArguments:
     """Return a copy of arguments for the plain trainer, after a check that all of them can be kept.
+
+    Args:
+        args: Of the user, for each rank.
+        ranks: Each of which goes through all micro-batches of a step; None: there is one.
 
     Raises:
         ConfigError: One cannot.
     """
     _refuse(args)
+    if ranks is not None:
+        _refuse_for_ranks(args, ranks)
     if args.bf16:
         _log.info("bf16=True: weights and compute are in bf16, with exact fp32 masters; there is no autocast")
     args = copy.copy(args)
@@ -123,7 +157,29 @@ def mapped(args: TrainingArguments) -> TrainingArguments:
         if hasattr(args, name):
             setattr(args, name, False)
             setattr(args, f"{name}_kwargs", None)
+    if ranks is not None:
+        args.gradient_accumulation_steps *= ranks.size
+        args.accelerator_config = copy.copy(args.accelerator_config)
+        args.accelerator_config.dispatch_batches = False
+        args.distributed_state = own_state()
     return args
+
+
+def _refuse_for_ranks(args: TrainingArguments, ranks: Ranks) -> None:
+    config: Any = args.accelerator_config
+    for is_wrong, message in (
+        (
+            bool(config.dispatch_batches) or bool(config.split_batches),
+            "accelerator_config has dispatch_batches or split_batches, but every rank reads all batches and "
+            "trains its own; leave them out",
+        ),
+        (
+            args.save_on_each_node and ranks.num_nodes > 1,
+            "save_on_each_node=True: rank 0 writes the checkpoint of all nodes; leave it out",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(message)
 
 
 def _refuse(args: TrainingArguments) -> None:
@@ -160,16 +216,12 @@ def _refuse(args: TrainingArguments) -> None:
         (args.auto_find_batch_size, "auto_find_batch_size=True: the plan fits the batch; leave it out"),
         (
             bool(args.deepspeed) or bool(args.fsdp),
-            "deepspeed and fsdp divide a model over GPUs; megatrain streams it through one: leave them out",
-        ),
-        (
-            args.world_size > 1,
-            f"the launcher has started {args.world_size} processes; start one: a model streams to one GPU",
+            "deepspeed and fsdp divide a model over GPUs; megatrain streams it through each: leave them out",
         ),
         (
             args.n_gpu > 1,
-            f"{args.n_gpu} GPUs are visible, over which Trainer would copy the model; make one visible "
-            "(CUDA_VISIBLE_DEVICES=0)",
+            f"{args.n_gpu} GPUs are visible, over which Trainer would copy the model; start one process for "
+            "each with torchrun, or make one visible (CUDA_VISIBLE_DEVICES=0)",
         ),
     ]
     for is_wrong, message in problems:

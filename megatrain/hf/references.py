@@ -13,10 +13,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from trl.trainer.utils import use_adapter
 
 from megatrain.errors import ConfigError
+from megatrain.hf.ranks import working_alone
 from megatrain.hf.steps import StepGroup
 from megatrain.hf.streaming import Streaming
 from megatrain.stream.steps import PassBefore
@@ -54,9 +56,17 @@ class WithReference(Streaming):
         """Count the passes that come before a step's losses; `in_step`: those of the reference are there."""
         return int(in_step)
 
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+    def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         self._stream()  # the plain class computes them before it is complete
-        return super()._precompute_ref_logps(*args, **kwargs)
+        ranks = self._ranks
+        if ranks is None:
+            return super()._precompute_ref_logps(dataset, *args, **kwargs)
+        if ranks.rank > 0:
+            return concatenate_datasets([dataset, Dataset.from_dict(ranks.tell())], axis=1)
+        with working_alone():
+            found = super()._precompute_ref_logps(dataset, *args, **kwargs)
+        ranks.tell({name: found[name][:] for name in found.column_names if name not in dataset.column_names})
+        return found
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return a batch's loss; the log-probabilities of its reference are there when it is computed."""
@@ -73,7 +83,7 @@ class WithReference(Streaming):
         find: Callable[[Any], dict[str, Tensor]],
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> PassBefore:
-        """Return a pass of all batches.
+        """Return a pass of all batches that this rank runs.
 
         Args:
             group: Into whose inputs goes what is found.
@@ -85,7 +95,7 @@ class WithReference(Streaming):
             inputs = self._prepare_inputs(group.inputs[number])
             group.inputs[number] = {**inputs, **find(inputs)}
 
-        calls = [partial(call, number) for number in range(len(group.inputs))]
+        calls = [partial(call, number) for number in group.own]
         return PassBefore(calls, around)
 
     @contextmanager

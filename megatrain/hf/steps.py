@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatrain.hf.ranks import ReadBatches
+from megatrain.hf.traces import Traces
 from megatrain.stream.activations.torch_state import RandomState
 from megatrain.stream.engine import Engine
 from megatrain.stream.steps import PassBefore
 from megatrain.train.seeds import micro_batch_seed
+
+if TYPE_CHECKING:
+    from megatrain.distributed.ranks import Ranks
+
+Parts = Callable[[int], list[list[int]]]
+"""Says of so many micro-batches which each rank runs; see `Engine.parts`."""
 
 Step = Callable[[Any], Tensor]
 """A trainer's own training step on a batch, up to its backward: returns the loss to be logged."""
@@ -20,13 +28,33 @@ Step = Callable[[Any], Tensor]
 class StepGroup:
     """The batches that one optimizer step accumulates over, and their losses once they have run."""
 
-    def __init__(self, batches: Sequence[Any]) -> None:
-        """Expect that these are asked for, in order."""
+    def __init__(
+        self,
+        batches: Sequence[Any],
+        num_runs: int = 1,
+        ranks: Ranks | None = None,
+        parts: Parts | None = None,
+    ) -> None:
+        """Expect that these are asked for, in order.
+
+        Args:
+            batches: Of the whole step.
+            num_runs: Into which the step is cut. Where that does not come out even, at the end of an epoch,
+                the last batch is run again as often as is needed, and counts for nothing.
+            ranks: That each run their part of them; None: there is one.
+            parts: Says which part, as `Engine.parts`.
+        """
         self._batches = list(batches)
+        self._ranks = ranks
+        fill = -len(self._batches) % num_runs
         self._losses: list[Tensor] = []
         self._next = 0
-        self.inputs = list(batches)
+        self.inputs = [*self._batches, *self._batches[-1:] * fill]
         """What the trainer's step is called with: the batches, and what passes before it have found."""
+        self.own: Sequence[int] = range(len(self.inputs))
+        if ranks is not None and parts is not None:
+            self.own = parts(len(self.inputs))[ranks.rank]
+        """The numbers of those that this rank runs."""
 
     def expects(self, batch: Any) -> bool:
         """Whether this is the batch that is to be asked for now."""
@@ -51,10 +79,10 @@ class StepGroup:
         seed: int,
         number: int,
         only_loss: bool,
+        traces: Traces,
         before: Sequence[PassBefore] = (),
-        metrics: Mapping[str, list[Any]] | None = None,
     ) -> None:
-        """Run all batches forward and backward through the engine.
+        """Run all batches forward and backward through the engine; of several ranks each runs its own.
 
         Each call is the trainer's own training step. Where it would call `accelerator.backward`, the engine
         takes the loss: nothing passes the model between that and the end of the call, so no other call is let
@@ -68,25 +96,32 @@ class StepGroup:
             number: Of the optimizer step: with `seed`, it gives each batch a seed for its dropout, which is
                 the same in any lockstep and after a resume.
             only_loss: As in `Engine.run_losses`.
-            before: As in `Engine.run_losses`; their calls put what they find into `inputs`.
-            metrics: Lists to which the step appends, which will be in the order of the batches: the trainer
-                adds them up in theirs.
+            traces: Of the calls in the trainer.
+            before: As in `Engine.run_losses`, of this rank's batches; their calls put what they find into
+                `inputs`.
+
+        Raises:
+            ConfigError: Ranks have read different batches.
         """
+        if self._ranks is not None:
+            ReadBatches(self._ranks, self._batches).require_same(number)
         taken: list[Tensor] = []
         logged: dict[int, Tensor] = {}
-        metrics = {} if metrics is None else metrics
-        lengths = [_lengths(metrics)]
 
         def call(index: int) -> Tensor:
-            logged[index] = step(self.inputs[index])
-            lengths.append(_lengths(metrics))
-            return taken.pop()
+            loss = step(self.inputs[index])
+            if index < len(self._batches):
+                logged[index] = loss
+                traces.note(index)
+                return taken.pop()
+            traces.note(-1)
+            return taken.pop() * 0.0
 
         def backward(loss: Tensor, **_: Any) -> None:
             taken.append(loss / accelerator.gradient_accumulation_steps)
 
-        calls = [_bound(call, index) for index in range(len(self._batches))]
-        seeds = [micro_batch_seed(seed, number, index) for index in range(len(calls))]
+        calls = [_bound(call, index) for index in self.own]
+        seeds = [micro_batch_seed(seed, number, index) for index in self.own]
         random = RandomState(engine.lanes.device)
         accelerator.backward = backward
         try:
@@ -104,34 +139,19 @@ class StepGroup:
         finally:
             del accelerator.backward
             random.restore()
-        self._losses = [logged[index] for index in range(len(calls))]
-        _put_in_order(metrics, lengths, list(logged))
+        traces.left.pop(-1, None)
+        left = traces.left
+        if self._ranks is not None:
+            device = engine.lanes.device
+            mine = [[index, str(loss.dtype), float(loss), *left[index]] for index, loss in logged.items()]
+            for found in self._ranks.gather_values(mine):
+                for index, dtype, value, added, count in found:
+                    kind = getattr(torch, dtype.removeprefix("torch."))
+                    logged.setdefault(index, torch.tensor(value, dtype=kind, device=device))
+                    left[index] = added, count
+        self._losses = [logged[index] for index in range(len(self._batches))]
+        traces.put(left)
 
 
 def _bound(call: Callable[[int], Tensor], index: int) -> Callable[[], Tensor]:
     return lambda: call(index)
-
-
-def _lengths(metrics: Mapping[str, list[Any]]) -> dict[str, int]:
-    return {name: len(values) for name, values in metrics.items()}
-
-
-def _put_in_order(
-    metrics: Mapping[str, list[Any]], lengths: Sequence[Mapping[str, int]], finished: Sequence[int]
-) -> None:
-    """Put in the order of the batches what calls have appended to lists.
-
-    What a call appends, it appends at its end, where nothing of another call comes between. A list that holds
-    one number, which counts on, has not grown, and stays as it is.
-
-    Args:
-        metrics: The lists, by name.
-        lengths: How long they were before the calls, and as each call came to its end.
-        finished: The numbers of the batches in that order.
-    """
-    for name, values in metrics.items():
-        ends = [known.get(name, 0) for known in lengths]
-        parts = {number: values[ends[n] : ends[n + 1]] for n, number in enumerate(finished)}
-        values[ends[0] :] = [value for number in sorted(parts) for value in parts[number]] or values[
-            ends[0] :
-        ]

@@ -8,25 +8,42 @@ the engine's AdamW, which clips and knows the norm; and a checkpoint holds the e
 from __future__ import annotations
 
 import inspect
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.utils import is_peft_available
+from transformers.trainer_utils import has_length
 
+from megatrain.config.read_choice import as_values
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hf.arguments import MegatrainArguments, mapped, precision_of
+from megatrain.hf.evaluation import shared_predictions
+from megatrain.hf.ranks import join
+from megatrain.hf.saved import read_weights
 from megatrain.hf.steps import StepGroup
-from megatrain.model.weights.files import load_weights
+from megatrain.hf.traces import Traces
 from megatrain.model.weights.skeleton import read_config
-from megatrain.store.state import HostState
 from megatrain.stream.attach import attach
 from megatrain.stream.engine import Engine
 from megatrain.stream.load import load
 from megatrain.stream.optimizer import StreamedAdamW
 from megatrain.stream.steps import PassBefore
-from megatrain.train.resume.state import has_state, read_state, remove_state, write_state
+from megatrain.train.ranks import require_same
+from megatrain.train.resume.state import has_state, lend_state, read_state, remove_state, write_state
+
+_log = logging.getLogger(__name__)
+
+_SHARDS = "megatrain.json"
+"""File of a checkpoint that says into how many runs its steps were cut."""
+
+_OF_PROCESS = ("local_rank", "logging_dir", "run_name", "log_level", "log_level_replica")
+"""Arguments that may be each rank's own."""
 
 _Base: Any = object
 """So that calls of the plain trainer's methods, which stand behind these, are not taken for mistakes."""
@@ -58,8 +75,10 @@ class Streaming(_Base):
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         self._megatrain = megatrain or MegatrainArguments()
         self._group = StepGroup([])
-        self._plain_args = _require(given)
-        given["args"] = mapped(self._plain_args)
+        args = _require(given)
+        self._ranks = join(args)
+        self._args = given["args"] = mapped(args, self._ranks)
+        self._require_same()
         model = given["model"]
         if isinstance(model, (str, Path)):
             given["model"] = self._load(str(model))
@@ -70,8 +89,8 @@ class Streaming(_Base):
 
     def _load(self, path: str) -> PreTrainedModel:
         context = _context_of(read_config(path))
-        settings = self._megatrain.load_settings(self._plain_args, context, self._num_passes_before)
-        kwargs = dict(getattr(self._plain_args, "model_init_kwargs", None) or {})
+        settings = self._megatrain.load_settings(self._args, context, self._num_passes_before, self._ranks)
+        kwargs = dict(getattr(self._args, "model_init_kwargs", None) or {})
         attention = kwargs.pop("attn_implementation", None)
         kwargs.pop("dtype", None)  # `bf16` says it
         if kwargs:
@@ -86,15 +105,28 @@ class Streaming(_Base):
         engine: Engine | None = getattr(self.model, "_megatrain_engine", None)
         if engine is None:
             context = _context_of(self.model.config)
-            settings = self._megatrain.attach_settings(self._plain_args, context, self._num_passes_before)
+            settings = self._megatrain.attach_settings(
+                self._args, context, self._num_passes_before, self._ranks
+            )
             engine = attach(self.model, self._megatrain.choice, **settings)
-        if engine.host.precision.value != precision_of(self._plain_args):
+        if engine.host.precision.value != precision_of(self._args):
             raise ConfigError(
-                f"bf16 is {bool(self._plain_args.bf16)} (TRL's default is True), but the model was attached "
+                f"bf16 is {bool(self._args.bf16)} (TRL's default is True), but the model was attached "
                 f"with precision={engine.host.precision.value!r}; pass the bf16 that fits it"
+            )
+        if self._ranks is not None and engine.arrangement.binding.ranks is not self._ranks:
+            raise ConfigError(
+                f"the model was attached by one process alone, and {self._ranks.size} train together; pass "
+                "its path, or the model as it was before attach"
             )
         engine.adopt_forward()
         self.engine = engine
+
+    @property
+    def _num_runs(self) -> int:
+        """Into how many runs all ranks together cut a step."""
+        binding = self.engine.arrangement.binding
+        return binding.runs.number * (1 if self._ranks is None else self._ranks.size)
 
     def _move_model_to_device(self, *_: Any, **__: Any) -> None:
         """Leave the model where it is: it streams to the device."""
@@ -113,15 +145,16 @@ class Streaming(_Base):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Collect the batches of a step, which will run together."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._group = StepGroup(batches)
+        self._group = StepGroup(batches, self._num_runs, self._ranks, self.engine.parts)
         return batches, num_items
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return a batch's loss; the first of a step runs all of its batches, forward and backward."""
         if not self._group.expects(inputs):
-            self._group = StepGroup([inputs])
+            self._group = StepGroup([inputs], self._num_runs, self._ranks, self.engine.parts)
         group, step = self._group, super().training_step
         if not group.has_run:
+            self._doing(f"at step {self.state.global_step + 1}")
             group.run(
                 self.engine,
                 self.accelerator,
@@ -130,7 +163,7 @@ class Streaming(_Base):
                 number=self.state.global_step,
                 only_loss=self._uses_only_loss,
                 before=self._passes_before(group),
-                metrics=getattr(self, "_metrics", {}).get("train"),
+                traces=Traces(self),
             )
         return group.take()
 
@@ -185,25 +218,65 @@ class Streaming(_Base):
         """Do nothing: as `_clip_grad_norm`."""
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        if self._ranks is not None:  # a callback may look at the clock, or at a signal
+            for name, flag in self._ranks.tell(vars(self.control)).items():
+                setattr(self.control, name, flag)
         stats = self._streamed.last_stats
         if stats is not None and self.control.should_log:
             grad_norm = stats.grad_norm  # waits for it, so it is read for the log alone
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
+    # -- evaluation -----------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Evaluate as the plain trainer does; of several ranks each predicts its part of the batches."""
+        given = dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        ranks = self._ranks
+        if ranks is None or not has_length(dataloader):
+            return super().evaluation_loop(*given)
+        self._doing(f"evaluating step {self.state.global_step}")
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        found = shared_predictions(self, ranks, dataloader, loss_only, ignore_keys)
+        self.prediction_step = lambda *_, **__: next(found)
+        try:
+            return super().evaluation_loop(*given)
+        finally:
+            del self.prediction_step
+
     # -- checkpoints ----------------------------------------------------------------------------------------
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._doing(f"saving step {self.state.global_step}")
+        super()._save_checkpoint(*args, **kwargs)
+        if self._ranks is not None:  # the others may have looked for the best one before it was there
+            self.state.best_model_checkpoint = self._ranks.tell(self.state.best_model_checkpoint)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        remove_state(Path(output_dir))  # of an earlier run in this directory, which Trainer writes over
-        write_state(self.engine, Path(output_dir))
+        ranks, directory = self._ranks, Path(output_dir)
+        if ranks is None or ranks.rank == 0:
+            remove_state(directory)  # of an earlier run in this directory, which Trainer writes over
+            write_state(self.engine, directory)
+            (directory / _SHARDS).write_text(json.dumps({"shards": self._num_runs}))
+        elif ranks.num_nodes > 1:
+            lend_state(self.engine)
         super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:  # that of one process, which all ranks have
+            super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights into host memory, tensor by tensor, or those of the adapter that is trained."""
         self.engine.sync()
-        if _is_adapter(self.model):
-            load_adapter(self.model, resume_from_checkpoint, self.engine.host)
-        else:
-            load_weights(self.model, resume_from_checkpoint, self.engine.host)
+        with self._in_turn() as reads:
+            read_weights(self.model, resume_from_checkpoint, self.engine.host, reads=reads)
         self.engine.weights_changed()
 
     def _load_best_model(self) -> None:
@@ -219,10 +292,61 @@ class Streaming(_Base):
                 "a new run from its weights, or resume it with the plain trainer"
             )
         if has_state(path):
+            self._warn_of_shards(path)
             self.engine.settle()
-            read_state(self.engine.host, path)
+            with self._in_turn() as reads:
+                if reads:
+                    read_state(self.engine.host, path)
             self.engine.weights_changed()
         super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _warn_of_shards(self, checkpoint: Path) -> None:
+        """Say that a run goes on in other sums than it began with."""
+        place = checkpoint / _SHARDS
+        saved = json.loads(place.read_text())["shards"] if place.exists() else 1
+        if saved != self._num_runs:
+            _log.warning(
+                "%s was trained with %s shards, and goes on with %s: sums will round otherwise; "
+                "MegatrainArguments(shards=%s) goes on to the same bits",
+                checkpoint,
+                saved,
+                self._num_runs,
+                saved,
+            )
+
+    # -- ranks ----------------------------------------------------------------------------------------------
+
+    def _require_same(self) -> None:
+        """Refuse to train with ranks whose scripts say something else.
+
+        Raises:
+            ConfigError: One does.
+        """
+        if self._ranks is None:
+            return
+        if self._megatrain.tiers is not None:
+            raise ConfigError(
+                "trainers on several ranks keep their state in RAM; leave out tiers, or start one process"
+            )
+        own = {field.name: str(getattr(self._megatrain, field.name)) for field in fields(self._megatrain)}
+        own |= {"choice": str(as_values(self._megatrain.choice)), "trainer": type(self).__name__}
+        said = {name: str(value) for name, value in self._args.to_dict().items() if name not in _OF_PROCESS}
+        require_same(self._ranks, own | said, {})
+
+    def _doing(self, what: str) -> None:
+        """Let the other ranks know what this one does from now on, should it be lost."""
+        if self._ranks is not None:
+            self._ranks.watch.doing(what)
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[bool]:
+        """Yield whether this rank writes to the state of its node; the others go on when it has."""
+        ranks = self._ranks
+        if ranks is not None:
+            ranks.meet("orders")
+        yield ranks is None or ranks.local_rank == 0
+        if ranks is not None:
+            ranks.meet("orders")
 
 
 def _require(given: dict[str, Any]) -> TrainingArguments:
@@ -260,29 +384,3 @@ def _require(given: dict[str, Any]) -> TrainingArguments:
 
 def _context_of(config: Any) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def load_adapter(model: Any, directory: str, host: HostState) -> None:
-    """Load the active adapter of a `PeftModel` in place; masters are what the weights are then.
-
-    Raises:
-        CheckpointError: There is no adapter in safetensors.
-    """
-    from peft import load_peft_weights, set_peft_model_state_dict
-
-    if not (Path(directory) / "adapter_model.safetensors").exists():
-        raise CheckpointError(f"{directory} has no adapter_model.safetensors; resume from another checkpoint")
-    set_peft_model_state_dict(
-        model, load_peft_weights(directory, device="cpu"), adapter_name=model.active_adapters[0]
-    )
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            host.put(name, parameter.detach().clone())
-
-
-def _is_adapter(model: Any) -> bool:
-    if not is_peft_available():
-        return False
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)

@@ -9,6 +9,7 @@ ever: a zero weight with a zero gradient stays zero under AdamW and adds nothing
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ from functools import cached_property
 import torch
 
 from megatrain.layout.block_bytes import ALIGNMENT, BlockBytes, aligned
-from megatrain.layout.moments import num_scales
+from megatrain.layout.moments import SCALE_NUMEL, num_scales
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +113,27 @@ class BlockLayout:
             ranges[entry.name] = start, stop
             start = stop
         return ranges
+
+    def scaled_edge(self, index: int) -> int:
+        """Return where, from a state index on, a parameter or another scale of int8 moments begins."""
+        entry = self._trained_at(index)
+        start = entry.state_offset or 0
+        return min(start + aligned(entry.numel), start + SCALE_NUMEL * num_scales(index - start))
+
+    def scales_of(self, part: range) -> slice:
+        """Return where the scales of a state range are, which lies between such edges."""
+        if not part:
+            return slice(0, 0)
+        ends = []
+        for edge in (part.start, part.stop):
+            entry = self._trained_at(edge)
+            first = self.scale_ranges[entry.name][0]
+            ends.append(first + num_scales(edge - (entry.state_offset or 0)))
+        return slice(*ends)
+
+    def _trained_at(self, index: int) -> Entry:
+        """Return the parameter of a state index, or the last one."""
+        return self.trained[bisect_right(self.trained, index, key=lambda entry: entry.state_offset or 0) - 1]
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:

@@ -3,16 +3,20 @@
 A block's state space is cut at multiples of `CUT_NUMEL` elements of each of its segments, bf16 and fp32. That
 is what sums of squares add up at a time, so a norm of all chunks, in order, has the same bits whoever owns
 them. A segment with fewer chunks than there are ranks stays whole on one of them, by the block's number.
+
+Moments in int8 have a scale for every 256 elements of a parameter, of which a cut may be in the middle. Then
+all of these belong to the share that has the first of them (`state_shares`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import PAGE_BYTES, padded
+from megatrain.layout.moments import SCALE_NUMEL
 from megatrain.layout.totals import BlockTotals
 
 PIECE_ALIGNMENT = 256
@@ -47,6 +51,12 @@ class Share:
         working = 2 * len(self.split) + 4 * len(self.full)
         return BlockBytes(working_bytes=working, num_split=len(self.split), num_state=self.numel)
 
+    def place(self, index: int) -> int:
+        """Return where an index of the state space is among those of the share, one after the other."""
+        if index in self.split:
+            return index - self.split.start
+        return len(self.split) + index - self.full.start
+
     def gradient_pages(self, num_split: int) -> list[range]:
         """Return where the share lies in its block's gradient, in bytes, as whole pages.
 
@@ -57,20 +67,21 @@ class Share:
         ends += [(4 * at.start - 2 * num_split, 4 * at.stop - 2 * num_split) for at in [self.full] if at]
         return [range(start // PAGE_BYTES * PAGE_BYTES, padded(stop)) for start, stop in ends]
 
-    def cut(self, start: int, stop: int, unit: int = 1) -> list[range]:
-        """Return what of the state range `[start, stop)` is in the share.
-
-        Args:
-            start: Of the range.
-            stop: Behind it.
-            unit: So many elements, counted from `start`, belong to the share that has the first of them.
-        """
-
-        def up(edge: int) -> int:
-            return min(stop, start + -(-(max(start, edge) - start) // unit) * unit)
-
-        parts = (range(up(part.start), up(part.stop)) for part in self.ranges)
+    def cut(self, start: int, stop: int) -> list[range]:
+        """Return what of the state range `[start, stop)` is in the share."""
+        parts = (range(max(start, part.start), min(stop, part.stop)) for part in self.ranges)
         return [part for part in parts if part]
+
+    def moved(self, edge: Callable[[int], int]) -> Share:
+        """Return the share with its edges where a function moves them: up, by less than it is long."""
+        split, full = (
+            range(edge(part.start), edge(part.stop)) if part else part for part in (self.split, self.full)
+        )
+        return Share(split, full)
+
+    def until(self, other: Share) -> Share:
+        """Return the share, longer by what of it has been moved behind it."""
+        return Share(range(self.split.start, other.split.stop), range(self.full.start, other.full.stop))
 
 
 def shares(sizes: BlockBytes, block: int, num_ranks: int) -> list[Share]:
@@ -90,22 +101,43 @@ def shares(sizes: BlockBytes, block: int, num_ranks: int) -> list[Share]:
     return [Share(*pair) for pair in zip(split, full, strict=True)]
 
 
-def node_shares(sizes: BlockBytes, block: int, num_ranks: int, num_nodes: int) -> list[Share]:
+def whole_share(sizes: BlockBytes) -> Share:
+    """Return the share that is all of a block's state."""
+    return Share(range(sizes.num_split), range(sizes.num_split, sizes.num_state))
+
+
+def state_shares(cut: Sequence[Share], scaled_edge: Callable[[int], int] | None) -> list[Share]:
+    """Return what of a block's state each rank keeps and updates.
+
+    Args:
+        cut: What of its gradient each rank adds up: see `shares`.
+        scaled_edge: Returns where the next scale of moments begins; None: they have none.
+    """
+    return [*cut] if scaled_edge is None else [share.moved(scaled_edge) for share in cut]
+
+
+def node_shares(cut: Sequence[Share], num_nodes: int) -> list[Share]:
     """Return what of a block's state the ranks of each node keep together, of which ranges adjoin."""
-    cut, size = shares(sizes, block, num_ranks), num_ranks // num_nodes
-    nodes = [cut[first : first + size] for first in range(0, num_ranks, size)]
+    size = len(cut) // num_nodes
+    nodes = [cut[first : first + size] for first in range(0, len(cut), size)]
     return [Share(_joined([s.split for s in node]), _joined([s.full for s in node])) for node in nodes]
 
 
 def node_totals(
     blocks: Iterable[BlockBytes], num_ranks: int, num_nodes: int, node: int = 0
 ) -> BlockTotals | None:
-    """Return the sizes of what a node keeps of each block's state; None: there is one, with all of it."""
+    """Return the sizes of what a node keeps of each block's state; None: there is one, with all of it.
+
+    Scales are counted as evenly spread.
+    """
     if num_nodes == 1:
         return None
-    return BlockTotals(
-        node_shares(sizes, block, num_ranks, num_nodes)[node].sizes for block, sizes in enumerate(blocks)
-    )
+
+    def kept(block: int, sizes: BlockBytes) -> BlockBytes:
+        own = node_shares(shares(sizes, block, num_ranks), num_nodes)[node]
+        return replace(own.sizes, num_scales=-(-sizes.num_scales * own.numel // max(1, sizes.num_state)))
+
+    return BlockTotals(kept(block, sizes) for block, sizes in enumerate(blocks))
 
 
 def _joined(parts: list[range]) -> range:
@@ -133,11 +165,28 @@ def planned_share(sizes: BlockBytes, num_ranks: int) -> Share:
     return Share(range(split), range(sizes.num_split, sizes.num_split + full))
 
 
+def room_of_share(sizes: BlockBytes, num_ranks: int) -> BlockBytes:
+    """Return the sizes of the largest share of a block: on its device, every rank takes that room.
+
+    A share may end behind its cut, by less than a scale has elements.
+    """
+    if num_ranks == 1:
+        return sizes
+    split, full = (
+        min(numel, _largest(numel, num_ranks) + SCALE_NUMEL)
+        for numel in (sizes.num_split, sizes.num_state - sizes.num_split)
+    )
+    return Share(range(split), range(sizes.num_split, sizes.num_split + full)).sizes
+
+
 def _planned(numel: int, num_ranks: int) -> int:
     num_chunks = -(-numel // CUT_NUMEL)
-    if num_chunks < num_ranks:
-        return -(-numel // num_ranks)
-    return min(numel, CUT_NUMEL * -(-num_chunks // num_ranks))
+    return -(-numel // num_ranks) if num_chunks < num_ranks else _largest(numel, num_ranks)
+
+
+def _largest(numel: int, num_ranks: int) -> int:
+    num_chunks = -(-numel // CUT_NUMEL)
+    return numel if num_chunks < num_ranks else min(numel, CUT_NUMEL * -(-num_chunks // num_ranks))
 
 
 def _cut(start: int, stop: int, block: int, num_ranks: int) -> list[range]:

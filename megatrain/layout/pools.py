@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatrain.config.runs import SumRoom
 from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.exchange import Exchange
 from megatrain.layout.host_buffers import (
     NUM_GRADIENT_STAGING,
     NUM_PAGES,
@@ -19,6 +21,7 @@ from megatrain.layout.host_buffers import (
     padded,
 )
 from megatrain.layout.moments import ELEMENT_BYTES, MomentFormat, moment_planes
+from megatrain.layout.ownership import room_of_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, Selection
 
 UPDATE_CHUNK_NUMEL = 1 << 22
@@ -28,6 +31,7 @@ UPDATE_SCRATCH_BYTES = 35
 """Scratch memory of such a pass per element: three fp64, two fp32, three bools."""
 SQUARES_CHUNK_NUMEL = 1 << 22
 """Elements of a rank's share that are squared on the device in one go, in fp64."""
+ONE_SUM = SumRoom(whole=1)
 
 # -- on the device -------------------------------------------------------------------------------------------
 
@@ -42,35 +46,50 @@ def resident_weights(sizes: BlockBytes) -> int:
     return sizes.working_bytes
 
 
-def resident_gradient(sizes: BlockBytes, num_sums: int = 1) -> int:
+def _partial_sums(sizes: BlockBytes, room: SumRoom) -> int:
+    """Return the bytes of partial sums in fp32 of a block's gradient."""
+    nbytes = room.whole * sizes.accumulator_bytes
+    if not room.shares:
+        return nbytes
+    return nbytes + room.shares * room.sequence * 4 * room_of_share(sizes, room.num_ranks).num_state
+
+
+def resident_gradient(sizes: BlockBytes, room: SumRoom = ONE_SUM) -> int:
     """Return the bytes in which the gradients of a block that stays on the device add up.
 
     Args:
         sizes: Of the block.
-        num_sums: Partial sums, at most; see `Runs.most_sums`.
+        room: For partial sums; see `StepSums.on_device`.
     """
-    return num_sums * sizes.accumulator_bytes
+    return _partial_sums(sizes, room)
 
 
-def resident_state(sizes: BlockBytes, moments: MomentFormat) -> int:
-    """Return the bytes of remainder and moments of a block that is updated on the device."""
-    return sizes.remainder_bytes + sizes.moment_bytes(moments)
+def resident_state(sizes: BlockBytes, moments: MomentFormat, num_ranks: int = 1) -> int:
+    """Return the bytes of remainder and moments of a block that is updated on the device.
+
+    Args:
+        sizes: Of the block.
+        moments: How they are kept.
+        num_ranks: Each of which has those of its share.
+    """
+    own = room_of_share(sizes, num_ranks)
+    return own.remainder_bytes + own.moment_bytes(moments)
 
 
-def gradient_buffer(sizes: BlockBytes, is_wide: bool, num_sums: int = 1) -> int:
+def gradient_buffer(sizes: BlockBytes, is_wide: bool, room: SumRoom = ONE_SUM) -> int:
     """Return the bytes of a gradient buffer for a block.
 
     Args:
         sizes: Of the block.
         is_wide: Gradients add up there in fp32.
-        num_sums: Partial sums, at most; see `Runs.most_sums`.
+        room: For partial sums; see `StepSums.on_device`.
     """
-    return num_sums * sizes.accumulator_bytes if is_wide else sizes.gradient_bytes
+    return _partial_sums(sizes, room) if is_wide else sizes.gradient_bytes
 
 
-def waiting_gradient(sizes: BlockBytes) -> int:
-    """Return the bytes in which a block's complete gradient waits on the device for the norm."""
-    return sizes.gradient_bytes
+def waiting_gradient(sizes: BlockBytes, num_ranks: int = 1) -> int:
+    """Return the bytes in which a complete gradient, or one of `num_ranks` shares, waits on the device."""
+    return room_of_share(sizes, num_ranks).gradient_bytes
 
 
 def square_sums(num_blocks: int) -> int:
@@ -83,13 +102,13 @@ def rounded_gradient(sizes: BlockBytes) -> int:
     return 2 * sizes.num_split
 
 
-def exchanged_sum(sizes: BlockBytes, num_ranks: int) -> int:
+def exchanged_sum(sizes: BlockBytes, exchange: Exchange) -> int:
     """Return the bytes that ranks take to make a block's sum, as long as it lasts.
 
     That is all that this rank gets for its share, the share in bf16, and its squares.
     """
-    own = -(-sizes.num_state // num_ranks)
-    return sizes.accumulator_bytes + 2 * own + 8 * min(own, SQUARES_CHUNK_NUMEL)
+    own = -(-sizes.num_state // exchange.num_ranks)
+    return 4 * exchange.received_numel(sizes.num_state) + 2 * own + 8 * min(own, SQUARES_CHUNK_NUMEL)
 
 
 def update_scratch(numel: int) -> int:
@@ -125,9 +144,9 @@ def gradient_plane(sizes: BlockBytes) -> int:
     return sizes.gradient_bytes
 
 
-def accumulator_plane(sizes: BlockBytes, num_sums: int = 1) -> int:
-    """Return the bytes of a block's gradient that adds up over rounds; `num_sums`: partial sums, at most."""
-    return num_sums * sizes.accumulator_bytes
+def accumulator_plane(sizes: BlockBytes, room: SumRoom = ONE_SUM) -> int:
+    """Return the bytes on the host of a block's partial sums; see `StepSums.between`."""
+    return _partial_sums(sizes, room)
 
 
 def gradient_staging(sizes: BlockBytes) -> int:
@@ -206,7 +225,8 @@ def device_pools(
     is_wide: bool,
     waiting: Selection,
     moments: MomentFormat,
-    num_sums: int = 1,
+    room: SumRoom = ONE_SUM,
+    num_ranks: int = 1,
 ) -> dict[str, int]:
     """Return the bytes of each pool that is allocated on the device.
 
@@ -217,16 +237,17 @@ def device_pools(
         is_wide: Gradients add up in fp32.
         waiting: Blocks whose complete gradients wait on the device for the norm.
         moments: How the optimizer's state is kept.
-        num_sums: Partial sums of a gradient, at most; see `Runs.most_sums`.
+        room: For partial sums of a gradient; see `StepSums.on_device`.
+        num_ranks: Among which complete gradients and the optimizer's state are shared out.
     """
     streamed, staying = blocks.streamed, blocks.staying
     return {
         "slots": num_slots * streamed.largest(slot),
         "resident weights": staying.total(resident_weights),
-        "resident gradients": staying.total(resident_gradient, num_sums),
-        "resident optimizer state": blocks.resident.total(resident_state, moments),
-        "gradient buffers": num_gradient_buffers * streamed.largest(gradient_buffer, is_wide, num_sums),
-        "waiting gradients": waiting.total(waiting_gradient),
+        "resident gradients": staying.total(resident_gradient, room),
+        "resident optimizer state": blocks.resident.total(resident_state, moments, num_ranks),
+        "gradient buffers": num_gradient_buffers * streamed.largest(gradient_buffer, is_wide, room),
+        "waiting gradients": waiting.total(waiting_gradient, num_ranks),
     }
 
 
@@ -250,7 +271,7 @@ def host_planes(
     places: GradientPlaces,
     moments: MomentFormat,
     *,
-    num_sums: int,
+    room: SumRoom,
     kept: BlockTotals | None = None,
 ) -> dict[str, int]:
     """Return the bytes of each plane in RAM of a state that is not on drives.
@@ -259,26 +280,26 @@ def host_planes(
         blocks: All.
         places: Where complete gradients wait.
         moments: How they are kept.
-        num_sums: As in `gradient_planes`.
+        room: As in `gradient_planes`.
         kept: What a node keeps of remainder, moments and gradients of each block; None: all.
     """
     state = blocks if kept is None else kept.pick(blocks)
     planes = state_planes(blocks, state, moments)
-    return planes | gradient_planes(blocks, places.kept_by(kept), num_sums=num_sums)
+    return planes | gradient_planes(blocks, places.kept_by(kept), room=room)
 
 
-def gradient_planes(blocks: Selection, places: GradientPlaces, *, num_sums: int) -> dict[str, int]:
+def gradient_planes(blocks: Selection, places: GradientPlaces, *, room: SumRoom) -> dict[str, int]:
     """Return the bytes of each plane of gradients in RAM, and of the buffers that those elsewhere pass.
 
     Args:
         blocks: All.
         places: Where complete gradients wait.
-        num_sums: Sums of several rounds that are kept in fp32, beside complete gradients.
+        room: For partial sums that are kept between rounds, beside complete gradients.
     """
     return {
         "gradient": places.on_host.total(gradient_plane),
         "staging": NUM_GRADIENT_STAGING * places.staged.largest(gradient_staging),
-        "accumulator": blocks.total(accumulator_plane, num_sums) if num_sums else 0,
+        "accumulator": blocks.total(accumulator_plane, room),
     }
 
 

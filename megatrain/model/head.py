@@ -15,7 +15,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from megatrain.errors import ConfigError, DataError
+from megatrain.model.shares import RowSums, Share, adds_router_loss
 
 _log = logging.getLogger(__name__)
 
@@ -86,26 +86,6 @@ class _Captured(BaseException):
         self.output = output
 
 
-@dataclass(slots=True)
-class Share:
-    """A micro-batch's part of the tokens over which a step's loss is averaged."""
-
-    total: int
-    count: int
-    was_used: bool = False
-    """The model's own code divided by `total`."""
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the micro-batch's part of the step's loss, scaled here if the model's own code did not."""
-        if self.was_used or self.count == self.total:
-            return loss
-        return loss * (self.count / self.total)
-
-
-class RowSums:
-    """In the place of a share: the loss of the coming pass is a vector, each row's sum over its tokens."""
-
-
 class Head:
     """Stands between the engine and the model's loss."""
 
@@ -150,6 +130,16 @@ class Head:
             self._owner.loss_function = self._original
         else:
             self._owner.__dict__.pop("_loss_function", None)
+
+    def share_of(self, batch: Mapping[str, Any], count: int, *, total: int, num_micro_batches: int) -> Share:
+        """Return the share of a micro-batch that has `count` of the `total` tokens of a step.
+
+        What routers add (`output_router_logits`) is no sum over tokens. It is averaged over micro-batches, so
+        its weight does not follow from how many there are.
+        """
+        adds = batch.get("output_router_logits")
+        adds = adds_router_loss(self._model.config) if adds is None else adds
+        return Share(total, count, num_micro_batches if adds else 1)
 
     @contextmanager
     def over(self, share: Share | RowSums | None) -> Iterator[None]:
@@ -282,13 +272,15 @@ class Head:
     ) -> Tensor:
         """Add up the loss of one row, in chunks of tokens; auxiliary losses belong to the first one."""
         streaming = self._stream_again()
+        share = self.share if isinstance(self.share, Share) else None
         losses = []
         for start in range(0, targets.numel(), self.chunk_tokens):
             span = slice(start, start + self.chunk_tokens)
 
             def run(part: Tensor, targets: Tensor, is_first: bool = has_auxiliary and start == 0) -> Tensor:
+                of_first = share if is_first else None
                 with streaming():
-                    return self._part(inner, named, output, part, targets, total, is_first=is_first)
+                    return self._part(inner, named, output, part, targets, total, of_first, is_first=is_first)
 
             losses.append(checkpoint(run, hidden[:, span], targets[:, span], use_reentrant=False))
         return torch.stack(losses).sum()
@@ -301,10 +293,11 @@ class Head:
         hidden: Tensor,
         targets: Tensor,
         total: int | Tensor,
+        share: Share | None = None,
         *,
         is_first: bool,
     ) -> Tensor:
-        """Compute the loss of one chunk, with auxiliary losses if it is the first one."""
+        """Compute the loss of one chunk, with auxiliary losses, as the share says, if it is the first one."""
         part = dataclasses.replace(output, last_hidden_state=hidden)
         named = {
             **named,
@@ -314,17 +307,23 @@ class Head:
         }
         if not is_first and "output_router_logits" in self._signature.parameters:
             named["output_router_logits"] = False
-        with self._standing_in(lambda *_, **__: part):
-            loss: Tensor = inner(**named).loss
-        return loss
+        held, self.share = self.share, share
+        try:
+            with self._standing_in(lambda *_, **__: part):
+                loss: Tensor = inner(**named).loss
+        finally:
+            self.share = held
+        return loss if share is None else share.joined(loss)
 
     @torch.no_grad()
     def _probe(self, inner: Callable[..., Any], named: dict[str, Any], output: Any) -> bool:
         """Check on a few tokens that chunks add up to the model's own loss."""
         name = type(self._model).__name__
-        has_auxiliary = bool(getattr(self._model.config, "output_router_logits", False))
         try:
-            if has_auxiliary and "output_router_logits" not in self._signature.parameters:
+            if (
+                adds_router_loss(self._model.config)
+                and "output_router_logits" not in self._signature.parameters
+            ):
                 raise ValueError("its auxiliary loss cannot be left out of a chunk")
             hidden = output.last_hidden_state[:1, :_PROBE_TOKENS]
             generator = torch.Generator().manual_seed(0)
@@ -365,6 +364,7 @@ class Head:
             logits = kwargs["logits"] if "logits" in kwargs else args[0]
             kwargs.setdefault("num_items_in_batch", _scalar(self.share.total, logits))
             self.share.was_used = True
+            return self.share.parted(self._original(*args, **kwargs))
         return self._original(*args, **kwargs)
 
 

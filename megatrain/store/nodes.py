@@ -13,15 +13,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MOMENT_PLANES, MomentFormat
-from megatrain.layout.ownership import Share, node_shares
+from megatrain.layout.ownership import Share, node_shares, shares, state_shares
 from megatrain.store.arena import Arena
 from megatrain.store.state import BlockState, HostState, Precision, split_gradient
 
 DRIVES_OVER_NODES = "state on drives (memory.tiers) is kept on one node; use one, or RAM alone"
-INT8_OVER_NODES = "optim.state is int8, which is kept on one node; use optim.state=bf16 or fp32"
 
 _PARTED = ("remainder", *MOMENT_PLANES)
 
@@ -47,11 +45,23 @@ class Nodes(Protocol):
 class NodeState(HostState):
     """The state of one node."""
 
-    def __init__(self, layouts: Sequence[BlockLayout], precision: Precision, nodes: Nodes) -> None:
-        """Allocate as `HostState`; `nodes` are those among which the state is shared out."""
+    def __init__(
+        self,
+        layouts: Sequence[BlockLayout],
+        precision: Precision,
+        nodes: Nodes,
+        planned: MomentFormat = MomentFormat.FP32,
+    ) -> None:
+        """Allocate as `HostState`, for nodes among which the state is shared out with `planned` moments."""
         self._nodes = nodes
+        self.has_scales = planned is MomentFormat.INT8
         self._kept = [
-            node_shares(layout.sizes, number, nodes.size, nodes.num_nodes)
+            node_shares(
+                state_shares(
+                    shares(layout.sizes, number, nodes.size), layout.scaled_edge if self.has_scales else None
+                ),
+                nodes.num_nodes,
+            )
             for number, layout in enumerate(layouts)
         ]
         self._filled = [0] * len(layouts)
@@ -69,16 +79,6 @@ class NodeState(HostState):
                 for part in self._parts(number, self._nodes.node, [plane])
             )
         return found
-
-    def allocate_moments(self, moments: MomentFormat = MomentFormat.FP32) -> None:
-        """Allocate as `HostState` does.
-
-        Raises:
-            ConfigError: Moments with scales of their own, which are not cut as the rest is.
-        """
-        if moments is MomentFormat.INT8:
-            raise ConfigError(INT8_OVER_NODES)
-        super().allocate_moments(moments)
 
     def put(self, name: str, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
         """Write as `HostState` does; of a block that is complete, only this node's part stays."""
@@ -137,12 +137,12 @@ class NodeState(HostState):
         for plane in planes:
             whole: Tensor | None = getattr(state, plane)
             if whole is not None:
-                found += _part(state.layout, plane, whole, share)
+                found += part_of_plane(state.layout, plane, whole, share)
         return [part for part in found if part.numel()]
 
 
-def _part(layout: BlockLayout, plane: str, whole: Tensor, share: Share) -> list[Tensor]:
-    """View a share of a plane of a block."""
+def part_of_plane(layout: BlockLayout, plane: str, whole: Tensor, share: Share) -> list[Tensor]:
+    """View a share of a plane of a block: what it has of bf16 parameters, and of others."""
     split, full = share.split, share.full
     if plane == "gradient":
         low, high = split_gradient(whole, layout)
@@ -150,4 +150,6 @@ def _part(layout: BlockLayout, plane: str, whole: Tensor, share: Share) -> list[
         return [low[split.start : split.stop], high[start : start + len(full)] if full else high[:0]]
     if plane == "remainder":
         return [whole[split.start : split.stop]]
+    if plane.endswith("_scale"):
+        return [whole[layout.scales_of(part)] for part in share.ranges]
     return [whole[split.start : split.stop], whole[full.start : full.stop]]

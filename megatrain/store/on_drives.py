@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatrain.config.runs import SumRoom
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.drive_chunks import first_turn
@@ -80,7 +81,12 @@ class BlocksOnDrives:
     """The images of all blocks, and the store that holds them."""
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int, ranks: StateRanks | None = None
+        self,
+        layouts: Sequence[BlockLayout],
+        tiers: Tiers,
+        *,
+        sum_room: SumRoom,
+        ranks: StateRanks | None = None,
     ) -> None:
         """Decide where everything is; nothing is opened. Of several ranks the first one decides.
 
@@ -90,7 +96,7 @@ class BlocksOnDrives:
         self.tiers = tiers
         self._ranks = ranks
         self.rank, self.num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-        self.placement: Placement = _place(layouts, tiers, num_sums, ranks)
+        self.placement: Placement = _place(layouts, tiers, sum_room, ranks)
         extents: list[Extent] = []
         self.images = [_image(number, layout, extents) for number, layout in enumerate(layouts)]
         self.store = StripedStore(
@@ -215,15 +221,15 @@ class BlocksOnDrives:
 
 
 def _place(
-    layouts: Sequence[BlockLayout], tiers: Tiers, num_sums: int, ranks: StateRanks | None
+    layouts: Sequence[BlockLayout], tiers: Tiers, sum_room: SumRoom, ranks: StateRanks | None
 ) -> Placement:
     """Place the state as the first rank does: what is left of RAM is not the same for all."""
     if ranks is None:
-        return place(layouts, tiers, num_sums=num_sums)
-    found = place(layouts, tiers, num_sums=num_sums) if ranks.rank == 0 else None
+        return place(layouts, tiers, sum_room=sum_room)
+    found = place(layouts, tiers, sum_room=sum_room) if ranks.rank == 0 else None
     away = (0, 0) if found is None else (len(found.working_on_drives), len(found.state_on_drives))
     first = ranks.gather(torch.tensor([len(layouts) - count for count in away]))[0]
-    return found or placed(layouts, tiers, *first.tolist(), num_sums=num_sums)
+    return found or placed(layouts, tiers, *first.tolist(), sum_room=sum_room)
 
 
 def _image(number: int, layout: BlockLayout, extents: list[Extent]) -> Image:

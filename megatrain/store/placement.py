@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain.config.choice import Choice
+from megatrain.config.runs import SumRoom
 from megatrain.config.sizes import parse_bytes
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware import GIB, host_memory
@@ -118,7 +119,7 @@ class Placement:
         )
 
 
-def place(layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int) -> Placement:
+def place(layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom) -> Placement:
     """Keep in RAM what `tiers` says, or what fits: first working weights, then the state of more blocks.
 
     Blocks are kept in the order of `largest_first`.
@@ -126,16 +127,16 @@ def place(layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int) -> Pla
     Args:
         layouts: All blocks.
         tiers: The limit of RAM, or the numbers of blocks.
-        num_sums: Sums of several rounds in fp32 that are kept beside complete gradients.
+        sum_room: For partial sums in fp32 that are kept between rounds, beside complete gradients.
 
     Raises:
         CapacityError: Not even the gradients and the buffers fit.
     """
     if tiers.blocks_in_ram is not None and tiers.weights_in_ram is not None:
         weights, state = (min(len(layouts), n) for n in (tiers.weights_in_ram, tiers.blocks_in_ram))
-        return placed(layouts, tiers, weights, state, num_sums=num_sums)
+        return placed(layouts, tiers, weights, state, sum_room=sum_room)
     limit, numbers = tiers.ram_bytes, range(len(layouts), -1, -1)
-    takes = _Takes(layouts, tiers, num_sums=num_sums)
+    takes = _Takes(layouts, tiers, sum_room=sum_room)
     most = (working for working in numbers if takes.least(working) <= limit)
     counts = ((working, state) for working in most for state in numbers if state <= working)
     found = next((pair for pair in counts if takes.total(*pair) <= limit), None)
@@ -148,7 +149,7 @@ def place(layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int) -> Pla
             f"host memory: with all that can be on the drives, {sum(least.values()):,} bytes are needed in "
             f"RAM ({parts} GiB), but memory.tiers.ram is {limit:,} bytes; {advice}raise memory.tiers.ram"
         )
-    return placed(layouts, tiers, *found, num_sums=num_sums)
+    return placed(layouts, tiers, *found, sum_room=sum_room)
 
 
 def by_size(layouts: Sequence[BlockLayout]) -> list[int]:
@@ -159,7 +160,7 @@ def by_size(layouts: Sequence[BlockLayout]) -> list[int]:
 class _Takes:
     """What is in RAM if so many of the largest blocks keep their weights there, and so many their state."""
 
-    def __init__(self, layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int) -> None:
+    def __init__(self, layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom) -> None:
         self._blocks = BlockTotals(layouts[block].sizes for block in by_size(layouts))
         everything = self._blocks[:]
         by_number = BlockTotals(layout.sizes for layout in layouts)
@@ -176,7 +177,7 @@ class _Takes:
             on_drives=nobody,
             staged=by_number.pick(sorted(staged)),
         )
-        self._gradients = pools.gradient_planes(everything, places, num_sums=num_sums)
+        self._gradients = pools.gradient_planes(everything, places, room=sum_room)
 
     def pools(self, num_working: int, num_state: int) -> dict[str, int]:
         """Return the bytes by plane and buffer."""
@@ -194,13 +195,13 @@ class _Takes:
 
 
 def placed(
-    layouts: Sequence[BlockLayout], tiers: Tiers, num_working: int, num_state: int, *, num_sums: int
+    layouts: Sequence[BlockLayout], tiers: Tiers, num_working: int, num_state: int, *, sum_room: SumRoom
 ) -> Placement:
     """Keep in RAM the weights of the `num_working` largest blocks, and all of the `num_state` largest."""
     order = by_size(layouts)
     return Placement(
         state_on_drives=frozenset(order[num_state:]),
         working_on_drives=frozenset(order[num_working:]),
-        ram_bytes=_Takes(layouts, tiers, num_sums=num_sums).pools(num_working, num_state),
+        ram_bytes=_Takes(layouts, tiers, sum_room=sum_room).pools(num_working, num_state),
         keeps_gradients=tiers.keeps_gradients,
     )

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config.choice import read_member
+from megatrain.config.runs import SumRoom
 from megatrain.errors import CapacityError
 from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
@@ -107,11 +108,15 @@ class BlockState:
                     views[f"{plane}/{entry.name}"] = self.plane_of(tensor, entry)
         return views
 
-    @property
-    def sums(self) -> Tensor:
-        """View the accumulator as (sums, num_state) partial sums in fp32; without runs there is one."""
+    def sums(self, places: range, numel: int) -> Tensor:
+        """View partial sums of so many elements in the accumulator: (sums, numel) in fp32."""
         assert self.accumulator is not None
-        return self.accumulator.view(-1, self.layout.num_state)
+        return self.accumulator[places.start * numel : places.stop * numel].view(len(places), numel)
+
+    @property
+    def sum(self) -> Tensor:
+        """View the one sum of a gradient that the accumulator holds without runs: (num_state,) in fp32."""
+        return self.sums(range(1), self.layout.num_state)[0]
 
     def gradient_of(self, entry: Entry, plane: Tensor | None = None) -> Tensor:
         """View a parameter's gradient in the gradient plane's bytes (or in `plane`, laid out alike)."""
@@ -194,6 +199,8 @@ class HostState:
         self.layouts = tuple(layouts)
         self._arenas: dict[str, Arena] = {}
         self._staging: list[Tensor] = []
+        self.sum_room = SumRoom()
+        """For partial sums, in the accumulator plane."""
         self.blocks = self._make_blocks()
         self._owner = {entry.name: (block, entry) for block in self.blocks for entry in block.layout.entries}
         self._number = {entry.name: number for number, lay in enumerate(layouts) for entry in lay.entries}
@@ -229,20 +236,20 @@ class HostState:
             numels = [lay.gradient_bytes if n in here else 0 for n, lay in enumerate(self.layouts)]
             self._attach("gradient", pools.gradient_plane, numels, torch.uint8)
 
-    def allocate_accumulators(self, num_sums: int = 1, limit: int | None = None) -> None:
+    def allocate_accumulators(self, room: SumRoom = pools.ONE_SUM, limit: int | None = None) -> None:
         """Allocate the fp32 accumulator plane if it is not there, or too small.
 
         Args:
-            num_sums: Sums of each gradient that it keeps.
+            room: For partial sums of each gradient.
             limit: Bytes that the whole state may take; None: what the machine has.
 
         Raises:
             CapacityError: There is no room for it.
         """
-        if self.num_sums >= num_sums:
+        if self.sum_room.holds(room):
             return
         self.release("accumulator")
-        need = sum(pools.accumulator_plane(layout.sizes, num_sums) for layout in self.layouts)
+        need = sum(pools.accumulator_plane(layout.sizes, room) for layout in self.layouts)
         left = host_memory().available_bytes
         left = left if limit is None else min(left, limit - self.host_bytes)
         if need > left:
@@ -251,16 +258,10 @@ class HostState:
                 f"fp32 sums, but {left / GIB:.2f} GiB are left; use one larger micro-batch "
                 "(train.grad_accumulation=1)"
             )
-        numels = [num_sums * layout.num_state for layout in self.layouts]
-        size_of = partial(pools.accumulator_plane, num_sums=num_sums)
+        size_of = partial(pools.accumulator_plane, room=room)
+        numels = [size_of(layout.sizes) // 4 for layout in self.layouts]
         self._attach("accumulator", size_of, numels, torch.float32)
-
-    @property
-    def num_sums(self) -> int:
-        """Sums of each gradient that the accumulator plane keeps; 0: it is not there."""
-        planes = (block for block in self.blocks if block.accumulator is not None)
-        block = next(planes, None)
-        return 0 if block is None else block.sums.shape[0]
+        self.sum_room = room
 
     def allocate_staging(self, num_buffers: int, nbytes: int) -> list[Tensor]:
         """Return buffers of so many bytes each, (nbytes,) uint8; the same ones until they are released."""
@@ -272,6 +273,8 @@ class HostState:
     def release(self, plane: str) -> None:
         """Give a plane's memory back, if it is there: `gradient`, `accumulator` or `staging`."""
         self._arenas.pop(plane, None)
+        if plane == "accumulator":
+            self.sum_room = SumRoom()
         if plane == "staging":
             self._staging = []
             return

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatrain.config.runs import SumRoom
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
@@ -58,7 +59,7 @@ class TieredState(HostState):
         precision: Precision,
         tiers: Tiers,
         *,
-        num_sums: int = 0,
+        sum_room: SumRoom,
         ranks: StateRanks | None = None,
     ) -> None:
         """Decide where planes live, open the drives, then allocate.
@@ -67,14 +68,14 @@ class TieredState(HostState):
             layouts: Of the blocks.
             precision: How weights are kept.
             tiers: What RAM may hold, and the drives.
-            num_sums: As of `place`.
+            sum_room: As of `place`.
             ranks: That keep one state, in RAM and on the drives; None: this one is alone.
 
         Raises:
             MegatrainError: RAM or a drive does not hold its part; nothing was allocated.
             CheckpointError: `tiers.resumes`, and the drives hold no state of this model.
         """
-        self.on_drives = BlocksOnDrives(layouts, tiers, num_sums=num_sums, ranks=ranks)
+        self.on_drives = BlocksOnDrives(layouts, tiers, sum_room=sum_room, ranks=ranks)
         room = host_memory().available_bytes
         need = sum(self.on_drives.placement.ram_bytes.values())
         if need > room:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,22 +127,12 @@ def part_of(
     Raises:
         ConfigError: Ranks cannot do what is decided, or the batch cannot be shared out.
     """
-    can: dict[str, Any] = {
-        "resident_layers": 0,
-        "outer_resident": False,
-        "gradients": "host",
-        "sums": "device",
-    }
-    for name, value in can.items():
-        given = choice.given.get(name, value)
-        places = {*given} if isinstance(given, tuple) else {given}
-        if not places <= ({"host", "nvme"} if name == "gradients" else {value}):
-            said = ", ".join(sorted(set(map(str, given)))) if isinstance(given, Iterable) else given
-            what = f"{name} ({KEYS[name]})" if name in KEYS else name
-            raise ConfigError(
-                f"{what} is {said}, but {num_ranks} ranks train together; use {value or 0}, or one rank"
-            )
-    choice = replace(choice, **{name: value for name, value in can.items() if name not in choice.given})
+    sums = choice.given.get("sums", "device")
+    if sums != "device":
+        raise ConfigError(
+            f"sums ({KEYS['sums']}) is {sums}, but {num_ranks} ranks train together; use device, or one rank"
+        )
+    choice = replace(choice, sums="device")
     if batch is None:
         return choice, None
     runs = batch.runs
@@ -234,7 +224,6 @@ def check_change(choice: Choice, arrangement: Arrangement, *, compiles: bool) ->
         choice,
         residents,
         moments=arrangement.moments,
-        runs=arrangement.binding.runs,
-        has_ranks=arrangement.binding.ranks is not None,
+        sums=arrangement.binding.sums(choice),
         held=lanes.device_bytes,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatrain.config.choice import Choice, StepBatch
-from megatrain.config.read_choice import read_choice
-from megatrain.config.runs import Runs
+from megatrain.config.read_choice import as_values, from_values, read_choice
+from megatrain.config.runs import Runs, StepSums
 from megatrain.errors import ConfigError, ModelError
 from megatrain.hardware.accelerators import can_compile
 from megatrain.hardware.determinism import set_environment
@@ -137,7 +138,13 @@ def attach(
         host_limit=host_limit,
         num_drives=0 if tiers is None else len(tiers.nvme),
     )
+    decided = choice.given
     choice = resolve(model, choice, given)
+    if (
+        ranks is not None
+    ):  # each has planned by what it has found free; what it was told stays, to be compared
+        planned = from_values(ranks.gather_values(as_values(choice))[0])
+        choice = replace(planned, **{name: getattr(choice, name) for name in decided})
     tiers = None if tiers is None else tiers.as_chosen(choice)
     blocks = find_blocks(model, fragments=choice.fragments)
     check_choice(choice, blocks, compiles=compiles)
@@ -146,11 +153,12 @@ def attach(
     say_how(compile, lanes.device, compiles=compiles)
     residents = residents_of(choice, blocks)
     layouts = plan_layouts(model, blocks, kept)
-    require_device_memory(
-        blocks, layouts, lanes, choice, residents, moments=moments, runs=runs, has_ranks=ranks is not None
-    )
+    sums = StepSums.of(runs, choice.lockstep, 1 if ranks is None else ranks.size, sequence)
+    require_device_memory(blocks, layouts, lanes, choice, residents, moments=moments, sums=sums)
     binding = bind(
         model,
+        blocks,
+        layouts,
         kept,
         choice,
         residents,

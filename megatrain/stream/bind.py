@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.choice import Choice
-from megatrain.config.runs import Runs
+from megatrain.config.runs import Runs, StepSums, SumRoom
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
@@ -20,7 +20,7 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MomentFormat
 from megatrain.layout.ownership import node_totals
 from megatrain.layout.totals import BlockTotals, GradientPlaces
-from megatrain.model.blocks import Block, find_blocks
+from megatrain.model.blocks import Block
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.store.nodes import DRIVES_OVER_NODES, NodeState
 from megatrain.store.placement import Tiers
@@ -43,6 +43,8 @@ _ACTIVATIONS_SHARE = 0.8
 
 def bind(
     model: PreTrainedModel,
+    blocks: list[Block],
+    layouts: list[BlockLayout],
     precision: Precision,
     choice: Choice,
     residents: Collection[int],
@@ -58,7 +60,9 @@ def bind(
 
     Args:
         model: With its weights.
-        precision: How they are kept.
+        blocks: Of the model.
+        layouts: Of the blocks.
+        precision: How the weights are kept.
         choice: How the model will stream.
         residents: Blocks that are updated on the device.
         runs: Of a step; None: one micro-batch.
@@ -75,16 +79,14 @@ def bind(
         ConfigError: The model was loaded for other tiers.
     """
     runs = Runs() if runs is None else runs
-    num_sums = kept_sums(choice, runs, precision, has_ranks=ranks is not None)
-    blocks = find_blocks(model, fragments=choice.fragments)
-    layouts = plan_layouts(model, blocks, precision)
+    sum_room = kept_sums(choice, runs, precision, ranks, sequence)
     places = places_of(choice, blocks, layouts, runs.num_micro_batches)
     tiers = None if tiers is None else with_gradients(tiers, places)
     fits = partial(
         require_host_memory,
         layouts,
         precision,
-        num_sums=num_sums,
+        sum_room=sum_room,
         places=places,
         limit=host_limit,
         moments=moments,
@@ -93,10 +95,12 @@ def bind(
     )
     loaded: HostState | None = model.__dict__.get("_megatrain_host")
     is_same = loaded is not None and loaded.precision is precision and list(loaded.layouts) == layouts
-    if isinstance(loaded, NodeState) and not is_same:
+    if isinstance(loaded, NodeState) and (
+        not is_same or loaded.has_scales is not (moments is MomentFormat.INT8)
+    ):
         raise ConfigError(
             "the model was loaded for several nodes with other settings; give megatrain.load and attach the "
-            "same precision and fragments"
+            "same precision, fragments and optimizer_state"
         )
     if isinstance(loaded, TieredState) and not loaded.is_for(layouts, precision, tiers):
         raise ConfigError(
@@ -117,7 +121,7 @@ def bind(
             )
     given = sum(parameter.nbytes for parameter in model.parameters())
     fits(held=0 if loaded is not None else given)
-    host = make_host(layouts, precision, tiers, num_sums=num_sums, ranks=ranks)
+    host = make_host(layouts, precision, tiers, sum_room=sum_room, moments=moments, ranks=ranks)
     fills = ranks is None or ranks.local_rank == 0
     with torch.no_grad():
         for block, state in zip(blocks, host.blocks, strict=True):
@@ -151,10 +155,20 @@ def require_same_weights(host: HostState, ranks: Ranks | None) -> None:
             )
 
 
-def kept_sums(choice: Choice, runs: Runs, precision: Precision, *, has_ranks: bool = False) -> int:
-    """Return how many sums in fp32 a step keeps between rounds, beside complete gradients."""
-    rounds = choice.rounds(runs.num_micro_batches)
-    return runs.kept_sums(rounds, is_wide=has_ranks or precision is Precision.BF16)
+def kept_sums(
+    choice: Choice, runs: Runs, precision: Precision, ranks: Ranks | None = None, sequence: int = 1
+) -> SumRoom:
+    """Return the room for partial sums in fp32 that a step keeps between rounds, beside complete gradients.
+
+    Args:
+        choice: How the model streams.
+        runs: Of a rank's part of the step.
+        precision: How weights are kept.
+        ranks: That train together.
+        sequence: Neighbours among them that share out rows.
+    """
+    sums = StepSums.of(runs, choice.lockstep, 1 if ranks is None else ranks.size, sequence)
+    return sums.between(is_wide=precision is Precision.BF16)
 
 
 def with_gradients(tiers: Tiers, places: GradientPlaces) -> Tiers:
@@ -170,7 +184,8 @@ def make_host(
     precision: Precision,
     tiers: Tiers | None,
     *,
-    num_sums: int,
+    sum_room: SumRoom,
+    moments: MomentFormat,
     ranks: Ranks | None = None,
 ) -> HostState:
     """Allocate host state, in RAM or also on drives.
@@ -181,10 +196,10 @@ def make_host(
     if ranks is not None and ranks.num_nodes > 1:
         if tiers is not None:
             raise ConfigError(DRIVES_OVER_NODES)
-        return NodeState(layouts, precision, ranks)
+        return NodeState(layouts, precision, ranks, moments)
     if tiers is None:
         return HostState(layouts, precision, shared=None if ranks is None else ranks.shared_memory)
-    host = TieredState(layouts, precision, tiers, num_sums=num_sums, ranks=ranks)
+    host = TieredState(layouts, precision, tiers, sum_room=sum_room, ranks=ranks)
     _log.debug("%s", host.on_drives.placement.describe(len(layouts)))
     read, written, committed = (nbytes / 1e9 for nbytes in host.on_drives.bytes_per_step())
     _log.debug(
@@ -217,7 +232,7 @@ def require_host_memory(
     *,
     held: int,
     places: GradientPlaces,
-    num_sums: int = 0,
+    sum_room: SumRoom,
     limit: int | None = None,
     moments: MomentFormat = MomentFormat.FP32,
     tiers: Tiers | None = None,
@@ -230,7 +245,7 @@ def require_host_memory(
         precision: How weights are kept.
         held: Bytes that are taken already and will be part of the state, or given back.
         places: Where complete gradients wait.
-        num_sums: Sums of several rounds in fp32 that are kept beside complete gradients.
+        sum_room: For partial sums in fp32 that are kept between rounds, beside complete gradients.
         limit: Bytes that the whole state may take.
         moments: How the optimizer's state will be kept.
         tiers: State goes to drives too, and `TieredState` checks what is left.
@@ -241,7 +256,7 @@ def require_host_memory(
     """
     if tiers is not None:
         return
-    planes = host_planes(layouts, precision, places, num_sums=num_sums, moments=moments, ranks=ranks)
+    planes = host_planes(layouts, precision, places, sum_room=sum_room, moments=moments, ranks=ranks)
     total = sum(planes.values())
     parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items() if size)
     advice = (
@@ -271,14 +286,14 @@ def host_planes(
     precision: Precision,
     places: GradientPlaces,
     *,
-    num_sums: int,
+    sum_room: SumRoom,
     moments: MomentFormat,
     ranks: Ranks | None = None,
 ) -> dict[str, int]:
     """Return the bytes of each plane of a state that is in RAM; arguments as in `require_host_memory`."""
     sizes = [layout.sizes for layout in layouts]
     kept = None if ranks is None else node_totals(sizes, ranks.size, ranks.num_nodes, ranks.node)
-    return pools.host_planes(BlockTotals(sizes)[:], places, moments, num_sums=num_sums, kept=kept)
+    return pools.host_planes(BlockTotals(sizes)[:], places, moments, room=sum_room, kept=kept)
 
 
 def room_for_activations(binding: Binding, choice: Choice) -> int:
@@ -287,11 +302,12 @@ def room_for_activations(binding: Binding, choice: Choice) -> int:
     if isinstance(host, TieredState):
         to_come = sum(host.on_drives.placement.ram_bytes.values()) - host.host_bytes
         return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))
+    kept = binding.sums(choice).between(is_wide=host.precision is Precision.BF16)
     planes = host_planes(
         host.layouts,
         host.precision,
         places_of(choice, binding.blocks, host.layouts),
-        num_sums=max(1, kept_sums(choice, binding.runs, host.precision, has_ranks=binding.ranks is not None)),
+        sum_room=pools.ONE_SUM if kept == SumRoom() else kept,
         moments=binding.moments,
         ranks=binding.ranks,
     )
@@ -307,8 +323,7 @@ def require_device_memory(
     residents: Collection[int],
     *,
     moments: MomentFormat = MomentFormat.FP32,
-    runs: Runs | None = None,
-    has_ranks: bool = False,
+    sums: StepSums | None = None,
     held: int = 0,
 ) -> None:
     """Check the predicted bytes of slots, resident blocks and gradient buffers against the device's limit.
@@ -323,15 +338,17 @@ def require_device_memory(
     if limit is None:
         return
     limit += held
-    runs = Runs() if runs is None else runs
+    sums = StepSums(Runs(), (1,)) if sums is None else sums
+    is_wide = max(choice.lockstep, sums.runs.num_micro_batches) > 1 or sums.num_ranks > 1
     sizes = pools.device_pools(
         residency_of(blocks, layouts, residents, streams_outer=choice.outer_streams),
         num_slots=choice.num_slots,
         num_gradient_buffers=choice.num_gradient_buffers,
-        is_wide=max(choice.lockstep, runs.num_micro_batches) > 1 or has_ranks or choice.outer_streams,
+        is_wide=is_wide or choice.outer_streams,
         waiting=places_of(choice, blocks, layouts).on_device,
         moments=moments,
-        num_sums=runs.most_sums,
+        room=sums.on_device,
+        num_ranks=sums.num_ranks,
     )
     need = sum(sizes.values())
     if need > limit:

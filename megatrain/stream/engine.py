@@ -143,8 +143,8 @@ class Engine:
 
         Args:
             micro_batches: Keyword arguments of the model's forward, `labels` included; one after the other.
-                Of several ranks each is given its own, of which they have equally many. Ranks that share
-                out rows are given the same ones, whole.
+                Of several ranks each is given those that `parts` says. Ranks that share out rows are given
+                the same ones, whole.
             seeds: One seed of torch's generators per micro-batch, set before it; None: the generators go on.
 
         Returns:
@@ -156,6 +156,10 @@ class Engine:
         """
         self.require_attached()
         return self._steps.run_batches(micro_batches, seeds)
+
+    def parts(self, count: int) -> list[list[int]]:
+        """Return by rank which of a step's `count` micro-batches it is given, by their numbers."""
+        return self._steps.parts(count)
 
     def run_losses(
         self,
@@ -307,8 +311,8 @@ class Engine:
             self._tiered.bring_working()
 
     def settle(self) -> None:
-        """Wait for every update: `host.borrow` then lends every block as the last step has left it."""
-        self.executor.sync()
+        """Wait for every update, all ranks together: `host.borrow` then lends what the last step has left."""
+        self.arrangement.settle()
 
     def commit(
         self,
@@ -385,11 +389,7 @@ class Engine:
             self.model.__dict__.pop("_megatrain_host", None)
 
     def close(self, *, removes: bool = False) -> None:
-        """Finish all work and let go of threads and drives; the model is not given back.
-
-        Args:
-            removes: Remove what is on the drives: nobody will go on from there.
-        """
+        """Finish all work, let go of threads and drives, and remove what is there if nobody will go on."""
         try:
             self.lanes.close()
         finally:

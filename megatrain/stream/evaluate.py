@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain.model.head import IGNORED, RowSums, Share, count_targets
+from megatrain.model.head import IGNORED, count_targets
+from megatrain.model.shares import RowSums, Share
 
 if TYPE_CHECKING:
     from megatrain.stream.engine import Engine

@@ -113,7 +113,7 @@ def load(
         raise ConfigError("load takes a path or a config, one of the two")
     Tiers.check(tiers)
     tiers = None if tiers is None else tiers.as_chosen(choice)
-    kept = read_precision(precision)
+    kept, moments = read_precision(precision), MomentFormat.read(optimizer_state)
     if ranks is not None:
         choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes, gathers=ranks.gathers)
     lora = None
@@ -142,7 +142,7 @@ def load(
     now = {plain_names[id(p)]: name for name, p in model.named_parameters() if id(p) in plain_names}
     blocks = find_blocks(model, fragments=choice.fragments is True)
     layouts = plan_layouts(model, blocks, kept)
-    runs = Runs() if batch is None else batch.runs
+    runs, sequence = (Runs(), 1) if batch is None else (batch.runs, batch.sequence)
     number = runs.num_micro_batches
     # what is open may yet be decided so that it takes least
     num_layers = len(group_layers(blocks))
@@ -155,16 +155,16 @@ def load(
         layouts,
         kept,
         held=0,
-        num_sums=kept_sums(least, runs, kept, has_ranks=ranks is not None),
+        sum_room=kept_sums(least, runs, kept, ranks, sequence),
         limit=host_limit,
-        moments=MomentFormat.read(optimizer_state),
+        moments=moments,
         places=places,
         tiers=tiers,
         ranks=ranks,
     )
     most = replace(least, lockstep=choice.given.get("lockstep", 1))
-    num_sums = kept_sums(most, runs, kept, has_ranks=ranks is not None)
-    host = make_host(layouts, kept, tiers, num_sums=num_sums, ranks=ranks)
+    sum_room = kept_sums(most, runs, kept, ranks, sequence)
+    host = make_host(layouts, kept, tiers, sum_room=sum_room, moments=moments, ranks=ranks)
     if (ranks is not None and ranks.local_rank > 0) or (isinstance(host, TieredState) and host.is_resumed):
         _bind_parameters(model, lambda name: _working(host, name))
         if path is not None:

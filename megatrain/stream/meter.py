@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain.errors import ConfigError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.model.head import targets_of
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.store.state import Precision
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.micro_batches import MicroBatchSize
@@ -37,6 +37,9 @@ class Moved(NamedTuple):
     restored_bytes: int
     drive_read_bytes: int
     drive_write_bytes: int
+    gathered_bytes: int
+    exchanged_bytes: int
+    spread_bytes: int
     chunked_tokens: int
     swapped_bytes: int
 
@@ -163,6 +166,9 @@ class StepMeter:
             offloaded.restored_bytes,
             counts.drive_read_bytes + recalled,
             counts.drive_write_bytes + stowed,
+            counts.gathered_bytes,
+            counts.exchanged_bytes,
+            counts.spread_bytes,
             counts.chunked_tokens,
             counts.swapped_bytes,
         )

@@ -17,10 +17,11 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.block_bytes import aligned
 from megatrain.layout.blocks import Entry
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
-from megatrain.layout.moments import SCALE_NUMEL, MomentFormat
+from megatrain.layout.moments import MomentFormat
 from megatrain.optim.adamw import AdamWStep, check_hyper, rounding_key
 from megatrain.optim.clip import global_norm
-from megatrain.plan.program.operations import Kind, Operation
+from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.operations import Operation
 from megatrain.store.tiered import TieredState
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
@@ -132,7 +133,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         """Go on with an executor that is new: the engine is arranged in another way."""
         self._executor = executor
         if executor.gradients.shared is not None:
-            check_shares(self.updates, self._moments)
+            check_shares(self._moments, has_residents=bool(executor.states.blocks))
         _plan_updates(executor, self._moments, clips=self._max_grad_norm is not None)
         executor.states.allocate()
         if self.updates is Updates.IMMEDIATE:
@@ -287,13 +288,10 @@ class StreamedAdamW(torch.optim.Optimizer):
                 if not self._moments.is_exact:  # a range is one parameter: its own key and scales
                     keys[entry.state_offset] = rounding_key(self._seed, entry.name, key[1])
         shared = self._executor.gradients.shared
-        unit = SCALE_NUMEL if self._moments is MomentFormat.INT8 else 1
         cut = [
             (key, start, part)
             for key, start, stop in runs
-            for part in (
-                [range(start, stop)] if shared is None else shared.shares[block].cut(start, stop, unit)
-            )
+            for part in ([range(start, stop)] if shared is None else shared.updated[block].cut(start, stop))
         ]
         return [
             (
@@ -353,16 +351,18 @@ def check_updates(updates: str, max_grad_norm: float | None) -> None:
 
 
 def check_moments(executor: Executor, moments: MomentFormat, planned: MomentFormat) -> None:
-    """Refuse moments that take more memory than was planned.
+    """Refuse moments that take more memory than was planned, or scales for which ranks have no whole shares.
 
     Raises:
         ConfigError: They do.
     """
     sizes = [layout.sizes for layout in executor.host.layouts]
     need, room = (sum(size.moment_bytes(kind) for size in sizes) for kind in (moments, planned))
-    if need > room:
+    has_shares = executor.gradients.shared is not None and moments is MomentFormat.INT8
+    if need > room or (has_shares and planned is not moments):
         raise ConfigError(
-            f"state is {moments.value}, but memory was planned for {planned.value}, which is smaller; call "
+            f"state is {moments.value}, but memory was planned for {planned.value}"
+            f"{', which is smaller' if need > room else ', and shared out among ranks so'}; call "
             f"megatrain.attach with optimizer_state={moments.value!r}"
         )
 
@@ -371,7 +371,7 @@ def _plan_updates(executor: Executor, moments: MomentFormat, *, clips: bool) -> 
     """Let programs know of the optimizer: what its state takes, and whether it clips."""
     shared = executor.gradients.shared
     sizes = [
-        size.with_moments(layout.sizes, moments, None if shared is None else shared.shares[number])
+        size.with_moments(layout.sizes, moments, None if shared is None else shared.updated[number])
         for number, (layout, size) in enumerate(zip(executor.host.layouts, executor.spec.sizes, strict=True))
     ]
     executor.spec = replace(executor.spec, sizes=sizes, clips=clips)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.plan.program.operations import Kind, Lane
+from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.stream.lanes import Span, Wait
 
 Bound = Literal["copies", "compute", "optimizer", "drives"]
@@ -42,6 +42,12 @@ class StepReport:
     """State and weights from the drives, asked for since the step before."""
     drive_write_bytes: int = 0
     """State to the drives, likewise; the commit of the step before is part of it."""
+    gathered_bytes: int = 0
+    """Weights that other ranks of the node have fetched and this one has got from them."""
+    exchanged_bytes: int = 0
+    """Sums of gradients that were sent to other ranks, for their shares."""
+    spread_bytes: int = 0
+    """New weights that were sent to other nodes."""
     swapped_bytes: int = 0
     """Given to the ranks that share out the same rows, and as many got from them."""
     seconds: float

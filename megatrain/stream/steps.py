@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatrain.config.runs import Runs, in_order, num_places
 from megatrain.errors import ConfigError, DataError
-from megatrain.model.head import Share, count_targets, read_micro_batches
+from megatrain.model.head import count_targets, read_micro_batches
 from megatrain.model.sequence.attention import SharedRows
 from megatrain.model.sequence.rows import cut_rows
 from megatrain.stream.failures import explained
@@ -127,7 +128,7 @@ class Steps:
         try:
             for numbers in numbers_of_rounds:
                 rounds.num_together = len(numbers)
-                self._arrangement.gradients.run_sums.round = numbers
+                self._arrangement.gradients.run_sums.begin_round(numbers)
                 for order, each in enumerate(before):
                     own = None if seeds is None else [seed + 1 + order for seed in seeds]
                     with each.around():
@@ -167,17 +168,31 @@ class Steps:
         if rows is not None:
             batches = [cut_rows(batch, rows) for batch in batches]
             counts = [*map(count_targets, batches)]
-        ranks = self._arrangement.binding.ranks
-        own = sum(counts)
-        total = own if ranks is None else int(sum(ranks.gather(torch.tensor(own))))
+        ranks, sequence = self._arrangement.binding.ranks, self._arrangement.binding.sequence
+        total, number = own, _ = sum(counts), len(batches)
+        if ranks is not None:
+            total, number = torch.stack(ranks.gather(torch.tensor([own, number]))).sum(0).tolist()
+            number //= sequence
         if total == 0:
             raise DataError("the step has no token to train on: every label is -100; check the data's labels")
-        parts = zip(batches, (Share(total, count) for count in counts), strict=True)
+        loss_of = partial(self._forward.loss_of, total=total, num_micro_batches=number)
         with nullcontext() if rows is None else rows.active():
-            losses = self.run([self._forward.loss_of(batch, share) for batch, share in parts], seeds, own)
+            losses = self.run([*map(loss_of, batches, counts)], seeds, own)
         if ranks is not None:  # those of all ranks, in the order of one
-            losses = list(torch.cat(ranks.gather(torch.stack(losses))))
+            found = [list(each) for each in ranks.gather(torch.stack(losses))]
+            losses = in_order(self.parts(len(losses) * len(found) // sequence), found, sequence)
         return reduce(torch.add, losses)
+
+    def parts(self, count: int) -> list[list[int]]:
+        """Return which of a step's `count` micro-batches each rank is given, by their numbers.
+
+        Raises:
+            ConfigError: They cannot be cut into the step's runs.
+        """
+        binding = self._arrangement.binding
+        size = 1 if binding.ranks is None else binding.ranks.size
+        runs = Runs.of(binding.runs.number * num_places(size, binding.sequence), count)
+        return runs.parts(self._arrangement.choice.lockstep, size, binding.sequence)
 
     def zero_grad(self) -> None:
         """Drop the gradients gathered since the last step."""

@@ -7,9 +7,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.checkpoint.format import fingerprint
 from megatrain.checkpoint.save import save
 from megatrain.config import Config
 from megatrain.distributed.ranks import Ranks
@@ -27,12 +29,16 @@ from megatrain.train.ranks import (
     END,
     EVALUATE,
     SAVE,
+    SETTLE,
     STEP,
+    count_written,
     require_checkpoint,
     signals_ignored,
+    step_of_all,
     with_shards,
 )
 from megatrain.train.records.directory import RunDirectory
+from megatrain.train.records.measured import measured
 from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
@@ -47,9 +53,6 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 _log = logging.getLogger(__name__)
-
-_NUM_WAITS = 3
-"""Of the longest waits of a step that its row names."""
 
 
 def train_step(run: Run) -> StepMetrics:
@@ -94,6 +97,8 @@ def train_step(run: Run) -> StepMetrics:
     run.targets += sum(map(count_targets, micro_batches))
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_skipped else 0
     seconds = time.monotonic() - started
+    if run.ranks is not None and run.config.memory.drives:
+        count_written(run.care, run.ranks)
     vitals = run.care.sample()
     return StepMetrics(
         step=run.step,
@@ -109,7 +114,7 @@ def train_step(run: Run) -> StepMetrics:
         spike_above=highest,
         host_bytes=run.engine.host_bytes,
         device_bytes=run.engine.device_bytes_peak,
-        **({} if report is None else _where_time_went(report)),
+        **({} if report is None else _measured(run, report, num_tokens)),
         power_w=vitals.power_w,
         temperature_c=vitals.temperature_c,
         throttled=vitals.throttled,
@@ -120,16 +125,10 @@ def train_step(run: Run) -> StepMetrics:
     )
 
 
-def _where_time_went(report: StepReport) -> dict[str, Any]:
-    return {
-        "mfu": report.mfu,
-        "bound": report.bound,
-        "over_bound": report.over_bound,
-        "fetch_bytes": report.fetch_bytes,
-        "offload_bytes": report.offload_bytes,
-        "waits": dict(list(report.waits.items())[:_NUM_WAITS]),
-        "lane_seconds": {name: round(busy_s, 6) for name, busy_s in report.lane_seconds.items()},
-    }
+def _measured(run: Run, report: StepReport, num_tokens: int) -> dict[str, Any]:
+    flops = run.engine.arrangement.flops.model_flops(run.config.data.seq_len)
+    num_ranks = 1 if run.ranks is None else run.ranks.size
+    return measured(report, model_flops=num_tokens * flops, num_ranks=num_ranks)
 
 
 def train(
@@ -194,6 +193,7 @@ def train(
                 {
                     "checkpoint": None if checkpoint is None else str(checkpoint),
                     "meta": meta,
+                    "fingerprint": None if found is None else fingerprint(found[1]),
                     "is_committed": committed is not None,
                     "shards": config.parallel.shards,
                 }
@@ -251,7 +251,7 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
     parallel = config.parallel.model_copy(update={"shards": found["shards"]})
     checkpoint = None if found["checkpoint"] is None else Path(found["checkpoint"])
     if checkpoint is not None:
-        require_checkpoint(ranks, checkpoint, found["meta"])
+        require_checkpoint(ranks, checkpoint, found["fingerprint"])
     with signals_ignored():
         run = prepare(
             config.model_copy(update={"parallel": parallel}),
@@ -268,6 +268,8 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
                     train_step(run)
                 elif order == COMMIT:
                     run.commit()
+                elif order == SETTLE:
+                    run.engine.settle()
                 elif order == EVALUATE:
                     run.doing(f"evaluating step {run.step}")
                     run.evaluator.losses(run.engine, ranks)
@@ -297,9 +299,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             if stop.is_set():
                 reason = "a signal"
                 break
-            if run.ranks is not None:
-                run.ranks.tell(STEP)
-            row = train_step(run)
+            with step_of_all(run.ranks, run.engine):
+                row = train_step(run)
             saved = None
             callbacks.at(run.step, tokens=run.tokens)
             callbacks.call("on_step_end")
@@ -373,15 +374,16 @@ def _evaluate(run: Run) -> bool:
 
 
 def _save(run: Run, directory: RunDirectory) -> Path:
-    run.doing(f"saving step {run.step}")
-    path = save(
-        directory.checkpoints,
-        step=run.step,
-        write=run.write,
-        meta=run.meta(),
-        keep_last=run.config.checkpoint.keep_last or sys.maxsize,
-        keep_too=run.evaluator.kept_steps,
-    )
+    meta = run.meta()  # once the updates are done, which other threads make
+    with nullcontext() if run.ranks is None else run.ranks.watch.moving(f"saving step {run.step}"):
+        path = save(
+            directory.checkpoints,
+            step=run.step,
+            write=run.write,
+            meta=meta,
+            keep_last=run.config.checkpoint.keep_last or sys.maxsize,
+            keep_too=run.evaluator.kept_steps,
+        )
     run.tell("checkpoint")
     standing = run.evaluator.standing
     if standing.best_step == run.step:

@@ -13,9 +13,13 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megatrain.checkpoint.format import fingerprint
 from megatrain.checkpoint.load import verify
 from megatrain.config import Config
 from megatrain.config.choice import Choice
@@ -24,12 +28,15 @@ from megatrain.config.runs import num_places
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware.accelerators import VENDORS
-from megatrain.store.nodes import DRIVES_OVER_NODES, INT8_OVER_NODES
+from megatrain.hardware.care import Care
+from megatrain.store.nodes import DRIVES_OVER_NODES
+from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
 
-STEP, EVALUATE, COMMIT, SAVE, END = "step", "evaluate", "commit", "save", "end"
-"""What the first rank tells the others to do next; after `SAVE` they lend it the state of their nodes."""
+STEP, EVALUATE, COMMIT, SETTLE, SAVE, END = "step", "evaluate", "commit", "settle", "save", "end"
+"""What the first rank tells the others to do next. After `SETTLE` they bring home what is newer on their
+devices, before the first rank reads it; after `SAVE` they lend it the state of their nodes."""
 
 
 def with_shards(config: Config, ranks: Ranks | None, meta: Mapping[str, Any] | None) -> Config:
@@ -56,18 +63,21 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
     Raises:
         ConfigError: They ask for it.
     """
-    if config.optim.state == "int8" and ranks.num_nodes > 1:
-        raise ConfigError(INT8_OVER_NODES)
     if config.memory.drives and ranks.num_nodes > 1:
         raise ConfigError(DRIVES_OVER_NODES)
 
 
-def gathers_weights(config: Config, ranks: Ranks) -> bool:
-    """Return whether each rank fetches a piece of the weights and all gather them, as all ranks decide it."""
-    wish = config.parallel.gathers
+def gathers_weights(wish: bool | None, device: str, ranks: Ranks) -> bool:
+    """Return whether each rank fetches a piece of the weights and all gather them, as all ranks decide it.
+
+    Args:
+        wish: Of the user; None: where every device of a node reaches the memory of every other.
+        device: Where the run computes, by name.
+        ranks: That train together.
+    """
     if wish is not None:
         return wish
-    kind = compute_device(config.train.device).type
+    kind = compute_device(device).type
     return all(ranks.gather_values(kind in VENDORS and VENDORS[kind].reach_each_other(ranks.local_size)))
 
 
@@ -91,7 +101,7 @@ def settle_ranks(config: Config, ranks: Ranks | None) -> None:
     """
     if ranks is not None:
         check_ranks(config, ranks)
-        ranks.gathers = gathers_weights(config, ranks)
+        ranks.gathers = gathers_weights(config.parallel.gathers, config.train.device, ranks)
 
 
 def agreed(ranks: Ranks, config: Config, choice: Choice, facts: Mapping[str, Any]) -> Choice:
@@ -105,12 +115,26 @@ def agreed(ranks: Ranks, config: Config, choice: Choice, facts: Mapping[str, Any
     return choice
 
 
-def own_part(ranks: Ranks | None, count: int, sequence: int = 1) -> slice:
-    """Return which of a step's `count` micro-batches are this rank's, and of its neighbours in `sequence`."""
+@contextmanager
+def step_of_all(ranks: Ranks | None, engine: Engine) -> Iterator[None]:
+    """Let the other ranks take the step that this one, the first, takes inside.
+
+    From then on they bring home what is newer on their devices when this one is about to read it.
+    """
     if ranks is None:
-        return slice(None)
-    place, size = ranks.rank // sequence, num_places(ranks.size, sequence)
-    return slice(place * count // size, (place + 1) * count // size)
+        yield
+        return
+    ranks.tell(STEP)
+    engine.arrangement.call_others = _refuse_within_a_step
+    yield
+    engine.arrangement.call_others = partial(ranks.tell, SETTLE)
+
+
+def _refuse_within_a_step() -> None:
+    raise ConfigError(
+        "a callback has read weights or state within a step, while ranks have newer ones of resident blocks "
+        "on their devices; read them in on_step_end, or use memory.resident_blocks=0"
+    )
 
 
 def require_same_run(ranks: Ranks, config: Config, facts: Mapping[str, Any]) -> None:
@@ -124,8 +148,21 @@ def require_same_run(ranks: Ranks, config: Config, facts: Mapping[str, Any]) -> 
     Raises:
         ConfigError: A rank differs; the sentence says in what.
     """
-    mine = flatten(config.model_dump(mode="json"))
-    mine |= {name: _short(value) for name, value in facts.items()}
+    require_same(ranks, flatten(config.model_dump(mode="json")), facts)
+
+
+def require_same(ranks: Ranks, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Refuse ranks of which one has other settings or facts; as `require_same_run`.
+
+    Args:
+        ranks: That are about to begin.
+        settings: By their keys: plain values.
+        facts: As in `require_same_run`.
+
+    Raises:
+        ConfigError: A rank differs; the sentence says in what.
+    """
+    mine = {**settings, **{name: _short(value) for name, value in facts.items()}}
     first, *others = ranks.gather_values(mine)
     for rank, other in enumerate(others, start=1):
         differing = [key for key in first if first[key] != other.get(key)]
@@ -157,13 +194,13 @@ def in_turn(ranks: Ranks | None) -> Iterator[None]:
         ranks.meet("orders")
 
 
-def require_checkpoint(ranks: Ranks, path: Path, meta: Mapping[str, Any]) -> None:
+def require_checkpoint(ranks: Ranks, path: Path, name: str) -> None:
     """Refuse to go on from a checkpoint of which this rank's node has none, or another one.
 
     Args:
         ranks: Of which this one is not the first.
         path: Where the first one has found it, and verified it.
-        meta: Of its manifest.
+        name: `fingerprint` of its manifest.
 
     Raises:
         CheckpointError: The node has it not, it is damaged there, or it is not the same.
@@ -175,10 +212,16 @@ def require_checkpoint(ranks: Ranks, path: Path, meta: Mapping[str, Any]) -> Non
             f"node {ranks.node}: {error}. Every node reads the checkpoint: put the run on a file system that "
             "all share, or a copy of the checkpoint in its place"
         ) from error
-    if dict(manifest.meta) != dict(meta):
+    if fingerprint(manifest) != name:
         raise CheckpointError(
             f"node {ranks.node} has another checkpoint at {path} than rank 0; put a copy of that one there"
         )
+
+
+def count_written(care: Care, ranks: Ranks) -> None:
+    """Count what the other ranks have written to drives; every rank calls it."""
+    own = care.own_written_bytes() or 0
+    care.count_others(sum(map(int, ranks.gather(torch.tensor(own)))) - own)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.run_machine import choose_threads, make_care, measure_peak
 from megatrain.train.preference.objective import Preference
 from megatrain.train.preference.reference import Reference
-from megatrain.train.ranks import SAVE, agreed, described, in_turn, own_part, settle_ranks
+from megatrain.train.ranks import SAVE, agreed, described, in_turn, settle_ranks
 from megatrain.train.records.events import EventLog
 from megatrain.train.resume.changes import report_changes
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
@@ -134,6 +134,7 @@ class Run:
             "fragments": self.engine.choice.fragments,
             "evaluation": self.evaluator.standing.state(),
             "losses": self.spikes.state(),
+            "router_loss": "mean",  # of the micro-batches of a step; older runs have added them up
             "callbacks": self.callbacks.saved_state(),
             "config": self.config.model_dump(mode="json"),
         } | {name: value for name in ("base", "reference") if (value := getattr(self, name)) is not None}
@@ -193,8 +194,9 @@ class Run:
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Run this rank's part of a step up to its update; return the step's loss, and what else it shows."""
         if self.config.train.loss == "sft":
-            own = own_part(self.ranks, len(micro_batches), self.config.parallel.sequence)
-            return self.engine.forward_backward(micro_batches[own], seeds=seeds[own]), {}
+            own = self.engine.parts(len(micro_batches))[0 if self.ranks is None else self.ranks.rank]
+            mine = [micro_batches[number] for number in own]
+            return self.engine.forward_backward(mine, seeds=[seeds[number] for number in own]), {}
         objective = Preference(self.config.preference)
         return objective.forward_backward(self.engine, micro_batches, seeds, self.ranks)
 
@@ -306,10 +308,13 @@ def prepare(
     is_random = checkpoint is None and config.model.init == "random"
     vocab_size = model_config.get_text_config().vocab_size if config.model.new_tokens else None
     computes = ranks is None or ranks.rank == 0
-    if computes and reference is not None and earlier is not None and not reference.is_kept:
-        progress("computing the reference with the model that the run began with")
-        reference.fill(lambda: engine_of_base(config, choice, vocab_size))
-        gc.collect()  # its memory is the run's now
+    if reference is not None and earlier is not None:
+        if computes and not reference.is_kept:
+            progress("computing the reference with the model that the run began with")
+            reference.fill(lambda: engine_of_base(config, choice, vocab_size))
+            gc.collect()  # its memory is the run's now
+        if ranks is not None:
+            ranks.meet("orders")  # where others wait for as long as that takes
     engine = make_engine(
         config,
         choice,
@@ -371,12 +376,12 @@ def prepare(
         and not config.train.reproducible
     ):
         run.elastic = Elastic(engine, planned.request, planned.plan)
+    if earlier is not None:
+        report_changes(config, earlier, model_config)
     if committed is not None:
-        report_changes(config, committed.meta)
         run.restore_position(committed.meta)
     elif checkpoint is not None:
         assert meta is not None
-        report_changes(config, meta)
         run.restore(checkpoint, meta)
     return run
 

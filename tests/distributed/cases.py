@@ -82,6 +82,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "missing": ("", *MISSING),
     "cut": (ownership.CUT_NUMEL, 320),
     "gathers": (False, True),
+    "resident_layers": (0, 2, 4),
+    "gradients": ("host", "device"),
 }
 """Ranks are on so many nodes; rounds are micro-batches of a step, and how many of them are in lockstep.
 No tiny block is as long as the real cut: a short one lets each rank have its share of every block."""
@@ -103,13 +105,13 @@ def settings_of(row: dict[str, Any]) -> dict[str, Any]:
     row = dict(row)
     count, lockstep = row.pop("rounds")
     row.pop("cut", None)
-    _, num_nodes = row.pop("ranks", (1, 1))
-    if row["state"] == "int8" and (row["updates"] == "immediate" or num_nodes > 1):
+    row.pop("ranks", None)
+    if row["state"] == "int8" and row["resident_layers"]:
         row["state"] = "bf16"  # it is refused
     if row["updates"] == "immediate":
-        row["max_grad_norm"] = None
-    if row["family"] in ("llama_tied", "gpt2", "gemma2"):
-        row["outer_streams"] = False  # they are tied
+        row |= {"max_grad_norm": None, "gradients": "host"}
+    if row["family"] in ("llama_tied", "gpt2", "gemma2") or row["resident_layers"] == 4:
+        row["outer_streams"] = False  # they are tied, or resident
     return row | {"num_micro_batches": count, "lockstep": lockstep}
 
 

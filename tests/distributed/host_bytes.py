@@ -39,8 +39,7 @@ def measure(ranks: Any, *, num_runs: int, updates: str, lockstep: int = 1) -> di
     model = load(config=config, **settings).train()
     engine = attach(model, device="cpu", **settings)
     optimizer = engine.adamw(max_grad_norm=1.0 if updates == "deferred" else None)
-    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-    own = slice(rank * num_runs // size, (rank + 1) * num_runs // size)
+    own = engine.parts(num_runs)[0 if ranks is None else ranks.rank]
     ids = torch.arange(num_runs * _TOKENS).view(num_runs, 1, _TOKENS)
     engine.forward_backward([{"input_ids": row, "labels": row} for row in ids[own]])
     optimizer.step()

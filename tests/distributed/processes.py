@@ -7,13 +7,16 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import MegatrainError
 from tests.forks import run_script
+
+if TYPE_CHECKING:
+    from megatrain.distributed.ranks import Ranks
 
 _SCRIPT = """
 import sys
@@ -87,6 +90,11 @@ def fork_ranks(name: str, ranks: str, place: str, settings: str) -> None:
     Path(place, "codes.json").write_text(json.dumps(_codes(children)))
 
 
+def joins_by_itself(task: Callable[..., Any]) -> bool:
+    """Whether a task is a user's script: it finds in the environment what torchrun says, and joins others."""
+    return bool(getattr(task, "is_script", False))
+
+
 def _codes(children: list[int]) -> list[int]:
     codes: dict[int, int] = {}
     stopped: set[int] = set()
@@ -109,21 +117,37 @@ def _run(
     task: Callable[..., Any],
     settings: dict[str, Any],
 ) -> None:
+    size, num_nodes, timeout_s = sizes
+    own: dict[str, Any] = {"num_nodes": num_nodes, "timeout_s": timeout_s, "by_itself": joins_by_itself(task)}
+    with joined(rank, size, str(place / "store"), **own) as ranks:
+        found = task(ranks, **settings)
+        (place / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+@contextmanager
+def joined(
+    rank: int, size: int, store: str, *, num_nodes: int = 1, timeout_s: float = 120, by_itself: bool = False
+) -> Iterator[Ranks | None]:
+    """Make this process one of several ranks, which end together; None: it is alone, or joins `by_itself`."""
     import torch
     import torch.distributed as dist
 
     from megatrain.distributed.ranks import Ranks
 
     torch.set_num_threads(1)
-    ranks, (size, num_nodes, timeout_s) = None, sizes
-    if size > 1:
-        store = dist.FileStore(str(place / "store"), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        ranks = Ranks(store, timeout_s, local_size=size // num_nodes)
+    if size == 1:
+        yield None
+        return
+    meeting = dist.FileStore(store, size)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size)
+    local_size, ranks = size // num_nodes, None
+    if by_itself:
+        numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local_size}
+        numbers["LOCAL_WORLD_SIZE"] = local_size
+        os.environ.update({name: str(number) for name, number in numbers.items()})
+    else:
+        ranks = Ranks(meeting, timeout_s, local_size=local_size)
     with ranks or nullcontext():
-        found = task(ranks, **settings)
-        (place / f"rank{rank}.json").write_text(json.dumps(found))
-        if size > 1:
-            dist.barrier()
-    if size > 1:
-        dist.destroy_process_group()
+        yield ranks
+        dist.barrier()
+    dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -10,18 +11,27 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from megatrain import files
 from megatrain.layout import drive_chunks
 from megatrain.layout.host_buffers import PAGE_BYTES
 from megatrain.store import on_drives
 from megatrain.store.drives import system as calls
 from megatrain.store.placement import Placement
 from megatrain.train.loop import train
-from tests.store.disks import Counted, Killed
+from tests.checkpoint.faults import Watched
+from tests.store.disks import Counted, Failing, Killed
 from tests.train.project import make_config
 
 
 def train_on_drives(
-    ranks: Any, *, root: str, out: str, ram: int, killed: list[int] | None = None, **sections: Any
+    ranks: Any,
+    *,
+    root: str,
+    out: str,
+    ram: int,
+    killed: list[int] | None = None,
+    how: str = "SIGKILL",
+    **sections: Any,
 ) -> int:
     """Train with state on two drives, as `train_run` but without a checkpoint before the end.
 
@@ -33,10 +43,13 @@ def train_on_drives(
         out: As there.
         ram: Bytes of state in RAM.
         killed: A rank, and the number of its call that changes something on a drive, in which it is killed.
+        how: `full`: the drive is full then, and the rank is not killed.
         sections: As there.
     """
     is_killed = killed is not None and (0 if ranks is None else ranks.rank) == killed[0]
-    calls.system = Killed(killed[1]) if killed is not None and is_killed else Counted()
+    calls.system = Counted()
+    if killed is not None and is_killed:
+        calls.system = Failing(at=killed[1]) if how == "full" else Killed(killed[1])
     drive_chunks.CHUNK_BYTES = PAGE_BYTES  # so that every rank has chunks of each block
     tiers = {"ram": ram, "nvme": [f"{root}/{out}-drive{number}" for number in range(2)]}
     memory = {"activations": "recompute", "fragments": False, "tiers": tiers}
@@ -82,6 +95,26 @@ def train_run(
         return str(train(config, ranks=ranks, counts=Path(root)))
     with patch("megatrain.train.run.plan_memory", return_value=None):
         return str(train(config, ranks=ranks))
+
+
+def train_on_a_full_disk(ranks: Any, *, root: str, out: str) -> str:
+    """Train as `train_run`, where no file of a checkpoint after the first one can be written."""
+    files.system = FullAfterOne()
+    return train_run(ranks, root=root, out=out)
+
+
+class FullAfterOne(Watched):
+    """A disk that has room for one checkpoint."""
+
+    num_saves = 0
+
+    def before(self, call: str, path: Path) -> None:
+        if "checkpoints" in path.parts and call == "write" and self.num_saves:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        self.num_saves += target.parent.name == "checkpoints"
 
 
 def _kill_at(ranks: Any, number: int, how: str) -> None:

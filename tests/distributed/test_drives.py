@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatrain.config.choice import StepBatch
-from megatrain.errors import RankError
+from megatrain.errors import CapacityError, RankError
 from megatrain.layout import drive_chunks
 from megatrain.layout.host_buffers import PAGE_BYTES
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.record import read_record
 from megatrain.store.placement import Tiers
@@ -139,6 +139,10 @@ SHORT: dict[str, Any] = {
 }
 
 
+RAM = {1: 1_850_000, 2: 2_910_000, 4: 4_000_000}
+"""Bytes by number of ranks, each of which computes: some of the state has no room there."""
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train on one rank, with the state in RAM."""
@@ -153,7 +157,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ((2, 1), [1, 180]),
         pytest.param((1, 2), [0, 620], marks=pytest.mark.parity),
-        pytest.param((2, 4), [0, 400], marks=pytest.mark.parity),
+        pytest.param((2, 4), [0, 200], marks=pytest.mark.parity),
         pytest.param((4, 2), [2, 90], marks=pytest.mark.parity),
     ],
     ids=str,
@@ -163,7 +167,7 @@ def test_a_rank_killed_at_a_drive_goes_on_from_the_last_commit_with_any_number(
 ) -> None:
     out = f"run-{sizes[0]}-{sizes[1]}"
     place = {"root": str(alone.parent), "out": out, **SHORT}
-    first, then = ({**place, "ram": 1_850_000 + 1_060_000 * (size - 1)} for size in sizes)  # each computes
+    first, then = ({**place, "ram": RAM[size]} for size in sizes)
     codes = exit_codes(tmp_path / "first", sizes[0], train_on_drives, killed=killed, **first)
     assert codes.pop(killed[0]) == -9
     assert set(codes) <= {RankError.exit_code, 6}
@@ -174,6 +178,23 @@ def test_a_rank_killed_at_a_drive_goes_on_from_the_last_commit_with_any_number(
     assert 1 <= committed.step < 4
     assert run_ranks(tmp_path / "then", sizes[1], train_on_drives, **then)[0] > 0
     assert_same_runs(run, alone)
+
+
+@pytest.mark.parity
+def test_a_rank_whose_drive_is_full_ends_all_in_one_sentence_and_the_run_goes_on(
+    tmp_path: Path, alone: Path
+) -> None:
+    place: dict[str, Any] = {"root": str(alone.parent), "out": "full", "ram": RAM[2], **SHORT}
+    codes = exit_codes(tmp_path / "first", 2, train_on_drives, killed=[1, 180], how="full", **place)
+    said = (tmp_path / "first/errors").read_text()
+    assert codes[1] == CapacityError.exit_code, said
+    assert codes[0] in (RankError.exit_code, 6)  # 6: some of its blocks are updated, others are not
+    assert "Traceback" not in said
+    assert "rank 0: rank 1 (process " in said
+    assert f"has ended: cannot write {alone.parent}/full-drive" in said
+    assert "No space left on device; free some space there" in said
+    assert run_ranks(tmp_path / "then", 2, train_on_drives, **place)[0] > 0
+    assert_same_runs(alone.parent / "full", alone)
 
 
 def count(ranks: Any, there: Tiers) -> list[list[int]]:

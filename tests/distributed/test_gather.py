@@ -11,7 +11,7 @@ import pytest
 from megatrain.config.choice import StepBatch
 from megatrain.layout.ownership import PIECE_ALIGNMENT, piece_bytes
 from megatrain.plan.program.block_size import BlockSize
-from megatrain.plan.program.operations import Kind, Lane
+from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import step_program
 from megatrain.plan.program.visits import LayerPlan
@@ -72,11 +72,12 @@ def moved(ranks: ThreadRanks | None, *, gathers: bool = False) -> dict[str, Any]
     device: Any = "checked" if ranks is None else RankLanes(ranks.turns, ranks.rank)
     engine = attach_plainly(make_model(FAMILIES["llama_tied"]()), device=device, batch=batch, ranks=ranks)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
-    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    rank = 0 if ranks is None else ranks.rank
     told: dict[str, Any] = {"losses": [], "evaluated": []}
     for step in range(3):
-        own = slice(rank * 4 // size, (rank + 1) * 4 // size)
-        told["losses"].append(float(engine.forward_backward(make_batches(4, seed=step)[own])))
+        batches = make_batches(4, seed=step)
+        own = [batches[number] for number in engine.parts(4)[rank]]
+        told["losses"].append(float(engine.forward_backward(own)))
         optimizer.step()
         if rank == 0 and step == 1:  # its slots and outer blocks hold weights now that others do not have
             engine.sync()
@@ -84,6 +85,7 @@ def moved(ranks: ThreadRanks | None, *, gathers: bool = False) -> dict[str, Any]
             told["evaluated"] = [float(loss) for loss, _ in found]
     told["fetch_bytes"] = engine.last_step.fetch_bytes
     told["spec"] = engine.executor.spec
+    told["sums"] = engine.arrangement.binding.sums(engine.choice).by_round
     return told
 
 
@@ -96,7 +98,7 @@ def test_each_rank_fetches_its_part_as_the_program_says_and_one_may_evaluate_bet
     for told in (whole, parts):
         assert told[0]["evaluated"] == alone["evaluated"] != []
     for told in parts:
-        program = step_program(told["spec"], [[1], [1]], left=[1, 1])
+        program = step_program(told["spec"], [[1], [1]], sums=told["sums"])
         assert told["fetch_bytes"] == program.nbytes(Kind.FETCH) + program.nbytes(Kind.LOAD)
         left_out = program.nbytes(Kind.GATHER)
         assert told["fetch_bytes"] + left_out == whole[1]["fetch_bytes"]

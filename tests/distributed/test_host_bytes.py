@@ -9,8 +9,12 @@ import pytest
 
 from tests.distributed.host_bytes import measure
 from tests.distributed.processes import run_ranks
+from tests.distributed.whole_memory import measure_run
 
 PARITY = pytest.mark.parity
+
+NOT_PLANNED = "a rank takes more at its peak than its plan lists: likely the parts of a sum that it receives"
+"""Seen: 61.5 MB of 41.6 MB on each of two ranks, beside the state, with one slot."""
 
 
 @pytest.mark.parametrize(
@@ -53,3 +57,24 @@ def test_sums_of_runs_that_wait_between_rounds_are_a_plane(tmp_path: Path) -> No
     assert found["planes"]["accumulator"] == 2 * 4 * found["planes"]["gradient"] // 2
     assert found["own"] == pytest.approx(sum(found["planes"].values()), rel=0.02)
     assert found["own"] / found["num_params"] == pytest.approx(14.0 + 2 * 4.0, rel=0.03)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("updates", ["immediate", "deferred"])
+@pytest.mark.parametrize(
+    "size", [1, *(pytest.param(size, marks=pytest.mark.xfail(reason=NOT_PLANNED)) for size in (2, 4))]
+)
+def test_all_that_a_run_takes_is_in_its_plan(tmp_path: Path, size: int, updates: str) -> None:
+    """State once for all ranks, and of each rank no more than the plan lists, each pool by its name."""
+    settings: dict[str, Any] = {"updates": updates, "hidden": 512, "num_layers": 6}
+    found = run_ranks(tmp_path / "ranks", size, measure_run, root=str(tmp_path), **settings)
+    pools, planes, num_params = found[0]["pools"], found[0]["host"], found[0]["num_params"]
+    assert {name: pools[name] for name in planes} == planes
+    state = sum(planes.values())
+    assert state / num_params == pytest.approx({"immediate": 12.0, "deferred": 14.0}[updates], rel=0.03)
+    if size > 1:
+        assert sum(rank["shared"] for rank in found) == pytest.approx(state, rel=0.01)
+    own = state if size == 1 else 0  # of one rank they are no mapping that others have
+    others = sum(rank["peak"] - own for rank in found)
+    planned = sum(pools.values()) - state
+    assert 0.7 * planned < others <= 1.02 * planned, pools

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.cases import AXES
+from tests.distributed.crew import Crew
 from tests.distributed.processes import run_ranks
-from tests.distributed.training import train, train_rows
+from tests.distributed.training import train, train_row
 from tests.products import pairwise_rows
 
 
@@ -17,6 +19,7 @@ from tests.products import pairwise_rows
     ("settings", "sizes"),
     [
         ({"gathers": True, "device": "emulated"}, ((2, 1), (2, 2))),
+        ({"resident_layers": 4, "gradients": "device", "device": "emulated", "precision": "bf16"}, ((2, 1),)),
         pytest.param({}, ((4, 1), (4, 2), (4, 4)), marks=pytest.mark.parity),
         pytest.param(
             {
@@ -51,17 +54,19 @@ def test_any_number_of_ranks_gives_the_same_bits(
 
 FAMILIES = ("llama", "llama_tied", "mixtral", "gpt2", "jamba", "gemma2", "deepseek_v3", "qwen3_next")
 ROWS = pairwise_rows({name: values for name, values in AXES.items() if name not in ("family", "ranks")})
-PART = 6
-"""Rows of one start of processes."""
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("first", range(0, len(ROWS), PART))
+@pytest.mark.parametrize("number", range(len(ROWS)))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_pair_of_settings_has_the_bits_of_one_rank(tmp_path: Path, family: str, first: int) -> None:
-    rows = [row | {"family": family, "ranks": (4, 1)} for row in ROWS[first : first + PART]]
-    alone = run_ranks(tmp_path / "1", 1, train_rows, rows=rows)[0]
-    for size in (2, 4):
-        for rank, told in enumerate(run_ranks(tmp_path / str(size), size, train_rows, rows=rows)):
-            for row, one, other in zip(rows, alone, told, strict=True):
-                assert other == one, f"rank {rank} of {size}: {row}"
+def test_every_pair_of_settings_has_the_bits_of_one_rank(
+    standing: Callable[[int], Crew], family: str, number: int
+) -> None:
+    row = ROWS[number] | {"family": family, "ranks": (4, 1)}
+    crews = [standing(size) for size in (1, 2, 4)]
+    for crew in crews:
+        crew.order(train_row, row=row)
+    (alone,), *shared = [crew.answers() for crew in crews]
+    assert len(set(alone["masters"])) == 3
+    for several in shared:
+        assert several == [alone] * len(several), f"of {len(several)} ranks: {row}"

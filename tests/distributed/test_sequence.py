@@ -19,7 +19,7 @@ from megatrain.model.sequence.rows import cut_rows
 from megatrain.plan.search.planner import plan_of
 from megatrain.plan.search.request import Request
 from megatrain.stream.evaluate import losses
-from megatrain.stream.ranks import shared_gradients
+from megatrain.stream.ranks import sums
 from tests.distributed.processes import run_ranks
 from tests.distributed.threads import RankLanes, ThreadRanks, Turns
 from tests.families import FAMILIES
@@ -79,12 +79,11 @@ def train(
     )
     engine = attach_plainly(model, batch=batch, ranks=ranks, **settings)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
-    place, size = (0, 1) if ranks is None else (ranks.rank // sequence, ranks.size // sequence)
-    own = slice(place * num_micro_batches // size, (place + 1) * num_micro_batches // size)
+    own = engine.parts(num_micro_batches)[0 if ranks is None else ranks.rank]
     told: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
     for step in range(steps):
         batches = make_rows(num_micro_batches, seed=step, tokens=tokens, kind=kind)
-        told["losses"].append(float(engine.forward_backward(batches[own])))
+        told["losses"].append(float(engine.forward_backward([batches[number] for number in own])))
         told["gradients"].append({name: each.clone() for name, each in engine.named_gradients()})
         told["norms"].append(optimizer.step().grad_norm)
     told["report"] = engine.last_step
@@ -276,12 +275,9 @@ def test_labels_that_are_shifted_in_shards_are_found_at_attach(monkeypatch: pyte
 
 
 def test_a_tree_over_ranks_in_their_order_depends_on_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_gradients, "_tree", lambda parts, order: TREE(parts, sorted(order)))
+    monkeypatch.setattr(sums, "_by_shard", lambda parts, _: [sums.tree(list(parts))])
     with pytest.raises(AssertionError):
         test_with_the_same_shards_more_ranks_give_the_same_bits()
-
-
-TREE = shared_gradients._tree
 
 
 # -- refusals ------------------------------------------------------------------------------------------------

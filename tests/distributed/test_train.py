@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from megatrain.cli.log import log_to_stderr
-from megatrain.errors import RankError
+from megatrain.errors import OutputError, RankError
+from megatrain.hardware.care import Care
+from megatrain.plan.program.operations import Kind, Operation
+from megatrain.stream.execute.issuer import Issuer
+from megatrain.stream.report import StepReport
+from megatrain.train.commands.trace import trace
+from megatrain.train.ranks import count_written
 from megatrain.train.records.json_lines import read_rows
+from megatrain.train.records.measured import measured
+from tests.distributed.crew import Crew
 from tests.distributed.processes import exit_codes, run_ranks
-from tests.distributed.runs import train_run
+from tests.distributed.runs import train_on_a_full_disk, train_run
+from tests.distributed.threads import Turns
 from tests.train.evaluate.test_evaluation import losses_of
+from tests.train.project import make_config
 from tests.train.test_loop import assert_same_runs
 
 
@@ -26,55 +39,106 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "killed"),
+    ("sizes", "killed", "memory"),
     [
-        (((2, 2), (1, 1)), [1, 85]),
-        (((2, 1), (2, 2)), [0, 95]),
-        (((2, 1), (1, 1)), [1, 140]),
-        pytest.param(((4, 1), (2, 1)), [3, 85], marks=pytest.mark.parity),
-        pytest.param(((4, 1), (1, 1)), [1, 120], marks=pytest.mark.parity),
-        pytest.param(((4, 1), (4, 1)), [2, 130], marks=pytest.mark.parity),
-        pytest.param(((2, 1), (4, 1)), [0, 110], marks=pytest.mark.parity),
-        pytest.param(((4, 2), (2, 1)), [2, 95], marks=pytest.mark.parity),
-        pytest.param(((2, 1), (4, 4)), [1, 120], marks=pytest.mark.parity),
+        (((2, 2), (1, 1)), [1, 85], {}),
+        (((2, 1), (2, 2)), [0, 95], {}),
+        (((2, 1), (1, 1)), [1, 140], {"resident_blocks": 2}),
+        pytest.param(((4, 1), (2, 1)), [3, 85], {}, marks=pytest.mark.parity),
+        pytest.param(((4, 1), (1, 1)), [1, 120], {}, marks=pytest.mark.parity),
+        pytest.param(((4, 1), (4, 1)), [2, 130], {}, marks=pytest.mark.parity),
+        pytest.param(((2, 1), (4, 1)), [0, 110], {}, marks=pytest.mark.parity),
+        pytest.param(((4, 2), (2, 1)), [2, 95], {}, marks=pytest.mark.parity),
+        pytest.param(((2, 1), (4, 4)), [1, 120], {}, marks=pytest.mark.parity),
     ],
     ids=str,
 )
 def test_a_killed_rank_ends_all_and_other_ranks_go_on_to_the_same_bits(
-    tmp_path: Path, alone: Path, sizes: tuple[tuple[int, int], tuple[int, int]], killed: list[int]
+    tmp_path: Path,
+    alone: Path,
+    sizes: tuple[tuple[int, int], tuple[int, int]],
+    killed: list[int],
+    memory: dict[str, Any],
 ) -> None:
     """Sizes are of ranks and of nodes: those of the run that is killed, and those that go on."""
-    run = kill_and_go_on(tmp_path, alone.parent, sizes, killed)
+    run = kill_and_go_on(tmp_path, alone.parent, sizes, killed, memory=memory)
     assert any((run / "checkpoints").iterdir())
     assert_same_runs(run, alone)
     assert losses_of(run) == losses_of(alone)
 
 
+COLLECTIVES = 175
+"""Of each rank, in the whole run."""
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("number", range(30))
-def test_a_rank_killed_at_random_changes_no_bit(tmp_path: Path, alone: Path, number: int) -> None:
-    """From the first words of the ranks on: 175 collectives of each are the whole run."""
+def test_a_rank_killed_at_random_changes_no_bit(
+    tmp_path: Path, alone: Path, standing: Callable[[int], Crew], number: int
+) -> None:
+    """From the first words of the ranks on; those that go on are there already."""
     draw = random.Random(number)
-    size = draw.choice((2, 4))
-    then = draw.choice((1, 2, 4)), 1
-    run = kill_and_go_on(
-        tmp_path, alone.parent, ((size, 1), then), [draw.randrange(size), draw.randrange(1, 175)]
-    )
+    size, then = draw.choice((2, 4)), draw.choice((1, 2, 4))
+    killed = [draw.randrange(size), draw.randrange(1, COLLECTIVES)]
+    place: dict[str, Any] = {"root": str(alone.parent), "out": tmp_path.name}
+    crew = Crew(tmp_path / "first", size)
+    crew.order(train_run, killed=killed, **place)
+    codes = crew.codes()
+    assert codes.pop(killed[0]) == -9
+    assert set(codes) <= {RankError.exit_code, 6}
+    standing(then).run(train_run, **place)
+    run = alone.parent / tmp_path.name
     assert_same_runs(run, alone)
     assert losses_of(run) == losses_of(alone)
 
 
+@pytest.mark.parity
+def test_scales_over_nodes_are_saved_and_gone_on_from(tmp_path: Path) -> None:
+    int8: dict[str, Any] = {"root": str(tmp_path), "optim": {"state": "int8"}}
+    run_ranks(tmp_path / "alone", 1, train_run, out="run", **int8)
+    place = {"out": "killed", **int8}
+    codes = exit_codes(tmp_path / "first", 2, train_run, killed=[1, 100], num_nodes=2, **place)
+    assert codes.pop(1) == -9
+    assert set(codes) <= {RankError.exit_code, 6}
+    assert any((tmp_path / "killed/checkpoints").iterdir())
+    run_ranks(tmp_path / "then", 4, train_run, num_nodes=2, **place)
+    assert_same_runs(tmp_path / "killed", tmp_path / "run")
+
+
 def kill_and_go_on(
-    place: Path, root: Path, sizes: tuple[tuple[int, int], tuple[int, int]], killed: list[int]
+    place: Path,
+    root: Path,
+    sizes: tuple[tuple[int, int], tuple[int, int]],
+    killed: list[int],
+    **sections: Any,
 ) -> Path:
     """Kill a rank of a run, which ends all, and go on with other ranks; return the run's directory."""
     (size, num_nodes), (then, nodes_then) = sizes
-    run: dict[str, Any] = {"root": str(root), "out": place.name}
+    run: dict[str, Any] = {"root": str(root), "out": place.name, **sections}
     codes = exit_codes(place / "first", size, train_run, killed=killed, num_nodes=num_nodes, **run)
     assert codes.pop(killed[0]) == -9
     assert set(codes) <= {RankError.exit_code, 6}  # 6: some of its blocks are updated, others are not
     run_ranks(place / "then", then, train_run, num_nodes=nodes_then, **run)
     return root / place.name
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_full_disk_at_a_save_ends_all_in_one_sentence_and_the_run_goes_on(
+    tmp_path: Path, alone: Path, size: int
+) -> None:
+    place: dict[str, Any] = {"root": str(alone.parent), "out": tmp_path.name}
+    codes = exit_codes(tmp_path / "first", size, train_on_a_full_disk, **place)
+    assert codes == [OutputError.exit_code] + [RankError.exit_code] * (size - 1)
+    said = (tmp_path / "first/errors").read_text()
+    assert "Traceback" not in said
+    assert said.count("\nrank 0: ") + said.startswith("rank 0: ") == 1
+    assert "No space left on device" in said
+    run = alone.parent / tmp_path.name
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000002"]
+    run_ranks(tmp_path / "then", 1, train_run, **place)
+    assert_same_runs(run, alone)
+    assert losses_of(run) == losses_of(alone)
 
 
 def test_ranks_that_would_train_other_things_are_refused(tmp_path: Path) -> None:
@@ -89,7 +153,9 @@ def _train_another(ranks: object, *, root: str) -> str:
     return train_run(ranks, root=root, out="run", optim={"lr": lr})
 
 
-def test_a_run_says_how_many_ranks_it_has_and_records_their_waits(tmp_path: Path) -> None:
+def test_a_run_says_how_many_ranks_it_has_and_records_what_they_did(tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"text": "leap " * number}) + "\n" for number in range(1, 41))
+    (tmp_path / "rows.jsonl").write_text(rows)
     codes = exit_codes(tmp_path / "logs", 2, _train_short, root=str(tmp_path))
     assert codes == [0, 0]
     said = (tmp_path / "logs/errors").read_text()
@@ -99,9 +165,78 @@ def test_a_run_says_how_many_ranks_it_has_and_records_their_waits(tmp_path: Path
     assert (first["ranks"], first["nodes"], first["shards"]) == (2, 1, 4)
     assert len(last["waited_s"]) == 2
     assert min(last["waited_s"]) > 0
+    (row,) = read_rows(tmp_path / "run/metrics.jsonl")
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert row["exchanged_bytes"] == told["exchanged"] > 0
+    assert row["gathered_bytes"] == told["gathered"] > 0
+    assert_rows_of_both(tmp_path / "trace.json", row)
+    assert (row["spread_bytes"], row["swapped_bytes"]) == (0, 0)
+    assert row["tokens"] < 4 * 2 * 32, "rows are filled up"
+    assert row["tokens_per_s"] * row["seconds"] == pytest.approx(row["tokens"])
+    of_a_token = told["own_flops"] / (2 * 2 * 32)  # the engine counts its part, padding too
+    assert told["model_flops"] / of_a_token == pytest.approx(row["tokens"])
+    assert row["mfu"] == pytest.approx(told["model_flops"] / told["seconds"] / (2 * told["peak"]))
 
 
-def _train_short(ranks: object, *, root: str) -> str:
-    if ranks.rank == 0:  # type: ignore[attr-defined]
+def _train_short(ranks: Any, *, root: str) -> str:
+    told: dict[str, float] = {}
+    if ranks.rank == 0:
         log_to_stderr()
-    return train_run(ranks, root=root, out="run", train={"steps": 1}, optim={"warmup_steps": 0})
+
+    def noted(report: StepReport, **values: Any) -> dict[str, Any]:
+        told.update(own_flops=report.model_flops, seconds=report.seconds, peak=report.matmul_peak or 0.0)
+        told.update(values)
+        return measured(report, **values)
+
+    def moved(issuer: Issuer, operation: Operation, *rest: Any) -> None:
+        kind = {Kind.EXCHANGE: "exchanged", Kind.GATHER: "gathered"}.get(operation.kind)
+        if kind is not None:
+            told[kind] = told.get(kind, 0) + operation.nbytes
+        issue(issuer, operation, *rest)
+
+    issue = Issuer.issue
+    sections: dict[str, Any] = {
+        "data": {"packing": "pad", "seq_len": 32, "path": f"{root}/rows.jsonl"},
+        "train": {"steps": 1, "grad_accumulation": 4, "precision": "bf16"},
+        "optim": {"warmup_steps": 0},
+        "eval": {},
+    }
+    with patch("megatrain.train.loop.measured", noted), patch.object(Issuer, "issue", moved):
+        place = train_run(ranks, root=root, out="run", **sections)
+    with patch("megatrain.train.run.plan_memory", return_value=None):
+        config = make_config(Path(root), "trace", **sections, parallel={"shards": 4, "gather": "on"})
+        trace(config, Path(root, "trace.json"), steps=1, ranks=ranks)
+    if ranks.rank == 0:
+        Path(root, "told.json").write_text(json.dumps(told))
+    return place
+
+
+def assert_rows_of_both(file: Path, row: Mapping[str, Any]) -> None:
+    """Each rank is a process of the trace, and exchanges while the other one does."""
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {1: "rank 0", 2: "rank 1"}
+    spans: dict[int, list[Any]] = {1: [], 2: []}
+    for event in events:
+        if event["name"].startswith("exchange"):
+            spans[event["pid"]].append(event)
+    assert len(spans[1]) == len(spans[2]) > 0
+    assert sum(event.get("args", {}).get("bytes", 0) for event in spans[1]) == row["exchanged_bytes"]
+    for one, other in zip(spans[1], spans[2], strict=True):
+        assert one["name"] == other["name"]
+        assert max(one["ts"], other["ts"]) < min(one["ts"] + one["dur"], other["ts"] + other["dur"])
+
+
+def test_what_all_ranks_have_written_to_drives_is_counted(tmp_path: Path) -> None:
+    def written(ranks: Any) -> int | None:
+        root = tmp_path / str(ranks.rank)
+        (root / "proc/self").mkdir(parents=True)
+        (root / "proc/self/io").write_text("write_bytes: 100\n")
+        care = Care(root=root)
+        care.resume(5000)
+        (root / "proc/self/io").write_text(f"write_bytes: {400 + 1000 * ranks.rank}\n")
+        for _ in range(2):
+            count_written(care, ranks)
+        return care.written_bytes()
+
+    assert Turns(2).run(written) == [5000 + 300 + 1300] * 2

@@ -63,14 +63,56 @@ def test_a_first_rank_at_work_ends_too_and_leaves_its_last_words(tmp_path: Path)
     assert f"error: {said}" in (tmp_path / "logs/errors").read_text()
 
 
-def _work(ranks: Any, *, words: str) -> None:
+def _work(ranks: Any, *, words: str, how: str = "SIGSTOP") -> None:
     ranks.watch.doing("evaluating step 7")
     ranks.watch.last_words = Path(words).write_text
     ranks.meet()
     time.sleep(1)
     if ranks.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.Signals[how])
     threading.Event().wait()
+
+
+@pytest.mark.parametrize(("how", "codes"), [("hangs", [7, 7]), ("is slow", [0, 0])])
+def test_a_save_may_take_any_time_as_long_as_something_moves(
+    tmp_path: Path, how: str, codes: list[int]
+) -> None:
+    """Also where others wait for its next block, as those of another node do."""
+    assert exit_codes(tmp_path / "logs", 2, _save, timeout_s=3, how=how) == codes
+    text = (tmp_path / "logs/errors").read_text()
+    assert text.count("rank 0 (process ") == (how == "hangs")
+    if how == "hangs":
+        assert "hangs: nothing has moved for " in text
+        assert "(parallel.timeout is 3), and it was last saving step 4. The same command" in text
+
+
+def _save(ranks: Any, *, how: str) -> None:
+    threading.Thread(target=_look_around, daemon=True).start()
+    ranks.meet("spread")
+    if ranks.rank == 0:
+        with ranks.watch.moving("saving step 4"):
+            for _ in range(25):
+                time.sleep(0.2)  # a write to a slow disk
+            if how == "hangs":
+                threading.Event().wait()
+    ranks.meet("spread")
+
+
+def _look_around() -> None:
+    """Do what threads of Gloo do, of which a run has about ten."""
+    while True:
+        time.sleep(0.005)
+
+
+def test_a_rank_that_is_killed_while_the_first_one_works_is_found_at_once(tmp_path: Path) -> None:
+    """Long before it has been silent for the timeout."""
+    codes = exit_codes(tmp_path / "logs", 2, _work_alone, timeout_s=600, words=str(tmp_path / "words"))
+    assert codes == [RankError.exit_code, -9]
+    assert "has ended; it was last evaluating step 7. The same" in (tmp_path / "words").read_text()
+
+
+def _work_alone(ranks: Any, *, words: str) -> None:
+    _work(ranks, words=words, how="SIGKILL")
 
 
 def test_waiting_for_an_order_is_no_hang(tmp_path: Path) -> None:
@@ -81,6 +123,17 @@ def _wait_for_an_order(ranks: Any) -> None:
     if ranks.rank == 0:
         time.sleep(3)
     assert ranks.tell("go" if ranks.rank == 0 else None) == "go"
+
+
+def test_a_rank_that_has_done_its_part_is_not_lost(tmp_path: Path) -> None:
+    """Whoever is at work yet, such as the first one at an export, outlives its silence."""
+    assert exit_codes(tmp_path / "logs", 2, _work_on, timeout_s=1) == [0, 0]
+
+
+def _work_on(ranks: Any) -> None:
+    if ranks.rank == 1:
+        ranks.watch.close()
+    time.sleep(3)
 
 
 @pytest.mark.parity

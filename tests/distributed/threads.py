@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from megatrain.plan.program.buffers import Buffer
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.stream.lanes.base import Cause, Event, InlineLanes, OrderingError
 
 _LANES = {
     "gather": Lane.GATHER,
     "exchange": Lane.EXCHANGE,
+    "near": Lane.EXCHANGE,
+    "rail": Lane.EXCHANGE,
     "norm": Lane.HOST,
     "spread": Lane.SPREAD,
     "read": Lane.READ,
@@ -132,12 +134,17 @@ class ThreadRanks:
         """By lane: bytes that went to others."""
         self.gathers = False
 
-    def exchange(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
-        """Give every rank its part."""
-        self.sent["exchange"] += mine[0].nbytes * (sum(counts) - counts[self.rank])
-        found = self._turns.together(self.rank, "exchange", mine.clone())
-        start = sum(counts[: self.rank])
-        return torch.stack([each[start : start + counts[self.rank]] for each in found])
+    def exchange(self, mine: Tensor, counts: Sequence[int], lane: str) -> Tensor:
+        """Give every rank of the node, or of the rail, its part."""
+        first = self.node * self.local_size
+        members = range(first, first + self.local_size)
+        if lane == "rail":
+            members = range(self.local_rank, self.size, self.local_size)
+        place = members.index(self.rank)
+        self.sent[lane] += mine.element_size() * (sum(counts) - counts[place])
+        found = self._turns.together(self.rank, lane, mine.clone(), members)
+        start = sum(counts[:place])
+        return torch.stack([each[start : start + counts[place]] for each in found])
 
     def gather(self, mine: Tensor, lane: str = "caller") -> list[Tensor]:
         """Return everybody's tensor."""
@@ -161,6 +168,14 @@ class ThreadRanks:
         inside = range(first, first + self.local_size)
         for piece, found in zip(pieces, self._turns.together(self.rank, "gather", own, inside), strict=True):
             piece.copy_(found)
+
+    def gather_shares(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Give everybody this rank's parts, and take theirs."""
+        own = [part.clone() for part in parts[self.rank]]
+        self.sent["gather"] += (self.size - 1) * sum(part.nbytes for part in own)
+        for mine, values in zip(parts, self._turns.together(self.rank, "gather", own), strict=True):
+            for part, value in zip(mine, values, strict=True):
+                part.copy_(value)
 
     def meet(self, lane: str = "caller") -> None:
         """Wait for everybody, or for those of the node."""

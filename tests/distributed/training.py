@@ -51,7 +51,8 @@ def train(
         state: Likewise.
         max_grad_norm: Likewise.
         device: As in `attach`; `ranks`: lanes that prove their order among ranks.
-        reads: Gradients and masters are read in every step: whoever reads waits for all that goes on.
+        reads: Gradients and masters are read in every step: whoever reads waits for all that goes on. Of
+            gradients that wait on the device each rank has its share, which nobody reads.
         commits: Every step is committed on the drives.
         gathers: Each rank fetches a piece of the weights.
         settings: Of `attach`.
@@ -70,15 +71,14 @@ def train(
         model, device=device, batch=batch, ranks=ranks, optimizer_state=state, updates=updates, **settings
     )
     optimizer = engine.adamw(**HYPER, max_grad_norm=max_grad_norm)
-    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-    own = slice(rank * num_micro_batches // size, (rank + 1) * num_micro_batches // size)
+    own = engine.parts(num_micro_batches)[0 if ranks is None else ranks.rank]
     told: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "masters": []}
     for step in range(steps):
         batches = micro_batches(num_micro_batches, seed=step, data=data, missing=missing or "always")
         seeds = [100 * step + number for number in range(num_micro_batches)]
-        loss = engine.forward_backward(batches[own], seeds=seeds[own])
+        loss = engine.forward_backward([batches[n] for n in own], seeds=[seeds[n] for n in own])
         told["losses"].append(float(loss))
-        if updates != "immediate" and reads:
+        if updates != "immediate" and reads and settings.get("gradients", "host") == "host":
             told["gradients"].append(_digest(dict(engine.named_gradients())))
         stats = optimizer.step()
         if commits:
@@ -91,13 +91,10 @@ def train(
     return told
 
 
-def train_rows(ranks: Any, *, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train one model after another, for rows of values of `AXES`."""
-    told = []
-    for row in rows:
-        with cut_at(row["cut"]):
-            told.append(train(ranks, **settings_of(row)))
-    return told
+def train_row(ranks: Any, *, row: dict[str, Any]) -> dict[str, Any]:
+    """Train a model for a row of values of `AXES`."""
+    with cut_at(row["cut"]):
+        return train(ranks, **settings_of(row))
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

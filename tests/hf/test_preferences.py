@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatrain.errors import ConfigError
-from megatrain.plan.program.operations import Kind
+from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.step import step_program
 from tests.families import VOCAB_SIZE
 from tests.hf.setups import (

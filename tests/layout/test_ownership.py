@@ -18,7 +18,7 @@ def test_nodes_keep_the_state_among_them_and_each_what_its_ranks_do(
 ) -> None:
     own, nodes = (
         shares(SIZES, block, num_ranks),
-        node_shares(SIZES, block, num_ranks, num_nodes),
+        node_shares(shares(SIZES, block, num_ranks), num_nodes),
     )
     size = num_ranks // num_nodes
     for node, kept in enumerate(nodes):

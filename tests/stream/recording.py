@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatrain.layout.moments import MOMENT_PLANES
 from megatrain.plan.program.buffers import Buffer
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.store.drives.scratch import Place, ScratchFiles
 from megatrain.store.drives.striped import StripedStore
 from megatrain.store.on_drives import BlocksOnDrives

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from megatrain.errors import ModelError
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES, VOCAB_SIZE
 from tests.products import every_pair, every_value

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import megatrain
 from megatrain.config.choice import Choice
 from megatrain.errors import ConfigError, DataError, ModelError
-from megatrain.plan.program.operations import Kind
+from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.step import step_program
 from megatrain.stream.engine import Engine
 from tests.families import FAMILIES

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain.errors import ConfigError
-from megatrain.plan.program.operations import Kind
+from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.step import step_program
 from megatrain.stream.steps import PassBefore
 from tests.families import FAMILIES

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatrain.config.choice import StepBatch
+from megatrain.config.runs import SumRoom
 from megatrain.errors import CapacityError
 from megatrain.hardware.memory import MemoryLimit
 from megatrain.layout import pools
@@ -122,9 +123,9 @@ class Bytes:
     loss: float
 
 
-def placed(layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int) -> placement.Placement:
+def placed(layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom) -> placement.Placement:
     """Have the weights of four blocks in RAM, and the state of two: what pools take must not change it."""
-    return placement.placed(layouts, tiers, 4, 2, num_sums=num_sums)
+    return placement.placed(layouts, tiers, 4, 2, sum_room=sum_room)
 
 
 def train(case: Case, root: Path, limits: Mapping[str, int]) -> tuple[Engine, float]:

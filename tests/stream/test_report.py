@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatrain.errors import ConfigError
 from megatrain.hardware import matmul, measure_matmul_peak
 from megatrain.model.profile.flops import count_flops
-from megatrain.plan.program.operations import Kind, Lane
+from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.plan.program.step import step_program
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, Span, Wait

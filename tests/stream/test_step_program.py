@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from megatrain.config.adaptation import Adaptation, LoraChoice
 from megatrain.config.choice import StepBatch
+from megatrain.config.runs import SumRoom
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.adapters.adapt import adapt
 from megatrain.model.profile.anatomy import Anatomy
@@ -24,7 +25,8 @@ from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.program.buffers import Buffer
-from megatrain.plan.program.operations import Kind, Lane, Operation
+from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.operations import Operation
 from megatrain.plan.program.spec import StepSpec
 from megatrain.store import on_drives, placement
 from megatrain.store.placement import Tiers
@@ -181,13 +183,13 @@ def program_of(engine: Engine, row: dict[str, Any]) -> list[Operation]:
     return list(step.program().operations)
 
 
-def as_told(layouts: Any, tiers: Tiers, *, num_sums: int, where: str) -> placement.Placement:
+def as_told(layouts: Any, tiers: Tiers, *, sum_room: SumRoom, where: str) -> placement.Placement:
     """Keep all weights in RAM, or half of them, and all of the state or half of it."""
     weights, state = (
         len(layouts) // 2 if is_on_drives else len(layouts)
         for is_on_drives in (where == "weights on drives", "drives" in where)
     )
-    return placement.placed(layouts, tiers, weights, state, num_sums=num_sums)
+    return placement.placed(layouts, tiers, weights, state, sum_room=sum_room)
 
 
 def run(row: dict[str, Any], tmp_path: Path) -> tuple[list[Event], list[Operation], StepSpec]:
@@ -334,7 +336,16 @@ def in_turn(by_lane: dict[Lane, list[Any]]) -> list[int]:
     return [numbers[buffer] for buffer in used]
 
 
-ROWS_OF_GRID = pairwise()
+PAST_A_PAGE = dict(
+    zip(
+        AXES,
+        ("offload", "serial", False, (3, 1), "parked gradients", "nvme", "bf16", True, "device", "adapters"),
+        strict=True,
+    )
+)
+"""Each tensor that waits on the drives begins at an aligned address, for which one takes a page more."""
+
+ROWS_OF_GRID = [*pairwise(), PAST_A_PAGE]
 
 
 def name_of(row: Any) -> str:

@@ -13,7 +13,7 @@ import pytest
 from megatrain.cli import main
 from megatrain.config import dump_config
 from megatrain.errors import OutputError
-from megatrain.plan.program.operations import Kind, Lane
+from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.plan.program.step import step_program
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, Span, Wait

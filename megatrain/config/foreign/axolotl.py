@@ -183,7 +183,7 @@ def _source(t: Translation, source: Any) -> dict[str, Any]:
         made["format"] = _FORMATS[base]
     elif kind is not None:
         t.leave_out("datasets.type", kind, "what a row holds is found from its columns; data.format says it")
-    for theirs, ours in (("split", "split"), ("name", "subset")):
+    for theirs, ours in (("split", "split"), ("name", "subset"), ("revision", "revision")):
         if theirs in given:
             made[ours] = given.pop(theirs)
     columns = {ours: given.pop(theirs) for theirs, ours in _COLUMNS.items() if theirs in given}

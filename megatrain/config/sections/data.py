@@ -98,6 +98,7 @@ class SourceConfig(Section):
     subset: Name | None = None
     folder: Name | None = None
     """Folder inside a hub dataset."""
+    revision: Name | None = None
     max_samples: Count | None = None
 
 
@@ -148,7 +149,8 @@ class DataConfig(Section):
     path: Sources
     """Files (`.txt .jsonl .json .csv .tsv .parquet .arrow`), directories of them or of a saved dataset,
     patterns such as `data/*.jsonl`, hub ids, or a LLaMA-Factory `dataset_info.json`: one or a list. A mapping
-    `{path, weight, name, dataset, format, columns, tags, split, subset, folder, max_samples}` says more."""
+    `{path, weight, name, dataset, format, columns, tags, split, subset, folder, revision,
+    max_samples}` says more."""
     dataset: Names = ()
     """Entries of the `dataset_info.json` that `data.path` is, or that lies in it, such as
     `identity, alpaca_en_demo`."""
@@ -164,6 +166,9 @@ class DataConfig(Section):
     """Split of a hub or saved dataset. null = `train`, or the only one."""
     subset: Name | None = None
     """Subset (configuration) of a hub dataset."""
+    revision: Name | None = None
+    """Commit, branch or tag at which a hub dataset is read. null = its newest commit, which may be another
+    when the run goes on."""
     streaming: bool = False
     """Read hub datasets over the network, row by row; false = download them first. Files are always read row
     by row."""
@@ -234,7 +239,8 @@ class DataConfig(Section):
     ) -> tuple[SourceConfig, ...]:
         """Give each source what `data` says for all; a plain path is one source for each of the entries."""
         said: dict[str, Any] = {
-            key: getattr(self, key) for key in ("format", "columns", "tags", "split", "subset", "max_samples")
+            key: getattr(self, key)
+            for key in ("format", "columns", "tags", "split", "subset", "revision", "max_samples")
         }
         complete = []
         for source in sources:

@@ -47,14 +47,16 @@ def read_hub(
     split: str | None = None,
     subset: str | None = None,
     folder: str | None = None,
+    revision: str | None = None,
     streaming: bool = False,
 ) -> Iterator[Row]:
     """Read a dataset of the Hugging Face hub, downloaded first or as it comes."""
     import datasets
 
     def load() -> Any:
+        commit = hub_revision(path, revision) or revision
         loaded = datasets.load_dataset(
-            path, name=subset, data_dir=folder, streaming=streaming, revision=hub_revision(path)
+            path, name=subset, data_dir=folder, streaming=streaming, revision=commit
         )
         return choose_split(loaded, split, path)
 
@@ -62,12 +64,17 @@ def read_hub(
 
 
 @lru_cache
-def hub_revision(path: str) -> str | None:
-    """Return the commit at which a hub dataset is read by this process; None: the hub does not say."""
+def hub_revision(path: str, revision: str | None = None) -> str | None:
+    """Return the commit at which a hub dataset is read by this process; None: the hub does not say.
+
+    Args:
+        path: Its id.
+        revision: Commit, branch or tag; None: the newest commit.
+    """
     from huggingface_hub import HfApi
 
     try:
-        return HfApi().dataset_info(path, timeout=_HUB_WAIT_S).sha
+        return HfApi().dataset_info(path, revision=revision, timeout=_HUB_WAIT_S).sha
     except Exception as error:  # offline, private, renamed: what is wrong is said by whoever reads the rows
         _log.debug("%s: the hub does not say at which commit it is (%s)", path, error)
         return None

@@ -33,7 +33,7 @@ def content_of(sources: Sequence[SourceConfig]) -> str | None:
         path = source.path if source.dataset is None and info is None else entry_of(source).path
         files = list(_files(path))
         if not files:
-            revision = hub_revision(path) if is_of_hub(path) else None
+            revision = hub_revision(path, source.revision) if is_of_hub(path) else None
             if revision is None:
                 return None
             digest.update(f"{path}@{revision}\n".encode())

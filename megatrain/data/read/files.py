@@ -54,6 +54,7 @@ class Reading:
     split: str | None = None
     subset: str | None = None
     folder: str | None = None
+    revision: str | None = None
     streaming: bool = False
 
 
@@ -139,5 +140,11 @@ def _saved(path: str, how: Reading) -> Callable[[Start], Iterator[Row]]:
 
 def _hub(path: str, how: Reading) -> Callable[[Start], Iterator[Row]]:
     return lambda start: read_hub(
-        path, start, split=how.split, subset=how.subset, folder=how.folder, streaming=how.streaming
+        path,
+        start,
+        split=how.split,
+        subset=how.subset,
+        folder=how.folder,
+        revision=how.revision,
+        streaming=how.streaming,
     )

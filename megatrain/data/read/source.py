@@ -54,6 +54,7 @@ class SourceReader:
                 split=self.config.split,
                 subset=self.config.subset,
                 folder=self.config.folder,
+                revision=self.config.revision,
                 streaming=data.streaming,
             ),
         )

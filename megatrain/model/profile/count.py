@@ -50,6 +50,7 @@ from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_l
 from megatrain.model.sequence.attention import rows_shared
 from megatrain.model.sequence.check import refuse_config
 from megatrain.model.sequence.shards import Counted
+from megatrain.model.shares import adds_router_loss
 from megatrain.model.text_config import Built, build_language_model, num_parameters
 from megatrain.model.weights.skeleton import first_line, skeleton_of
 
@@ -196,10 +197,9 @@ def _count(
 
 def _leave_out_router_loss(model: PreTrainedModel) -> tuple[str, ...]:
     """Switch off the auxiliary loss of routers; return what to say of it."""
-    text = model.config.get_text_config()
-    if not getattr(text, "output_router_logits", False):
+    if not adds_router_loss(model.config):
         return ()
-    text.output_router_logits = False
+    model.config.get_text_config().output_router_logits = False
     warning = (
         f"the {model.config.model_type} model is counted without its router loss, whose memory grows with "
         "layers, tokens and experts"

@@ -14,10 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
-from megatrain.model.head import Head, Share
+from megatrain.model.head import Head
 from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace
+from megatrain.model.shares import Share
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

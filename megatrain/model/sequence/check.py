@@ -21,6 +21,7 @@ from megatrain.model.head import count_targets
 from megatrain.model.sequence.attention import check_heads, rows_shared
 from megatrain.model.sequence.rows import cut_rows
 from megatrain.model.sequence.shards import Folded
+from megatrain.model.shares import adds_router_loss
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -48,7 +49,7 @@ def refuse_config(config: PretrainedConfig, number: int) -> None:
     """
     text = config.get_text_config()
     why = why_not_by_position(config)
-    if why is None and getattr(text, "output_router_logits", False):
+    if why is None and adds_router_loss(config):
         why = f"the {text.model_type} model has a router loss (output_router_logits), which is of whole rows"
     growing = sorted(set(_rope_types(getattr(text, "rope_parameters", None))) & set(_GROWING))
     if why is None and growing:

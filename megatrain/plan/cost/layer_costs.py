@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import fields
 from functools import cached_property
-from operator import attrgetter
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.model.profile.anatomy import Anatomy, Layer
 from megatrain.plan.cost.rates import Rates
-from megatrain.plan.memory.block_sums import BlockSums
+from megatrain.plan.memory.block_sums import BlockSums, share_of
 from megatrain.plan.memory.layer_runs import LayerRun, layer_runs
 
 _PASSES_AGAIN = frozenset({"recompute", "drop_boundary"})
 
 
-_SIZES = {field.name: attrgetter(field.name) for field in fields(BlockBytes)}
+_SIZES = [field.name for field in fields(BlockBytes)]
 
 
 class LayerCosts:
@@ -79,7 +78,7 @@ class LayerCosts:
     @property
     def head_backward_s(self) -> float:
         """Return the seconds of their backward; a head in chunks runs its forward again."""
-        return self.head_forward_s * (3 if self.anatomy.head_saved_bytes == 0 else 2)
+        return self.head_forward_s * (3 if self.anatomy.head_is_chunked else 2)
 
     @property
     def outer_s(self) -> float:
@@ -90,8 +89,8 @@ class LayerCosts:
     def step_s(self) -> float:
         """Return the seconds of what the device does once per step: updates of its own state."""
         blocks = BlockSums.of(self.anatomy, self.choice.fragments).residency(self.choice).resident
-        sizes = BlockBytes(**{name: blocks.total(read) for name, read in _SIZES.items()})
-        return self.rates.device_update_s(sizes)
+        sizes = {name: blocks.total(_of_share, name, self.batch.num_ranks) for name in _SIZES}
+        return self.rates.device_update_s(BlockBytes(**sizes))
 
     def _of(self, number: int) -> tuple[float, float, float]:
         return self._known_of(self._kinds[number], self.choice.activations[number])
@@ -122,3 +121,7 @@ class LayerCosts:
         each = 10 if self.rates.kernels.sum_bytes == 4 else 4
         passes = 2 if count == 1 else 6 + (count - 1) * each + 6
         return self.rates.device_pass_s(passes * params) / count
+
+
+def _of_share(sizes: BlockBytes, name: str, num_ranks: int) -> int:
+    return int(getattr(share_of(sizes, num_ranks), name))

@@ -9,9 +9,10 @@ from megatrain.plan.cost.contention import Shares
 from megatrain.plan.cost.layer_costs import LayerCosts
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.timetable import Task
-from megatrain.plan.memory.block_sums import PlannedBlock
+from megatrain.plan.memory.block_sums import PlannedBlock, share_of
 from megatrain.plan.program.buffers import Buffer
-from megatrain.plan.program.operations import Kind, Lane, Operation
+from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.operations import Operation
 
 
 class Pricing:
@@ -48,7 +49,7 @@ class Pricing:
             # only what autograd has made needs the gradient buffer, not what makes it
             visit = Task(lane, seconds, reads, (), kind.value)
             return visit, Task(lane, 0.0, (), writes, "collect")
-        if kind is Kind.EXCHANGE and self._collectives.passes_host:
+        if self._is_among_devices(operation) and self._collectives.passes_host:
             return self._through_host(operation)
         if kind is Kind.SYNC or (
             kind is Kind.UPDATE and operation.on_device and self._rates.updates_in_compute
@@ -56,10 +57,16 @@ class Pricing:
             lane = Lane.COMPUTE  # a thread that waits launches nothing; an update there runs among the rest
         return (Task(lane, seconds, reads, writes, kind.value),)
 
+    @staticmethod
+    def _is_among_devices(operation: Operation) -> bool:
+        """Whether an operation brings something from each device to all others."""
+        return operation.kind is Kind.EXCHANGE or (operation.kind is Kind.SPREAD and operation.on_device)
+
     def _through_host(self, operation: Operation) -> tuple[Task, ...]:
         """Return an exchange as the two copies of what stays in the node: to its memory, and from there."""
         collectives, shares, kind = self._collectives, self._shares, operation.kind.value
-        near = collectives.exchanged_near(self._sum_bytes(operation))
+        near_of = collectives.exchanged_near if operation.kind is Kind.EXCHANGE else collectives.given_near
+        near = near_of(self._sum_bytes(operation))
         there: tuple[Buffer, ...] = (("exchange", 0),)
         up_s = self._rates.fetch_s(near) / shares.up + self.seconds(operation)
         return (
@@ -84,6 +91,8 @@ class Pricing:
             case Kind.EXCHANGE:
                 sent = self._sum_bytes(operation)
                 return self._collectives.exchange_s(sent) + self._collectives.sum_s(sent)
+            case Kind.SPREAD if operation.on_device:
+                return self._collectives.give_s(nbytes)
             case Kind.SPREAD:
                 return self._collectives.network_s(nbytes)
             case Kind.LOAD:
@@ -111,7 +120,7 @@ class Pricing:
             case Kind.UPDATE:
                 block = self._blocks[operation.block]
                 if operation.on_device:
-                    return rates.device_update_s(block.sizes)
+                    return rates.device_update_s(share_of(block.sizes, self._collectives.exchange.num_ranks))
                 return rates.update_s(nbytes) / shares.update
             case Kind.HEAD:
                 return (self._costs.head_forward_s + self._costs.outer_s) * operation.num_micro_batches
@@ -127,8 +136,9 @@ class Pricing:
         goes_on = operation.kind is Kind.LOAD or not operation.completes
         if not goes_on or operation.sums_on_host:
             return operation.nbytes
-        numel = operation.num_sums * self._blocks[operation.block].sizes.num_state
-        return min(operation.nbytes, self._rates.kernels.sum_bytes * numel)
+        size = self._blocks[operation.block].size
+        each = size.share_bytes if operation.is_share else size.accumulator_bytes
+        return min(operation.nbytes, self._rates.kernels.sum_bytes / 4 * len(operation.sums) * each)
 
     def _visit_s(self, operation: Operation) -> float:
         block = self._blocks[operation.block]

@@ -8,11 +8,13 @@ goes on, and micro-batches that pass together in one visit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.runs import RoundSums, StepSums
+from megatrain.layout.exchange import Exchange
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.collectives import Collectives
 from megatrain.plan.cost.contention import Demand, Shares, memory_s
@@ -24,10 +26,12 @@ from megatrain.plan.memory.block_sums import (
     BlockSums,
     PlannedBlock,
     exchanged,
+    given_weights,
     list_blocks,
     updated_share,
 )
-from megatrain.plan.program.operations import Kind, Lane, Program
+from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.operations import Program
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import step_program
 
@@ -54,6 +58,8 @@ class CopiedBytes:
     """Sums that a rank sends to others."""
     gathered: float = 0.0
     """Weights that it gets from those of its node."""
+    given: float = 0.0
+    """New weights of resident blocks that it sends to others."""
 
 
 class Step:
@@ -97,7 +103,8 @@ class Step:
             clips=self.clips,
             drives=self.block_sums.drive_spec(self.choice, self.batch.num_ranks),
             saved_bytes=[run.leaving_bytes for run in self.costs.runs],
-            num_runs=self.batch.num_runs,
+            room_bytes=[run.host_bytes for run in self.costs.runs],
+            num_runs=self.partial_sums.runs.number,
             num_ranks=self.batch.num_ranks,
             gathers=self.batch.gathers,
         )
@@ -126,30 +133,41 @@ class Step:
         return self._program(self._rounds(is_short=is_short), in_pieces=not is_short)
 
     def _program(
-        self, rounds: list[list[int]], left: Sequence[int] | None = None, *, in_pieces: bool
+        self, rounds: list[list[int]], sums: Sequence[RoundSums] | None = None, *, in_pieces: bool
     ) -> Program:
         return step_program(
             self.spec,
             rounds,
-            left=self._sums_left(rounds) if left is None else left,
+            sums=self._round_sums(len(rounds)) if sums is None else sums,
             num_passes_before=self.batch.num_passes_before,
             in_pieces=in_pieces,
         )
 
-    def _sums_left(self, rounds: Sequence[Sequence[int]]) -> list[int]:
-        """Return how many partial sums there are after each round; where rounds are left out, the most."""
-        left = self.batch.runs.left_after(self.choice.rounds(self.batch.num_micro_batches))
-        return left if len(rounds) == len(left) else [max(left)] * len(rounds)
+    def _round_sums(self, num_rounds: int) -> list[RoundSums]:
+        """Return what each of so many rounds does with partial sums.
+
+        Where rounds are left out, they have the most that there are, and of shares the mean, which is one.
+        """
+        found = self.partial_sums.by_round
+        if num_rounds == len(found):
+            return found
+        most = range(1) if self.partial_sums.are_shared else max((each.left for each in found), key=len)
+        return [replace(each, loaded=most, left=most) for each in [*found[: num_rounds - 1], found[-1]]]
+
+    @cached_property
+    def partial_sums(self) -> StepSums:
+        """The partial sums of the step."""
+        return self.batch.sums(self.choice)
 
     @cached_property
     def moved_bytes(self) -> dict[Kind, int]:
         """Bytes that a step moves, by the kind of operation."""
         rounds = self._rounds(is_short=True)
-        left = self._sums_left(rounds)
-        moved = _bytes_by_kind(self._program(rounds, left, in_pieces=False))
+        sums = self._round_sums(len(rounds))
+        moved = _bytes_by_kind(self._program(rounds, sums, in_pieces=False))
         more = self.num_rounds - len(rounds)
         if more:  # each goes on as the last but one did
-            fewer = _bytes_by_kind(self._program(rounds[1:], left[1:], in_pieces=False))
+            fewer = _bytes_by_kind(self._program(rounds[1:], sums[1:], in_pieces=False))
             moved = {kind: nbytes + more * (nbytes - fewer[kind]) for kind, nbytes in moved.items()}
         return moved
 
@@ -247,8 +265,8 @@ class Step:
         """What no program of the step can do without copying: what its slots hold already is left out."""
         choice, sums, rounds = self.choice, self.block_sums, self.num_rounds
         num_ranks = self.batch.num_ranks
-        among = self.batch.gathers_among
-        fetched, offloaded = sums.moved_bytes(choice, self.batch.runs, num_ranks, among)
+        among, residency = self.batch.gathers_among, sums.residency(choice)
+        fetched, offloaded = sums.moved_bytes(choice, self.partial_sums, among)
         saved = self.sums[3]
         restored = saved - rounds * self.costs.newest_bytes
         read, written = sums.drive_bytes(choice, rounds, num_ranks)
@@ -256,12 +274,15 @@ class Step:
         parked = sum(self.blocks[block].size.parked_bytes for block in waiting)
         on_drives = choice.boundaries == "nvme"
         kept = self.rates.kernels.sum_bytes / 4
+        exchanges = rounds if self.partial_sums.are_shared else 1
+        sent = exchanges * residency.all.total(exchanged, Exchange.of(self.batch))
         return CopiedBytes(
             up=fetched + restored,
             down=offloaded + saved,
             read=read + parked + restored * on_drives,
             written=written + parked + saved * on_drives,
-            exchanged=sums.residency(choice).on_host.total(exchanged, num_ranks) * kept,
+            exchanged=sent * kept,
+            given=residency.resident.total(given_weights, num_ranks),
             gathered=sums.weights_fetched(choice, rounds) - sums.weights_fetched(choice, rounds, among),
         )
 
@@ -273,10 +294,13 @@ class Step:
     @property
     def through_host_bytes(self) -> float:
         """What devices without access to each other exchange: it takes both ways of each one's link."""
-        collectives = self.collectives
+        return self.near_bytes if self.collectives.passes_host else 0.0
+
+    @property
+    def near_bytes(self) -> float:
+        """What a rank sends to others of its node."""
         copied = self.copied_bytes
-        near = collectives.exchanged_near(copied.exchanged)
-        return near if collectives.passes_host else 0.0
+        return self.collectives.exchanged_near(copied.exchanged) + self.collectives.given_near(copied.given)
 
     @cached_property
     def update_bytes(self) -> int:
@@ -310,8 +334,10 @@ def _lane_bounds(step: Step) -> dict[str, float]:
     up, down = rates.fetch_s(copied.up + through_host), rates.offload_s(copied.down + through_host)
     collectives = step.collectives
     near_s = collectives.near_s(copied.exchanged) + collectives.sum_s(copied.exchanged)
+    if copied.given and not collectives.passes_host:
+        near_s += collectives.gather_s(collectives.given_near(copied.given))
     near_s += collectives.gather_s(copied.gathered) if batch.gathers else 0.0
-    far_s = collectives.network_s(copied.exchanged - collectives.exchanged_near(copied.exchanged))
+    far_s = collectives.network_s(copied.exchanged + copied.given - step.near_bytes)
     update_s = rates.update_s(step.update_bytes)
     sums_s = rates.host_pass_s(step.added_bytes)
     if rates.spec.is_cpu:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from megatrain.plan.program.buffers import Buffer
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 
 _LINKS = {
     Lane.FETCH: Lane.FETCH,

@@ -10,9 +10,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatrain.config.choice import Choice, StepBatch
-from megatrain.config.runs import Runs
+from megatrain.config.runs import StepSums
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.exchange import Exchange
 from megatrain.layout.host_buffers import largest_first
 from megatrain.layout.moments import MomentFormat
 from megatrain.layout.ownership import node_totals, piece_bytes, planned_share
@@ -50,9 +51,9 @@ def list_blocks(
         moments: How they are kept.
         batch: Which says how many ranks there are, see `planned_share`; None: one.
     """
-    num_ranks, num_nodes, among = 1, 1, 1
+    exchange, among = Exchange(), 1
     if batch is not None:
-        num_ranks, num_nodes, among = batch.num_ranks, batch.num_nodes, batch.gathers_among
+        exchange, among = Exchange.of(batch), batch.gathers_among
 
     def block(
         parts: Sequence[Fragment],
@@ -64,14 +65,18 @@ def list_blocks(
         on_device: bool,
     ) -> PlannedBlock:
         sizes = sum((part.sizes for part in parts), BlockBytes())
+        others = (exchange.num_ranks if on_device else exchange.num_nodes) - 1
+        own = None if exchange.num_ranks == 1 else planned_share(sizes, exchange.num_ranks)
         size = BlockSize.of(
             sizes,
             is_streamed=streams,
             on_device=on_device,
             moments=moments,
-            share=None if num_ranks == 1 else planned_share(sizes, num_ranks),
+            share=own,
             gathers_among=among,
-            num_nodes=num_nodes,
+            sequence=exchange.sequence,
+            exchange_bytes=exchange.planned_bytes(sizes),
+            spread_bytes=0 if own is None else others * own.sizes.working_bytes,
         )
         return PlannedBlock(size, sizes, layer, largest_run, share)
 
@@ -224,18 +229,15 @@ class BlockSums:
     def _sizes(self) -> list[tuple[int, int]]:
         return [(block.sizes.num_split, block.largest_run) for block in self.blocks]
 
-    def moved_bytes(
-        self, choice: Choice, runs: Runs, num_ranks: int = 1, gathers_among: int = 1
-    ) -> tuple[int, int]:
+    def moved_bytes(self, choice: Choice, step: StepSums, gathers_among: int = 1) -> tuple[int, int]:
         """Return the bytes that a step fetches and offloads, activations apart.
 
         Args:
             choice: Resolved.
-            runs: Of the step, or of a rank's part of it.
-            num_ranks: That share complete gradients out.
+            step: Its partial sums, or those of a rank's part of it.
             gathers_among: That fetch a piece of weights each, and gather them.
         """
-        num_micro_batches = runs.num_micro_batches
+        num_micro_batches, num_ranks = step.runs.num_micro_batches, step.num_ranks
         layers = self.totals[self.first_streamed(choice) : self.first_outer]
         num_rounds = choice.num_rounds(num_micro_batches)
         fetched = self.weights_fetched(choice, num_rounds, gathers_among)
@@ -244,8 +246,11 @@ class BlockSums:
             later = num_micro_batches - choice.lockstep
             more = (later - 1) * layers.total(pools.gradient_plane)
             return fetched, offloaded + layers.total(pools.accumulator_plane) + more
-        num_sums = sum(runs.left_after(choice.rounds(num_micro_batches))[:-1])
-        loads = num_sums * layers.total(pools.accumulator_plane)
+        num_sums = sum(len(each.left) for each in step.by_round[:-1])
+        if step.are_shared:
+            loads = num_sums * layers.total(shared_sum, num_ranks, step.sequence)
+        else:
+            loads = num_sums * layers.total(pools.accumulator_plane)
         return fetched + loads, offloaded + loads
 
     def added_bytes(self, choice: Choice, num_micro_batches: int) -> int:
@@ -344,20 +349,31 @@ def _fetched(sizes: BlockBytes, gathers_among: int) -> int:
 
 def offloaded_share(sizes: BlockBytes, num_ranks: int) -> int:
     """Return the bytes of a rank's share of a block's complete gradient."""
-    return pools.gradient_plane(_own(sizes, num_ranks))
+    return pools.gradient_plane(share_of(sizes, num_ranks))
 
 
 def updated_share(sizes: BlockBytes, moments: MomentFormat, num_ranks: int) -> int:
     """Return the bytes of memory that an update of a rank's share of a block reads and writes."""
-    return _own(sizes, num_ranks).update_bytes(moments)
+    return share_of(sizes, num_ranks).update_bytes(moments)
 
 
-def exchanged(sizes: BlockBytes, num_ranks: int) -> int:
+def given_weights(sizes: BlockBytes, num_ranks: int) -> int:
+    """Return the bytes of new weights of a resident block that a rank gives to all others."""
+    return (num_ranks - 1) * share_of(sizes, num_ranks).working_bytes
+
+
+def exchanged(sizes: BlockBytes, exchange: Exchange) -> int:
     """Return the bytes of a block's sum that go to other ranks."""
-    return 4 * (sizes.num_state - _own(sizes, num_ranks).num_state)
+    return exchange.planned_bytes(sizes)
 
 
-def _own(sizes: BlockBytes, num_ranks: int) -> BlockBytes:
+def shared_sum(sizes: BlockBytes, num_ranks: int, sequence: int) -> int:
+    """Return the bytes of a rank's share of a block's sum, of each shard of rows."""
+    return 4 * sequence * share_of(sizes, num_ranks).num_state
+
+
+def share_of(sizes: BlockBytes, num_ranks: int) -> BlockBytes:
+    """Return the sizes of what a plan counts as a rank's share of a block."""
     return sizes if num_ranks == 1 else planned_share(sizes, num_ranks).sizes
 
 

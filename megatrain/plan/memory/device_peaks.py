@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.layout import pools
+from megatrain.layout.exchange import Exchange
 from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy, Layer
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.layer_runs import layer_runs
@@ -68,10 +69,13 @@ class DevicePeaks:
         self._streams = choice.outer_streams
         """The micro-batches pass the head when all have passed the last layer, and it takes its gradient."""
         self._is_wide = batch.adds_up and anatomy.precision == "bf16"
-        self._num_ranks = batch.num_ranks
+        self._exchange = Exchange.of(batch)
         self._block_sums = BlockSums.of(anatomy, choice.fragments)
         self._rounded = max(self._rounded_bytes(is_resident=False), default=0) if overlaps else 0
-        """What the rounding of one gradient takes beside a backward."""
+        if overlaps and self._exchange.num_ranks > 1:
+            # a sum is exchanged as soon as its last backward has ended
+            self._rounded = max([self._rounded, *self._rounded_bytes(is_resident=True)])
+        """What the rounding of one gradient, or its exchange, takes beside a backward."""
         self._scratch = self._scratch_of_layers()
         """What updates on the device still take while the forward is in each layer."""
         sums = pools.square_sums(self._block_sums.num_blocks)
@@ -145,14 +149,14 @@ class DevicePeaks:
         """
         first = self._block_sums.first_streamed(self._choice)
         leaves = any(place != "device" for place in self._choice.gradients)
-        is_alone = self._num_ranks == 1
+        is_alone = self._exchange.num_ranks == 1
         if is_alone and not is_resident and not (self._is_wide and leaves):
             return
         for number, is_outer in self._block_sums.sample(self._choice):
             if (is_outer or number < first) is is_resident:
                 sizes = self._block_sums.blocks[number].sizes
                 yield (
-                    pools.rounded_gradient(sizes) if is_alone else pools.exchanged_sum(sizes, self._num_ranks)
+                    pools.rounded_gradient(sizes) if is_alone else pools.exchanged_sum(sizes, self._exchange)
                 )
 
     def _scratch_bytes(self) -> Iterator[int]:

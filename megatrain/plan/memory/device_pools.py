@@ -60,10 +60,7 @@ def host_planes(
         block_sums.gradient_places(choice, batch.num_micro_batches),
         state,
         kept=kept,
-        num_sums=batch.runs.kept_sums(
-            choice.rounds(batch.num_micro_batches),
-            is_wide=anatomy.precision == "bf16" or batch.num_ranks > 1,
-        ),
+        room=batch.sums(choice).between(is_wide=anatomy.precision == "bf16"),
     )
     if kept is not None:  # of a block that is saved, what other nodes keep comes here for that long
         planes["state of other nodes"] = blocks.all.largest(pools.resident_state, state)
@@ -89,6 +86,7 @@ def _allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: Moment
         is_wide=batch.adds_up or choice.outer_streams,
         waiting=block_sums.gradient_places(choice, batch.num_micro_batches).on_device,
         moments=state,
-        num_sums=batch.runs.most_sums,
+        room=batch.sums(choice).on_device,
+        num_ranks=batch.num_ranks,
     )
     return [Pool(tier="device", name=name, nbytes=nbytes) for name, nbytes in sizes.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatrain.config.runs import RoundSums
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.moments import MomentFormat
@@ -22,10 +23,12 @@ class BlockSize:
     """Bytes of a complete gradient."""
     accumulator_bytes: int
     """Bytes of a gradient that is still adding up."""
+    share_bytes: int = 0
+    """Bytes of a rank's share of such a gradient, of each shard of rows."""
     exchange_bytes: int = 0
-    """Bytes of a sum that a rank sends to others, for their shares of the block."""
+    """Bytes of sums that a rank sends to others, for their shares of the block."""
     spread_bytes: int = 0
-    """Bytes of new weights that a rank sends to other nodes."""
+    """Bytes of new weights that a rank sends to other nodes, or, of a resident block, to all ranks."""
     gather_bytes: int = 0
     """Bytes of the working weights that other ranks fetch, where ranks gather them."""
     added_bytes: int = 0
@@ -37,9 +40,13 @@ class BlockSize:
     update_bytes: int = 0
     """Bytes of memory that an update reads and writes."""
     whole_bytes: int = 0
-    """Bytes of weights, remainder and moments together: what a block updated on the device sends home."""
+    """Bytes of weights, remainder and moments that a block updated on the device sends home: of a share."""
     updates_on_device: bool = False
     """A resident block with all of its state on the device: nothing of it crosses the link."""
+
+    def sum_bytes(self, sums: RoundSums) -> int:
+        """Return the bytes of each of these partial sums."""
+        return self.share_bytes if sums.are_shares else self.accumulator_bytes
 
     @classmethod
     def of(
@@ -50,8 +57,10 @@ class BlockSize:
         on_device: bool,
         moments: MomentFormat,
         share: Share | None = None,
-        num_nodes: int = 1,
         gathers_among: int = 1,
+        sequence: int = 1,
+        exchange_bytes: int = 0,
+        spread_bytes: int = 0,
     ) -> BlockSize:
         """Return what a schedule needs to know of a block.
 
@@ -61,8 +70,10 @@ class BlockSize:
             on_device: It is updated there.
             moments: How its moments are kept.
             share: What of its state this rank keeps; None: all.
-            num_nodes: On which the ranks are.
             gathers_among: Ranks that fetch a piece of the weights each, and gather them; 1: none does.
+            sequence: Ranks that share out rows.
+            exchange_bytes: That this rank sends of a sum; see `Exchange`.
+            spread_bytes: That it sends of new weights to other nodes.
         """
         own = sizes if share is None else share.sizes
         size = cls(
@@ -71,8 +82,9 @@ class BlockSize:
             fetch_bytes=sizes.working_bytes,
             offload_bytes=own.gradient_bytes,
             accumulator_bytes=sizes.accumulator_bytes,
-            exchange_bytes=4 * (sizes.num_state - own.num_state),
-            spread_bytes=(num_nodes - 1) * own.working_bytes,
+            share_bytes=4 * sequence * own.num_state,
+            exchange_bytes=exchange_bytes,
+            spread_bytes=spread_bytes,
             gather_bytes=(gathers_among - 1) * piece_bytes(sizes.working_bytes, gathers_among),
             added_bytes=sizes.added_bytes(completes=False),
             last_added_bytes=sizes.added_bytes(completes=True),
@@ -86,5 +98,5 @@ class BlockSize:
     def with_moments(self, sizes: BlockBytes, moments: MomentFormat, share: Share | None = None) -> BlockSize:
         """Return the same with moments kept in another way; arguments as of `of`."""
         own = sizes if share is None else share.sizes
-        whole = sizes.working_bytes + sizes.remainder_bytes + sizes.moment_bytes(moments)
+        whole = own.working_bytes + own.remainder_bytes + own.moment_bytes(moments)
         return replace(self, update_bytes=own.update_bytes(moments), whole_bytes=whole)

@@ -13,7 +13,8 @@ from itertools import islice
 
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
-from megatrain.plan.program.operations import Kind, Operation
+from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.operations import Operation
 
 
 def with_state_through(
@@ -82,19 +83,18 @@ def _read_ahead(
     return result
 
 
-def _image_bytes(saved: Operation, count: int) -> int:
-    """Return the bytes on drives of what a SAVE copies, for `count` of its micro-batches."""
-    of_visit = saved.nbytes // saved.num_micro_batches
-    return count * pools.saved_buffer(pools.saved_visit([of_visit]))
-
-
 def with_activations_through(
-    operations: Sequence[Operation], num_buffers: int = NUM_ACTIVATION_STAGING
+    operations: Sequence[Operation], rooms: Mapping[int, int], num_buffers: int = NUM_ACTIVATION_STAGING
 ) -> list[Operation]:
     """Write what is saved on to the drives, and read it back ahead of its RESTORE.
 
     One buffer is for what is being restored; as many visits as there are others are read ahead, from the
     first backward on, and none before it was written.
+
+    Args:
+        operations: With SAVEs and RESTOREs, in order.
+        rooms: By block: the room on the host of what a micro-batch saves.
+        num_buffers: Host buffers through which it passes.
     """
     upcoming = deque(operation for operation in operations if operation.kind is Kind.RESTORE)
     stowed: dict[tuple[int, int], Operation] = {}
@@ -109,7 +109,7 @@ def with_activations_through(
         saved = stowed.pop(visit)
         recalled[visit] = free.popleft()
         count = restore.nbytes * saved.num_micro_batches // saved.nbytes if saved.nbytes else 0
-        nbytes = _image_bytes(saved, count)
+        nbytes = count * pools.saved_buffer(rooms[saved.block])
         result.append(replace(saved, kind=Kind.RECALL, activation_staging=recalled[visit], nbytes=nbytes))
 
     def read_ahead() -> None:
@@ -126,7 +126,7 @@ def with_activations_through(
             recall(operation)
         if operation.kind is Kind.SAVE:
             stowed[visit] = replace(operation, activation_staging=free[0])
-            nbytes = _image_bytes(operation, operation.num_micro_batches)
+            nbytes = operation.num_micro_batches * pools.saved_buffer(rooms[operation.block])
             result += [stowed[visit], replace(stowed[visit], kind=Kind.STOW, nbytes=nbytes)]
             free.rotate(-1)
         elif operation.kind is Kind.RESTORE:

@@ -8,7 +8,6 @@ prints it. Waits are not in the list: they follow from the buffers that the oper
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from megatrain.plan.program.buffers import (
     Buffer,
@@ -17,151 +16,12 @@ from megatrain.plan.program.buffers import (
     waiting_buffer,
     weights_buffer,
 )
-
-
-class Lane(str, Enum):
-    """A queue in which operations run in order. Operations in different lanes run at the same time."""
-
-    __hash__ = str.__hash__  # in C: plans look lanes and kinds up by the million
-
-    CALLER = "caller"
-    """The launching thread itself, where it reads or writes host memory between operations."""
-    COMPUTE = "compute"
-    FETCH = "fetch"
-    OFFLOAD = "offload"
-    GATHER = "gather"
-    """Weights between ranks."""
-    EXCHANGE = "exchange"
-    """Gradients between ranks."""
-    SPREAD = "spread"
-    """What ranks have updated."""
-    SAVE = "save"
-    """Copies of saved activations to the host."""
-    RESTORE = "restore"
-    """Copies of saved activations back to the device."""
-    HOST = "host"
-    READ = "nvme_read"
-    """State on drives, on its way to an update."""
-    PAGE = "nvme_page"
-    """Weights on drives, on their way to the device."""
-    WRITE = "nvme_write"
-    """State on its way back to the drives, and its commits."""
-    STOW = "nvme_stow"
-    """Saved activations and gradients on their way to the drives. Not `WRITE`: a forward would wait there for
-    the updates of the step before."""
-    RECALL = "nvme_recall"
-    """These on their way back."""
-
-
-class Kind(str, Enum):
-    """What an operation does."""
-
-    __hash__ = str.__hash__
-
-    FETCH = "fetch"
-    """Copy a block's working weights to the device."""
-    GATHER = "gather"
-    """Make them whole on every rank, of which each has fetched a piece."""
-    FORWARD = "forward"
-    """The model passes through a block; also where a recomputation passes it again."""
-    BACKWARD = "backward"
-    """Autograd passes through a block, with its recomputation if it has one; gradients add up in a buffer."""
-    HEAD = "head"
-    """The final norm, the head and the loss of a micro-batch."""
-    HEAD_BACKWARD = "head backward"
-    """Autograd passes these, with what a head in chunks computes again."""
-    LOAD = "load"
-    """Copy what earlier rounds added up to the device, to go on adding."""
-    OFFLOAD = "offload"
-    """Copy gradients to the host, and sum their squares on the way if they are complete."""
-    HOLD = "hold"
-    """Put gradients into device memory of the block's own, where complete ones wait for the norm, and sum
-    their squares."""
-    SAVE = "save"
-    """Copy a visit's saved activations to the host."""
-    RESTORE = "restore"
-    """Copy them back, one visit before they are needed."""
-    STOW = "stow"
-    """Write what a SAVE has copied to the host on to the drives."""
-    RECALL = "recall"
-    """Read it back, ahead of its RESTORE."""
-    PARK = "park"
-    """Write a complete gradient that an OFFLOAD has copied to the host on to the drives, to wait there for
-    the norm."""
-    UNPARK = "unpark"
-    """Read it back, ahead of its update."""
-    EXCHANGE = "exchange"
-    """Send each rank its share of a complete sum, and add up what all ranks have sent of one's own."""
-    SPREAD = "spread"
-    """Wait until every rank has updated its share of a block, and bring the shares of one node to the others:
-    then its weights are new."""
-    ADD = "add"
-    """Add a gradient that has come home by itself to the block's sum there; the last one is rounded to the
-    working dtype, and the squares are summed."""
-    ROUND = "round"
-    """Round a complete sum to the working dtype where it is, and sum its squares."""
-    NORM = "norm"
-    """Turn the sums of squares into one scale for the step, or decide to skip it."""
-    UPDATE = "update"
-    """AdamW on a block's state."""
-    SYNC = "sync"
-    """The launching thread waits until all updates are done."""
-    RELEASE = "release"
-    """Give the memory of the gradient plane back until it is written again."""
-    PULL = "pull"
-    """Copy the whole state of a resident block to the device."""
-    PUSH = "push"
-    """Copy it home."""
-    READ = "read"
-    """Read a block's state from the drives, ahead of its update; several ranks read a part each."""
-    PAGE = "page"
-    """Read a block's weights from the drives, ahead of its fetch."""
-    WRITE = "write"
-    """Write a block's state back to the drives, or, before a commit, what lives in RAM; as READ."""
-    SPILL = "spill"
-    """Copy a piece of a block's state in RAM to where WRITE takes it from."""
-    SEAL = "seal"
-    """Take down what a commit says of the run, once all updates are done, and all ranks' SPILLs."""
-    COMMIT = "commit"
-    """Make what was written last what a crash leaves. The first of several ranks does it."""
-
+from megatrain.plan.program.kinds import LANES, Kind, Lane
 
 _STATE = ("working", "moments", "gradient", "drive")
 """What of a block the host has."""
 
-_LANES = {
-    Kind.FETCH: Lane.FETCH,
-    Kind.GATHER: Lane.GATHER,
-    Kind.LOAD: Lane.FETCH,
-    Kind.FORWARD: Lane.COMPUTE,
-    Kind.BACKWARD: Lane.COMPUTE,
-    Kind.HEAD: Lane.COMPUTE,
-    Kind.HEAD_BACKWARD: Lane.COMPUTE,
-    Kind.OFFLOAD: Lane.OFFLOAD,
-    Kind.HOLD: Lane.OFFLOAD,
-    Kind.SAVE: Lane.SAVE,
-    Kind.RESTORE: Lane.RESTORE,
-    Kind.STOW: Lane.STOW,
-    Kind.RECALL: Lane.RECALL,
-    Kind.PARK: Lane.STOW,
-    Kind.UNPARK: Lane.RECALL,
-    Kind.EXCHANGE: Lane.EXCHANGE,
-    Kind.SPREAD: Lane.SPREAD,
-    Kind.ADD: Lane.HOST,
-    Kind.ROUND: Lane.HOST,
-    Kind.NORM: Lane.HOST,
-    Kind.UPDATE: Lane.HOST,
-    Kind.SYNC: Lane.CALLER,
-    Kind.RELEASE: Lane.HOST,
-    Kind.PULL: Lane.FETCH,
-    Kind.PUSH: Lane.OFFLOAD,
-    Kind.READ: Lane.READ,
-    Kind.PAGE: Lane.PAGE,
-    Kind.WRITE: Lane.WRITE,
-    Kind.SPILL: Lane.HOST,
-    Kind.SEAL: Lane.HOST,
-    Kind.COMMIT: Lane.WRITE,
-}
+_ON_DEVICE = {Kind.ROUND: Lane.OFFLOAD, Kind.SPREAD: Lane.GATHER}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +44,7 @@ class Operation:
     is_held: bool = False
     """OFFLOAD only: a HOLD has completed the gradient and summed its squares."""
     on_device: bool = False
-    """UPDATE and ROUND: of a resident block whose state is on the device."""
+    """UPDATE, ROUND and SPREAD: of a resident block whose state is on the device."""
     drive_staging: int = -1
     """Host buffer through which state on drives passes; -1: the state is in RAM."""
     page: int = -1
@@ -216,10 +76,11 @@ class Operation:
     """The gradient is complete after this round; otherwise it stays in fp32 for a later one."""
     sums_on_host: bool = False
     """BACKWARD and OFFLOAD: of one micro-batch of a later round, whose gradient leaves by itself."""
-    num_sums: int = 1
-    """LOAD and OFFLOAD of what adds up over rounds: how many partial sums that is; see `Runs`."""
+    sums: range = range(1)
+    """LOAD and OFFLOAD of what adds up over rounds: which partial sums, by their places in the stack; see
+    `Runs`. EXCHANGE: those that join what it makes, which takes the place of the first."""
     is_share: bool = False
-    """Of a rank's share of the block, among several ranks: an EXCHANGE has made the sum, a SPREAD follows.
+    """Of a rank's share of the block, among several ranks: an EXCHANGE makes the sum, a SPREAD follows.
     FETCH: of a rank's piece of the weights; a GATHER follows."""
     follows_norm: bool = True
     """UPDATE only: clipping or skipping needs the norm first."""
@@ -238,7 +99,7 @@ class Operation:
     @property
     def lane(self) -> Lane:
         """The lane in which the operation runs."""
-        return Lane.OFFLOAD if self.kind is Kind.ROUND and self.on_device else _LANES[self.kind]
+        return (_ON_DEVICE if self.on_device else LANES).get(self.kind, Lane.HOST)
 
     @property
     def reads(self) -> tuple[Buffer, ...]:
@@ -272,13 +133,12 @@ class Operation:
             case Kind.OFFLOAD | Kind.HOLD | Kind.EXCHANGE:
                 return (gradients_buffer(self.block, self.gradient_buffer),)
             case Kind.SPREAD:
-                return (("share", self.block),)
+                return (("resident" if self.on_device else "share", self.block),)
             case Kind.UPDATE:
                 norm: tuple[Buffer, ...] = (("norm", 0),) if self.follows_norm else ()
-                if self.on_device:
-                    return (("resident_gradient", self.block), *norm)
                 through = self._through if self.is_share else ()  # others write their shares of it
-                return (home_buffer(self.block, self.staging), *norm, *through)
+                home = home_buffer(self.block, self.staging)
+                return (("resident_gradient", self.block) if self.on_device else home, *norm, *through)
             case Kind.ROUND:
                 return (("resident_gradient" if self.on_device else "gradient", self.block),)
             case Kind.NORM:
@@ -332,13 +192,13 @@ class Operation:
                 return (home_buffer(self.block, self.staging),)
             case Kind.EXCHANGE:
                 return (gradients_buffer(self.block, self.gradient_buffer), ("exchange", 0))
-            case Kind.SPREAD | Kind.PUSH:
-                return (("working", self.block), ("moments", self.block), *self._through)
-            case Kind.UPDATE if self.is_share:
+            case Kind.SPREAD if self.on_device:
+                return (("resident", self.block),)
+            case Kind.UPDATE if self.on_device:
+                return (("resident", self.block), ("device_moments", self.block))
+            case Kind.UPDATE | Kind.PUSH if self.is_share:
                 return (("share", self.block),)
-            case Kind.UPDATE:
-                if self.on_device:
-                    return (("resident", self.block), ("device_moments", self.block))
+            case Kind.UPDATE | Kind.PUSH | Kind.SPREAD:
                 return (("working", self.block), ("moments", self.block), *self._through)
             case Kind.ROUND:
                 sums = "resident_gradient" if self.on_device else "gradient"

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatrain.plan.program.operations import Kind, Operation
+from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.operations import Operation
 from megatrain.plan.program.visits import Visit
 
 

@@ -17,9 +17,10 @@ from typing import Any, TypeAlias
 
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.plan.program.block_size import BlockSize
-from megatrain.plan.program.operations import Kind, Operation, Program
+from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.operations import Operation, Program
 from megatrain.plan.program.saving import Saving
-from megatrain.plan.program.visits import HEAD, Visit
+from megatrain.plan.program.visits import HEAD, ROUND_END, Visit
 
 TierOf: TypeAlias = Callable[[int, bool], str]
 
@@ -56,7 +57,7 @@ def schedule(
             `nvme`. From the latter two `step.update_program` takes it home. None: the host.
         outer: Blocks in no layer, which the head reads.
         saved_bytes: By block: what a micro-batch saves to the host; none: not known.
-        has_shares: Several ranks keep a share of each block: what is complete is exchanged.
+        has_shares: Several ranks keep a share of each block, and update that.
 
     Raises:
         AssertionError: More gradients add up at the same time than there are buffers.
@@ -71,6 +72,10 @@ def schedule(
         placing.prefetch(position)
         if visit.block == HEAD:
             operations.append(_pass_head(visit, outer))
+            continue
+        if visit.block == ROUND_END:
+            trained = [block for block in outer if sizes[block].is_trained]
+            operations += [exchanged(block, sizes[block], visit) for block in trained]
             continue
         slot = placing.pass_block(visit.block)
         size = sizes[visit.block]
@@ -89,7 +94,7 @@ def schedule(
             "completes": visit.completes,
             "is_head": visit.is_head,
             "sums_on_host": visit.sums_on_host,
-            "is_share": has_shares and visit.completes,
+            "is_share": visit.sums.exchanges,
         }
         visiting: dict[str, Any] = {"num_micro_batches": visit.num_micro_batches, "arrival": arrival}
         if not size.is_trained or not size.is_streamed:
@@ -97,6 +102,9 @@ def schedule(
                 operations.append(
                     Operation(kind=Kind.BACKWARD, slot=slot, collects=size.is_trained, **common, **visiting)
                 )
+            is_summed = size.is_trained and visit.is_last and common["is_share"]
+            if is_summed and size.updates_on_device and visit.block not in outer:
+                operations.append(exchanged(visit.block, size, visit))
             continue
         operations += rings.loads_before(position)
         common["gradient_buffer"] = rings.use(visit)
@@ -105,7 +113,7 @@ def schedule(
             continue
         common["micro_batch"] = 0
         if common["is_share"]:
-            operations.append(exchanged(visit.block, size, common["gradient_buffer"]))
+            operations.append(exchanged(visit.block, size, visit, common["gradient_buffer"]))
         tier = tier_of(visit.block, visit.completes)
         if tier == "device":
             operations.append(Operation(kind=Kind.HOLD, waiting=visit.block, **common))
@@ -119,10 +127,10 @@ def schedule(
             if visit.completes and updates_at_once:
                 operations += _updated_at_once(visit.block, size)
             continue
-        num_sums = 1 if visit.completes else visit.num_left
-        nbytes = size.offload_bytes if visit.completes else num_sums * size.accumulator_bytes
+        left = visit.sums.left
+        nbytes = size.offload_bytes if visit.completes else len(left) * size.sum_bytes(visit.sums)
         common["staging"] = staging if visit.completes and num_staging else -1
-        operations.append(Operation(kind=Kind.OFFLOAD, nbytes=nbytes, num_sums=num_sums, **common))
+        operations.append(Operation(kind=Kind.OFFLOAD, nbytes=nbytes, sums=left, **common))
         if visit.completes and updates_at_once:
             operations += _updated_at_once(visit.block, size, common["staging"], has_shares=has_shares)
         staging = (staging + 1) % num_staging if common["staging"] >= 0 else staging
@@ -133,10 +141,23 @@ def _on_host(block: int, completes: bool) -> str:
     return "host"
 
 
-def exchanged(block: int, size: BlockSize, gradient_buffer: int = -1) -> Operation:
-    """Return what makes the sum of all ranks' gradients of a block out of this rank's own."""
+def exchanged(block: int, size: BlockSize, visit: Visit, gradient_buffer: int = -1) -> Operation:
+    """Return what makes the sum of all ranks' gradients of a block out of this rank's own.
+
+    Args:
+        block: Its number.
+        size: Of it.
+        visit: The last of the round.
+        gradient_buffer: With this rank's sum; -1: the block's own.
+    """
+    sums = visit.sums
     return Operation(
-        kind=Kind.EXCHANGE, block=block, gradient_buffer=gradient_buffer, nbytes=size.exchange_bytes
+        kind=Kind.EXCHANGE,
+        block=block,
+        gradient_buffer=gradient_buffer,
+        completes=visit.completes,
+        sums=sums.loaded if sums.are_shares else range(0),
+        nbytes=size.exchange_bytes,
     )
 
 
@@ -144,7 +165,8 @@ def spread(update: Operation, size: BlockSize) -> list[Operation]:
     """List an update, and, of a rank's share, what brings those of the other ranks."""
     if not update.is_share:
         return [update]
-    return [update, Operation(kind=Kind.SPREAD, block=update.block, nbytes=size.spread_bytes)]
+    nbytes, on_device = size.spread_bytes, update.on_device
+    return [update, Operation(kind=Kind.SPREAD, block=update.block, on_device=on_device, nbytes=nbytes)]
 
 
 def gathered(operations: Sequence[Operation], sizes: Sequence[BlockSize]) -> list[Operation]:
@@ -235,8 +257,7 @@ class _Placing:
         self._sizes = sizes
         self._free = [slot for slot in range(len(self.slots)) if slot not in pinned]
         self._order = [
-            visit.block if visit.block != HEAD and sizes[visit.block].is_streamed else None
-            for visit in visits
+            visit.block if visit.block >= 0 and sizes[visit.block].is_streamed else None for visit in visits
         ]
         self._uses: dict[int, list[int]] = {}
         for position in range(len(visits) - 1, -1, -1):
@@ -342,8 +363,9 @@ class _Rings:
             loads=True,
             completes=visit.completes,
             waiting=block if tier == "device" else -1,
-            num_sums=visit.num_loaded,
-            nbytes=0 if tier == "device" else visit.num_loaded * size.accumulator_bytes,
+            is_share=visit.sums.are_shares,
+            sums=visit.sums.loaded,
+            nbytes=0 if tier == "device" else len(visit.sums.loaded) * size.sum_bytes(visit.sums),
         )
         if tier != "nvme":
             return [load]

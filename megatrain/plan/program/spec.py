@@ -86,6 +86,7 @@ class StepSpec:
         clips: bool = True,
         drives: DriveSpec | None = None,
         saved_bytes: Sequence[int] | None = None,
+        room_bytes: Sequence[int] | None = None,
         num_runs: int = 1,
         num_ranks: int = 1,
         gathers: bool = False,
@@ -102,7 +103,8 @@ class StepSpec:
             behind: Outer blocks that the model passes behind all layers.
             clips: Gradients are clipped to a norm.
             drives: Where the state is, if a part of it is on drives.
-            saved_bytes: What a micro-batch saves of each layer; None: not known.
+            saved_bytes: As in `layer_plans`.
+            room_bytes: As there.
             num_runs: Of a rank's part of a step.
             num_ranks: That train together.
             gathers: They gather weights, of which each fetches a piece.
@@ -114,7 +116,11 @@ class StepSpec:
         return cls(
             sizes=sizes,
             layers=layer_plans(
-                choice.activations, layers, boundaries=choice.boundaries, saved_bytes=saved_bytes
+                choice.activations,
+                layers,
+                boundaries=choice.boundaries,
+                saved_bytes=saved_bytes,
+                room_bytes=room_bytes,
             ),
             num_slots=choice.num_slots,
             num_gradient_buffers=choice.num_gradient_buffers,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from megatrain.config.runs import ONE_RUN, RoundSums
 from megatrain.layout.host_buffers import (
-    NUM_ACTIVATION_STAGING,
     NUM_GRADIENT_STAGING,
     NUM_PAGES,
     NUM_STATE_STAGING,
@@ -23,8 +23,9 @@ from megatrain.plan.program.drive_traffic import (
     with_state_through,
     with_weights_through,
 )
-from megatrain.plan.program.operations import Kind, Operation, Program
-from megatrain.plan.program.schedule import exchanged, gathered, parked, schedule, spread, unparked
+from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.operations import Operation, Program
+from megatrain.plan.program.schedule import gathered, parked, schedule, spread, unparked
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.visits import Visit, step_visits
 
@@ -73,7 +74,8 @@ def visits_program(
     )
     operations: Sequence[Operation] = placed.operations
     if spec.activations_on_drives:
-        operations = with_activations_through(operations, NUM_ACTIVATION_STAGING)
+        rooms = {layer.blocks[-1]: layer.room_bytes for layer in spec.layers}
+        operations = with_activations_through(operations, rooms)
     if fetches_outer:
         operations = [*fetch_residents(spec.sizes), *operations]
     if spec.gathers and gathers:
@@ -112,8 +114,6 @@ def complete_program(
     operations: list[Operation] = []
     has_shares = spec.num_ranks > 1
     for number, block in enumerate(away):
-        if has_shares:
-            operations.append(exchanged(block, spec.sizes[block]))
         if spec.tier(block) == "device":
             operations.append(Operation(kind=Kind.HOLD, block=block))
             continue
@@ -238,8 +238,13 @@ def _update(spec: StepSpec, block: int, *, staging: int = -1) -> Operation:
 
 def sync_program(spec: StepSpec, newer: Iterable[int]) -> list[Operation]:
     """List what makes the host state whole: blocks that are `newer` on the device come home."""
-    pushes = [Operation(kind=Kind.PUSH, block=block, nbytes=spec.sizes[block].whole_bytes) for block in newer]
-    return [*pushes, Operation(kind=Kind.SYNC, blocks=tuple(range(len(spec.sizes))))]
+    operations = []
+    for block in newer:
+        is_share, nbytes = spec.num_ranks > 1, spec.sizes[block].whole_bytes
+        operations.append(Operation(kind=Kind.PUSH, block=block, is_share=is_share, nbytes=nbytes))
+        if is_share:
+            operations.append(Operation(kind=Kind.SPREAD, block=block))
+    return [*operations, Operation(kind=Kind.SYNC, blocks=tuple(range(len(spec.sizes))))]
 
 
 def commit_program(
@@ -276,7 +281,7 @@ def step_program(
     spec: StepSpec,
     rounds: Sequence[Sequence[int]],
     *,
-    left: Sequence[int] | None = None,
+    sums: Sequence[RoundSums] | None = None,
     num_passes_before: int = 0,
     in_pieces: bool = True,
 ) -> Program:
@@ -285,7 +290,7 @@ def step_program(
     Args:
         spec: Of the step.
         rounds: How many micro-batches pass in each visit of each round.
-        left: How many partial sums of a gradient there are after each round; None: one, that of one run.
+        sums: What each does with partial sums of a gradient; None: there is one, that of one run.
         num_passes_before: Passes without gradients that come before the losses of each round.
         in_pieces: As in `commit_program`.
     """
@@ -294,7 +299,7 @@ def step_program(
         before = num_passes_before
         return spec.visits(micro_batches, loads=loads, completes=completes, num_passes_before=before)
 
-    visits = step_visits(visits_of, rounds, left or [1] * len(rounds))
+    visits = step_visits(visits_of, rounds, sums or [ONE_RUN] * len(rounds))
     at_once = spec.is_immediate
     num_staging = NUM_GRADIENT_STAGING if at_once and len(rounds) == 1 else 0
     program = visits_program(

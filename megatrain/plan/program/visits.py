@@ -6,12 +6,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from megatrain.config.runs import ONE_RUN, RoundSums
+
 RECOMPUTED = frozenset({"recompute", "recompute_cheap", "drop_boundary"})
 """Policies under which a layer's forward runs again, whole or in part."""
 
 HEAD = -1
 """In place of a block: the final norm, the head and the loss, which are passed between the layers."""
 
+ROUND_END = -2
+"""In place of a block: ranks exchange the gradients that a round has left on the device."""
 
 _Size = TypeVar("_Size")
 
@@ -41,15 +45,13 @@ class Visit:
     """Of a head that streams: final norm, head and loss."""
     num_micro_batches: int = 1
     """More than one where a plan times several together."""
-    num_loaded: int = 1
-    """Backward only: how many partial sums earlier rounds left; see `Runs`."""
-    num_left: int = 1
-    """Backward only: how many there are after this round."""
+    sums: RoundSums = ONE_RUN
+    """Backward only: what the round does with partial sums."""
 
     @property
     def needs_sum(self) -> bool:
         """Whether what earlier rounds left has to be on the device."""
-        return self.loads and not self.sums_on_host
+        return self.loads and not self.sums_on_host and len(self.sums.loaded) > 0
 
     @property
     def bare(self) -> Visit:
@@ -70,6 +72,8 @@ class LayerPlan:
     """The boundary is not kept: the layers before it make it again."""
     saved_bytes: int = 0
     """Bytes that a micro-batch saves to the host, if they are known ahead."""
+    room_bytes: int = 0
+    """Room that they take there: each tensor begins at an aligned address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +214,7 @@ def layer_plans(
     *,
     boundaries: str,
     saved_bytes: Sequence[int] | None = None,
+    room_bytes: Sequence[int] | None = None,
 ) -> tuple[LayerPlan, ...]:
     """Say how each decoder layer is passed.
 
@@ -218,8 +223,10 @@ def layer_plans(
         blocks: Of each layer.
         boundaries: Where the inputs of recomputed layers wait.
         saved_bytes: What a micro-batch saves of each layer; None: not known.
+        room_bytes: The room that it takes on the host; None: not known.
     """
-    sizes = saved_bytes or [0] * len(policies)
+    unknown = [0] * len(policies)
+    sizes = zip(saved_bytes or unknown, room_bytes or unknown, strict=True)
     return tuple(
         LayerPlan(
             tuple(blocks[number]),
@@ -227,13 +234,14 @@ def layer_plans(
             saves=leaves_device(policy, number, boundaries) and (saved_bytes is None or size > 0),
             drops=is_dropped(policy, number),
             saved_bytes=size,
+            room_bytes=room,
         )
-        for number, (policy, size) in enumerate(zip(policies, sizes, strict=True))
+        for number, (policy, (size, room)) in enumerate(zip(policies, sizes, strict=True))
     )
 
 
 def step_visits(
-    visits_of: Callable[[_Size, bool, bool], list[Visit]], rounds: Sequence[_Size], left: Sequence[int]
+    visits_of: Callable[[_Size, bool, bool], list[Visit]], rounds: Sequence[_Size], sums: Sequence[RoundSums]
 ) -> list[Visit]:
     """List the visits of all rounds of a step.
 
@@ -241,17 +249,16 @@ def step_visits(
         visits_of: Lists those of a round, by its size, whether earlier ones left gradients to add to, and
             whether no later one follows.
         rounds: The size of each, as `visits_of` takes it.
-        left: How many partial sums there are after each, as `Runs.left_after` says.
+        sums: What each does with partial sums, as `StepSums.by_round` says.
     """
     visits = []
     for number, size in enumerate(rounds):
         of_round = visits_of(size, number > 0, number == len(rounds) - 1)
-        num_loaded, num_left = left[number - 1] if number else 1, left[number]
-        if (num_loaded, num_left) != (1, 1):
-            of_round = [
-                replace(visit, num_loaded=num_loaded, num_left=num_left) if visit.is_backward else visit
-                for visit in of_round
-            ]
+        own = sums[number]
+        if own != ONE_RUN:
+            of_round = [replace(visit, sums=own) if visit.is_backward else visit for visit in of_round]
+        if own.exchanges:
+            of_round.append(Visit(ROUND_END, completes=number == len(rounds) - 1, sums=own))
         visits += of_round
     return visits
 

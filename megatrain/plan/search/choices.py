@@ -85,8 +85,10 @@ def least(request: Request) -> Choice:
         given = ", ".join(f"{name} {value}" for name, value in request.choice.given.items())
         raise ConfigError(
             f"these settings exclude each other: {given}; with fragments, num_slots and num_gradient_buffers "
-            "must be at least the parts of a layer, gradients wait on the device in a single round only, and "
-            "boundaries on nvme need drives, moments in fp32 and no resident layer"
+            "must be at least the parts of a layer, gradients wait on the device in a single round only, "
+            "boundaries on nvme need drives, moments in fp32 and no resident layer, and with a head in "
+            "chunks that is tied to the embedding, lockstep divides the micro-batches of a run "
+            "(parallel.shards)"
         )
     return min((placed(request, frame) for frame in frames), key=shortage)
 
@@ -175,13 +177,15 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
         bases = [(base,) * num_layers for base in ("recompute", "drop_boundary", "offload", "keep")]
     is_least = extent is Breadth.LEAST
     is_coarse = extent is Breadth.COARSE
-    locksteps = lockstep_sizes(batch.num_micro_batches)
-    if is_least:
-        locksteps = [batch.num_micro_batches, 1]
+    locksteps = lockstep_sizes(request)
+    if is_least and (batch.num_runs > 1 or batch.runs_are_rounds):
+        pass  # more rounds leave more partial sums, and fewer have more boundaries: the least may be between
+    elif is_least:
+        locksteps = [locksteps[0], 1]
     elif is_coarse:
         wanted = _ROUND_TOKENS // (2 if given.sums == "host" else 1)  # without sums, half as much to hide
         enough = min(locksteps, key=lambda m: abs(m * request.anatomy.tokens - wanted))
-        locksteps = [batch.num_micro_batches, enough]
+        locksteps = [locksteps[0], enough]
     comes_apart = most > 1 and extent in (Breadth.LEAST, Breadth.ALL)
     for fragments, lockstep, boundaries, updates, outer, streams, sums, activations in product(
         values_of(given.fragments, [False, True] if comes_apart else [False]),
@@ -232,15 +236,22 @@ def is_allowed(request: Request, choice: Choice) -> bool:
     parts = max(len(layer.fragments) for layer in request.anatomy.layers) if choice.fragments else 1
     if choice.lockstep > 1 and choice.num_gradient_buffers < parts:
         return False  # the gradients of a layer's fragments add up at the same time
+    if not _may_pass_together(request, choice.lockstep):
+        return False
     if choice.outer_streams and (choice.outer_resident or not may_stream_outer(request)):
         return False
-    if choice.uses_drives and (choice.outer_resident or choice.resident_layers):
-        return False  # from drives no block goes to the device for good
+    if not may_be_resident(request, choice) and (choice.outer_resident or choice.resident_layers):
+        return False
     if choice.has_scratch_on_drives and (request.spec.drives is None or request.state != "fp32"):
         return False
     if any(place != "host" for place in choice.gradients):
         return choice.sums == "device" and may_wait_elsewhere(request, choice)
     return True
+
+
+def may_be_resident(request: Request, choice: Choice) -> bool:
+    """Whether blocks may be on the device for good: not from drives, nor in shares of moments in int8."""
+    return not choice.uses_drives and (request.state != "int8" or request.batch.num_ranks == 1)
 
 
 def values_of(given: Any, values: Sequence[Any]) -> list[Any]:
@@ -276,12 +287,22 @@ def sum_options(request: Request) -> list[str]:
     return ["device"] if request.spec.is_cpu or request.batch.num_runs > 1 else ["device", "host"]
 
 
-def lockstep_sizes(count: int) -> list[int]:
-    """List numbers of micro-batches per round: all, half, a quarter, ..., one."""
-    numbers = [count]
+def lockstep_sizes(request: Request) -> list[int]:
+    """List numbers of micro-batches per round, of those that can be: all, half, a quarter, ..., one."""
+    numbers = [request.batch.num_micro_batches]
     while numbers[-1] > 1:
         numbers.append(-(-numbers[-1] // 2))
-    return numbers
+    return [number for number in numbers if _may_pass_together(request, number)]
+
+
+def _may_pass_together(request: Request, count: int) -> bool:
+    """Whether so many micro-batches can pass as a round.
+
+    The gradient of a tied head in chunks comes twice, the head's part of all of them first: a run whose part
+    has been added up takes no more.
+    """
+    comes_twice = request.anatomy.head_is_chunked and request.anatomy.trains_tied_head
+    return not comes_twice or request.batch.runs.has_whole_rounds(count)
 
 
 def slot_counts(num_blocks: int, parts: int) -> list[int]:
@@ -302,7 +323,7 @@ def _filled(request: Request, frame: Choice) -> Iterator[Choice]:
     given = request.choice
     if given.resident_layers != AUTO:
         residents: Sequence[int] = [given.resident_layers]
-    elif request.spec.is_cpu or frame.uses_drives:
+    elif request.spec.is_cpu or not may_be_resident(request, frame):
         residents = [0]
     else:
         most = most_within(num_layers, lambda n: excess(request, replace(frame, resident_layers=n)))

@@ -13,6 +13,7 @@ from megatrain.plan.search.choices import (
     is_allowed,
     keep_more,
     lockstep_sizes,
+    may_be_resident,
     outer_options,
     slot_counts,
     stream_options,
@@ -38,7 +39,7 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
         "boundaries": ["device", "host"],
         "outer_resident": outer_options(request),
         "outer_streams": stream_options(request),
-        "lockstep": lockstep_sizes(request.batch.num_micro_batches),
+        "lockstep": lockstep_sizes(request),
     }
     is_open = given.activations == AUTO
     for base in dict.fromkeys(choice.activations) if is_open else [""]:
@@ -57,7 +58,7 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
                     yield from fill(request, changed)
         if given.fragments == AUTO and most > 1:
             yield from _resplit(request, frame, 1 if choice.fragments else most)
-        if given.resident_layers == AUTO and not choice.uses_drives and not request.spec.is_cpu:
+        if given.resident_layers == AUTO and may_be_resident(request, choice) and not request.spec.is_cpu:
             # what is resident updates on the device: the best share of it is one of layers and outer blocks
             outers = values_of(given.outer_resident, outer_options(request))
             for change, outer in product((-1, 0, 1), outers):
@@ -119,7 +120,7 @@ def _mixed(request: Request, choice: Choice, residents: Sequence[int] = ()) -> I
     policies = [p for p in POLICIES if not (request.compiles and p == "recompute_cheap")]
     numbers = set(residents) or {choice.resident_layers}
     is_free = request.choice.resident_layers == AUTO and not request.spec.is_cpu
-    if is_free and not choice.uses_drives and not residents:
+    if is_free and may_be_resident(request, choice) and not residents:
         numbers |= {choice.resident_layers - 1, choice.resident_layers + 1}
     for number in sorted(n for n in numbers if 0 <= n <= len(choice.activations)):
         for activations in product(policies, repeat=len(choice.activations)):

@@ -93,7 +93,7 @@ def most_gradients_on_device(request: Request, choice: Choice) -> int:
     def waiting(number: int) -> int:
         placed = _with_gradients(choice, number, 0)
         places = sums.gradient_places(placed, batch.num_micro_batches)
-        return places.on_device.total(pools.waiting_gradient)
+        return places.on_device.total(pools.waiting_gradient, batch.num_ranks)
 
     spare = -overflowing(request, _with_gradients(choice, 0, 0), "device")
     return most_within(num_layers, lambda n: waiting(n) - spare) if spare >= 0 else 0

@@ -9,7 +9,7 @@ from dataclasses import replace
 from megatrain.config.choice import Activations, Choice
 from megatrain.config.plan import Plan, Pool
 from megatrain.plan.cost.step_time import Step
-from megatrain.plan.program.operations import Kind
+from megatrain.plan.program.kinds import Kind
 from megatrain.plan.search.choices import least
 from megatrain.plan.search.request import Request, overflow, pools_of
 from megatrain.plan.search.search import SEARCH_OPERATIONS, search
@@ -35,6 +35,18 @@ def make_plan(request: Request, *, budget: int = SEARCH_OPERATIONS) -> Plan:
     return replace(plan, plan_s=time.perf_counter() - began_s, is_cut_short=found.is_cut_short)
 
 
+def plan_with_open_runs(request: Request) -> Plan:
+    """Return the faster of two plans: with the runs of the request, and with one of each round.
+
+    Of several ranks, one run each leaves a rank whole sums between rounds, where runs that end with their
+    rounds are exchanged each time, and shares are left.
+    """
+    plans = [make_plan(request)]
+    if request.batch.num_ranks > request.batch.sequence and request.batch.num_micro_batches > 1:
+        plans.append(make_plan(replace(request, batch=replace(request.batch, runs_are_rounds=True))))
+    return max(plans, key=lambda plan: (plan.fits, plan.tokens_per_s))
+
+
 def plan_of(request: Request, choice: Choice) -> Plan:
     """Return the plan of a given choice, whether or not it is the best."""
     began_s = time.perf_counter()
@@ -56,7 +68,7 @@ def _describe(request: Request, step: Step, problem: str, num_evaluated: int, pl
     flops = anatomy.model_flops_per_token * batch.tokens
     return Plan(
         choice=choice,
-        batch=batch,
+        batch=replace(batch, num_runs=step.partial_sums.runs.number, runs_are_rounds=False),
         fits=not problem,
         problem=problem,
         pools=tuple(pool for pool in pools_of(request, choice) if pool.nbytes),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import OFFLOAD_ALIGNMENT
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes import Lanes
 

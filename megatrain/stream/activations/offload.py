@@ -23,16 +23,17 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES
 from megatrain.plan.program.buffers import Buffer
-from megatrain.plan.program.operations import Kind, Lane, Operation
+from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.operations import Operation
 from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.stream.activations.host_ring import HostBuffer, HostRing
 from megatrain.stream.activations.on_drives import Staged, Staging
-from megatrain.stream.activations.saved_tensors import ByteSpan, Held, SavedVisit, Where, cover
+from megatrain.stream.activations.saved_tensors import ByteSpan, Held, SavedVisit, Where, cover, may_leave
 from megatrain.stream.lanes import Lanes
 
 _log = logging.getLogger(__name__)
@@ -136,20 +137,8 @@ class OffloadedActivations:
         leave out: to copy them frees nothing. Parameters stay without being asked; so does what a part of a
         layer saves that is entered again after the layer's `flush`.
         """
-        is_weight = isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter)
-        # Detached, or the node that saves its own output would keep itself alive. Shares the version counter.
-        tensor = tensor.detach()
-        itemsize = tensor.dtype.itemsize
-        held = Held(
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride() if tensor.layout is torch.strided else (),
-            int(tensor.storage_offset()) * itemsize if tensor.layout is torch.strided else 0,
-            tensor._version,
-            tensor,
-            None,
-        )
-        if not is_weight and self._is_worth_it(tensor):
+        held = Held.of(tensor)
+        if may_leave(tensor, self._lanes.device, self._min_bytes):
             visit = self._visits.get(key) or self._begin(key)
             if visit.where is Where.OPEN:
                 held.visit = visit
@@ -290,23 +279,6 @@ class OffloadedActivations:
         self._ring.trim()
         if self._staging is not None:
             self._staging.trim()
-
-    def _is_worth_it(self, tensor: Tensor) -> bool:
-        """Whether a tensor should leave the device.
-
-        Not integers and bools: they are indices and masks, which blocks share. Not what is elsewhere already,
-        nor subclasses and lazily negated views, whose bytes are not all that they are.
-        """
-        return (
-            type(tensor) is Tensor
-            and tensor.layout is torch.strided
-            and tensor.device == self._lanes.device
-            and tensor.is_floating_point()
-            and tensor.ndim > 0
-            and tensor.numel() > 0
-            and not tensor.is_neg()
-            and tensor.untyped_storage().nbytes() >= self._min_bytes
-        )
 
     def _place(self, visit: SavedVisit) -> dict[ByteSpan, Tensor]:
         """Give a visit a host buffer; return the spans that fit, with their bytes on the device."""

@@ -20,7 +20,7 @@ from megatrain.hardware import GIB
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
 from megatrain.plan.program.buffers import Buffer
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.store.arena import Arena
 from megatrain.store.drives.scratch import Place, ScratchFiles
 from megatrain.stream.activations.host_ring import HostBuffer, offsets_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatrain.layout.host_buffers import OFFLOAD_ALIGNMENT
 from megatrain.plan.program.buffers import Buffer
@@ -61,6 +61,22 @@ class Held:
     visit: SavedVisit | None
     """None: it stays on the device for as long as autograd keeps it."""
     span: ByteSpan | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Held:
+        """Take note of a tensor on the device."""
+        # Detached, or the node that saves its own output would keep itself alive. Shares the version counter.
+        tensor = tensor.detach()
+        is_strided = tensor.layout is torch.strided
+        return cls(
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride() if is_strided else (),
+            int(tensor.storage_offset()) * tensor.dtype.itemsize if is_strided else 0,
+            tensor._version,
+            tensor,
+            None,
+        )
 
     @property
     def is_intact(self) -> bool:
@@ -169,3 +185,24 @@ def cover(helds: Iterable[Held]) -> dict[ByteSpan, Tensor]:
             held.span = found[-1]
         spans |= {span: flat[span.start : span.stop] for span in found}
     return spans
+
+
+def may_leave(tensor: Tensor, device: torch.device, min_bytes: int) -> bool:
+    """Whether a saved tensor should leave the device.
+
+    Not parameters. Not integers and bools: they are indices and masks, which blocks share. Not what is
+    elsewhere already, nor subclasses and lazily negated views, whose bytes are not all that they are.
+    """
+    if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
+        return False
+    tensor = tensor.detach()
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.device == device
+        and tensor.is_floating_point()
+        and tensor.ndim > 0
+        and tensor.numel() > 0
+        and not tensor.is_neg()
+        and tensor.untyped_storage().nbytes() >= min_bytes
+    )

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from megatrain.config.choice import Activations
 from megatrain.model.profile.flops import ModelFlops
-from megatrain.plan.program.operations import Kind, Operation
+from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.operations import Operation
 
 
 class ComputeWork:

@@ -8,7 +8,6 @@ visit gets a program of its own, and the order seen in one round is what is fore
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.plan.program.buffers import weights_buffer
-from megatrain.plan.program.operations import Kind, Lane, Operation
+from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.operations import Operation
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import (
     around_drives,
@@ -41,9 +41,6 @@ from megatrain.stream.execute.wholeness import Wholeness
 from megatrain.stream.lanes import Lanes
 
 _log = logging.getLogger(__name__)
-
-_VISITS = (Kind.FORWARD, Kind.BACKWARD)
-_COMPUTE = (*_VISITS, Kind.HEAD, Kind.HEAD_BACKWARD)
 
 
 class Executor(Issuer):
@@ -79,7 +76,6 @@ class Executor(Issuer):
         self._outer = [weights_buffer(block, -1) for block in spec.outer]
         self._ends = {*spec.ends.embeddings, *spec.ends.heads}
         self._foresight = Foresight()
-        self._pending: deque[Operation] = deque()
         self._ring = 0
         self._forget_weights()
         self._surprised = False
@@ -141,7 +137,7 @@ class Executor(Issuer):
             self._forget_weights()
         at_once = is_whole and self.update_at_once is not None
         buffers = self.gradients.buffers
-        operations = self._foresight.operations(
+        self._foresight.foresee(
             self.spec,
             visits,
             self.contents,
@@ -153,7 +149,6 @@ class Executor(Issuer):
             first_staging=self._staging,
             gathers=of_all,
         )
-        self._pending = deque(operations)
         self.seen = []
 
     def open(self, visit: BlockVisit, *, is_backward: bool, is_again: bool) -> None:
@@ -172,10 +167,10 @@ class Executor(Issuer):
         self.wholeness.check()
         self._end_between()
         self._advance()
-        operation = self._pending[0] if self._pending else None
+        operation = self._foresight.next
         if operation is None or not self._matches(operation, visit, is_backward):
             operation = self._improvise(visit, is_backward, had_plan=operation is not None)
-        self._pending.popleft()
+        self._foresight.take()
         self.seen.append(Visit(visit.block, is_backward, visit.micro_batch))
         if visit in self._pinned:
             self._pinned.remove(visit)
@@ -221,7 +216,7 @@ class Executor(Issuer):
             self.close()
         self._pinned.clear()
         self.leave_residents()
-        self._advance()
+        self._advance(ends_round=True)
         self._activations.sweep()
         self.end_pass()
 
@@ -290,7 +285,7 @@ class Executor(Issuer):
         """Forget what the device holds: the host has, or will have, new weights."""
         assert self.open_visit is None
         self._forget_weights()
-        self._pending.clear()
+        self._foresight.forget()
         self._ring = self._staging = 0
 
     def _forget_weights(self) -> None:
@@ -308,7 +303,7 @@ class Executor(Issuer):
             self.lanes.end(Lane.COMPUTE, reads=self.open_visit.operation.reads)
         self.open_visit = None
         self._pinned.clear()
-        self._pending.clear()
+        self._foresight.forget()
         self._activations.clear()
         self.contents = [None] * len(self._slots)  # a copy may be what failed
         self._forget_weights()
@@ -318,8 +313,7 @@ class Executor(Issuer):
     def _take(self, operation: Operation, grads: Sequence[Tensor | None] | None) -> None:
         """Add a backward's gradients up; None: autograd reached the block but none of its parameters."""
         if operation.gradient_buffer < 0:
-            if grads is not None and any(grad is not None for grad in grads):
-                self.collect_resident(operation.block, operation.micro_batch, grads)
+            self.take_resident(operation, grads)
             return
         if grads is not None:
             self.lanes.begin(Lane.COMPUTE, writes=operation.writes)
@@ -330,9 +324,7 @@ class Executor(Issuer):
         if operation.is_last:
             self._ring = (operation.gradient_buffer + 1) % self.gradients.buffers.num_buffers
             if not self.gradients.is_filled(operation.gradient_buffer):
-                ends = (Kind.OFFLOAD, Kind.ADD, Kind.HOLD, Kind.PARK, Kind.UPDATE)
-                while self._pending and self._pending[0].kind in ends:
-                    assert self._pending.popleft().block == operation.block
+                self._foresight.drop_ends(operation.block)
 
     def _matches(self, operation: Operation, visit: BlockVisit, is_backward: bool) -> bool:
         foreseen = (operation.block, operation.micro_batch, operation.kind is Kind.BACKWARD)
@@ -344,8 +336,8 @@ class Executor(Issuer):
         return operation.loads == self.gradients.has(visit.block)
 
     def _improvise(self, visit: BlockVisit, is_backward: bool, *, had_plan: bool) -> Operation:
-        block, seen = visit.block, self.seen
-        if (is_backward and self.gradients.has_runs) or any(o.kind is Kind.GATHER for o in self._pending):
+        block, seen, heads = visit.block, self.seen, self.spec.ends.heads
+        if (is_backward and self.gradients.has_runs) or self._foresight.gathers:
             raise ModelError(
                 f"block {block} is passed in an order that was not foreseen, so it is not known how its "
                 "gradients add up in runs, and when ranks gather it; use one rank and parallel.shards=1"
@@ -365,36 +357,26 @@ class Executor(Issuer):
             self.gradients.buffers.num_staging = 0
         if loads or (is_backward and self.update_at_once is not None):
             self.prepare_gradients(adds_up=loads, num_rounds=2)
-        is_head = block in self.spec.ends.heads
         unforeseen = Visit(
-            block, is_backward, visit.micro_batch, loads=loads, completes=not wide, is_head=is_head
+            block, is_backward, visit.micro_batch, loads=loads, completes=not wide, is_head=block in heads
         )
         self.foresee([unforeseen], is_whole=False)
         self.seen = seen
         self._advance()
-        return self._pending[0]
+        operation = self._foresight.next
+        assert operation is not None
+        return operation
 
     def _flush_ring(self) -> None:
         """Send home sums whose round did not end as foreseen; later visits load them. Drops the program."""
-        unfinished = [
-            operation
-            for operation in self._pending
-            if operation.kind in (Kind.OFFLOAD, Kind.HOLD)
-            and self.gradients.is_filled(operation.gradient_buffer)
-        ]
-        self._pending.clear()
+        unfinished = self._foresight.drop_copies(self.gradients.is_filled)
         if unfinished:
             self.prepare_gradients(adds_up=True, num_rounds=2)
         for operation in unfinished:
             if self.gradients.is_filled(operation.gradient_buffer):
                 self.run(offload_of_sum(self.spec, operation))
 
-    def _advance(self) -> None:
+    def _advance(self, *, ends_round: bool = False) -> None:
         """Issue the copies before the next visit of a layer; work on outer blocks needs none of its own."""
-        while self._pending:
-            operation = self._pending[0]
-            if operation.kind in _VISITS and operation.block not in self.spec.outer:
-                return
-            self._pending.popleft()
-            if operation.kind not in _COMPUTE:
-                self.issue(operation)
+        for operation in self._foresight.before_visit(self.spec.outer, ends_round=ends_round):
+            self.issue(operation)

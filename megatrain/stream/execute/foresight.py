@@ -1,35 +1,86 @@
-"""The programs of visits to come. Most steps are like the one before, and their program is made once."""
+"""The program of the visits to come. Most steps are like the one before: their program is made once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.operations import Operation
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import visits_program
 from megatrain.plan.program.visits import Visit
 
+_VISITS = (Kind.FORWARD, Kind.BACKWARD)
+_COMPUTE = (*_VISITS, Kind.HEAD, Kind.HEAD_BACKWARD)
+_ENDS = (Kind.OFFLOAD, Kind.ADD, Kind.HOLD, Kind.PARK, Kind.UPDATE)
+"""What a block's last backward of a round is followed by."""
+
 
 class Foresight:
-    """Makes programs, and keeps the newest."""
+    """Makes programs, and keeps what is left of the newest."""
 
     def __init__(self) -> None:
-        """Know of none."""
+        """Foresee nothing."""
         self._known: tuple[StepSpec, Sequence[Visit], Any, tuple[Operation, ...]] | None = None
+        self._pending: deque[Operation] = deque()
 
-    def operations(
+    def foresee(
         self, spec: StepSpec, visits: Sequence[Visit], contents: Sequence[int | None], **begin: Any
-    ) -> tuple[Operation, ...]:
-        """Return the operations of `visits_program`, whose arguments these are.
+    ) -> None:
+        """Go on with the program of `visits_program`, whose arguments these are.
 
-        The newest are found again for the same objects `spec` and `visits`, which nobody may change.
+        The newest is found again for the same objects `spec` and `visits`, which nobody may change.
         """
         asked = [*contents], begin
-        if self._known is not None:
-            known_spec, known_visits, known, operations = self._known
-            if known_spec is spec and known_visits is visits and known == asked:
-                return operations
-        program = visits_program(spec, visits, contents, **begin)
-        self._known = spec, visits, asked, program.operations
-        return program.operations
+        known = self._known
+        if known is None or known[0] is not spec or known[1] is not visits or known[2] != asked:
+            operations = visits_program(spec, visits, contents, **begin).operations
+            known = self._known = spec, visits, asked, operations
+        self._pending = deque(known[3])
+
+    def forget(self) -> None:
+        """Foresee nothing from now on."""
+        self._pending.clear()
+
+    @property
+    def next(self) -> Operation | None:
+        """The visit that comes next, once `before_visit` is through; None: nothing is foreseen."""
+        return self._pending[0] if self._pending else None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks are to gather weights."""
+        return any(operation.kind is Kind.GATHER for operation in self._pending)
+
+    def take(self) -> Operation:
+        """Return what comes next, which is done then."""
+        return self._pending.popleft()
+
+    def before_visit(self, outer: Collection[int], *, ends_round: bool = False) -> Iterator[Operation]:
+        """Take what comes before the next visit of a layer, but for work on `outer` blocks.
+
+        What comes after all of a round's backward waits until the round ends.
+        """
+        while self._pending:
+            operation = self._pending[0]
+            if operation.kind in _VISITS and operation.block not in outer:
+                return
+            if operation.kind is Kind.EXCHANGE and operation.block in outer and not ends_round:
+                return
+            self._pending.popleft()
+            if operation.kind not in _COMPUTE:
+                yield operation
+
+    def drop_ends(self, block: int) -> None:
+        """Leave out what follows a block's last backward, which brought no gradient."""
+        while self._pending and self._pending[0].kind in _ENDS:
+            assert self._pending.popleft().block == block
+
+    def drop_copies(self, is_filled: Callable[[int], bool]) -> list[Operation]:
+        """Forget the program; return what of it takes sums from the gradient buffers that are filled."""
+        kinds = (Kind.OFFLOAD, Kind.HOLD)
+        copies = [o for o in self._pending if o.kind in kinds and is_filled(o.gradient_buffer)]
+        self.forget()
+        return copies

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatrain.errors import ConfigError
+from megatrain.config.runs import SumRoom
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.ownership import Share
@@ -50,8 +51,9 @@ class GradientBuffers:
         scratch: ScratchFiles | None = None,
         host_limit: int | None = None,
         adds_on_host: bool = False,
-        most_sums: int = 1,
-        shares: Sequence[Share] | None = None,
+        room: SumRoom = pools.ONE_SUM,
+        shares: Sequence[Share],
+        num_ranks: int = 1,
     ) -> None:
         """Allocate the places; the ring and what is on the host come with `prepare`.
 
@@ -65,13 +67,15 @@ class GradientBuffers:
             scratch: Room on drives for those that wait there; None: there are no drives.
             host_limit: Bytes that the state may take on the host.
             adds_on_host: The host adds up the gradients of several rounds.
-            most_sums: Partial sums that a buffer holds; more than one where a step has runs.
-            shares: What of each block's complete gradient this rank keeps; None: all.
+            room: For partial sums in a buffer; see `StepSums.on_device`.
+            shares: What of each block's complete gradient this rank keeps.
+            num_ranks: That keep shares.
         """
         self._lanes = lanes
         self._host = host
         self._blocks = blocks
-        self._most_sums = most_sums
+        self.room = room
+        """For partial sums in a buffer."""
         self._host_limit = host_limit
         self.num_buffers = num_buffers
         self.in_ram = frozenset(places.on_host)
@@ -87,46 +91,46 @@ class GradientBuffers:
         self._views: dict[tuple[int, int, bool, int], Views] = {}
         layouts = host.layouts
         self._resident = {
-            block: lanes.allocate(pools.resident_gradient(layouts[block].sizes, most_sums))
+            block: lanes.allocate(pools.resident_gradient(layouts[block].sizes, room))
             for block in blocks.staying
             if layouts[block].num_state
         }
-        waiting = places.on_device.total(pools.waiting_gradient)
+        waiting = places.on_device.total(pools.waiting_gradient, num_ranks)
         self._flat = lanes.allocate(waiting) if waiting else None
         self._starts: dict[int, int] = {}
         """By block, where its gradient waits there."""
         start = 0
         for block in places.on_device:
             self._starts[block] = start
-            start += pools.waiting_gradient(layouts[block].sizes)
+            start += pools.waiting_gradient(layouts[block].sizes, num_ranks)
         self._staged = places.staged
         self._adds_on_host = adds_on_host
         self._adds_parts = adds_parts
         self._scratch = scratch
-        self._shares = shares
+        self.shares, self._num_ranks = shares, num_ranks
         self._parked: dict[int, list[tuple[range, Place]]] = {}
         """By block, the room on drives where these bytes of its gradient wait."""
 
-    def needs_room(self, *, adds_up: bool, num_rounds: int, num_sums: int) -> bool:
+    def needs_room(self, *, adds_up: bool, num_rounds: int, kept: SumRoom) -> bool:
         """Whether `prepare` would have to allocate something."""
         is_used_up = bool(self.num_staging) and not self.waits and num_rounds == 1
         self.is_staged = self.waits or is_used_up
         self._has_plane = bool(self.in_ram) and not is_used_up
         self._has_staging = self.is_staged or (self._adds_on_host and num_rounds > 1)
         planes = ["staging"] * self._has_staging + ["gradient"] * self._has_plane
-        if num_sums > self._host.num_sums:
+        if not self._host.sum_room.holds(kept):
             return True
         return self._ring_bytes(adds_up=adds_up) > (self._ring[0].numel() if self._ring else 0) or any(
             self._host.arena(plane) is None for plane in planes
         )
 
-    def prepare(self, *, adds_up: bool, num_rounds: int, num_sums: int) -> None:
+    def prepare(self, *, adds_up: bool, num_rounds: int, kept: SumRoom) -> None:
         """Allocate what a step needs: the gradient plane or staging buffers, the ring, and fp32 room.
 
         Args:
             adds_up: Gradients of several micro-batches add up, in a round or over rounds.
             num_rounds: Rounds of the step.
-            num_sums: Sums that are kept between them beside complete gradients, at most.
+            kept: Room for partial sums that are kept between them, beside complete gradients.
 
         Raises:
             CapacityError: The device has no room for the ring, or the host none for the accumulator plane.
@@ -137,9 +141,9 @@ class GradientBuffers:
             self._staging = self._host.allocate_staging(NUM_GRADIENT_STAGING, nbytes)
         if self._has_plane:
             self._host.allocate_gradients(self.in_ram)
-        if num_sums > self._host.num_sums:
+        if not self._host.sum_room.holds(kept):
             self._lanes.unlock(self._host.arena("accumulator"))
-            self._host.allocate_accumulators(num_sums, self._host_limit)
+            self._host.allocate_accumulators(kept, self._host_limit)
         for plane in ("gradient", "accumulator", "staging"):
             self._lanes.lock(self._host.arena(plane))
         need = self._ring_bytes(adds_up=adds_up)
@@ -177,8 +181,21 @@ class GradientBuffers:
     def stack(self, block: int, gradient_buffer: int) -> Tensor:
         """View such a buffer as the (sums, num_state) fp32 partial sums of a block."""
         num_state = self._host.layouts[block].num_state
-        buffer = self.buffer(block, gradient_buffer)[: 4 * num_state * self._most_sums]
-        return buffer.view(torch.float32).view(self._most_sums, num_state)
+        buffer = self.buffer(block, gradient_buffer)[: 4 * num_state * self.room.whole]
+        return buffer.view(torch.float32).view(self.room.whole, num_state)
+
+    def shared_sums(self, block: int, gradient_buffer: int) -> Tensor:
+        """View this rank's shares of partial sums behind them: (sums, shards of rows, numel) in fp32."""
+        shape = self.room.shares, self.room.sequence, self.shares[block].numel
+        start = 4 * self._host.layouts[block].num_state * self.room.whole
+        buffer = self.buffer(block, gradient_buffer)[start : start + 4 * prod(shape)]
+        return buffer.view(torch.float32).view(shape)
+
+    def partial_sums(self, operation: Operation) -> Tensor:
+        """View the partial sums that an operation copies: (sums, numel) in fp32."""
+        stack = self.shared_sums if operation.is_share else self.stack
+        found = stack(operation.block, operation.gradient_buffer).flatten(1)
+        return found[operation.sums.start : operation.sums.stop]
 
     def views(self, block: int, gradient_buffer: int, *, is_sum: bool, height: int = 0) -> Views:
         """View a block's gradients in such a buffer: fp32 sums, or each in its own dtype."""
@@ -203,10 +220,15 @@ class GradientBuffers:
         return self._views[key]
 
     def waiting(self, block: int) -> Tensor:
-        """Return the (gradient_bytes,) uint8 place in which a streamed block's gradient waits."""
+        """Return the uint8 place in which a streamed block's gradient, or this rank's share of it, waits."""
         assert self._flat is not None
         start = self._starts[block]
-        return self._flat[start : start + self._host.layouts[block].gradient_bytes]
+        return self._flat[start : start + self.shares[block].sizes.gradient_bytes]
+
+    def parts(self, block: int) -> tuple[Tensor, Tensor]:
+        """View that place as its bf16 part and its fp32 part."""
+        place, edge = self.waiting(block), 2 * len(self.shares[block].split)
+        return place[:edge].view(torch.bfloat16), place[edge:].view(torch.float32)
 
     def staging(self, block: int, number: int) -> Tensor:
         """Return the (gradient_bytes,) uint8 part of a staging buffer that a block uses."""
@@ -235,16 +257,7 @@ class GradientBuffers:
         return partial(self._read, operation.block, self._staging[operation.staging])
 
     def read_parked(self, block: int) -> Tensor:
-        """Return the (gradient_bytes,) uint8 gradient that waits on the drives, in new memory.
-
-        Raises:
-            ConfigError: Other ranks have parts of it.
-        """
-        if self._shares is not None:
-            raise ConfigError(
-                "gradients=nvme lets each rank keep its share of a gradient, so none has all of it to read; "
-                "use gradients=host, or one rank"
-            )
+        """Return the (gradient_bytes,) uint8 gradient that waits on the drives, in new memory."""
         nbytes = pools.parked_gradient(self._host.layouts[block].sizes)
         buffer = Arena(nbytes).view(torch.uint8, 0, nbytes)
         self._read(block, buffer)
@@ -253,9 +266,9 @@ class GradientBuffers:
     def _spans(self, block: int) -> list[range]:
         """Return the bytes of a block's gradient that wait on drives, in whole pages."""
         sizes = self._host.layouts[block].sizes
-        if self._shares is None:
+        if self._num_ranks == 1:
             return [range(pools.parked_gradient(sizes))]
-        return self._shares[block].gradient_pages(sizes.num_split)
+        return self.shares[block].gradient_pages(sizes.num_split)
 
     def _read(self, block: int, buffer: Tensor) -> None:
         assert self._scratch is not None
@@ -263,6 +276,4 @@ class GradientBuffers:
             self._scratch.read(place, buffer[span.start : span.stop], f"the gradient of block {block}")
 
     def _ring_bytes(self, *, adds_up: bool) -> int:
-        return self._blocks.streamed.largest(
-            pools.gradient_buffer, adds_up or self._adds_parts, self._most_sums
-        )
+        return self._blocks.streamed.largest(pools.gradient_buffer, adds_up or self._adds_parts, self.room)

@@ -14,11 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatrain.errors import ConfigError
 from megatrain.layout import pools
 from megatrain.layout.blocks import Entry
 from megatrain.optim.pool import default_pool
 from megatrain.optim.sums import add, add_last, sum_of_squares
-from megatrain.plan.program.operations import Kind, Operation
+from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.operations import Operation
+from megatrain.store.nodes import part_of_plane
 from megatrain.store.state import HostState, Precision, split_gradient
 from megatrain.stream.execute.gradient_buffers import GradientBuffers, Views
 from megatrain.stream.execute.run_sums import RunSums
@@ -122,9 +125,9 @@ class Gradients:
     def exchange(self, operation: Operation) -> Callable[[], object]:
         """Return what makes a sum that of all ranks, in this rank's share of the block (exchange lane)."""
         assert self.shared is not None
-        block = operation.block
-        sums = self.buffers.sums(block, operation.gradient_buffer)
-        return partial(self.shared.exchange, block, sums, self.present[block])
+        place = operation.block, operation.gradient_buffer
+        sums, shares = self.buffers.sums(*place), self.buffers.shared_sums(*place)
+        return partial(self.shared.exchange, operation, sums, shares, self.present[operation.block])
 
     def leave_round(self, block: int, gradient_buffer: int) -> None:
         """Join the partial sums of a block whose last backward of a round is over (compute lane)."""
@@ -147,16 +150,14 @@ class Gradients:
         state = self._host.blocks[operation.block]
         edge = state.layout.num_split
         if self.has_runs:
-            whole = self.buffers.stack(operation.block, operation.gradient_buffer)[: operation.num_sums]
-            return lambda: self._lanes.copy(whole, state.sums[: operation.num_sums])
+            return partial(self._lanes.copy, *self._both_ends(operation))
         flat = self.buffers.sums(operation.block, operation.gradient_buffer)
         if operation.waiting >= 0:
             sources = split_gradient(self.buffers.waiting(operation.block), state.layout)
         elif operation.staging >= 0:
             sources = split_gradient(self.home(operation), state.layout)
         elif self.homes[operation.block] is Home.ACCUMULATOR:
-            assert state.accumulator is not None
-            sources = state.accumulator[:edge], state.accumulator[edge:]
+            sources = state.sum[:edge], state.sum[edge:]
         else:
             assert state.gradient is not None
             sources = split_gradient(state.gradient, state.layout)
@@ -169,64 +170,70 @@ class Gradients:
 
     def offload(self, operation: Operation) -> None:
         """Copy a gradient home, and sum the squares of what is complete on the way (offload lane)."""
-        state = self._host.blocks[operation.block]
-        layout = state.layout
+        layout = self._host.layouts[operation.block]
         buffer = self.buffers.buffer(operation.block, operation.gradient_buffer)
         if operation.is_single:
             sent = buffer[: layout.gradient_bytes]
             self._lanes.copy(self.home(operation), sent)
             if not operation.sums_on_host:
                 self._lanes.sum_of_squares(split_gradient(sent, layout), self._sums[operation.block])
-        else:
+        elif self._stays_wide(operation):
+            self._lanes.copy(*reversed(self._both_ends(operation)))
+            return
+        elif self.shared is not None:
             flat = self.buffers.sums(operation.block, operation.gradient_buffer)
-            if self._stays_wide(operation):
-                whole = self.buffers.stack(operation.block, operation.gradient_buffer)
-                self._lanes.copy(state.sums[: operation.num_sums], whole[: operation.num_sums])
-                return
-            if self.shared is not None:
-                self.shared.keep(operation.block, flat, split_gradient(self.home(operation), layout))
-                if operation.gradient_buffer >= 0:
-                    self._lanes.freed(buffer)
-                return
-            rounded = (flat[: layout.num_split].to(torch.bfloat16), flat[layout.num_split :])
-            for plane, part in zip(split_gradient(self.home(operation), layout), rounded, strict=True):
+            self.shared.keep(operation.block, flat, self._own_part(operation))
+        else:
+            low, full = self._own_sums(operation)
+            rounded = low.to(torch.bfloat16), full
+            for plane, part in zip(self._own_part(operation), rounded, strict=True):
                 self._lanes.copy(plane, part)
             self._lanes.sum_of_squares(rounded, self._sums[operation.block])
         if operation.gradient_buffer >= 0:  # a resident block's sum stays, for a backward that may follow
             self._lanes.freed(buffer)
+
+    def _both_ends(self, operation: Operation) -> tuple[Tensor, Tensor]:
+        """View the partial sums that are copied, on the device and on the host: (sums, numel) in fp32."""
+        here = self.buffers.partial_sums(operation)
+        return here, self._host.blocks[operation.block].sums(operation.sums, here.shape[1])
 
     def hold(self, operation: Operation) -> None:
         """Round a gradient to the working dtype where it waits, and sum its squares (offload lane)."""
         if operation.gradient_buffer < 0:
             self.round_on_device(operation.block)
             return
-        layout = self._host.layouts[operation.block]
-        buffer = self.buffers.buffer(operation.block, operation.gradient_buffer)
-        place = self.buffers.waiting(operation.block)
-        parts = split_gradient(place, layout)
-        if operation.is_single:
-            place.copy_(buffer[: layout.gradient_bytes])
+        block, place = operation.block, self.buffers.waiting(operation.block)
+        buffer, parts = self.buffers.buffer(block, operation.gradient_buffer), self.buffers.parts(block)
+        if self.shared is not None:
+            self.shared.keep(block, self.buffers.sums(block, operation.gradient_buffer), parts)
         else:
-            flat = self.buffers.sums(operation.block, operation.gradient_buffer)
-            for part, sums in zip(parts, (flat[: layout.num_split], flat[layout.num_split :]), strict=True):
-                part.copy_(sums)
-        self._lanes.sum_of_squares(parts, self._sums[operation.block])
+            if operation.is_single:
+                place.copy_(buffer[: len(place)])
+            else:
+                for part, sums in zip(parts, self._own_sums(operation), strict=True):
+                    part.copy_(sums)
+            self._lanes.sum_of_squares(parts, self._sums[block])
         self._lanes.freed(buffer)
 
     def take_home(self, operation: Operation) -> None:
         """Copy a gradient that has waited into its staging buffer (offload lane)."""
-        layout = self._host.layouts[operation.block]
-        home = self.home(operation)
-        if operation.waiting >= 0:
-            place = self.buffers.waiting(operation.block)
-            self._lanes.copy(home, place)
-            self._lanes.freed(place)
-            return
-        flat = self.buffers.sums(operation.block)
-        for part, sums in zip(
-            split_gradient(home, layout), (flat[: layout.num_split], flat[layout.num_split :]), strict=True
-        ):
-            self._lanes.copy(part, sums.to(part.dtype))  # rounded before, so this changes nothing
+        waits = operation.waiting >= 0
+        sources = self.buffers.parts(operation.block) if waits else self._own_sums(operation)
+        for part, source in zip(self._own_part(operation), sources, strict=True):
+            self._lanes.copy(part, source.to(part.dtype))  # rounded before, so this changes nothing
+        if waits:
+            self._lanes.freed(self.buffers.waiting(operation.block))
+
+    def _own_sums(self, operation: Operation) -> tuple[Tensor, Tensor]:
+        """View the sums of what this rank keeps of a block's gradient: bf16 parameters', and fp32 ones'."""
+        flat = self.buffers.sums(operation.block, operation.gradient_buffer)
+        share = self.buffers.shares[operation.block]
+        return flat[share.split.start : share.split.stop], flat[share.full.start : share.full.stop]
+
+    def _own_part(self, operation: Operation) -> Sequence[Tensor]:
+        """View the same of a complete gradient at home."""
+        layout, share = self._host.layouts[operation.block], self.buffers.shares[operation.block]
+        return part_of_plane(layout, "gradient", self.home(operation), share)
 
     def home(self, operation: Operation) -> Tensor:
         """Return the (gradient_bytes,) host bytes of a complete gradient.
@@ -238,9 +245,8 @@ class Gradients:
             return self.buffers.staging(operation.block, operation.staging)
         if state.gradient is not None:
             return state.gradient
-        assert state.accumulator is not None
         rounded = torch.empty(state.layout.gradient_bytes, dtype=torch.uint8)
-        _round_into(split_gradient(rounded, state.layout), state.accumulator)
+        _round_into(split_gradient(rounded, state.layout), state.sum)
         return rounded
 
     def round_on_device(self, block: int) -> None:
@@ -271,13 +277,12 @@ class Gradients:
         """Return the addition of a gradient that has come home to the sum of those before it (host lane)."""
         block, pool = operation.block, default_pool()
         state, is_rounded = self._host.blocks[block], self.homes[block] is not Home.ACCUMULATOR
-        layout, plane, accumulator = state.layout, state.gradient, state.accumulator
+        layout, plane = state.layout, state.gradient
         assert plane is not None
         gradient = split_gradient(self.buffers.staging(block, operation.staging), layout)
         out = sums = split_gradient(plane, layout)
         if self._host.precision is Precision.BF16:
-            assert accumulator is not None
-            sums = accumulator[: layout.num_split], accumulator[layout.num_split :]
+            sums = state.sum[: layout.num_split], state.sum[layout.num_split :]
         parts = [part for part in zip(gradient, sums, out, strict=True) if part[0].numel()]
 
         def work() -> None:
@@ -298,29 +303,20 @@ class Gradients:
         self.homes[operation.block] = Home.ACCUMULATOR if wide else Home.GRADIENT
         self._is_home[operation.block] = not wide
 
-    def settle_parked(self, block: int) -> None:
-        """Note that a gradient goes on from its staging buffer to the drives."""
-        self.homes[block] = Home.PARKED
-
     def complete_on_host(self, block: int) -> None:
         """Round a gradient from the accumulator into the gradient plane, if there is one (host lane)."""
         state = self._host.blocks[block]
-        assert state.accumulator is not None
         if state.gradient is None:
             parts = split_gradient(self.home(Operation(kind=Kind.UPDATE, block=block)), state.layout)
         else:
             parts = split_gradient(state.gradient, state.layout)
-            _round_into(parts, state.accumulator)
+            _round_into(parts, state.sum)
         pool = default_pool()
         self._sums[block] = sum(sum_of_squares(pool, part) for part in parts)
 
     def settle_on_host(self, block: int) -> None:
         """Note that a gradient is rounded into the gradient plane."""
         self._is_home[block] = True
-
-    def settle_update(self, block: int) -> None:
-        """Note that an update uses up a block's gradient."""
-        self.homes[block] = Home.UPDATED
 
     def sums(self, blocks: Sequence[int]) -> list[float]:
         """Return the sum of squares of the gradients of `blocks`, which must be complete."""
@@ -354,13 +350,17 @@ class Gradients:
         home = self.homes[block] if self.buffers.waits else Home.GRADIENT
         if home is Home.GRADIENT:
             return state.gradient_of(entry).to(torch.float32)
+        if self.shared is not None:
+            raise ConfigError(
+                f"gradients={'nvme' if home is Home.PARKED else 'device'} lets each rank keep its share of a "
+                "gradient, so none has all of it to read; use gradients=host, or one rank"
+            )
         if home is Home.WAITING:
             found = state.gradient_of(entry, self.buffers.waiting(block))
         elif home is Home.PARKED:
             found = state.gradient_of(entry, self.buffers.read_parked(block))
         else:
-            sums = self.buffers.sums(block) if home is Home.DEVICE else state.accumulator
-            assert sums is not None
+            sums = self.buffers.sums(block) if home is Home.DEVICE else state.sum
             found = state.plane_of(sums, entry).to(entry.dtype)
         return found.to("cpu", torch.float32)
 
@@ -390,6 +390,5 @@ class Gradients:
 
 
 def _round_into(parts: tuple[Tensor, Tensor], sums: Tensor) -> None:
-    edge = parts[0].numel()
-    parts[0].copy_(sums[:edge])
-    parts[1].copy_(sums[edge:])
+    for part, own in zip(parts, sums.split([part.numel() for part in parts]), strict=True):
+        part.copy_(own)

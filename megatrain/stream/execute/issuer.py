@@ -13,10 +13,11 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from megatrain.config.runs import Runs
+from megatrain.config.runs import Runs, StepSums, SumRoom
 from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.buffers import Buffer, gradients_buffer, weights_buffer
-from megatrain.plan.program.operations import Kind, Lane, Operation
+from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.operations import Operation
 from megatrain.plan.program.schedule import unparked
 from megatrain.store.state import HostState, Precision
 from megatrain.stream.execute.gradients import Gradients, Home
@@ -165,6 +166,9 @@ class Issuer:
                 return lambda: gradients.offload(operation)
             case Kind.EXCHANGE:
                 return gradients.exchange(operation)
+            case Kind.SPREAD if operation.on_device:
+                assert gradients.shared is not None
+                return partial(gradients.shared.gather_shares, block, self._slots.target(operation))
             case Kind.SPREAD:
                 assert gradients.shared is not None
                 return partial(gradients.shared.spread, block, self.host.blocks[block].working)
@@ -229,6 +233,9 @@ class Issuer:
                     self.gradients.settle(operation)
                 counts.offloads += operation.gradient_buffer >= 0 or operation.waiting >= 0
                 counts.offload_bytes += operation.nbytes
+            case Kind.EXCHANGE:
+                self.gradients.run_sums.summed.add(block)
+                counts.exchanged_bytes += operation.nbytes
             case Kind.ADD:
                 self.gradients.settle_sum(operation)
             case Kind.ROUND if not operation.on_device:
@@ -238,22 +245,33 @@ class Issuer:
             case Kind.UPDATE:
                 self._settle_update(operation)
             case Kind.PARK:
-                self.gradients.settle_parked(block)
+                self.gradients.homes[block] = Home.PARKED
                 counts.drive_write_bytes += operation.nbytes
             case Kind.READ | Kind.PAGE | Kind.UNPARK:
                 counts.drive_read_bytes += operation.nbytes
             case Kind.WRITE:
                 counts.drive_write_bytes += operation.nbytes
+            case Kind.GATHER:
+                counts.gathered_bytes += operation.nbytes
+            case Kind.SPREAD:
+                counts.spread_bytes += operation.nbytes
 
     def _settle_update(self, operation: Operation) -> None:
         self.counts.update_bytes += operation.nbytes
         if not operation.follows_norm:
-            self.gradients.settle_update(operation.block)
+            self.gradients.homes[operation.block] = Home.UPDATED
             self._staging = (operation.staging + 1) % max(1, self.gradients.buffers.num_staging)
         if self.drives is not None:
             self.drives.settle_update(operation.block)
 
     # -- gradients, within a visit -------------------------------------------------------------------------
+
+    def take_resident(self, operation: Operation, grads: Sequence[Tensor | None] | None) -> None:
+        """Take those of a backward of a resident layer; None: autograd reached none of its parameters."""
+        if grads is not None and any(grad is not None for grad in grads):
+            self.collect_resident(operation.block, operation.micro_batch, grads)
+        if operation.is_last and operation.is_share:  # an EXCHANGE follows
+            self.leave_round(operation.block)
 
     def collect_resident(self, block: int, micro_batch: int, grads: Sequence[Tensor | None]) -> None:
         """Take one backward's gradients of a resident block."""
@@ -282,21 +300,22 @@ class Issuer:
         are_all = self.gradients.shared is not None
         blocks = range(len(self.host.layouts)) if are_all else self.gradients.still_at(Home.DEVICE)
         for block in blocks:
-            if self.gradients.buffers.is_resident(block):
+            if self.gradients.buffers.is_resident(block) and block not in self.gradients.run_sums.summed:
                 self.leave_round(block)
 
-    def prepare_gradients(self, *, adds_up: bool, num_rounds: int, num_sums: int | None = None) -> None:
+    def prepare_gradients(self, *, adds_up: bool, num_rounds: int, kept: SumRoom | None = None) -> None:
         """Make room for a step's gradients; waits for whoever uses the ring only if it has to grow.
 
         Args:
             adds_up: As in `GradientBuffers.prepare`.
             num_rounds: As there.
-            num_sums: As there; None: one between rounds that are not foreseen together.
+            kept: As there; None: of rounds that are not foreseen together.
         """
         buffers = self.gradients.buffers
-        if num_sums is None:
-            num_sums = Runs().kept_sums([1] * num_rounds, is_wide=self.host.precision is Precision.BF16)
-        needs: dict[str, Any] = {"adds_up": adds_up, "num_rounds": num_rounds, "num_sums": num_sums}
+        if kept is None:
+            is_wide = self.host.precision is Precision.BF16
+            kept = StepSums(Runs(), (1,) * num_rounds).between(is_wide=is_wide)
+        needs: dict[str, Any] = {"adds_up": adds_up, "num_rounds": num_rounds, "kept": kept}
         if buffers.needs_room(**needs):
             with self.touching(writes=[("gradient_buffer", index) for index in range(buffers.num_buffers)]):
                 buffers.prepare(**needs)
@@ -335,6 +354,12 @@ class Counts:
         """State, weights and gradients from drives; `OffloadedActivations.drive_bytes` counts activations."""
         self.drive_write_bytes = 0
         """State and gradients to the drives, commits included."""
+        self.gathered_bytes = 0
+        """Of weights, got from the other ranks of the node."""
+        self.exchanged_bytes = 0
+        """Of sums, sent to other ranks."""
+        self.spread_bytes = 0
+        """Of new weights, sent to other nodes."""
         self.chunked_tokens = 0
         """Tokens that have passed the head in chunks, and pass it again in the backward."""
         self.swapped_bytes = 0

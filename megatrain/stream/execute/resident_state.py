@@ -6,14 +6,17 @@ when the host state is asked for. Between, nothing of these layers crosses the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
 from megatrain.layout import pools
 from megatrain.layout.moments import MOMENT_PLANES
+from megatrain.layout.ownership import Share
 from megatrain.optim.fused import fuses_updates
-from megatrain.plan.program.operations import Kind, Operation
+from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.operations import Operation
+from megatrain.store.nodes import part_of_plane
 from megatrain.store.state import HostState
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.lanes import Lanes
@@ -24,11 +27,29 @@ _PLANES = ("remainder", *MOMENT_PLANES)
 class DeviceStates:
     """The device's copies of some blocks' planes."""
 
-    def __init__(self, lanes: Lanes, host: HostState, slots: Slots, blocks: Iterable[int]) -> None:
-        """Keep `blocks` on the device; their weights are in `slots`, the rest comes with `allocate`."""
+    def __init__(
+        self,
+        lanes: Lanes,
+        host: HostState,
+        slots: Slots,
+        blocks: Iterable[int],
+        shares: Sequence[Share],
+        num_ranks: int = 1,
+    ) -> None:
+        """Keep `blocks` on the device; their weights are in `slots`, the rest comes with `allocate`.
+
+        Args:
+            lanes: Where things run.
+            host: The model's state.
+            slots: With the weights, which are whole.
+            blocks: That are resident.
+            shares: What of each block's state this rank keeps, and updates.
+            num_ranks: That keep shares.
+        """
         self._lanes = lanes
         self._host = host
         self._slots = slots
+        self._shares, self._num_ranks = shares, num_ranks
         self.blocks = frozenset(blocks)
         self._flat: dict[int, Tensor] = {}
         self._planes: dict[int, dict[str, Tensor]] = {}
@@ -46,12 +67,12 @@ class DeviceStates:
             fuses_updates(self._lanes.device)  # tried while nothing runs; a lane would wait for compute
         for block in sorted(self.blocks - self._planes.keys()):
             layout, planes, start = self._host.layouts[block], {}, 0
-            self._flat[block] = self._lanes.allocate(pools.resident_state(layout.sizes, self._host.moments))
-            for name in _PLANES:
-                plane = getattr(self._host.blocks[block], name)
-                if plane is not None:
-                    planes[name] = self._flat[block][start : start + plane.nbytes].view(plane.dtype)
-                    start += plane.nbytes
+            nbytes = pools.resident_state(layout.sizes, self._host.moments, self._num_ranks)
+            self._flat[block] = self._lanes.allocate(nbytes)
+            for name, parts in self._at_home(block).items():
+                nbytes = sum(part.nbytes for part in parts)
+                planes[name] = self._flat[block][start : start + nbytes].view(parts[0].dtype)
+                start += nbytes
             self._planes[block] = planes
             self._stale.add(block)
 
@@ -63,7 +84,7 @@ class DeviceStates:
         self._planes.clear()
 
     def planes(self, block: int) -> dict[str, Tensor | None]:
-        """Return the working bytes and the optimizer's planes of a block, on the device."""
+        """Return the working bytes and the optimizer's planes of a block, or of a share, on the device."""
         planes: dict[str, Tensor | None] = dict.fromkeys(_PLANES)
         return {**planes, **self._planes[block], "working": self._slots.place(block, -1)}
 
@@ -81,6 +102,11 @@ class DeviceStates:
         stale, self._stale = sorted(self._stale), set()
         return [Operation(kind=Kind.PULL, block=block, nbytes=self._nbytes(block)) for block in stale]
 
+    @property
+    def has_newer(self) -> bool:
+        """Whether an update has changed blocks that have not been copied home since."""
+        return bool(self._newer)
+
     def take_newer(self) -> list[int]:
         """Return the blocks that an update has changed on the device; they are to be copied home."""
         newer, self._newer = sorted(self._newer), set()
@@ -91,9 +117,13 @@ class DeviceStates:
         self._newer.add(block)
 
     def copy(self, operation: Operation) -> Callable[[], object]:
-        """Return the copy of a block's whole state to the device (PULL) or home (PUSH)."""
-        pairs = self._pairs(operation.block)
-        if operation.kind is Kind.PUSH:
+        """Return the copy of a block's state to the device (PULL) or home (PUSH): its weights, and the rest.
+
+        Of several ranks each takes all of the weights, and brings home its share of them.
+        """
+        is_home = operation.kind is Kind.PUSH
+        pairs = self._pairs(operation.block, of_share=is_home)
+        if is_home:
             pairs = [(device, host) for host, device in pairs]
 
         def run() -> None:
@@ -102,14 +132,28 @@ class DeviceStates:
 
         return run
 
-    def _pairs(self, block: int) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, block: int, *, of_share: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Pair the planes on the host with those on the device; only weights before there is an optimizer."""
+        working, place = self._host.blocks[block].working, self._slots.place(block, -1)
+        pairs = [(working, place)]
+        if of_share and self._num_ranks > 1:
+            layout = self._host.layouts[block]
+            own = [layout.working_range(part) for part in self._shares[block].ranges]
+            pairs = [(working[part], place[part]) for part in own]
+        for name, plane in self._planes.get(block, {}).items():
+            parts = self._at_home(block)[name]
+            pairs += zip(parts, plane.split([len(part) for part in parts]), strict=True)
+        return [pair for pair in pairs if pair[0].numel()]
+
+    def _at_home(self, block: int) -> dict[str, list[Tensor]]:
+        """View what this rank keeps of a block's planes on the host, in parts."""
         state = self._host.blocks[block]
-        planes = self._planes.get(block, {}).items()
-        return [
-            (state.working, self._slots.place(block, -1)),
-            *((getattr(state, name), plane) for name, plane in planes),
-        ]
+        planes = {name: getattr(state, name) for name in _PLANES}
+        return {
+            name: part_of_plane(state.layout, name, plane, self._shares[block])
+            for name, plane in planes.items()
+            if plane is not None
+        }
 
     def _nbytes(self, block: int) -> int:
         return sum(host.nbytes for host, _ in self._pairs(block))

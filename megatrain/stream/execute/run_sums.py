@@ -21,6 +21,10 @@ class RunSums:
         self.runs = Runs()
         self.round = range(1)
         """The numbers, within the step, of the micro-batches of the round that is going on."""
+        self.are_shared = False
+        """Every round has runs of its own, whose sum is exchanged when it ends: it counts as a step."""
+        self.summed: set[int] = set()
+        """Blocks whose EXCHANGE of this round is enqueued."""
         self._open: list[int | None] = [None] * num_blocks
         """By block: the run whose sum is at the top, and not complete."""
         self._done = [0] * num_blocks
@@ -31,6 +35,15 @@ class RunSums:
         self._open = [None] * len(self._open)
         self._done = [0] * len(self._done)
         self.round = range(1)
+        self.summed.clear()
+
+    def begin_round(self, numbers: range) -> None:
+        """Go on to the round of micro-batches of these numbers."""
+        if self.are_shared:
+            self.clear()
+            numbers = range(len(numbers))
+        self.round = numbers
+        self.summed.clear()
 
     def top(self, block: int) -> int:
         """Return the height of the sum to which the block's next gradient adds."""

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from megatrain.errors import OutputError
-from megatrain.plan.program.operations import Kind, Operation
+from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.operations import Operation
 from megatrain.store.on_drives import Piece
 from megatrain.store.tiered import TieredState
 from megatrain.stream.lanes import Lanes

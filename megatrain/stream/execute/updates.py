@@ -11,10 +11,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megatrain.config.choice import Updates
 from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MOMENT_PLANES, SCALE_NUMEL, MomentFormat, num_scales
+from megatrain.layout.ownership import Share
 from megatrain.optim.adamw import AdamWStep, Planes, update_many
 from megatrain.optim.clip import clip_coefficient
 from megatrain.optim.fused import update_resident
@@ -27,6 +27,11 @@ Ranges: TypeAlias = Callable[[float], list[tuple[AdamWStep, int, int]]]
 """Returns hyper-parameters and state ranges `[start, stop)` of an update, for a factor on the gradient."""
 
 _PLANES = ("working", "remainder", *MOMENT_PLANES)
+
+INT8_ON_DEVICES = (
+    "optim.state is int8, which does not go with resident blocks (memory.resident_blocks) on several ranks: "
+    "two may have elements of one scale; use optim.state=bf16, or memory.resident_blocks=0"
+)
 
 
 class StepStats:
@@ -121,15 +126,15 @@ class BlockUpdate:
 
     def _run_on_device(self, scale: float) -> None:
         executor, block = self._executor, self._operation.block
-        layout = executor.host.blocks[block].layout
+        layout, share = executor.host.blocks[block].layout, executor.gradients.buffers.shares[block]
         planes = executor.states.planes(block)
         flat = executor.gradients.buffers.sums(block)
         low, full = flat[: layout.num_split], flat[layout.num_split :]
         if executor.lanes.updates_with_kernels:
             gradient = low.to(torch.bfloat16), full  # they were rounded to it before
-            update_many(default_pool(), _view(planes, gradient, layout, self._ranges(scale)))
+            update_many(default_pool(), _view(planes, gradient, layout, self._ranges(scale), share))
             return
-        views = _view(planes, (low, full), layout, self._ranges(scale))
+        views = _view(planes, (low, full), layout, self._ranges(scale), share)
         with executor.lanes.computing():
             update_resident(executor.lanes.device, views)
 
@@ -141,17 +146,14 @@ class BlockUpdate:
         return clip_coefficient(self._stats.grad_norm, self._max_grad_norm)
 
 
-def check_shares(updates: Updates, moments: MomentFormat) -> None:
-    """Refuse moments whose scales may span the shares of two ranks, where neither has the gradients of both.
+def check_shares(moments: MomentFormat, *, has_residents: bool) -> None:
+    """Refuse moments with scales where their blocks are resident: ranks keep shares of these on devices.
 
     Raises:
-        ConfigError: With updates=immediate, gradients pass through buffers of each rank.
+        ConfigError: They are.
     """
-    if moments is MomentFormat.INT8 and updates is Updates.IMMEDIATE:
-        raise ConfigError(
-            "optim.state is int8, which does not go with updates=immediate (optim.updates) on several ranks: "
-            "two may have elements of one scale; use optim.state=bf16, or optim.updates=deferred"
-        )
+    if moments is MomentFormat.INT8 and has_residents:
+        raise ConfigError(INT8_ON_DEVICES)
 
 
 def _view(
@@ -159,8 +161,17 @@ def _view(
     gradient: tuple[Tensor, Tensor],
     layout: BlockLayout,
     ranges: Iterable[tuple[AdamWStep, int, int]],
+    share: Share | None = None,
 ) -> list[tuple[AdamWStep, Planes]]:
-    """View state ranges in all planes. Trained entries lie in the working bytes as in the state space."""
+    """View state ranges in all planes. Trained entries lie in the working bytes as in the state space.
+
+    Args:
+        planes: By name.
+        gradient: Of the whole block, its bf16 and its fp32 part.
+        layout: Of the block.
+        ranges: To update.
+        share: Of which remainder and moments are; None: of the whole block.
+    """
     working, remainder = planes["working"], planes["remainder"]
     exp_avg, exp_avg_sq = planes["exp_avg"], planes["exp_avg_sq"]
     assert working is not None
@@ -177,11 +188,13 @@ def _view(
         nbytes = (stop - start) * first.dtype.itemsize
         is_split = start < layout.num_split
         edge = 0 if is_split else layout.num_split
+        at = start if share is None else share.place(start)
+        own = slice(at, at + stop - start)
         view = Planes(
             working=working[begin : begin + nbytes].view(first.dtype),
-            remainder=remainder[start:stop] if is_split and remainder is not None else None,
-            exp_avg=exp_avg[start:stop],
-            exp_avg_sq=exp_avg_sq[start:stop],
+            remainder=remainder[own] if is_split and remainder is not None else None,
+            exp_avg=exp_avg[own],
+            exp_avg_sq=exp_avg_sq[own],
             gradient=gradient[0 if is_split else 1][start - edge : stop - edge],
             **{
                 name: _scales_of(plane, places[first.name], start - first.state_offset, stop - start)

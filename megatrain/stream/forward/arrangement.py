@@ -14,6 +14,7 @@ from torch import nn
 
 from megatrain.config.choice import Activations, Choice
 from megatrain.layout.blocks import BlockLayout
+from megatrain.layout.ownership import whole_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
 from megatrain.model.blocks import Block, ends_of, group_layers, outer_of
 from megatrain.model.profile.flops import ModelFlops, count_flops
@@ -100,10 +101,21 @@ class Arrangement:
         """And for gradients that wait for the norm."""
         self.shared = None
         if binding.ranks is not None:
-            self.shared = SharedGradients(binding.ranks, self.host.layouts, lanes, binding.sequence)
+            self.shared = SharedGradients(
+                binding.ranks, self.host.layouts, lanes, binding.sequence, binding.moments
+            )
         """What this rank keeps of the gradients; None: it is alone."""
+        self.num_ranks = 1 if binding.ranks is None else binding.ranks.size
+        self.call_others: Callable[[], object] | None = None
+        """Lets the other ranks settle too, where this one does it by itself; None: all do it together."""
         lanes.squares_in_chunks = binding.runs.number > 1 or binding.ranks is not None
         self._arrange(choice)
+
+    def settle(self) -> None:
+        """Wait for every update, and bring home what is newer on the device, or on those of all ranks."""
+        if self.call_others is not None and self.executor.states.has_newer:
+            self.call_others()
+        self.executor.sync()
 
     def change(self, choice: Choice, then: Callable[[], object]) -> None:
         """Go on with another choice; all work is done, and no step is open.
@@ -157,6 +169,9 @@ class Arrangement:
         residency = residency_of(blocks, host.layouts, residents, streams_outer=choice.outer_streams)
         streamed = set(residency.streamed)
         self.resident_outer = [block for block in self.outer if block.index not in streamed]
+        shares = [whole_share(layout.sizes) for layout in host.layouts]
+        if self.shared is not None:
+            shares = self.shared.shares
         sizes = [
             BlockSize.of(
                 layout.sizes,
@@ -164,8 +179,12 @@ class Arrangement:
                 on_device=n in residents,
                 moments=self.moments,
                 share=None if self.shared is None else self.shared.shares[n],
-                num_nodes=1 if self.shared is None else self.shared.ranks.num_nodes,
                 gathers_among=1 if self.shared is None else self.shared.gathers_among,
+                exchange_bytes=0 if self.shared is None else self.shared.exchange_bytes(n),
+                sequence=self.binding.sequence,
+                spread_bytes=0
+                if self.shared is None
+                else self.shared.spread_bytes(n, on_device=n in residents),
             )
             for n, layout in enumerate(host.layouts)
         ]
@@ -181,8 +200,9 @@ class Arrangement:
             scratch=self.parking if "nvme" in choice.gradients else None,
             host_limit=self.binding.host_limit,
             adds_on_host=choice.sums == "host",
-            most_sums=self.binding.runs.most_sums,
-            shares=None if self.shared is None else self.shared.shares,
+            room=self.binding.sums(choice).on_device,
+            shares=shares,
+            num_ranks=self.num_ranks,
         )
         self.gradients = Gradients(lanes, host, buffers, self.shared)
         self.executor = Executor(
@@ -198,12 +218,12 @@ class Arrangement:
                 behind=[number for number, block in enumerate(blocks) if block.is_behind],
                 drives=_drive_spec(host),
                 num_runs=self.binding.runs.number,
-                num_ranks=1 if self.shared is None else self.shared.ranks.size,
+                num_ranks=self.num_ranks,
                 gathers=self.shared is not None and self.shared.ranks.gathers,
             ),
             slots=self.slots,
             gradients=self.gradients,
-            states=DeviceStates(lanes, host, self.slots, residents),
+            states=DeviceStates(lanes, host, self.slots, residents, shares, self.num_ranks),
             activations=self.offloaded,
             counts=self.counts,
             wholeness=self.wholeness,

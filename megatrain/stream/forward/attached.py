@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.config.choice import Activations
-from megatrain.config.runs import Runs
+from megatrain.config.choice import Activations, Choice
+from megatrain.config.runs import Runs, StepSums
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MomentFormat
@@ -45,6 +45,11 @@ class Binding:
     """Those that train together and keep one state; None: there is one."""
     sequence: int = 1
     """Neighbours among them that share out the tokens of every row."""
+
+    def sums(self, choice: Choice) -> StepSums:
+        """Return the partial sums of a step under a choice."""
+        num_ranks = 1 if self.ranks is None else self.ranks.size
+        return StepSums.of(self.runs, choice.lockstep, num_ranks, self.sequence)
 
     def check(self) -> None:
         """Refuse to go on with parameters that are no views of the host state any more.

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
-from megatrain.model.head import Head, RowSums, Share, count_targets
+from megatrain.model.head import Head, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.model.sequence.attention import SharedRows
+from megatrain.model.shares import RowSums, Share
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.compiled import Compiler
@@ -215,13 +216,18 @@ class ModelForward:
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def loss_of(self, batch: Mapping[str, Any], share: Share) -> Callable[[], Tensor]:
+    def loss_of(
+        self, batch: Mapping[str, Any], count: int, *, total: int, num_micro_batches: int
+    ) -> Callable[[], Tensor]:
         """Return what runs one micro-batch, and returns its part of the step's loss.
 
         Args:
             batch: Keyword arguments of the model's forward.
-            share: Its share of the tokens over which the step's loss is averaged.
+            count: Its tokens of those over which the step's loss is averaged.
+            total: All of these tokens.
+            num_micro_batches: Of the step, of all ranks.
         """
+        share = self._head.share_of(batch, count, total=total, num_micro_batches=num_micro_batches)
 
         def loss() -> Tensor:
             with self._head.over(share):
@@ -363,17 +369,17 @@ class ModelForward:
         # Each piece draws on from the same state, so equal rows would get equal masks.
         seeds = torch.randint(2**62, (len(pieces),)).tolist()
         counts = [count_targets(piece) for piece in pieces]
-        given = pieces[0].get("num_items_in_batch") is not None
 
         def call(place: int) -> Any:
             torch.manual_seed(seeds[place])
             self._arrangement.rounds.micro_batch = place
-            share = None if given else Share(sum(counts), counts[place])
+            named = {**pieces[place], "return_dict": True}
+            share = self._head.share_of(
+                named, counts[place], total=sum(counts), num_micro_batches=len(pieces)
+            )
             with self._head.over(share):
-                named = {**pieces[place], "return_dict": True}
                 output = self._enter(inner, self._model, **named)
-            if share is not None:
-                output["loss"] = share.scaled(output["loss"])
+            output["loss"] = share.scaled(output["loss"])
             return output
 
         output = join_outputs(self.lockstep.run([partial(call, n) for n in range(len(pieces))]))

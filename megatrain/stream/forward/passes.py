@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
-from megatrain.plan.program.operations import Kind
+from megatrain.plan.program.kinds import Kind
 from megatrain.stream.activations.boundaries import LastCall
 from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.execute.executor import Executor

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from megatrain.config.choice import Activations, Choice
-from megatrain.config.runs import Runs
+from megatrain.config.runs import Runs, StepSums, SumRoom
 from megatrain.errors import ConfigError, ModelError
 from megatrain.plan.program.visits import HEAD, Visit, marked, most_open, pass_visits, step_visits
 from megatrain.store.state import Precision
@@ -108,17 +108,27 @@ class Rounds:
         Raises:
             ConfigError: They cannot be cut into the step's runs, or another rank would take another step.
         """
-        runs = self._gradients.run_sums.runs = Runs.of(self._num_runs, sum(sizes))
-        adds_up = sum(sizes) > 1 or self._gradients.shared is not None
-        num_sums = runs.kept_sums(sizes, is_wide=self._executor.spec.keeps_wide_sums)
-        self._prepare_gradients(num_rounds=len(sizes), adds_up=adds_up, num_sums=num_sums)
+        gradients, is_wide = self._gradients, self._executor.host.precision is Precision.BF16
+        shared, runs = gradients.shared, Runs.of(self._num_runs, sum(sizes))
+        num_ranks, sequence = (1, 1) if shared is None else (shared.ranks.size, shared.sequence)
+        sums = StepSums(runs, tuple(sizes), num_ranks, sequence)
+        if not gradients.buffers.room.holds(sums.on_device):
+            raise ConfigError(
+                f"a step of {sum(sizes)} micro-batches on each rank, in rounds of {sizes[0]}, has more "
+                "partial sums on the device than there is room for; give attach the batch of such a step "
+                "(StepBatch), or use another memory.lockstep"
+            )
+        gradients.run_sums.runs, gradients.run_sums.are_shared = sums.runs_at_once, sums.are_shared
+        adds_up = sum(sizes) > 1 or num_ranks > 1
+        kept = sums.between(is_wide=is_wide)
+        self._prepare_gradients(num_rounds=len(sizes), adds_up=adds_up, kept=kept)
         self._num_before = num_before
         visits = self._steps.get((tuple(sizes), num_before))
         if visits is None:
             visits = self._steps[tuple(sizes), num_before] = step_visits(
                 lambda size, loads, completes: self.visits(size, loads=loads, completes=completes),
                 sizes,
-                runs.left_after(sizes),
+                sums.by_round,
             )
         if self._same is not None:
             self._same.check(self._executor.spec, visits)
@@ -215,9 +225,9 @@ class Rounds:
         self._executor.abandon(error)
         self._gradients.clear()
 
-    def _prepare_gradients(self, *, num_rounds: int, adds_up: bool, num_sums: int | None = None) -> None:
+    def _prepare_gradients(self, *, num_rounds: int, adds_up: bool, kept: SumRoom | None = None) -> None:
         self._adds_up = adds_up
-        self._executor.prepare_gradients(adds_up=adds_up, num_rounds=num_rounds, num_sums=num_sums)
+        self._executor.prepare_gradients(adds_up=adds_up, num_rounds=num_rounds, kept=kept)
 
     def _end_backward(self) -> None:
         self._in_backward = False

@@ -11,7 +11,7 @@ launching thread blocks for nothing but what compute, or it itself, needs at onc
 the record with its cause.
 """
 
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.stream.lanes.accelerator import AcceleratorLanes
 from megatrain.stream.lanes.base import Cause, Event, InlineLanes, Lanes, OrderingError
 from megatrain.stream.lanes.checked import CheckedLanes

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatrain.hardware.accelerators import free_bytes, peak_bytes, reset_peak_bytes, vendor_of
 from megatrain.optim.sums import chunk_squares_on_device, squares_on_device, tree_sum
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.base import Event
 from megatrain.stream.lanes.locked_ring import BUFFER_BYTES, NUM_BUFFERS, LockedRing, until_done

@@ -19,7 +19,7 @@ from megatrain.errors import CapacityError
 from megatrain.optim.pool import default_pool
 from megatrain.optim.sums import squares_of_chunks, sum_of_squares
 from megatrain.plan.program.buffers import Buffer
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.records import Cause, Record, Recorder
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatrain.plan.program.buffers import Buffer
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.stream.lanes.base import Cause, Event, InlineLanes, OrderingError
 
 

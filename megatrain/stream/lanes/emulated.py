@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError
 from megatrain.plan.program.buffers import Buffer
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.base import Event
 from megatrain.stream.lanes.pacing import LaunchClock, Link, PacedWorker

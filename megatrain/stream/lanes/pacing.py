@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.stream.lanes.base import Event
 from megatrain.stream.lanes.records import Cause, Recorder
 from megatrain.stream.lanes.threads import Failure, Worker

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 
 MAX_KEPT = 200_000
 """Spans, and waits, that are kept when nobody takes them; older ones are dropped."""

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.stream.lanes.base import Event, Lanes, OrderingError
 from megatrain.stream.lanes.records import Cause, Recorder
 

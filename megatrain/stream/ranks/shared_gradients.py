@@ -1,10 +1,11 @@
 """A rank's share of every gradient: exchanged between ranks, added up by its owner, its squares, its weights.
 
-Every rank sends each other one its part of the rank's own fp32 sum. The owner adds the parts by a balanced
-tree in the order of ranks, which is the upper part of the tree of `Runs`: so the sum has the same bits for
-every number of ranks. Where ranks share out rows, the tree is over the runs of each shard first and over the
-shards then, so that it has these bits for every number of ranks that have the same shards. Norms are made of
-one sum of squares per chunk of `CUT_NUMEL` elements.
+Every rank's own fp32 sum goes to the owners of its parts (`owned_sums`), who add by a balanced tree in the
+order of ranks, which is an upper part of the tree of `Runs`: so the sum has the same bits for every number of
+ranks. It may be the sum of a round, which joins those of earlier ones (`StepSums`). Where ranks share out
+rows, the tree is over the runs of each shard first and over the shards at last, so that it has these bits for
+every number of ranks that have the same shards. Norms are made of one sum of squares per chunk of `CUT_NUMEL`
+elements.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ import torch
 from torch import Tensor
 
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.ownership import CUT_NUMEL, Share, piece_bytes, shares
+from megatrain.layout.exchange import Exchange, rail_numel
+from megatrain.layout.moments import MomentFormat
+from megatrain.layout.ownership import CUT_NUMEL, Share, piece_bytes, shares, state_shares
 from megatrain.model.sequence.shards import Shards
+from megatrain.plan.program.operations import Operation
 from megatrain.store.state import HostState
 from megatrain.stream.lanes import Lanes
+from megatrain.stream.ranks.sums import owned_sums, tree
 
 
 class Ranks(Protocol):
@@ -37,8 +42,8 @@ class Ranks(Protocol):
     gathers: bool
     """Each fetches a piece of every block's weights, and those of a node gather them."""
 
-    def exchange(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
-        """Send `counts[r]` elements of a flat tensor to rank r; return (size, own count) parts of all."""
+    def exchange(self, mine: Tensor, counts: Sequence[int], lane: str) -> Tensor:
+        """Send `counts[n]` elements to the n-th of a lane's group; return (group, own count) parts of all."""
 
     def gather(self, mine: Tensor, lane: str = "caller") -> list[Tensor]:
         """Return everybody's tensor; they are equally long."""
@@ -51,6 +56,9 @@ class Ranks(Protocol):
 
     def gather_pieces(self, whole: Tensor) -> None:
         """Make a flat tensor whole, of whose equal pieces each rank of the node has brought its own."""
+
+    def gather_shares(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Bring parts on the device, given by rank, from each rank to all others."""
 
     def meet(self, lane: str = "caller") -> None:
         """Wait until every rank, or, in lane `spread`, every rank of the node, has come here."""
@@ -65,16 +73,32 @@ class Ranks(Protocol):
 class SharedGradients:
     """What one rank fetches of weights, and adds up, and keeps, of a step's gradients."""
 
-    def __init__(self, ranks: Ranks, layouts: Sequence[BlockLayout], lanes: Lanes, sequence: int = 1) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        layouts: Sequence[BlockLayout],
+        lanes: Lanes,
+        sequence: int = 1,
+        moments: MomentFormat = MomentFormat.FP32,
+    ) -> None:
         """Cut every block's state among the ranks, of which each `sequence` neighbours share out rows."""
         self.ranks = ranks
         self._lanes = lanes
-        self._order = [rank for shard in range(sequence) for rank in range(shard, ranks.size, sequence)]
-        """Of ranks, as their sums are the leaves of a tree."""
+        self.sequence = sequence
+        self._exchange = Exchange(ranks.size, ranks.num_nodes, sequence)
         self._layouts = layouts
         self._cuts = [shares(layout.sizes, n, ranks.size) for n, layout in enumerate(layouts)]
-        self.shares: list[Share] = [cut[ranks.rank] for cut in self._cuts]
-        """This rank's, by block."""
+        edges = [layout.scaled_edge if moments is MomentFormat.INT8 else None for layout in layouts]
+        self._updated = [*map(state_shares, self._cuts, edges)]
+        """By block, what of its state each rank updates: all elements of a scale."""
+        self._kept = [
+            [cut.until(updated) for cut, updated in zip(*both, strict=True)]
+            for both in zip(self._cuts, self._updated, strict=True)
+        ]
+        """What of its gradient each rank keeps: what it adds up, and what it updates of the next rank's."""
+        self.shares: list[Share] = [kept[ranks.rank] for kept in self._kept]
+        """Of this rank, by block."""
+        self.updated: list[Share] = [updated[ranks.rank] for updated in self._updated]
         counts = [sum(_num_chunks(layout)) for layout in layouts]
         self._squares = torch.zeros(sum(counts), dtype=torch.float64, device=lanes.device)
         """Of every chunk; those of other ranks' shares are zeros."""
@@ -84,6 +108,21 @@ class SharedGradients:
     def gathers_among(self) -> int:
         """How many ranks gather what each has fetched a piece of; 1: none does."""
         return self.ranks.local_size if self.ranks.gathers else 1
+
+    def exchange_bytes(self, block: int) -> int:
+        """Return the bytes that this rank sends of a block's sum."""
+        own = [share.numel for share in self._cuts[block]]
+        more = [kept.numel - numel for kept, numel in zip(self._kept[block], own, strict=True)]
+        rank, size = self.ranks.rank, self.ranks.local_size
+        return sum(
+            self._exchange.sent_bytes(sum(counts), rail_numel(counts, rank, size), counts[rank])
+            for counts in (own, more)
+        )
+
+    def spread_bytes(self, block: int, *, on_device: bool) -> int:
+        """Return the bytes of a block's new weights that this rank sends: to other nodes, or devices."""
+        others = (self.ranks.size if on_device else self.ranks.num_nodes) - 1
+        return others * self.updated[block].sizes.working_bytes
 
     def pieces(self, nbytes: int) -> list[slice]:
         """Return what this rank fetches of a block's weights: its piece, and what is left over by all."""
@@ -97,51 +136,78 @@ class SharedGradients:
         size = self.ranks.local_size
         self.ranks.gather_pieces(place[: size * piece_bytes(place.numel(), size)])
 
-    def exchange(self, block: int, sums: Tensor, present: set[str]) -> None:
-        """Make a block's sum that of all ranks, in this rank's share of it; what else is there is old then.
+    def gather_shares(self, block: int, working: Tensor) -> None:
+        """Make a resident block's working weights new on this device, of which every rank has a share.
 
         Args:
             block: Its number.
-            sums: (num_state,) fp32, this rank's sum.
+            working: Its working bytes on the device, of which this rank has updated its share.
+        """
+        layout = self._layouts[block]
+        self.ranks.gather_shares(
+            [[working[layout.working_range(part)] for part in share.ranges] for share in self._updated[block]]
+        )
+
+    def exchange(self, operation: Operation, sums: Tensor, shares: Tensor, present: set[str]) -> None:
+        """Make a block's sum that of all ranks, in this rank's share of it, and join those of earlier rounds.
+
+        Args:
+            operation: EXCHANGE of the block.
+            sums: (num_state,) fp32, this rank's sum. If the gradient is complete, this rank's share of it
+                comes there; what else is there is old then.
+            shares: (sums, shards of rows, numel) fp32: this rank's shares of partial sums, by their places in
+                the stack. What is not complete comes there.
             present: Names of parameters that have a gradient; those of the other ranks are added.
         """
-        layout, cut = self._layouts[block], self._cuts[block]
+        layout, cut = self._layouts[operation.block], self._cuts[operation.block]
         edge, rank = layout.num_split, self.ranks.rank
-        for part, ranges in (
-            (sums[:edge], [share.split for share in cut]),
-            (sums[edge:], [share.full for share in cut]),
+        kept = self._kept[operation.block]
+        start, stop = len(kept[rank].split), kept[rank].numel
+        for whole, ranges, longer, columns in (
+            (sums[:edge], [share.split for share in cut], [share.split for share in kept], slice(start)),
+            (sums[edge:], [share.full for share in cut], [share.full for share in kept], slice(start, stop)),
         ):
-            if not part.numel():
+            if not whole.numel():
                 continue
-            parts = self.ranks.exchange(part, [len(own) for own in ranges])
-            own = ranges[rank]
-            if own:
-                sums[own.start : own.stop].copy_(_tree(parts, self._order))
+            found = owned_sums(self.ranks, self._exchange, whole, [len(own) for own in ranges])
+            behind = [range(own.stop, long.stop) for own, long in zip(ranges, longer, strict=True)]
+            if any(behind):
+                rest = torch.cat([sums[each.start : each.stop] for each in behind])
+                more = owned_sums(self.ranks, self._exchange, rest, [*map(len, behind)])
+                found = [torch.cat(both) for both in zip(found, more, strict=True)]
+            own = longer[rank]
+            if not own:
+                continue
+            for shard, total in enumerate(found):
+                for place in reversed(operation.sums):
+                    total.add_(shares[place, shard, columns])
+                if not operation.completes:
+                    shares[operation.sums.start, shard, columns].copy_(total)
+            if operation.completes:
+                sums[own.start : own.stop].copy_(tree(found))
         flags = torch.tensor([entry.name in present for entry in layout.trained], dtype=torch.uint8)
-        found = torch.stack(self.ranks.gather(flags, "exchange")).any(dim=0).tolist()
-        present |= {entry.name for entry, is_there in zip(layout.trained, found, strict=True) if is_there}
+        flagged = torch.stack(self.ranks.gather(flags, "exchange")).any(dim=0).tolist()
+        present |= {entry.name for entry, is_there in zip(layout.trained, flagged, strict=True) if is_there}
 
-    def keep(self, block: int, sums: Tensor, plane: tuple[Tensor, Tensor]) -> None:
-        """Round this rank's share of a complete sum into the gradient plane, and sum its squares.
+    def keep(self, block: int, sums: Tensor, kept: Sequence[Tensor]) -> None:
+        """Round this rank's share of a complete sum to where it is kept, and sum its squares.
 
         Args:
             block: Its number.
             sums: (num_state,) fp32, as `exchange` leaves it.
-            plane: The block's gradient, its bf16 and its fp32 part.
+            kept: The share's bf16 and its fp32 part, each as long as its range.
         """
-        share, layout = self.shares[block], self._layouts[block]
-        edge = layout.num_split
+        cut, share, layout = self._cuts[block][self.ranks.rank], self.shares[block], self._layouts[block]
         first = self._starts[block]
-        for own, target, start, chunk in (
-            (share.split, plane[0], 0, first),
-            (share.full, plane[1], edge, first + _num_chunks(layout)[0]),
+        for own, long, target, start, chunk in (
+            (cut.split, share.split, kept[0], 0, first),
+            (cut.full, share.full, kept[1], layout.num_split, first + _num_chunks(layout)[0]),
         ):
             if not own:
                 continue
-            kept = target[own.start - start : own.stop - start]
-            rounded = sums[own.start : own.stop].to(kept.dtype)
-            self._lanes.copy(kept, rounded)
-            squares = self._lanes.squares_of_chunks(rounded)
+            rounded = sums[long.start : long.stop].to(target.dtype)
+            self._lanes.copy(target, rounded)
+            squares = self._lanes.squares_of_chunks(rounded[: len(own)])
             chunk += (own.start - start) // CUT_NUMEL
             self._squares[chunk : chunk + len(squares)].copy_(squares)
 
@@ -156,7 +222,7 @@ class SharedGradients:
         """
         ranks, layout = self.ranks, self._layouts[block]
         if ranks.num_nodes > 1:
-            peers = self._cuts[block][ranks.local_rank :: ranks.local_size]
+            peers = self._updated[block][ranks.local_rank :: ranks.local_size]
             ranks.spread([[working[layout.working_range(part)] for part in s.ranges] for s in peers])
         ranks.meet("spread")
 
@@ -167,11 +233,11 @@ class SharedGradients:
 
     def round(self, block: int, sums: Tensor) -> None:
         """Round this rank's share of a complete sum to the working dtype where it is; else as `keep`."""
-        edge = self._layouts[block].num_split
-        low = torch.empty(edge, dtype=torch.bfloat16, device=sums.device)
-        self.keep(block, sums, (low, sums[edge:]))
-        own = self.shares[block].split
-        sums[own.start : own.stop].copy_(low[own.start : own.stop])
+        share = self.shares[block]
+        low, high = sums[share.split.start : share.split.stop], sums[share.full.start : share.full.stop]
+        rounded = torch.empty(len(low), dtype=torch.bfloat16, device=sums.device)
+        self.keep(block, sums, (rounded, high))
+        low.copy_(rounded)
 
     def sums(self, blocks: Sequence[int]) -> list[float]:
         """Return the sums of squares of complete gradients, all ranks' shares together."""
@@ -188,13 +254,3 @@ def _num_chunks(layout: BlockLayout) -> tuple[int, int]:
     """Return how many sums of squares the two segments of a block have."""
     split, full = layout.num_split, layout.num_state - layout.num_split
     return -(-split // CUT_NUMEL), -(-full // CUT_NUMEL)
-
-
-def _tree(parts: Tensor, order: Sequence[int]) -> Tensor:
-    """Add up the rows of a (2^n, m) tensor by a balanced tree in some order, in place; return the sum."""
-    step = 1
-    while step < len(order):
-        for place in range(0, len(order), 2 * step):
-            parts[order[place]].add_(parts[order[place + step]])
-        step *= 2
-    return parts[order[0]]

@@ -2,7 +2,8 @@
 
 One row per lane, one span per operation of the steps' programs, with its bytes. Between two visits of a block
 compute works on what is no decoder layer (embedding, head and loss): spans named `outer`. Waits are spans of
-their own, with their cause. Nothing is trained that anyone keeps: the run's directory is not touched.
+their own, with their cause. Nothing is trained that anyone keeps: the run's directory is not touched. Of
+several ranks each is a process with rows of its own, and the first one writes them all.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.errors import OutputError
-from megatrain.plan.program.operations import Kind, Lane
+from megatrain.distributed.ranks import Ranks
+from megatrain.errors import ConfigError, OutputError
+from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.stream.lanes import Record, Span, Wait
 from megatrain.stream.report import StepReport
 from megatrain.train.loop import train_step
+from megatrain.train.ranks import with_shards
 from megatrain.train.records.metrics import format_bytes
 from megatrain.train.resume.state_commits import drives_apart
 from megatrain.train.run import prepare
@@ -34,7 +37,12 @@ _KINDS = frozenset(kind.value for kind in Kind)
 
 
 def trace(
-    config: Config, out: Path, *, steps: int = 2, progress: Callable[[str], object] = lambda doing: None
+    config: Config,
+    out: Path,
+    *,
+    steps: int = 2,
+    progress: Callable[[str], object] = lambda doing: None,
+    ranks: Ranks | None = None,
 ) -> list[StepReport]:
     """Run one step to warm up and `steps` more, and write the trace of these.
 
@@ -46,20 +54,28 @@ def trace(
         out: The JSON file to write.
         steps: How many to trace.
         progress: Is told what takes time, before it begins.
+        ranks: That train together; None: there is one.
 
     Returns:
-        The report of each traced step.
+        The report of each traced step, of this rank.
 
     Raises:
         MegatrainError: As `prepare`; OutputError if `out` cannot be written.
+        ConfigError: Several ranks have state on drives: each would try it out in a place of its own.
     """
-    _check_writable(out)
+    if ranks is not None and config.memory.drives:
+        raise ConfigError("memory.tiers has drives, which trace tries out with one rank; start it as one")
+    if ranks is None or ranks.rank == 0:
+        _check_writable(out)
+    config = with_shards(config, ranks, None)
     with drives_apart(config) as apart:
-        return _trace(apart, out, steps, progress)
+        return _trace(apart, out, steps, progress, ranks)
 
 
-def _trace(config: Config, out: Path, steps: int, progress: Callable[[str], object]) -> list[StepReport]:
-    run = prepare(config, None, None, progress=progress)
+def _trace(
+    config: Config, out: Path, steps: int, progress: Callable[[str], object], ranks: Ranks | None
+) -> list[StepReport]:
+    run = prepare(config, None, None, progress=progress, ranks=ranks)
     progress(f"taking {1 + steps} steps")
     meter = run.engine.meter
     records: list[Record] = []
@@ -81,12 +97,45 @@ def _trace(config: Config, out: Path, steps: int, progress: Callable[[str], obje
         run.engine.close(removes=True)
     spans = [span for record in records for span in record.spans]
     waits = [wait for record in records for wait in record.waits]
-    content = {"traceEvents": trace_events(spans, waits, began_s), "displayTimeUnit": "ms"}
+    events = _of_all(ranks, trace_events(spans, waits, began_s), _zero_s(spans, waits, began_s))
+    if ranks is not None and ranks.rank > 0:
+        return reports
+    content = {"traceEvents": events, "displayTimeUnit": "ms"}
     try:
         out.write_text(json.dumps(content) + "\n")
     except OSError as error:
         raise OutputError(f"{out} cannot be written ({error.strerror})") from error
     return reports
+
+
+def _of_all(ranks: Ranks | None, events: list[dict[str, Any]], zero_s: float) -> list[dict[str, Any]]:
+    """Return the events of all ranks on one time axis, each rank as a process.
+
+    Processes of a machine have one clock. Those of other nodes are taken to leave a meeting at the same time.
+    """
+    if ranks is None:
+        return events
+    ranks.meet()
+    met_s = time.perf_counter()
+    found = ranks.gather_values([ranks.node, zero_s, met_s, events])
+    first_met_s = found[0][2]
+    zeros_s = [zero - (0.0 if node == found[0][0] else met - first_met_s) for node, zero, met, _ in found]
+    merged = []
+    for rank, (zero, (*_, rows)) in enumerate(zip(zeros_s, found, strict=True)):
+        for row in rows:
+            row["pid"] = _PID + rank
+            if row["name"] == "process_name":
+                row["args"] = {"name": f"rank {rank}"}
+            if "ts" in row:
+                row["ts"] = round(row["ts"] + (zero - min(zeros_s)) * 1e6, 3)
+            merged.append(row)
+    return merged
+
+
+def _zero_s(spans: Sequence[Span], waits: Sequence[Wait], began_s: Sequence[float]) -> float:
+    """Return when a trace begins."""
+    starts = [span.start_s for span in spans if span.label] + [wait.start_s for wait in waits]
+    return min([*starts, *began_s], default=0.0)
 
 
 def _check_writable(out: Path) -> None:
@@ -96,15 +145,14 @@ def _check_writable(out: Path) -> None:
 
 
 def trace_events(
-    spans: Sequence[Span], waits: Sequence[Wait], began_s: Iterable[float]
+    spans: Sequence[Span], waits: Sequence[Wait], began_s: Sequence[float]
 ) -> list[dict[str, Any]]:
     """Return the events of a trace: spans and waits as complete events, the begin of each step as an instant.
 
     What has no label is no operation: marks of order that take no time.
     """
     named = sorted((span for span in spans if span.label), key=lambda span: span.start_s)
-    starts = [span.start_s for span in named] + [wait.start_s for wait in waits]
-    zero_s = min([*starts, *began_s], default=0.0)
+    zero_s = _zero_s(named, waits, began_s)
 
     def common(name: str, category: str, lane: Lane, start_s: float, end_s: float) -> dict[str, Any]:
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatrain.config.runs import require_power_of_two
 from megatrain.errors import ConfigError
 from megatrain.hardware import HardwareSpec
 from megatrain.plan.search.request import Request
@@ -36,10 +37,7 @@ def with_gpus(spec: HardwareSpec, gpus: int | None, nodes: int | None) -> Hardwa
             f"--nodes is {nodes}, but nothing is known of a network of {spec.name}; give a machine file with "
             "network_bytes_per_s, or --nodes 1"
         )
-    if (gpus * nodes).bit_count() != 1:
-        raise ConfigError(
-            f"{nodes} nodes of {gpus} GPUs are {gpus * nodes}; use a power of two in all: 1, 2, 4, 8, ..."
-        )
+    require_power_of_two(gpus * nodes, f"{nodes} nodes of {gpus} GPUs are {gpus * nodes}")
     return spec.with_ranks(gpus, nodes)
 
 

@@ -119,22 +119,11 @@ def plan_run(
     raw: Mapping[str, Any],
     spec: HardwareSpec,
     *,
-    source: str,
-    hf_config: Path | None = None,
-    is_complete: bool = True,
-    counts: Path | None = None,
     progress: Progress = lambda doing: None,
+    **given: Any,
 ) -> Planned:
     """Plan a run, of which every GPU of the machine is a rank; arguments and errors are those of `ask`."""
-    asked = ask(
-        raw,
-        spec,
-        source=source,
-        hf_config=hf_config,
-        is_complete=is_complete,
-        counts=counts,
-        progress=progress,
-    )
+    asked = ask(raw, spec, progress=progress, **given)
     gathers = asked.config.parallel.gathers
     request = of_ranks(asked.request, spec.num_ranks, spec.num_nodes, gathers=gathers)
     progress("searching choices")

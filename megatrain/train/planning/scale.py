@@ -10,7 +10,7 @@ from typing import Any
 from megatrain.config.choice import StepBatch
 from megatrain.config.plan import Plan
 from megatrain.hardware import HardwareSpec
-from megatrain.plan.search.planner import make_plan
+from megatrain.plan.search.planner import make_plan, plan_with_open_runs
 from megatrain.plan.search.request import Request
 from megatrain.plan.search.sizes import binary
 from megatrain.train.planning.counting import Progress
@@ -70,7 +70,8 @@ def scale(
         count = gpus * nodes
         one = replace(request, spec=request.spec.with_ranks(gpus, nodes))
         whole = replace(one, batch=_times(request.batch, count))
-        plan = make_plan(of_ranks(whole, count, nodes, gathers=gathers))
+        part = of_ranks(whole, count, nodes, gathers=gathers)
+        plan = plan_with_open_runs(part) if request.batch.num_runs == 1 else make_plan(part)
         each = plan.tokens_per_s / count
         least = least or (each if plan.fits else None)
         efficiency = each / least if plan.fits and least else None

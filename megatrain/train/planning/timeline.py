@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from megatrain.plan.cost.economics import economics
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.cost.timetable import steady
-from megatrain.train.planning.plan_report import plan_json
+from megatrain.train.planning.plan_json import plan_json
 from megatrain.train.planning.plan_run import Planned
 
 MOST_SPANS = 2000

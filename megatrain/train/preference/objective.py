@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.config.runs import in_order
 from megatrain.config.sections.preference import PreferenceConfig
 from megatrain.distributed.ranks import Ranks
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import row_losses
 from megatrain.train.evaluate.losses import Evaluation
 from megatrain.train.preference.losses import Shown, Tally, losses_of
-from megatrain.train.ranks import own_part
 
 _OF_MODEL = ("input_ids", "labels")
 
@@ -56,17 +56,17 @@ class Preference:
 
             return loss
 
-        own = own_part(ranks, len(micro_batches))
-        numbers = range(len(micro_batches))[own]
-        parts = engine.run_losses([loss_of(number) for number in numbers], seeds=seeds[own])
+        shared_out = engine.parts(len(micro_batches))
+        numbers = shared_out[0 if ranks is None else ranks.rank]
+        own_seeds = [seeds[number] for number in numbers]
+        parts = engine.run_losses([loss_of(number) for number in numbers], seeds=own_seeds)
         seen = [shown[number] for number in numbers]  # in order, whatever the turns they took
         if ranks is not None:
-            parts = list(torch.cat(ranks.gather(torch.stack(parts))))
+            parts = in_order(shared_out, [list(each) for each in ranks.gather(torch.stack(parts))])
             values = [{name: some.tolist() for name, some in each.items()} for each in seen]
             seen = [
                 {name: torch.tensor(some) for name, some in each.items()}
-                for of_rank in ranks.gather_values(values)
-                for each in of_rank
+                for each in in_order(shared_out, ranks.gather_values(values))
             ]
         tally = Tally()
         for each in seen:

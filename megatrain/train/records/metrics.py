@@ -54,7 +54,8 @@ class StepMetrics:
     device_bytes: int = 0
     """Peak of the run so far."""
     mfu: float | None = None
-    """Model FLOPs per second, as a share of the matrix products that the device was measured to do."""
+    """Model FLOPs per second, as a share of the matrix products that the device was measured to do: those of
+    all ranks' tokens, padding left out, by all ranks' devices."""
     bound: str | None = None
     """What bounds the step: copies, compute, the optimizer, or the drives."""
     over_bound: float | None = None
@@ -63,6 +64,15 @@ class StepMetrics:
     """Copied to the device in the step: weights, and gradients that go on adding up."""
     offload_bytes: int = 0
     """Gradients copied to the host in the step."""
+    gathered_bytes: int | None = None
+    """Of weights, got from the other ranks of the node. In rows of several ranks only, as the next ones; all
+    bytes and times of a step are the first rank's."""
+    exchanged_bytes: int | None = None
+    """Of sums of gradients, sent to other ranks."""
+    spread_bytes: int | None = None
+    """Of new weights, sent to other nodes."""
+    swapped_bytes: int | None = None
+    """Inside attention, given to the ranks that share out the same rows."""
     waits: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the longest waits: which lane waited, for which, with what buffer."""
     lane_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -79,7 +89,7 @@ class StepMetrics:
     swap_bytes: int | None = None
     """That the machine swapped in and out."""
     drive_written_bytes: int | None = None
-    """That the run has written to drives so far, before a resume too."""
+    """That all ranks of the run have written to drives so far, before a resume too."""
 
     @property
     def logged(self) -> dict[str, float]:
@@ -90,8 +100,12 @@ class StepMetrics:
         return numbers | dict(self.shown)
 
 
+AMONG_RANKS = ("gathered_bytes", "exchanged_bytes", "spread_bytes", "swapped_bytes")
+"""Fields that only rows of several ranks have."""
+
 _ONLY_WHERE_KNOWN = {
     "spike_above",
+    *AMONG_RANKS,
     "power_w",
     "temperature_c",
     "throttled",

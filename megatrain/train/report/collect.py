@@ -20,6 +20,7 @@ from megatrain.config.yaml12 import parse_yaml
 from megatrain.errors import OutputError, os_errors
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.json_lines import read_rows
+from megatrain.train.records.metrics import AMONG_RANKS
 from megatrain.train.report.words import without_secrets
 
 _ENDS = {"end": "done", "stop": "stopped", "error": "failed"}
@@ -111,7 +112,7 @@ class RunFiles:
         """Return the evaluations by the name of their data, each step's last one."""
         found: dict[str, dict[int, Mapping[str, Any]]] = {}
         for row in self.events:
-            if row["event"] == "evaluation" and _is_number(row.get("loss")):
+            if row["event"] == "evaluation" and is_number(row.get("loss")):
                 found.setdefault(str(row.get("name") or "eval"), {})[row["step"]] = row
         return {name: [rows[step] for step in sorted(rows)] for name, rows in found.items()}
 
@@ -161,13 +162,14 @@ def _text(path: Path) -> str:
         raise OutputError(f"{path} is not UTF-8 text; it is no file of a run, or damaged") from error
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that a float holds."""
     is_one = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_one and -_LARGEST < value < _LARGEST  # neither nan, nor an int that no float holds
 
 
 def _is_time(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < _YEAR_9999_S
+    return is_number(value) and 0 <= value < _YEAR_9999_S
 
 
 def _is_whole(row: Mapping[str, Any]) -> bool:
@@ -176,7 +178,7 @@ def _is_whole(row: Mapping[str, Any]) -> bool:
 
 def _known(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of metrics without the values that are of another kind than a run writes."""
-    checks = dict.fromkeys(_NUMBERS, _is_number) | dict.fromkeys(("waits", "lane_seconds"), _are_numbers)
+    checks = dict.fromkeys(_NUMBERS, is_number) | dict.fromkeys(("waits", "lane_seconds"), _are_numbers)
     checks["bound"] = lambda value: isinstance(value, str)
     return {name: value for name, value in row.items() if name not in checks or checks[name](value)}
 
@@ -187,7 +189,7 @@ def _by_step(rows: Any) -> list[Mapping[str, Any]]:
 
 
 def _are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
+    return isinstance(value, dict) and all(map(is_number, value.values()))
 
 
 def _plan(path: Path) -> dict[str, Any]:
@@ -196,13 +198,13 @@ def _plan(path: Path) -> dict[str, Any]:
     pools, limits, model = plan.get("pools", []), plan.get("limits", {}), plan.get("model", {})
     is_sound = (
         isinstance(pools, list)
-        and all(_is_number(plan.get(name, 0.0)) for name in ("step_s", "tokens_per_s", "host_plane_bytes"))
-        and all(isinstance(pool, dict) and _is_number(pool.get("nbytes")) for pool in pools)
+        and all(is_number(plan.get(name, 0.0)) for name in ("step_s", "tokens_per_s", "host_plane_bytes"))
+        and all(isinstance(pool, dict) and is_number(pool.get("nbytes")) for pool in pools)
         and all(isinstance(pool.get(name), str) for pool in pools for name in ("name", "tier"))
         and isinstance(limits, dict)
-        and all(value is None or _is_number(value) for value in limits.values())
+        and all(value is None or is_number(value) for value in limits.values())
         and isinstance(model, dict)
-        and _is_number(model.get("num_params", 0))
+        and is_number(model.get("num_params", 0))
     )
     return plan if is_sound else {}
 
@@ -229,7 +231,7 @@ _COLUMNS = (
     "device_bytes",
     "power_w",
 )
-_NUMBERS = (*_COLUMNS, "tokens")
+_NUMBERS = (*_COLUMNS, *AMONG_RANKS, "tokens")
 _MOST_WAITS = 6
 
 

@@ -5,6 +5,9 @@ const PALETTE = 8, POLL_MS = 3000, NARROW_PX = 600;
 const color = (number) => theme(`--c${number % PALETTE}`);
 const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+const DAY = { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false };
+const when = (at) => new Date(1000 * at).toLocaleString("en", DAY);
+
 function node(kind, className, text) {
   const made = document.createElement(kind);
   if (className) made.className = className;
@@ -106,6 +109,17 @@ function times(cards, data) {
       ({ name, x: steps, y: values, type: "bar", marker: { color: color(number) } })), { barmode: "stack", bargap: 0, ...seconds }, true);
 }
 
+function ranks(cards, data) {
+  if (!data.ranks) return;
+  const { waited_s: waited, bytes, lost } = data.ranks;
+  if (waited.length)
+    chart(cards, "Waits of ranks for each other", "seconds within steps, since the run began or went on", [{
+      x: waited.map((_, rank) => `rank ${rank}`), y: waited, type: "bar", marker: { color: color(6) } }],
+      { x: { title: { text: "" } }, y: { title: { text: "seconds" }, rangemode: "tozero" }, hovermode: "closest" });
+  if (bytes.length) card(cards, "Between ranks in a step", "of the first rank").append(table(bytes));
+  if (lost.length) card(cards, "Ranks that were lost", "").append(table(lost.map(([at, text]) => [when(at), text]), null, { short: [0] }));
+}
+
 function memory(cards, data) {
   if (!data.memory.length) return;
   const place = card(cards, "Memory by tier", "");
@@ -161,11 +175,11 @@ function draw(data) {
   curves(cards, data);
   times(cards, data);
   timeline(cards, data);
+  ranks(cards, data);
   memory(cards, data);
   if (data.comparison.length) card(cards, "Plan and fact", "").append(table(data.comparison, ["", "planned", "seen"]));
   if (data.events.length) {
-    const day = { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false };
-    const rows = [...data.events].reverse().map(([at, , , text]) => [new Date(1000 * at).toLocaleString("en", day), text]);
+    const rows = [...data.events].reverse().map(([at, , , text]) => [when(at), text]);
     card(cards, "Events", "", true).append(table(rows, null, {
       short: [0], classes: ([, text]) => (text.startsWith("error") ? "error" : "") }));
   }

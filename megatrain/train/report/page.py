@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from functools import cache
 from html import escape
@@ -15,11 +16,15 @@ from typing import Any
 
 from megatrain.errors import ConfigError
 from megatrain.files import write_bytes_durably
+from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import format_bytes, format_duration
 from megatrain.train.report.card import plan_and_fact
 from megatrain.train.report.collect import RunFiles, columns, read_run
+from megatrain.train.report.ranks import ranks_of
 from megatrain.train.report.trace_spans import trace_spans
 from megatrain.train.report.words import event_text
+
+_log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
 
@@ -57,6 +62,18 @@ def write_report(path: Path, out: Path) -> None:
         OutputError: It is no run directory, or the file cannot be written.
     """
     write_bytes_durably(out, report_page(read_run(path)).encode())
+
+
+def leave_report(directory: RunDirectory) -> None:
+    """Write the report; a run is as good without it."""
+    if not is_plotly_there():
+        _log.info("no report.html: plotly is not installed (pip install 'megatrain[report]')")
+        return
+    try:
+        write_report(directory.path, directory.report)
+        _log.info("report: %s", directory.report)
+    except Exception as error:
+        _log.warning("%s was not written (%s); the run is as it should be", directory.report, error)
 
 
 def report_page(run: RunFiles) -> str:
@@ -112,6 +129,7 @@ def page_data(run: RunFiles) -> dict[str, Any]:
         if run.plan
         else None,
         "memory": _memory(run),
+        "ranks": _ranks(run),
         "comparison": [list(row) for row in plan_and_fact(run)],
         "timeline": seen or run.plan.get("timeline") or [],
         "timeline_source": "measured (trace.json)" if seen else "planned",
@@ -141,6 +159,8 @@ def facts_of(run: RunFiles, state: str) -> list[list[str]]:
         facts.append(["tokens", f"{run.rows[-1].get('tokens') or 0:,}"])
         facts.append(["tokens/s", f"{run.tokens_per_s:,.0f}"])
         facts.append(["time of a step", f"{run.step_s:.4g} s"])
+    ranks = ranks_of(run)
+    facts += [] if ranks is None else ranks.facts
     if state == "running" and steps and run.step:
         facts.append(["time left", format_duration((steps - run.step) * run.step_s)])
     if state in ("killed", "silent"):
@@ -149,6 +169,18 @@ def facts_of(run: RunFiles, state: str) -> list[list[str]]:
     if saved:
         facts.append(["newest checkpoint", f"step {saved[-1]:,}"])
     return facts
+
+
+def _ranks(run: RunFiles) -> dict[str, Any] | None:
+    """Return how long each rank waited, and what ranks gave each other; None: there was one."""
+    ranks = ranks_of(run)
+    if ranks is None:
+        return None
+    return {
+        "waited_s": list(ranks.waited_s),
+        "bytes": [[name, format_bytes(nbytes)] for name, nbytes in ranks.nbytes],
+        "lost": [[row["time"], event_text(row)] for row in ranks.lost],
+    }
 
 
 def _memory(run: RunFiles) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -11,10 +10,8 @@ from megatrain.errors import MegatrainError, OutputError, RankError
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.events import EventLog
 from megatrain.train.report.alerts import Alerts
-from megatrain.train.report.page import is_plotly_there, write_report
+from megatrain.train.report.page import leave_report
 from megatrain.train.run import Run
-
-_log = logging.getLogger(__name__)
 
 _INTERRUPTED = 130
 
@@ -46,7 +43,7 @@ def recorded(run: Run, directory: RunDirectory) -> Iterator[None]:
                 run.events = None
     finally:
         if log.report:
-            _report(directory)
+            leave_report(directory)
 
 
 def _failed(run: Run, exit_code: int, text: str) -> None:
@@ -72,15 +69,3 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, MegatrainError):
         return error.exit_code
     return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-
-
-def _report(directory: RunDirectory) -> None:
-    """Write the report; a run is as good without it."""
-    if not is_plotly_there():
-        _log.info("no report.html: plotly is not installed (pip install 'megatrain[report]')")
-        return
-    try:
-        write_report(directory.path, directory.report)
-        _log.info("report: %s", directory.report)
-    except Exception as error:
-        _log.warning("%s was not written (%s); the run is as it should be", directory.report, error)

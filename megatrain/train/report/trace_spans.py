@@ -7,16 +7,18 @@ from pathlib import Path
 
 from megatrain.train.planning.timeline import Span, thinned
 
+_FIRST = 1
+"""Process of the first rank."""
 _MOST_BYTES = 200 * 2**20
 """Of a file that is read for one picture."""
 
 
 def trace_spans(path: Path) -> list[Span]:
-    """Return what each lane did in the first traced step; nothing where there is no readable trace."""
+    """Return what the first rank's lanes did in the first traced step; nothing without a readable trace."""
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             return []
-        events = json.loads(path.read_bytes())["traceEvents"]
+        events = [e for e in json.loads(path.read_bytes())["traceEvents"] if e["pid"] == _FIRST]
         lanes = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
         begins = sorted(e["ts"] for e in events if e.get("ph") == "i")
         first, end = begins[0], begins[1] if len(begins) > 1 else float("inf")

@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from megatrain.distributed.processes import how_ended
+
 
 def event_text(row: Mapping[str, Any]) -> str:
     """Return a row of `events.jsonl` as a sentence without its time."""
+    codes, waited_s = row.get("codes"), row.get("waited_s")
+    if row.get("event") == "ranks" and isinstance(codes, Mapping):
+        return f"ranks at step {row.get('step')}: {_lost(codes, row.get('sentences'), row.get('left'))}"
+    if isinstance(waited_s, list):
+        waits = ", ".join(f"rank {rank} {seconds} s" for rank, seconds in enumerate(waited_s))
+        row = {name: value for name, value in row.items() if name != "waited_s"}
+        return event_text({**row, "waited for others": waits})
     details = [
         f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in row.items()
@@ -19,6 +28,14 @@ def event_text(row: Mapping[str, Any]) -> str:
     why = [str(row[name]) for name in ("reason", "text") if row.get(name)]
     more = "; ".join([*why, ", ".join(details)] if details else why)
     return f"{row.get('event')} at step {row.get('step')}" + (f": {more}" if more else "")
+
+
+def _lost(codes: Mapping[str, Any], sentences: Any, left: Any) -> str:
+    """Say how ranks have ended, the first one first, and how many go on."""
+    said = sentences if isinstance(sentences, Mapping) else {}
+    ended = [f"rank {rank} {how_ended(code)}" for rank, code in codes.items()]
+    first = next((f" ({said[rank]})" for rank in codes if said.get(rank)), "")
+    return f"{', '.join(ended)}{first}; {f'{left} of the ranks go on' if left else 'none goes on'}"
 
 
 def model_name(place: str) -> tuple[str, bool]:

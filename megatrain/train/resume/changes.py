@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.errors import CheckpointError
+from megatrain.model.shares import adds_router_loss
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +37,13 @@ def _default(config: Config, key: str) -> Any:
     return type(getattr(config, section)).model_fields[name].default
 
 
-def report_changes(config: Config, meta: Mapping[str, Any]) -> None:
-    """Say which settings differ from the checkpoint's.
+def report_changes(config: Config, meta: Mapping[str, Any], model: PretrainedConfig | None = None) -> None:
+    """Say which settings differ from the checkpoint's, and what this version computes otherwise.
+
+    Args:
+        config: Complete and checked.
+        meta: Of the checkpoint's manifest.
+        model: Its configuration; None: of no model.
 
     Raises:
         CheckpointError: The precision or the optimizer's state differs: the state is of another kind.
@@ -54,6 +63,15 @@ def report_changes(config: Config, meta: Mapping[str, Any]) -> None:
     changed = changed_settings(meta["config"], config)
     if changed:
         _log.warning("resuming the checkpoint's weights with changed settings: %s", "; ".join(changed))
+    number = config.train.grad_accumulation
+    is_added = model is not None and config.train.loss == "sft" and adds_router_loss(model)
+    if is_added and number > 1 and "router_loss" not in meta:
+        _log.warning(
+            "from here on the loss of this model's routers (output_router_logits) is the mean over a step's "
+            "%d micro-batches; the version that wrote the checkpoint added it up, to %d times the weight",
+            number,
+            number,
+        )
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:

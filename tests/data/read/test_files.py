@@ -123,11 +123,23 @@ def test_a_directory_and_a_pattern_are_their_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_hub_dataset_is_loaded_by_its_names(monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+@pytest.mark.parametrize(
+    ("revision", "commit", "read_at"),
+    [(None, "c0ffee", "c0ffee"), ("v1", "decade", "decade"), ("v1", None, "v1"), (None, None, None)],
+)
+def test_a_hub_dataset_is_loaded_by_its_names(
+    monkeypatch: pytest.MonkeyPatch,
+    streaming: bool,
+    revision: str | None,
+    commit: str | None,
+    read_at: str | None,
+) -> None:
+    """At the commit that the hub names for a revision; where it names none, at what was asked for."""
     import datasets
 
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(arrow_rows, "hub_revision", lambda path: "c0ffee")
+    commits = {("owner/chats", revision): commit}
+    monkeypatch.setattr(arrow_rows, "hub_revision", lambda *asked: commits[asked])
 
     def load(path: str, **options: Any) -> Any:
         asked.update(options, path=path)
@@ -135,24 +147,25 @@ def test_a_hub_dataset_is_loaded_by_its_names(monkeypatch: pytest.MonkeyPatch, s
         return {"train_sft": dataset.to_iterable_dataset() if streaming else dataset, "gen": dataset}
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    assert answers("owner/chats", split="train_sft", subset="en", streaming=streaming) == EXPECTED
+    said = {"subset": "en", "revision": revision, "streaming": streaming}
+    assert answers("owner/chats", split="train_sft", **said) == EXPECTED
     assert asked == {
         "path": "owner/chats",
         "name": "en",
         "data_dir": None,
         "streaming": streaming,
-        "revision": "c0ffee",
+        "revision": read_at,
     }
     with pytest.raises(
         DataError, match=r"owner/chats: has the splits train_sft, gen; choose one with data.split"
     ):
-        answers("owner/chats", streaming=streaming)
+        answers("owner/chats", revision=revision, streaming=streaming)
 
 
 def test_hub_data_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked once for each process, so that what is read is what is named; unknown, it has no name."""
     commits = iter(["c0ffee", "decade"])
-    info = lambda self, path, timeout: SimpleNamespace(sha=next(commits))  # noqa: E731
+    info = lambda self, path, revision, timeout: SimpleNamespace(sha=revision or next(commits))  # noqa: E731
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
     (tmp_path / "a.jsonl").write_text("{}\n")
     sources = [SourceConfig(path="owner/chats"), SourceConfig(path=str(tmp_path / "a.jsonl"))]
@@ -164,6 +177,9 @@ def test_hub_data_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.Mon
     assert len({*names, None}) == 3
     arrow_rows.hub_revision.cache_clear()  # and there is no third commit
     assert content_of(sources) is None
+    arrow_rows.hub_revision.cache_clear()
+    fixed = [SourceConfig(path="owner/chats", revision="c0ffee"), sources[1]]
+    assert content_of(fixed) == names[0], "what is asked for by its commit is known by it"
     arrow_rows.hub_revision.cache_clear()
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from megatrain.model.head import count_targets
 from tests.host_device.device import TYPE
-from tests.reference import Batch, Resident
+from tests.reference import Batch, Resident, loss_in_step
 
 
 class ResidentOnDevice(Resident):
@@ -34,8 +34,8 @@ class ResidentOnDevice(Resident):
             if seeds is not None:
                 torch.manual_seed(seeds[number])
             self.there.zero_grad()
-            extra = {} if len(batches) == 1 else {"num_items_in_batch": torch.tensor(total, device=TYPE)}
-            loss = self.there(**{key: value.to(TYPE) for key, value in batch.items()}, **extra).loss
+            there = {key: value.to(TYPE) for key, value in batch.items()}
+            loss = loss_in_step(self.there, there, torch.tensor(total, device=TYPE), len(batches))
             loss.backward()
             losses.append(loss.detach())
             for name, parameter in trained.items():

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.activations import torch_state
 from megatrain.stream.lanes import AcceleratorLanes, Cause, Event

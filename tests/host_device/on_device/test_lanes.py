@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.stream.lanes import AcceleratorLanes, Cause, InlineLanes, locked_ring
 from tests.clocks import watch_events
 from tests.families import FAMILIES

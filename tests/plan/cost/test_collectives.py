@@ -12,7 +12,7 @@ from megatrain.plan.cost.collectives import Collectives
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.cost.timetable import Task
-from megatrain.plan.program.operations import Kind, Lane
+from megatrain.plan.program.kinds import Kind, Lane
 from tests.plan.anatomies import Shape, llama_like, machine
 
 LAYERS = 4
@@ -53,9 +53,9 @@ def batch(num_ranks: int, num_nodes: int, has_peers: bool) -> StepBatch:
     )
 
 
-def step(num_ranks: int, num_nodes: int, has_peers: bool) -> Step:
+def step(num_ranks: int, num_nodes: int, has_peers: bool, choice: Choice = CHOICE) -> Step:
     return Step(
-        rates(num_ranks, num_nodes, has_peers), ANATOMY, CHOICE, batch(num_ranks, num_nodes, has_peers)
+        rates(num_ranks, num_nodes, has_peers), ANATOMY, choice, batch(num_ranks, num_nodes, has_peers)
     )
 
 
@@ -63,11 +63,11 @@ def seconds(tasks: list[Task], lane: Lane, kind: Kind) -> float:
     return sum(task.seconds for task in tasks if task.lane is lane and task.kind == kind.value)
 
 
-def test_an_exchange_takes_the_longer_of_peers_and_network() -> None:
+def test_an_exchange_takes_peers_first_and_the_network_then() -> None:
     assert of(8, 1).exchange_s(7e9) == pytest.approx(1e-3 + 7e9 / 4e9)
-    # of 15 other ranks 7 are in the node; its 8 ranks share the network
-    assert of(16, 2).exchanged_near(15e6) == pytest.approx(7e6)
-    assert of(16, 2).exchange_s(15e6) == pytest.approx(max(1e-3 + 7e6 / 4e9, 1e-2 + 8 * 8e6 / 2e9))
+    # of 16 shares, 14 go to 7 other ranks of the node, two to each, and one to the other node
+    assert of(16, 2).exchanged_near(15e6) == pytest.approx(14e6)
+    assert of(16, 2).exchange_s(15e6) == pytest.approx(2 * 1e-3 + 14e6 / 4e9 + 1e-2 + 8 * 1e6 / 2e9)
     assert of(2, 2).exchange_s(1e6) == pytest.approx(1e-2 + 1e6 / 2e9), "no peers, no peers' latency"
     assert of(4, 1, has_peers=False).exchange_s(1e9) == pytest.approx(1e-3), "the copies are apart"
 
@@ -76,19 +76,28 @@ def test_an_owner_reads_every_rank_s_sum_of_its_share_and_writes_one() -> None:
     spec = of(4, 1).rates.spec
     own = 1e6
     assert of(4, 1).sum_s(3 * own) == pytest.approx(5 * own / spec.device_bytes_per_s)
+    # on two nodes each adds up four parts of two shares, and then two parts of its own
+    assert of(8, 2).sum_s((6 + 1) * own) == pytest.approx((2 * 5 + 3) * own / spec.device_bytes_per_s)
 
 
+@pytest.mark.parametrize("num_resident", [0, 2, LAYERS])
 @pytest.mark.parametrize("name", ROW)
-def test_bytes_of_the_bounds_are_those_of_the_program(name: str) -> None:
+def test_bytes_of_the_bounds_are_those_of_the_program(name: str, num_resident: int) -> None:
     """From the sums over blocks, of which no program is listed: fetched, gathered, exchanged, offloaded."""
-    found = step(*ROW[name])
+    choice = replace(CHOICE, resident_layers=num_resident, outer_resident=num_resident == LAYERS)
+    found = step(*ROW[name], choice)
     moved, copied = found.moved_bytes, found.copied_bytes
     assert copied.up == moved[Kind.FETCH] + moved[Kind.LOAD]
     assert copied.down == moved[Kind.OFFLOAD]
     assert copied.gathered == moved[Kind.GATHER]
     assert copied.exchanged == moved[Kind.EXCHANGE] > 0
     assert found.update_bytes == moved[Kind.UPDATE]
-    assert (moved[Kind.GATHER] > 0) == found.batch.gathers
+    assert (moved[Kind.GATHER] > 0) == (found.batch.gathers and num_resident < LAYERS)
+    resident = [op for op in found.program().operations if op.kind is Kind.SPREAD and op.on_device]
+    assert copied.given == sum(op.nbytes for op in resident)
+    assert len(resident) == (len(found.blocks) if num_resident == LAYERS else num_resident)
+    if num_resident == LAYERS:
+        assert copied.up == copied.down == found.update_bytes == 0
     found.step_s  # noqa: B018  # asserts that it is no faster than its bounds
 
 
@@ -138,3 +147,18 @@ def test_a_slow_network_bounds_a_step_and_halving_it_doubles_the_bound() -> None
     assert half.bounds_s["network"] == pytest.approx(2 * whole_s)
     slow = Step(Rates(replace(node, network_bytes_per_s=1e7).of_rank(), "bf16"), ANATOMY, CHOICE, fast.batch)
     assert slow.step_s >= slow.bounds_s["network"] == max(slow.bounds_s.values())
+
+
+def test_resident_weights_take_the_links_of_an_exchange_and_a_share_s_update() -> None:
+    """Each of four ranks updates a quarter, and gives the others as many weights as it takes of them."""
+    choice = replace(CHOICE, resident_layers=LAYERS, outer_resident=True)
+    found, alone = step(4, 1, True, choice), step(1, 1, True, choice)
+    tasks, _ = found.tasks()
+    given = [op.nbytes for op in found.program().operations if op.kind is Kind.SPREAD]
+    weights = sum(block.sizes.working_bytes for block in found.blocks)
+    assert sum(given) == pytest.approx(3 / 4 * weights, rel=0.05)  # shares are cut at whole chunks
+    expected_s = sum(NODE.peer_latency_s + nbytes / 4e9 for nbytes in given)
+    assert seconds(tasks, Lane.GATHER, Kind.SPREAD) == pytest.approx(expected_s)
+    assert found.costs.step_s == pytest.approx(alone.costs.step_s / 4, rel=0.05)
+    through_s = seconds(step(4, 1, False, choice).tasks()[0], Lane.EXCHANGE, Kind.SPREAD)
+    assert through_s == pytest.approx(sum(given) / NODE.d2h_bytes_per_s, rel=0.02)

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from megatrain.config.choice import GRADIENTS, POLICIES, Choice, StepBatch
-from megatrain.config.runs import Runs
+from megatrain.config.runs import Runs, StepSums
 from megatrain.hardware import Drives
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.memory.block_sums import BlockSums
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from tests.plan.anatomies import Shape, llama_like, machine
 
 LAYERS = 4
@@ -46,7 +46,9 @@ def test_bytes_of_the_bounds_are_those_of_the_program(name: str, count: int) -> 
     choice = replace(CHOICES[name], lockstep=1)
     batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
     step = Step(RATES, ANATOMY, choice, batch)
-    fetched, offloaded = BlockSums.of(ANATOMY, choice.fragments).moved_bytes(choice, Runs.of(1, count))
+    fetched, offloaded = BlockSums.of(ANATOMY, choice.fragments).moved_bytes(
+        choice, StepSums.of(Runs.of(1, count), choice.lockstep)
+    )
     assert moved(step, Lane.FETCH, ("fetch", "load")) == pytest.approx(fetched, rel=1e-6)
     assert moved(step, Lane.OFFLOAD, ("offload",)) == pytest.approx(offloaded, rel=1e-6)
 
@@ -57,7 +59,9 @@ def test_bytes_of_the_bounds_are_no_more_than_those_of_a_program_in_fragments(co
     choice = replace(PLAIN, fragments=True, num_slots=3, num_gradient_buffers=3)
     batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
     step = Step(RATES, ANATOMY, choice, batch)
-    fetched, offloaded = BlockSums.of(ANATOMY, True).moved_bytes(choice, Runs.of(1, count))
+    fetched, offloaded = BlockSums.of(ANATOMY, True).moved_bytes(
+        choice, StepSums.of(Runs.of(1, count), choice.lockstep)
+    )
     assert 1.0 <= moved(step, Lane.FETCH, ("fetch", "load")) / fetched < 1.15
     assert moved(step, Lane.OFFLOAD, ("offload",)) == pytest.approx(offloaded, rel=1e-6)
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatrain.plan.cost.timetable import Task, TaskSpan, Timetable, links, steady
 from megatrain.plan.program.buffers import Buffer
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 
 
 def task(lane: Lane, seconds: float, reads: str = "", writes: str = "") -> Task:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.hardware import Drives
+from megatrain.layout import pools
 from megatrain.layout.drive_chunks import CHUNK_BYTES
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING, pieces_of
 from megatrain.plan.cost.step_time import Step
@@ -19,7 +20,8 @@ from megatrain.plan.program.drive_traffic import (
     with_state_through,
     with_weights_through,
 )
-from megatrain.plan.program.operations import Kind, Lane, Operation
+from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.operations import Operation
 from megatrain.plan.program.schedule import schedule, spread
 from megatrain.plan.program.spec import DriveSpec, StepSpec
 from megatrain.plan.program.step import update_program
@@ -117,7 +119,7 @@ def test_what_is_saved_is_read_back_once_and_ahead(
     plans = [LayerPlan((n,), saves=saves, drops=drops and n > 0) for n, (saves, drops) in enumerate(layers)]
     visits = [visit for count in rounds for visit in round_visits(plans, num_micro_batches=count)]
     program = schedule(visits, [SIZE] * len(plans), [None, None])
-    made = with_activations_through(program.operations, num_buffers)
+    made = with_activations_through(program.operations, dict.fromkeys(range(len(plans)), 0), num_buffers)
     added = (Kind.STOW, Kind.RECALL)
     others = [replace(o, activation_staging=-1) for o in made if o.kind not in added]
     assert others == list(program.operations)
@@ -143,7 +145,8 @@ def test_what_is_saved_is_read_back_once_and_ahead(
 def test_two_visits_are_read_ahead() -> None:
     visits = round_visits([LayerPlan((block,), saves=True) for block in range(5)])
     program = schedule(visits, [replace(SIZE, is_streamed=False)] * 5, [])
-    moves = [str(o) for o in with_activations_through(program.operations) if o.kind is not Kind.OFFLOAD]
+    made = with_activations_through(program.operations, dict.fromkeys(range(5), 0))
+    moves = [str(o) for o in made if o.kind is not Kind.OFFLOAD]
     assert moves[-12:] == [
         "forward   b4",
         "recall    b2",
@@ -250,3 +253,13 @@ def test_a_share_s_state_is_written_when_all_ranks_have_updated_theirs() -> None
     assert set(read.writes) <= set(update.reads)
     assert set(update.writes) == set(waits.reads)
     assert set(write.reads) <= set(waits.writes)
+
+
+def test_tensors_are_written_with_the_room_between_them() -> None:
+    """Each begins at a multiple of 512: these take three pages, where their 8,100 bytes would take two."""
+    room = pools.saved_visit([4000, 4000, 100])
+    visits = round_visits([LayerPlan((block,), saves=True) for block in range(2)], num_micro_batches=2)
+    program = schedule(visits, [SIZE] * 2, [None, None], saved_bytes={0: 8100, 1: 8100})
+    made = with_activations_through(program.operations, {0: room, 1: room})
+    moved = {kind: [o.nbytes for o in made if o.kind is kind] for kind in (Kind.SAVE, Kind.STOW, Kind.RECALL)}
+    assert moved == {Kind.SAVE: [8100] * 2, Kind.STOW: [12288] * 2, Kind.RECALL: [12288]}

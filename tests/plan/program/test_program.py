@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.plan.program.block_size import BlockSize
-from megatrain.plan.program.operations import Kind, Operation, Program
+from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.operations import Operation, Program
 from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import fetch_residents, offload_residents, update_program

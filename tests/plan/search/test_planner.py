@@ -17,8 +17,8 @@ from megatrain.errors import ConfigError
 from megatrain.hardware import Drives, HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.memory.block_sums import BlockSums
-from megatrain.plan.program.operations import Kind
-from megatrain.plan.search.choices import least_bytes
+from megatrain.plan.program.kinds import Kind
+from megatrain.plan.search.choices import Breadth, least_bytes, list_choices
 from megatrain.plan.search.neighbours import neighbours
 from megatrain.plan.search.planner import make_plan, plan_of
 from megatrain.plan.search.request import Request, overflow, pools_of
@@ -88,6 +88,19 @@ def test_least_bytes_are_enough_and_no_byte_less_is() -> None:
 def test_settings_that_exclude_every_choice_are_refused() -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
         make_plan(request(choice=Choice(fragments=True, num_slots=1)))
+
+
+def test_blocks_of_several_ranks_are_resident_where_shares_of_their_state_fit() -> None:
+    """Four ranks hold more of the layers than one with as much memory, and none in shares of int8."""
+    spec = replace(machine(device_bytes=80 << 20), num_gpus=4, peer_bytes_per_s=1e10)
+    batch = StepBatch(micro_batch_size=1, seq_len=512, num_micro_batches=1)
+    most = {}
+    for num_ranks, state in ((1, "fp32"), (4, "fp32"), (4, "int8")):
+        part = replace(batch, num_ranks=num_ranks)
+        asked = request(spec=spec, anatomy=small(), batch=part, state=state)
+        most[num_ranks, state] = max(choice.resident_layers for choice in list_choices(asked, Breadth.COARSE))
+    assert most[4, "int8"] == 0
+    assert 0 < most[1, "fp32"] < most[4, "fp32"]
 
 
 def test_given_residents_count_in_what_is_too_large() -> None:

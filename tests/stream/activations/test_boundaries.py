@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from megatrain.plan.program.operations import Kind
+from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.visits import round_visits
 from megatrain.stream.engine import Engine

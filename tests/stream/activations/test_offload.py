@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatrain.errors import ModelError
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.activations import host_ring
 from megatrain.stream.activations.host_ring import HostBuffer

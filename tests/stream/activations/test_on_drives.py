@@ -21,7 +21,7 @@ from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING, SCRATCH_CHUNK_
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.memory.device_pools import host_planes
 from megatrain.plan.memory.host_pools import drive_pools
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.scratch import Place, ScratchFiles
 from megatrain.store.placement import Tiers

@@ -12,7 +12,7 @@ import torch
 
 from megatrain.errors import CapacityError, CheckpointError
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING, padded
-from megatrain.plan.program.operations import Kind, Lane
+from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.plan.program.step import step_program
 from megatrain.store.drives import system as calls
 from megatrain.store.placement import Tiers

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import ConfigError
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
-from megatrain.plan.program.operations import Kind, Lane, Operation
+from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.operations import Operation
 from megatrain.plan.program.step import step_program
 from megatrain.store.placement import Tiers
 from megatrain.stream.execute.gradients import Home

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatrain.errors import CapacityError, ConfigError
-from megatrain.plan.program.operations import Kind, Operation
+from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.operations import Operation
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from megatrain.train import loop

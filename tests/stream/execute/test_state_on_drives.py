@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import megatrain
+from megatrain.config.runs import SumRoom
 from megatrain.errors import CapacityError, CheckpointError, ConfigError, OutputError, TornStateError
 from megatrain.layout.blocks import BlockLayout
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.store import on_drives as away
 from megatrain.store import placement
 from megatrain.store.drives import system as calls
@@ -44,9 +45,9 @@ def make_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     def make(
         *, working: float = 0.0, state: float = 0.0, num_drives: int = 1, ram: int = 1 << 30, **settings: Any
     ) -> Tiers:
-        def forced(layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int) -> placement.Placement:
+        def forced(layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom) -> placement.Placement:
             counts = (round(working * len(layouts)), round(state * len(layouts)))
-            return placement.placed(layouts, tiers, *counts, num_sums=num_sums)
+            return placement.placed(layouts, tiers, *counts, sum_room=sum_room)
 
         monkeypatch.setattr(away, "place", forced)
         return Tiers(nvme=tuple(tmp_path / f"drive{n}" for n in range(num_drives)), ram=ram, **settings)

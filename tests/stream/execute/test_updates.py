@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from megatrain.checkpoint.load import verify
 from megatrain.errors import ConfigError, ModelError, TornStateError
 from megatrain.layout.host_buffers import padded
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, devices
 from megatrain.train import loop

@@ -12,11 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from megatrain.config import apply_overrides, build_config
+from megatrain.config.runs import SumRoom
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING, padded
 from megatrain.plan.program.block_size import BlockSize
-from megatrain.plan.program.operations import Kind, Lane
+from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import update_program
@@ -327,7 +328,7 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
         layouts,
         engine.host.precision,
         places_of(choice, engine.arrangement.binding.blocks, layouts),
-        num_sums=0,
+        sum_room=SumRoom(),
         moments=engine.arrangement.moments,
     )
     assert engine.host_bytes == sum(planes.values())

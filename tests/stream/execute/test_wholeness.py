@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from megatrain.config.runs import SumRoom
 from megatrain.errors import ConfigError, ModelError, TornStateError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.store import on_drives as away
@@ -137,8 +138,8 @@ def assert_poisoned(engine: Engine, optimizer: Any, directory: Path, first: str)
 def drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tiers:
     """Tiers that put the state of every block, and all weights, on one drive."""
 
-    def forced(layouts: Sequence[BlockLayout], tiers: Tiers, *, num_sums: int) -> placement.Placement:
-        return placement.placed(layouts, tiers, 0, 0, num_sums=num_sums)
+    def forced(layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom) -> placement.Placement:
+        return placement.placed(layouts, tiers, 0, 0, sum_room=sum_room)
 
     monkeypatch.setattr(away, "place", forced)
     monkeypatch.setattr(calls, "system", Counted())

@@ -302,8 +302,8 @@ def test_an_exception_in_one_micro_batch_unwinds_all(place: str, error: type[Bas
     assert engine.executor.open_visit is None
     with pytest.raises(ConfigError, match="found no gradient"):
         optimizer.step()
-    assert_same_steps(engine, optimizer, reference, first=1, num_micro_batches=3)
-    assert_same_steps(engine, optimizer, reference, first=3, num_micro_batches=1)
+    assert_same_steps(engine, optimizer, reference, steps=1, first=1, num_micro_batches=3)
+    assert_same_steps(engine, optimizer, reference, steps=1, first=2, num_micro_batches=1)
 
 
 # -- layers that are skipped by chance -----------------------------------------------------------------------

@@ -138,7 +138,7 @@ def test_trainer_with_our_optimizer_is_refused_in_its_first_step(tmp_path: Path)
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_accelerate_takes_our_optimizer_and_no_other(ours: bool) -> None:
-    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate import Accelerator
 
     model = make_model(FAMILIES["llama"]())
     engine = attach_plainly(model)

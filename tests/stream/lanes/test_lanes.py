@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import CapacityError, ConfigError
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import (
     Cause,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatrain.errors import ConfigError
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.stream.lanes import (
     Cause,
     CheckedLanes,

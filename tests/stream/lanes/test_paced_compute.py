@@ -14,7 +14,7 @@ import torch
 
 from megatrain.errors import ConfigError
 from megatrain.model.profile.flops import count_flops
-from megatrain.plan.program.operations import Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, Span
 from megatrain.stream.lanes.devices import compute_device, make_lanes

@@ -175,6 +175,7 @@ def test_a_config_is_planned_as_it_would_run(
         "seq_len": 2048,
         "num_micro_batches": 4,
         "num_passes_before": 0,
+        "runs_are_rounds": False,
         "rows_each": 1,
         "num_runs": 1,
         "num_ranks": 1,

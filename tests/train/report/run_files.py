@@ -45,8 +45,9 @@ def write_run(
     loss: Callable[[int], float] = lambda step: 4.0 - 0.1 * step,
     events: Sequence[tuple[str, int, dict[str, Any]]] = (("start", 0, {"steps": 100}),),
     plan: dict[str, Any] | None = None,
+    **columns: int,
 ) -> Path:
-    """Write a run of 1,024 tokens a step, half a second each but for the first."""
+    """Write a run of 1,024 tokens a step, half a second each but for the first, with these `columns` too."""
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(CONFIG.replace("LR", lr).replace("OUT", str(path)))
     (path / "env.json").write_text(json.dumps({"gpu": "A Card", "cpus": 8, "versions": {"torch": "2.13"}}))
@@ -66,6 +67,7 @@ def write_run(
             "bound": "copies" if step % 4 == 0 else "compute",
             "waits": {"compute<-fetch slot": 0.125},
             "lane_seconds": {"compute": 0.375, "fetch": 0.25},
+            **columns,
         }
         for step in range(1, num_rows + 1)
     ]

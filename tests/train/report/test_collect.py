@@ -12,7 +12,8 @@ from megatrain.errors import OutputError
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.report.card import model_card
 from megatrain.train.report.collect import columns, read_run
-from megatrain.train.report.page import report_page
+from megatrain.train.report.page import page_data, report_page
+from megatrain.train.report.ranks import ranks_of
 from megatrain.train.report.words import event_text
 from tests.train.report.run_files import PLAN, write_run
 
@@ -135,6 +136,61 @@ def test_event_in_words() -> None:
         event_text({"event": "stop", "time": 1, "step": 8, "reason": "a signal"})
         == "stop at step 8: a signal"
     )
+    assert event_text({"event": "end", "time": 1, "step": 8, "steps": 8, "waited_s": [0.25, 1.5]}) == (
+        "end at step 8: steps 8, waited for others rank 0 0.25 s, rank 1 1.5 s"
+    )
+    codes, said = {"1": -9, "0": 7}, {"0": "rank 1 has ended"}
+    row = {"event": "ranks", "time": 1, "step": 4, "codes": codes, "sentences": said, "left": 1}
+    assert event_text(row) == (
+        "ranks at step 4: rank 1 was killed (SIGKILL), rank 0 ended with 7 (rank 1 has ended); "
+        "1 of the ranks go on"
+    )
+    assert event_text({**row, "codes": {"1": 2}, "sentences": {}, "left": 0}) == (
+        "ranks at step 4: rank 1 ended with 2; none goes on"
+    )
+
+
+RANKS: list[tuple[str, int, dict[str, Any]]] = [
+    ("start", 0, {"steps": 100, "ranks": 4, "nodes": 2, "shards": 4}),
+    ("ranks", 4, {"codes": {"3": -9, "0": 7}, "sentences": {}, "left": 2}),
+    ("resume", 4, {"steps": 100, "ranks": 2, "nodes": 1, "shards": 4}),
+    ("end", 100, {"steps": 100, "waited_s": [0.25, 90.0]}),
+]
+
+
+def test_a_run_of_ranks_says_how_they_were(tmp_path: Path) -> None:
+    columns: dict[str, Any] = {
+        "exchanged_bytes": 2**20,
+        "gathered_bytes": 2**19,
+        "spread_bytes": 0,
+        "swapped_bytes": 0,
+    }
+    run = read_run(write_run(tmp_path / "a", events=RANKS, **columns))
+    ranks = ranks_of(run)
+    assert ranks is not None
+    assert ranks.facts == [
+        ["ranks", "2, shards 4"],
+        ["waited for other ranks", "0.25 s to 1m 30s"],
+        ["between ranks in a step", "weights gathered 0.5 MiB, sums exchanged 1.0 MiB"],
+        ["ranks lost", "at step 4"],
+    ]
+    data = page_data(run)
+    assert data["ranks"]["waited_s"] == [0.25, 90.0]
+    assert data["ranks"]["bytes"] == [["weights gathered", "0.5 MiB"], ["sums exchanged", "1.0 MiB"]]
+    assert [text for _, text in data["ranks"]["lost"]] == [event_text(run.events[1])]
+    assert all(fact in data["facts"] for fact in ranks.facts)
+    before = read_run(write_run(tmp_path / "b", events=RANKS[:2]))
+    assert ranks_of(before).now == "4 on 2 nodes, shards 4"  # type: ignore[union-attr]
+    alone = read_run(write_run(tmp_path / "c"))
+    assert ranks_of(alone) is None
+    assert page_data(alone)["ranks"] is None
+
+
+@pytest.mark.parametrize("waited_s", [["a"], "ab", [10**400], {"0": 1}, []])
+def test_waits_of_another_kind_are_not_known(tmp_path: Path, waited_s: Any) -> None:
+    run = read_run(write_run(tmp_path / "a", events=[*RANKS[:3], ("end", 9, {"waited_s": waited_s})]))
+    assert ranks_of(run).waited_s == []  # type: ignore[union-attr]
+    assert page_data(run)["ranks"]["waited_s"] == []
 
 
 def test_card_has_fact_beside_plan_and_no_path_of_this_machine(tmp_path: Path) -> None:

@@ -21,10 +21,12 @@ from tests.train.report.run_files import write_run
 
 NASTY = "</script><img src=x onerror=alert(1)>"
 EVENTS: list[tuple[str, int, dict[str, Any]]] = [
-    ("start", 0, {"steps": 100}),
+    ("start", 0, {"steps": 100, "ranks": 2, "nodes": 1, "shards": 2}),
     ("evaluation", 10, {"name": NASTY, "loss": 3.5}),
     ("evaluation", 20, {"name": NASTY, "loss": 2.5}),
+    ("end", 20, {"steps": 20, "waited_s": [0.5, 1.5]}),
     ("error", 20, {"text": NASTY, "exit_code": 2}),
+    ("ranks", 20, {"codes": {"1": -9}, "sentences": {"0": NASTY}, "left": 0}),
 ]
 
 
@@ -43,7 +45,7 @@ def test_data_of_the_page(tmp_path: Path) -> None:
     assert [pool[:2] for pool in host["pools"]] == [["working", 2**31], ["exp_avg", 2**30]]
     assert data["timeline"] == [["fetch", "fetch", 0.0, 0.1], ["compute", "forward", 0.1, 0.3]]
     assert ["log.webhook", "https://hooks.example/..."] in data["settings"]
-    assert [event[2] for event in data["events"]] == ["start", "evaluation", "evaluation", "error"]
+    assert [event[2] for event in data["events"]] == [event for event, _, _ in EVENTS]
 
 
 def test_page_is_one_private_file_without_an_address_outside(tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_timeline_is_the_measured_one_where_there_is_a_trace(tmp_path: Path) -> 
 
 @needs_browser
 def test_browser_draws_every_part_and_runs_nothing_of_the_run(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a", events=EVENTS)
+    run = write_run(tmp_path / "a", events=EVENTS, exchanged_bytes=2**20)
     write_report(run, run / "report.html")
     text = drawn(f"file://{run}/report.html", tmp_path / "profile")
     assert 'data-drawn="yes"' in text, text[-3000:]
@@ -108,11 +110,14 @@ def test_browser_draws_every_part_and_runs_nothing_of_the_run(tmp_path: Path) ->
         "Where a step's time went",
         "Longest waits",
         "Timeline of a step by lane",
+        "Waits of ranks for each other",
+        "Between ranks in a step",
+        "Ranks that were lost",
         "Memory by tier",
         "Plan and fact",
         "Events",
         "Settings",
         "Environment",
     ]
-    assert body.count("main-svg") >= 7
+    assert body.count("main-svg") >= 8
     assert "<img" not in body

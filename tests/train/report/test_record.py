@@ -13,7 +13,7 @@ from megatrain.errors import DivergedError, OutputError
 from megatrain.train import loop
 from megatrain.train.loop import train
 from megatrain.train.records.json_lines import read_rows
-from megatrain.train.report import record
+from megatrain.train.report import page
 from tests.train.project import make_config
 
 SHORT: dict[str, Any] = {
@@ -69,7 +69,7 @@ def test_report_that_cannot_be_written_is_a_warning(
     def fail(*_: object) -> None:
         raise OutputError("cannot write it: No space left on device")
 
-    monkeypatch.setattr(record, "write_report", fail)
+    monkeypatch.setattr(page, "write_report", fail)
     with caplog.at_level(logging.WARNING, logger="megatrain"):
         train(make_config(tmp_path, **SHORT))
     (told,) = [message for message in caplog.messages if "report.html" in message]
@@ -82,7 +82,7 @@ def test_run_without_report_or_without_plotly_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, setting: str
 ) -> None:
     if setting == "no plotly":
-        monkeypatch.setattr(record, "is_plotly_there", lambda: False)
+        monkeypatch.setattr(page, "is_plotly_there", lambda: False)
     with caplog.at_level(logging.INFO, logger="megatrain"):
         train(make_config(tmp_path, **SHORT, log={"report": setting != "off"}))
     assert not (tmp_path / "run/report.html").exists()

@@ -1,0 +1,134 @@
+"""The command `plan`: what a run needs of a machine, before there is either."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatrain.cli.folders import counts_folder, measured_file
+from megatrain.cli.help import SettingsCommand
+from megatrain.cli.log import showing
+from megatrain.errors import CapacityError, ConfigError
+
+if TYPE_CHECKING:
+    from megatrain.hardware import HardwareSpec
+
+
+def add_to(app: typer.Typer) -> None:
+    """Give the command line this command."""
+    app.command(cls=SettingsCommand)(plan)
+
+
+def plan(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CONFIG | section.key=value", help="As of train; the data are not needed."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model directory or hub id (model.path).")] = None,
+    hf_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file like a model directory's config.json.")
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="A bundled machine or a machine file; default: this one."),
+    ] = None,
+    ram: Annotated[str | None, typer.Option(metavar="1536GiB", help="Host memory of the machine.")] = None,
+    nvme: Annotated[
+        str | None, typer.Option(metavar="8TB|0", help="Free space on its drives; 0: none.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of each node that train together; default: all.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines like this one that train together.")
+    ] = None,
+    scale: Annotated[
+        bool, typer.Option("--scale", help="Plan for 1 to 1,024 GPUs, each with the same tokens per step.")
+    ] = False,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="20B", help="Tokens to train on, also 2e9; default: 1B.")
+    ] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Dollars per hour; default: rent, or price over 3 years.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence (data.seq_len).")] = None,
+    micro_batch_size: Annotated[int | None, typer.Option(help="(train.micro_batch_size)")] = None,
+    grad_accumulation: Annotated[int | None, typer.Option(help="(train.grad_accumulation)")] = None,
+    precision: Annotated[str | None, typer.Option(metavar="fp32|bf16", help="(train.precision)")] = None,
+    clip: Annotated[
+        bool | None, typer.Option("--clip/--no-clip", help="Clip gradients (optim.max_grad_norm).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say why, and what would be faster.")] = False,
+) -> None:
+    """Say whether a run fits a machine, how fast it is and what it costs; exit 3 if it does not fit.
+
+    No GPU is needed. Settings that are not given are chosen. Without a CONFIG: bf16, sequences of 4,096 and
+    131,072 tokens per step.
+    """
+    flags = {
+        "model.path": model,
+        "data.seq_len": seq_len,
+        "train.micro_batch_size": micro_batch_size,
+        "train.grad_accumulation": grad_accumulation,
+        "train.precision": precision,
+    }
+    given: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
+    if clip is not None:
+        given["optim.max_grad_norm"] = 1.0 if clip else None
+    from megatrain.config import combine_settings
+
+    raw, source = combine_settings(arguments or [], given)
+    spec = _machine(machine, ram, nvme)
+    from megatrain.train.planning.gpus import with_gpus
+    from megatrain.train.planning.plan_report import report
+    from megatrain.train.planning.plan_run import plan_run
+
+    asked: dict[str, Any] = {
+        "source": source or "command line",
+        "hf_config": hf_config,
+        "is_complete": bool(source),
+        "counts": counts_folder(),
+    }
+    with showing("plan") as progress:
+        if scale:
+            from megatrain.train.planning.scale import plan_scale, scale_report
+
+            found = plan_scale(raw, with_gpus(spec, gpus, 1), progress=progress, **asked)
+            text, fits = scale_report(found, as_json=as_json), found.fits
+        else:
+            planned = plan_run(raw, with_gpus(spec, gpus, nodes), progress=progress, **asked)
+            fits = planned.plan.fits
+            text = report(
+                planned,
+                tokens=tokens,
+                price_per_hour_usd=price_per_hour,
+                as_json=as_json,
+                explains=explain,
+                progress=progress,
+            )
+    print(text)
+    if not fits:  # the report has said what is too small, and what would help
+        raise typer.Exit(CapacityError.exit_code)
+
+
+def _machine(name: str | None, ram: str | None, nvme: str | None) -> HardwareSpec:
+    """Return a named machine, or this one, with the memory and the drives that options say."""
+    from megatrain.config.sizes import parse_bytes
+    from megatrain.hardware import load_machine
+
+    host_bytes = None if ram is None else parse_bytes(ram, "--ram")
+    drive_bytes = None if nvme is None else parse_bytes(nvme, "--nvme")
+    if host_bytes == 0:
+        raise ConfigError("--ram is 0; give the machine's host memory, such as 64GiB")
+    if name is not None:
+        spec = load_machine(name)
+    else:
+        from megatrain.doctor import this_machine
+
+        spec = this_machine(measured_file(), Path() if drive_bytes else None)
+    if host_bytes is not None:
+        spec = spec.with_ram(host_bytes)
+    return spec if drive_bytes is None else spec.with_drive_bytes(drive_bytes)

@@ -1,0 +1,160 @@
+"""Trainers of several ranks: each goes through the whole run as if it were alone, and computes its part.
+
+A launcher has started the same script several times, and `TrainingArguments` have joined the processes. From
+when a trainer is made, accelerate is told that each process is alone, by its own number. So every rank reads
+all batches in their order and logs what one process logs, and only the first one writes. Of a step's
+micro-batches each runs its own, through an engine that knows the others; they tell each other what came of
+them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import DistributedType, PartialState
+from torch import Tensor
+
+from megatrain.distributed.launch import own_backend, share_cores
+from megatrain.distributed.ranks import Ranks
+from megatrain.errors import ConfigError, RankError
+from megatrain.train.ranks import gathers_weights
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+_joined: list[Ranks] = []
+"""Those of this process, once a trainer was made: a process joins others once."""
+
+
+def join(args: TrainingArguments) -> Ranks | None:
+    """Join the processes that a launcher has started, and let accelerate believe each of them alone.
+
+    Args:
+        args: Of a trainer, which have told accelerate of the processes.
+
+    Returns:
+        The ranks; None: this process is alone.
+
+    Raises:
+        ConfigError: They are no power of two, or there are too few accelerators for them.
+    """
+    if not _joined and args.world_size > 1:
+        _joined.append(_join(args))
+    if not _joined:
+        return None
+    ranks = _joined[0]
+    state: Any = PartialState()  # what is set here, every object of this class has
+    state.distributed_type = DistributedType.NO
+    state.num_processes = 1
+    state.process_index, state.local_process_index = ranks.rank, ranks.local_rank
+    state.wait_for_everyone = lambda: ranks.meet("orders")
+    return ranks
+
+
+def own_state() -> PartialState:
+    """Return what accelerate is told, as an object that can be saved with the arguments of a trainer."""
+    state = copy.copy(PartialState())  # copies do not share what they have
+    vars(state).pop("wait_for_everyone")
+    return state
+
+
+@contextmanager
+def working_alone() -> Iterator[None]:
+    """Let code of other libraries wait for nobody: the other ranks wait for what comes of it."""
+    state: Any = PartialState()
+    held, state.wait_for_everyone = state.wait_for_everyone, lambda: None
+    try:
+        yield
+    finally:
+        state.wait_for_everyone = held
+
+
+def _join(args: TrainingArguments) -> Ranks:
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    kind = args.device.type
+    backend = None if kind == "cpu" else own_backend(kind, args.local_process_index, local_size)
+    store = dist.distributed_c10d._get_default_store()
+    ranks = Ranks(store, float(args.ddp_timeout), local_size=local_size, backend=backend)
+    ranks.gathers = gathers_weights(None, kind, ranks)
+    share_cores(ranks.local_rank, ranks.local_size)
+    if ranks.rank > 0:
+        logging.getLogger("megatrain").setLevel(logging.ERROR)
+    _leave_word(ranks)
+    return ranks
+
+
+def _leave_word(ranks: Ranks) -> None:
+    """Let the other ranks know how this process ends, and say once why all do."""
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ranks.watch.close(error)
+        if not (isinstance(error, RankError) and error.is_told):
+            show(kind, error, trace)
+
+    sys.excepthook = hook
+    atexit.register(ranks.watch.close)
+
+
+class ReadBatches:
+    """A digest of the batches that this rank has read, which is every rank's."""
+
+    def __init__(self, ranks: Ranks, batches: Sequence[Any] = ()) -> None:
+        """Begin with these."""
+        self._ranks = ranks
+        self._number = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        for batch in batches:
+            self.add(batch)
+
+    def add(self, batch: Any) -> None:
+        """Take note of one more."""
+        self._number += 1
+        for part in _parts(batch):
+            self._digest.update(part)
+
+    def require_same(self, step: int) -> None:
+        """Refuse to go on with ranks that have read other batches.
+
+        Args:
+            step: That they are read for, or after; waits for it take any time.
+
+        Raises:
+            ConfigError: One has; on every rank.
+        """
+        mine = [step, self._number, self._digest.hexdigest()]
+        first, *others = self._ranks.gather_values(mine, "orders")
+        for rank, other in enumerate(others, start=1):
+            if other != first:
+                what = "is at another step" if other[0] != first[0] else "has read other batches"
+                raise ConfigError(
+                    f"rank {rank} {what} than rank 0 at step {first[0]}: every rank reads all data, in one "
+                    "order; give all the same data set, seeds and collator, and shuffle by a fixed seed"
+                )
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    """Yield the bytes of what a batch has."""
+    if isinstance(value, Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for name in value:
+            yield str(name).encode()
+            yield from _parts(value[name])
+    elif isinstance(value, (list, tuple)):
+        yield from chain.from_iterable(map(_parts, value))
+    elif isinstance(value, (str, bytes, int, float, type(None))):
+        yield repr(value).encode()

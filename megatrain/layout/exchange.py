@@ -1,0 +1,102 @@
+"""How the sums of all ranks become one: first among the ranks of a node, then among nodes.
+
+A rank's *rail* are those in the same place on all nodes, itself included. In a node each gets what its rail
+owns, and adds it up; then the ranks of a rail give each other these sums. So a node sends others the sum of
+its ranks, not what each of them has. The ranks of a node follow one another, and are as many as a power of
+two: their sum is a whole subtree of that of all ranks, and has its bits. Where ranks share out rows, the tree
+is over the ranks of each shard first, so a node has a sum for each shard that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatrain.config.choice import StepBatch
+from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.ownership import planned_share
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Between so many ranks on so many nodes, of which each `sequence` neighbours share out rows."""
+
+    num_ranks: int = 1
+    num_nodes: int = 1
+    sequence: int = 1
+
+    @classmethod
+    def of(cls, batch: StepBatch) -> Exchange:
+        """Return that of the ranks to which a batch is shared out."""
+        return cls(batch.num_ranks, batch.num_nodes, batch.sequence)
+
+    @property
+    def num_peers(self) -> int:
+        """Ranks of a node."""
+        return self.num_ranks // self.num_nodes
+
+    @property
+    def num_sums(self) -> int:
+        """What the ranks of a node send others: a sum of each shard of rows there; on one node, all."""
+        return self.num_peers if self.num_nodes == 1 else min(self.sequence, self.num_peers)
+
+    @property
+    def order(self) -> list[int]:
+        """Return the nodes' sums, numbered by node and then by shard, as they are the leaves of a tree."""
+        size, num_sums = self.num_peers, self.num_sums
+
+        def shard(number: int) -> int:
+            node, place = divmod(number, num_sums)
+            return (node * size + place) % self.sequence
+
+        return sorted(range(self.num_nodes * num_sums), key=lambda number: (shard(number), number))
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether it has two stages: there are several nodes, with several ranks each."""
+        return 1 < self.num_nodes < self.num_ranks
+
+    def sent_bytes(self, numel: int, rail: int, own: int) -> int:
+        """Return the bytes of a sum that a rank sends.
+
+        Args:
+            numel: Elements of the sum.
+            rail: Those that the rank's rail owns.
+            own: Those that it owns itself.
+        """
+        return 4 * (numel - rail + self.num_sums * (rail - own))
+
+    @property
+    def near_part(self) -> float:
+        """How much of what a rank sends goes to its node, where all own equally much."""
+        return (self.num_ranks - self.num_nodes) / self._sent
+
+    @property
+    def passed_part(self) -> float:
+        """How much ranks read and write to add up, of what each sends."""
+        passed = self.num_nodes * self.num_sums + 1 if self.num_nodes > 1 else self.num_ranks + 1
+        if self.is_staged:
+            passed += self.num_nodes * (self.num_peers + self.num_sums)
+        return passed / self._sent
+
+    @property
+    def _sent(self) -> int:
+        """What a rank sends, in shares; of one rank 1, so that it is 1 of nothing."""
+        return max(1, self.sent_bytes(self.num_ranks, self.num_nodes, 1) // 4)
+
+    def planned_bytes(self, sizes: BlockBytes) -> int:
+        """Return what a plan counts as the bytes of a block's sum that a rank sends."""
+        numel, own = sizes.num_state, planned_share(sizes, self.num_ranks).numel
+        return self.sent_bytes(numel, min(numel, self.num_nodes * own), own)
+
+    def received_numel(self, numel: int) -> int:
+        """Return the most elements of a sum of so many that a rank has at a time from others and for them."""
+        own, nodes_sums = -(-numel // self.num_ranks), self.num_nodes * self.num_sums
+        if not self.is_staged:
+            return self.num_ranks * own
+        return own * max(self.num_peers + nodes_sums, 2 * nodes_sums)
+
+
+def rail_numel(counts: Sequence[int], rank: int, num_peers: int) -> int:
+    """Return how much the rail of a rank owns, where each rank owns `counts`."""
+    return sum(counts[rank % num_peers :: num_peers])

@@ -1,0 +1,55 @@
+"""What of a step's loss a micro-batch has: of the loss of tokens, and of what models add to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(slots=True)
+class Share:
+    """A micro-batch's part of the tokens over which a step's loss is averaged."""
+
+    total: int
+    count: int
+    num_averaged: int = 1
+    """Micro-batches over which what the model adds to the loss of tokens is averaged; 1: as it is."""
+    was_used: bool = False
+    """The model's own code divided by `total`."""
+    of_tokens: Tensor | None = None
+    """The loss of tokens, where the model returns what it adds to it alone."""
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the micro-batch's part of the step's loss, scaled here if the model's own code did not."""
+        if self.was_used:
+            return self.joined(loss)
+        return loss if self.count == self.total else loss * (self.count / self.total)
+
+    def parted(self, of_tokens: Tensor) -> Tensor:
+        """Return what the model is to take for the loss of tokens: zero, where what it adds is averaged."""
+        if self.num_averaged == 1:
+            return of_tokens
+        self.of_tokens = of_tokens
+        return torch.zeros_like(of_tokens)
+
+    def joined(self, loss: Tensor) -> Tensor:
+        """Return the sum of the loss of tokens and the average, of a loss that was parted."""
+        if self.of_tokens is None:
+            return loss
+        of_tokens, self.of_tokens = self.of_tokens, None
+        return of_tokens + loss / self.num_averaged
+
+
+class RowSums:
+    """In the place of a share: the loss of the coming pass is a vector, each row's sum over its tokens."""
+
+
+def adds_router_loss(config: PretrainedConfig) -> bool:
+    """Whether a model adds the balance of its routers to the loss of tokens, unless a call says otherwise."""
+    return bool(getattr(config.get_text_config(), "output_router_logits", False))
