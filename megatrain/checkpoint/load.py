@@ -87,12 +87,15 @@ def verify(path: Path, *, digests: bool = True) -> format.Manifest:
         raise DamagedError(path, reason) from error
 
 
-def newest_whole(root: Path, *, warn: Callable[[str], None]) -> tuple[Path, format.Manifest] | None:
+def newest_whole(
+    root: Path, *, warn: Callable[[str], None], digests: bool = True
+) -> tuple[Path, format.Manifest] | None:
     """Return the newest checkpoint that is whole, with its manifest; None if there is no checkpoint at all.
 
     Args:
         root: The directory of the run's checkpoints.
         warn: Called with one sentence for each damaged checkpoint that is passed over.
+        digests: As in `verify`.
 
     Raises:
         CheckpointError: There are checkpoints, and none is whole; or the newest whole one is of a later
@@ -102,7 +105,7 @@ def newest_whole(root: Path, *, warn: Callable[[str], None]) -> tuple[Path, form
     reasons = []
     for index, path in enumerate(paths):
         try:
-            return path, verify(path)
+            return path, verify(path, digests=digests)
         except DamagedError as error:
             reasons.append(f"{path.name} ({error.reason})")
             if index + 1 < len(paths):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,11 +29,15 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
 
     Raises:
         ConfigError: So many cannot run here.
+        MegatrainError: As `check_start`.
     """
     from megatrain.checkpoint.load import find
+    from megatrain.config import replace_settings
     from megatrain.config.runs import num_places, require_power_of_two
     from megatrain.distributed.launch import Ended, run_ranks
+    from megatrain.distributed.processes import num_cores
     from megatrain.hardware.accelerators import check_count
+    from megatrain.train.going_on import check_start
     from megatrain.train.records.directory import RunDirectory
     from megatrain.train.records.events import record_ranks
     from megatrain.train.report.page import leave_report
@@ -40,19 +45,27 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
     if dry_run:
         raise ConfigError("--dry-run tries out one rank; leave --ranks away")
     require_power_of_two(ranks, f"--ranks is {ranks}")
-    check_count(config.train.device, ranks)
+    kind = check_count(config.train.device, ranks)
     sequence = config.parallel.sequence
     shards = config.parallel.shards or num_places(ranks, sequence)
+    check_start(config, ranks)
+    if kind is None and ranks > num_cores():
+        _log.warning("%d ranks take turns on %d cores; more than one for each is slower", ranks, num_cores())
     directory = RunDirectory(Path(config.out))
 
     def again() -> list[str]:
         if next(iter(find(directory.checkpoints)), None) is not None:
-            return [*arguments, "checkpoint.resume=auto"]
+            return replace_settings(arguments, {"checkpoint.resume": "auto"})
         if config.checkpoint.resume not in ("auto", "no"):
             return list(arguments)
-        return [*arguments, "checkpoint.resume=auto", f"parallel.shards={shards}"]
+        return replace_settings(arguments, {"checkpoint.resume": "auto", "parallel.shards": str(shards)})
 
     def tell(ended: Ended, num_left: int) -> None:
+        if ended.signal is not None:
+            if ended.own_code is None:
+                name = signal.Signals(ended.signal).name
+                _log.warning("ended by %s; the same command goes on from the newest checkpoint, if any", name)
+            return
         reason = ended.reason
         if reason is not None:
             how = "the same command goes on" if not num_left else f"going on with {num_left} of the ranks"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         load_config,
         parse_override,
         read_config,
+        replace_settings,
         set_keys,
     )
     from megatrain.config.sections.config import Config
@@ -37,6 +38,7 @@ __all__ = [
     "load_config",
     "parse_override",
     "read_config",
+    "replace_settings",
     "set_keys",
 ]
 

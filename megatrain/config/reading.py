@@ -97,6 +97,16 @@ def set_keys(raw: Mapping[str, Any], settings: Sequence[tuple[str, Any]]) -> dic
     return result
 
 
+def replace_settings(arguments: Sequence[str], settings: Mapping[str, str]) -> list[str]:
+    """Return arguments of `combine_settings` that set these keys, in the place of what they set them to."""
+    overrides = {argument: parse_override(argument) for argument in arguments if "=" in argument}
+    replaced = {
+        argument for argument, (key, value) in overrides.items() if translate(key, value)[0] in settings
+    }
+    kept = [argument for argument in arguments if argument not in replaced]
+    return [*kept, *(f"{key}={value}" for key, value in settings.items())]
+
+
 def build_config(raw: Mapping[str, Any], *, source: str = "configuration") -> Config:
     """Check nested keys and fill in the defaults.
 

@@ -45,8 +45,9 @@ class Runs:
             below = num_micro_batches // number * number
             nearest = f"{below} or {below + number}" if below else str(number)
             raise ConfigError(
-                f"a step of {num_micro_batches} micro-batches cannot be cut into {number} equally long "
-                f"runs (parallel.shards); use {nearest}"
+                f"a step of {num_micro_batches} micro-batches (train.grad_accumulation) cannot be cut into "
+                f"{number} equally long runs (parallel.shards; one per rank, if left open); use {nearest} "
+                "micro-batches"
             )
         return cls(number, num_micro_batches // number)
 
@@ -261,7 +262,8 @@ def power_of_two(number: int) -> int:
         ValueError: It is no power of two.
     """
     if number < 1 or number.bit_count() != 1:
-        raise ValueError("use a power of two: 1, 2, 4, 8, ...")
+        below = 1 << max(number.bit_length() - 1, 0)
+        raise ValueError(f"use a power of two, such as {below} or {2 * below}")
     return number
 
 

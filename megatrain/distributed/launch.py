@@ -1,8 +1,9 @@
 """Processes that train together: started by PyTorch's elastic launcher, that of torchrun, and joined here.
 
 The launcher starts one process per rank, tells each in its environment who it is, and ends all when one has
-ended. What we add is one exit code, what each rank ended with, and that a run one of whose ranks was killed,
-stopped or hung goes on from its newest checkpoint with fewer.
+ended. What we add is one exit code, what each rank ended with, that a signal to the launcher ends ranks as it
+would end one, and that a run one of whose ranks was killed, stopped or hung goes on from its newest
+checkpoint with fewer.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -29,6 +30,9 @@ from megatrain.hardware.accelerators import VENDORS, check_count
 if TYPE_CHECKING:
     from megatrain.distributed.ranks import Ranks
 
+_LOOK_S = 0.1
+"""How often the launcher looks for ranks to pass a signal on to."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -38,10 +42,20 @@ class Ended:
     """Their exit codes; negative: the signal that killed it."""
     sentences: dict[int, str]
     """What those said that could."""
+    signal: int | None = None
+    """That the launcher got, and passed on to them."""
+
+    @property
+    def own_code(self) -> int | None:
+        """Exit code of the first rank that ended neither by a signal nor because of another rank, if any."""
+        of_others = {RankError.exit_code, TornStateError.exit_code}
+        return next((code for code in self.codes.values() if code > 0 and code not in of_others), None)
 
     @property
     def reason(self) -> str | None:
-        """Why fewer ranks may go on; None: they would end in the same way."""
+        """Why fewer ranks may go on; None: they would end in the same way, or were asked to end."""
+        if self.own_code is not None or self.signal is not None:
+            return None
         for rank, code in self.codes.items():
             if code < 0:
                 return f"rank {rank} {how_ended(code)}"
@@ -52,9 +66,14 @@ class Ended:
     @property
     def exit_code(self) -> int:
         """Of the command: that of the first rank that has one of its own."""
-        of_others = {RankError.exit_code, TornStateError.exit_code}
-        ordered = sorted(self.codes.values(), key=lambda code: (code < 0, code in of_others))
-        return 0 if not ordered else ordered[0] if ordered[0] > 0 else 128 - ordered[0]
+        if not self.codes:
+            return 0
+        if self.own_code is not None:
+            return self.own_code
+        if self.signal is not None:
+            return 128 + self.signal
+        code = max(self.codes.values(), key=lambda code: code > 0)
+        return code if code > 0 else 128 - code
 
 
 def run_ranks(
@@ -68,7 +87,9 @@ def run_ranks(
     """Run `megatrain` with these arguments once per rank, and return one exit code.
 
     Where a rank was killed, stopped or hung, the same run goes on from its newest checkpoint, to the same
-    bits, with the largest number of ranks that is left and shares out the step's runs.
+    bits, with the largest number of ranks that is left and shares out the step's runs. The first SIGINT or
+    SIGTERM lets the ranks finish their step and save, or ends them if they do not train yet; a second one
+    ends them at once. After either nothing goes on.
 
     Args:
         num_ranks: How many: a power of two.
@@ -77,13 +98,12 @@ def run_ranks(
         again: Returns the arguments with which the run goes on.
         tell: Is told how ranks have ended, and how many go on: 0, if none do.
     """
-    with _signals_passed_on():
+    with _stopping() as stop:
         while True:
-            ended = _launch(num_ranks, arguments)
+            ended = replace(_launch(num_ranks, arguments, stop), signal=stop.number)
             if not ended.codes:
                 return 0
-            own = set(ended.codes.values()) - {RankError.exit_code, TornStateError.exit_code}
-            goes_on = num_ranks > least and ended.reason is not None and all(code < 0 for code in own)
+            goes_on = num_ranks > least and ended.reason is not None
             num_ranks = num_ranks // 2 if goes_on else 0
             tell(ended, num_ranks)
             if not goes_on:
@@ -91,8 +111,8 @@ def run_ranks(
             arguments = again()
 
 
-def _launch(num_ranks: int, arguments: Sequence[str]) -> Ended:
-    """Run all ranks to their end."""
+def _launch(num_ranks: int, arguments: Sequence[str], stop: _Stop) -> Ended:
+    """Run all ranks to their end, or until they are stopped."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -117,30 +137,54 @@ def _launch(num_ranks: int, arguments: Sequence[str]) -> Ended:
             failures = sorted(error.failures.items(), key=lambda item: item[0] != first)
             for rank, failure in failures:
                 ended.codes[rank] = failure.exitcode
-                if isinstance(failure.message, str) and "message" in failure.error_file_data:
+                if "timestamp" in failure.error_file_data:  # `tell_launcher` has written it
                     ended.sentences[rank] = failure.message
 
     # in a thread of its own the launcher leaves signals alone: a run that gets one finishes its step first
     thread = threading.Thread(target=run, name="launcher")
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        thread.join(_LOOK_S)
+        stop.pass_on()
     return ended
 
 
-@contextmanager
-def _signals_passed_on() -> Iterator[None]:
-    """Pass a signal on: the first rank finishes its step and saves, then tells the others to end."""
+class _Stop:
+    """A signal to the launcher, which alone gets what a terminal sends: ranks have sessions of their own."""
 
-    def pass_on(number: int, _: FrameType | None) -> None:
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """The last one; None: there was none."""
+        self._is_second = False
+        self._told: set[int] = set()
+
+    def note(self, number: int, _: FrameType | None) -> None:
+        """Take a signal."""
+        self._is_second = self.number is not None
+        self.number = number
+
+    def pass_on(self) -> None:
+        """Tell the ranks that do not know of it, some of which may only have been started since.
+
+        They are told with SIGTERM, which ends those that do not train yet without a word. The first rank
+        finishes its step and saves, then tells the others to end.
+        """
+        if self.number is None:
+            return
         for process in _children():
-            os.kill(process, signal.SIGTERM)
+            if self._is_second or process not in self._told:
+                self._told.add(process)
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process, signal.SIGKILL if self._is_second else signal.SIGTERM)
 
-    previous = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),  # a terminal tells the ranks itself
-    }
+
+@contextmanager
+def _stopping() -> Iterator[_Stop]:
+    """Take the signals that ask this process to end."""
+    stop = _Stop()
+    previous = {number: signal.signal(number, stop.note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield stop
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,11 @@ from pathlib import Path
 def machine() -> str:
     """Return what no other machine has, nor this one after it is started anew."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def status_of(process: int) -> list[str] | None:

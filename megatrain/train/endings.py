@@ -48,8 +48,13 @@ def end_early(run: Run, reason: str) -> None:
 
 
 @contextmanager
-def stop_flag() -> Iterator[threading.Event]:
-    """Let the first SIGINT or SIGTERM finish the step; a second one ends the process as it always does."""
+def stop_flag(*, is_alone: bool = True) -> Iterator[threading.Event]:
+    """Let the first SIGINT or SIGTERM finish the step; a second one ends the process as it always does.
+
+    Args:
+        is_alone: There is one rank. Of several, the launcher decides what a second signal means: what ends a
+            job may tell each of its processes, and the launcher tells the ranks too.
+    """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -58,9 +63,13 @@ def stop_flag() -> Iterator[threading.Event]:
     previous = {number: signal.getsignal(number) for number in numbers}
 
     def handle(number: int, _: FrameType | None) -> None:
+        if stop.is_set():
+            return
         stop.set()
-        signal.signal(number, previous[signal.Signals(number)])
-        _log.warning("%s: finishing the step, then saving", signal.Signals(number).name)
+        if is_alone:
+            for each in numbers:
+                signal.signal(each, previous[each])
+        _log.warning("asked to stop: finishing the step, then saving")
 
     for number in numbers:
         signal.signal(number, handle)

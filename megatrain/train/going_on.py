@@ -12,12 +12,20 @@ from megatrain.errors import CheckpointError, OutputError, os_errors
 from megatrain.train.evaluate.standing import Standing
 from megatrain.train.outputs.export import best_step, find_best, is_exported
 from megatrain.train.records.directory import RunDirectory
+from megatrain.train.shards import decided_shards
 
 _log = logging.getLogger(__name__)
 
 
-def find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, Manifest] | None:
+def find_checkpoint(
+    directory: RunDirectory, resume: str, *, digests: bool = True
+) -> tuple[Path, Manifest] | None:
     """Find where to go on from: the path and the manifest, or None to begin.
+
+    Args:
+        directory: Of the run.
+        resume: `auto`, `no`, or the path of a checkpoint.
+        digests: As in `verify`; without them nothing is said of damaged checkpoints that are passed over.
 
     Raises:
         CheckpointError: The named checkpoint is damaged, or none of the run's is whole.
@@ -30,7 +38,8 @@ def find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, Manifes
             )
         return None
     if resume == "auto":
-        return newest_whole(directory.checkpoints, warn=_log.warning)
+        warn = _log.warning if digests else _log.debug
+        return newest_whole(directory.checkpoints, warn=warn, digests=digests)
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint directory; give one of checkpoints/step-*")
@@ -40,7 +49,23 @@ def find_checkpoint(directory: RunDirectory, resume: str) -> tuple[Path, Manifes
             f"{directory.path} has gone on to {later[0].name}, so it cannot go back to {path.name}; "
             "give another directory with --out, or remove the later checkpoints"
         )
-    return path, verify(path)
+    return path, verify(path, digests=digests)
+
+
+def check_start(config: Config, num_ranks: int) -> None:
+    """Refuse what every rank would refuse once it is started; nothing is written.
+
+    Raises:
+        OutputError: The run directory is in use, or cannot be used.
+        CheckpointError: As `find_checkpoint`.
+        ConfigError: As `decided_shards`.
+    """
+    directory = RunDirectory(Path(config.out))
+    directory.check()
+    if directory.path.is_dir() and directory.is_in_use:
+        raise directory.in_use()
+    found = find_checkpoint(directory, config.checkpoint.resume, digests=False)
+    decided_shards(config, num_ranks, None if found is None else found[1].meta)
 
 
 def is_finished(directory: RunDirectory, config: Config, newest: Manifest) -> bool:

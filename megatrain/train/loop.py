@@ -220,7 +220,9 @@ def train(
         is_done = False
         with recorded(run, directory), way_back(run, directory):
             try:
-                with stop_flag() as stop:
+                if ranks is not None:
+                    ranks.meet("orders")  # the others leave signals to this one from now on
+                with stop_flag(is_alone=ranks is None) as stop:
                     final = _train_until_done(run, directory, stop, own if step == run.step else None)
                 standing = {"evaluation": run.evaluator.standing.state()}
                 best = best_step(standing, loads_best=config.eval.load_best)
@@ -252,16 +254,17 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
     checkpoint = None if found["checkpoint"] is None else Path(found["checkpoint"])
     if checkpoint is not None:
         require_checkpoint(ranks, checkpoint, found["fingerprint"])
+    run = prepare(
+        config.model_copy(update={"parallel": parallel}),
+        checkpoint,
+        found["meta"],
+        find_commit(config, is_run=True) if found["is_committed"] else None,
+        prepared=prepared,
+        references=_references(config, prepared),
+        ranks=ranks,
+    )
     with signals_ignored():
-        run = prepare(
-            config.model_copy(update={"parallel": parallel}),
-            checkpoint,
-            found["meta"],
-            find_commit(config, is_run=True) if found["is_committed"] else None,
-            prepared=prepared,
-            references=_references(config, prepared),
-            ranks=ranks,
-        )
+        ranks.meet("orders")
         try:
             while (order := ranks.tell()) != END:
                 if order == STEP:

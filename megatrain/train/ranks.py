@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from megatrain.checkpoint.load import verify
 from megatrain.config import Config
 from megatrain.config.choice import Choice
 from megatrain.config.read_choice import as_values, from_values
-from megatrain.config.runs import num_places
+from megatrain.distributed.processes import num_cores
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware.accelerators import VENDORS
@@ -33,6 +32,7 @@ from megatrain.store.nodes import DRIVES_OVER_NODES
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
+from megatrain.train.shards import decided_shards
 
 STEP, EVALUATE, COMMIT, SETTLE, SAVE, END = "step", "evaluate", "commit", "settle", "save", "end"
 """What the first rank tells the others to do next. After `SETTLE` they bring home what is newer on their
@@ -43,18 +43,11 @@ def with_shards(config: Config, ranks: Ranks | None, meta: Mapping[str, Any] | N
     """Return the settings with `parallel.shards` decided: as given, as the checkpoint's, or one per rank.
 
     Raises:
-        ConfigError: Ranks cannot share them out, or the micro-batches of a step cannot be cut so.
+        ConfigError: As `decided_shards`.
     """
-    shards = config.parallel.shards
-    if shards is None and meta is not None:
-        shards = meta["config"].get("parallel", {}).get("shards", 1)
-    size = 1 if ranks is None else ranks.size
-    sequence = config.parallel.sequence
-    shards = shards or num_places(size, sequence)
+    shards = decided_shards(config, 1 if ranks is None else ranks.size, meta)
     parallel = config.parallel.model_copy(update={"shards": shards})
-    config = config.model_copy(update={"parallel": parallel})
-    config.batch.runs.shared_out(size, sequence)
-    return config
+    return config.model_copy(update={"parallel": parallel})
 
 
 def check_ranks(config: Config, ranks: Ranks) -> None:
@@ -86,7 +79,7 @@ def described(ranks: Ranks | None, shards: int | None) -> str:
     if ranks is None:
         return ""
     nodes = f" on {ranks.num_nodes} nodes" if ranks.num_nodes > 1 else ""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    cores = num_cores()
     return (
         f"{ranks.size}{nodes}, with {cores} core{'s' * (cores > 1)} each and one state in a node's memory; "
         f"parallel.shards is {shards}: give it too, if the run may go on with another number"

@@ -19,6 +19,7 @@ from megatrain.config import (
     dump_config,
     load_config,
     read_config,
+    replace_settings,
 )
 from megatrain.config.aliases import ALIASES
 from megatrain.config.page import configuration_page
@@ -284,6 +285,19 @@ def test_override_by_alias_wins_over_the_file_and_conflicts_with_its_key() -> No
     with pytest.raises(ConfigError, match=r"optim\.lr is set twice .*learning_rate and as optim\.lr"):
         apply_overrides(raw, ["learning_rate=0.5", "optim.lr=0.5"])
     assert "did you mean optim.lr?" in problem_of("optim.learning_rate=1")
+
+
+def test_settings_replace_those_of_the_command_line_by_whatever_name() -> None:
+    given = ["file.yaml", "learning_rate=0.5", "parallel.shards=2", "bf16=true", "out=run"]
+    replaced = replace_settings(given, {"optim.lr": "0.1", "parallel.shards": "4", "train.steps": "3"})
+    assert replaced == [
+        "file.yaml",
+        "bf16=true",
+        "out=run",
+        "optim.lr=0.1",
+        "parallel.shards=4",
+        "train.steps=3",
+    ]
 
 
 def test_every_key_is_described_and_the_page_is_fresh() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import pytest
 from megatrain.distributed import launch
 from megatrain.distributed.launch import Ended, Places
 from megatrain.errors import ConfigError
-from tests.distributed.processes import exit_codes
+from tests.distributed.processes import exit_codes, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ def test_fewer_go_on_after_ranks_that_were_lost_and_no_others(
     begun: list[tuple[int, list[str]]] = []
     told: list[int] = []
 
-    def ended(num_ranks: int, arguments: list[str]) -> Ended:
+    def ended(num_ranks: int, arguments: list[str], stop: object) -> Ended:
         begun.append((num_ranks, arguments))
         return Ended(codes[len(begun) - 1], {})
 
@@ -110,3 +114,51 @@ def test_fewer_go_on_after_ranks_that_were_lost_and_no_others(
     assert found == code
     assert begun == list(zip(sizes, [["first"], *[["again"]] * 9], strict=False))
     assert told == [*sizes[1:], *[0] * (code != 0)]
+
+
+TRAPS = {
+    "saves": "if [ $RANK = 0 ]; then trap 'touch done; exit 75' TERM; else trap '' TERM; fi",
+    "loads": "",
+    "hangs": "trap '' TERM",
+}
+"""What a rank does at the signal that the launcher sends."""
+
+
+@pytest.mark.parametrize(
+    ("way", "signals", "code", "codes"),
+    [
+        ("saves", [signal.SIGINT], 75, {"0": 75}),
+        ("saves", [signal.SIGTERM], 75, {"0": 75}),
+        ("loads", [signal.SIGTERM], 143, {"0": -15, "1": -15}),
+        ("hangs", [signal.SIGINT, signal.SIGINT], 130, {"0": -9, "1": -9}),
+    ],
+    ids=str,
+)
+def test_a_signal_to_the_launcher_ends_its_ranks_and_starts_no_others(
+    tmp_path: Path, way: str, signals: list[int], code: int, codes: dict[str, int]
+) -> None:
+    sent: dict[str, Any] = {"root": str(tmp_path), "trap": TRAPS[way], "signals": [*map(int, signals)]}
+    (told,) = run_ranks(tmp_path / "logs", 1, _launch_and_signal, **sent)
+    assert told == {"code": code, "ended": [[codes, int(signals[-1]), 0]]}
+
+
+def _launch_and_signal(ranks: Any, *, root: str, trap: str, signals: list[int]) -> dict[str, Any]:
+    rank = Path(root, "rank")
+    wait = "touch is$RANK; while [ ! -e done ]; do sleep 0.05; done"
+    rank.write_text(f"#!/bin/sh\ncd {root}\n{trap}\n{wait}\n")
+    rank.chmod(0o700)
+    sys.executable = str(rank)
+
+    def send() -> None:
+        while not all(Path(root, f"is{number}").exists() for number in range(2)):
+            time.sleep(0.01)
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(1.0)
+
+    threading.Thread(target=send, daemon=True).start()
+    ended: list[tuple[dict[int, int], int | None, int]] = []
+    code = launch.run_ranks(
+        2, [], again=list, tell=lambda found, left: ended.append((found.codes, found.signal, left))
+    )
+    return {"code": code, "ended": ended}

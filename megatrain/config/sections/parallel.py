@@ -8,19 +8,21 @@ from pydantic import AfterValidator
 
 from megatrain.config.runs import Runs, power_of_two
 from megatrain.config.sections.section import Section
-from megatrain.config.types import Count, Rate
+from megatrain.config.types import Count, Rate, reads_as
 from megatrain.errors import ConfigError
+
+PowerOfTwo = Annotated[Count, AfterValidator(power_of_two), reads_as("a power of two")]
 
 
 class ParallelConfig(Section):
     """How a step is cut into parts that may be computed apart."""
 
-    shards: Annotated[Count, AfterValidator(power_of_two)] | None = None
+    shards: PowerOfTwo | None = None
     """Runs of a step: contiguous, equally long pieces of its `train.grad_accumulation` micro-batches; a power
     of two. Gradients add up in order inside a run, and the sums of runs by a balanced tree, so the result
     depends on this number, and not on who computes what. Each doubling keeps one more sum in fp32. null = one
     per rank (of those that share out rows, one for all), or as many as the checkpoint was made with."""
-    sequence: Annotated[Count, AfterValidator(power_of_two)] = 1
+    sequence: PowerOfTwo = 1
     """Ranks that train the same micro-batches, each on its part of every row's tokens: for rows that are too
     long for one. A power of two that divides the number of ranks, and the model's attention heads and heads
     of keys and values: inside attention each rank has all tokens and a part of the heads. Results differ from

@@ -37,7 +37,10 @@ def with_gpus(spec: HardwareSpec, gpus: int | None, nodes: int | None) -> Hardwa
             f"--nodes is {nodes}, but nothing is known of a network of {spec.name}; give a machine file with "
             "network_bytes_per_s, or --nodes 1"
         )
-    require_power_of_two(gpus * nodes, f"{nodes} nodes of {gpus} GPUs are {gpus * nodes}")
+    all_of_them = (
+        f"--gpus is {gpus}" if nodes == 1 else f"{nodes} nodes of {gpus} GPUs are {gpus * nodes} GPUs"
+    )
+    require_power_of_two(gpus * nodes, all_of_them)
     return spec.with_ranks(gpus, nodes)
 
 

@@ -139,6 +139,12 @@ class RunDirectory:
             os.close(descriptor)
         return False
 
+    def in_use(self) -> OutputError:
+        """Return the error of a second run in the directory."""
+        return OutputError(
+            f"{self.path} is in use by another run; wait for it, or give another directory with --out"
+        )
+
     def _lock(self, descriptor: int) -> None:
         for tries_left in reversed(range(_LOCK_TRIES)):
             try:
@@ -146,10 +152,7 @@ class RunDirectory:
                 return
             except BlockingIOError as error:
                 if not tries_left:
-                    raise OutputError(
-                        f"{self.path} is in use by another run; wait for it, or give another directory with "
-                        "--out"
-                    ) from error
+                    raise self.in_use() from error
                 time.sleep(_LOCK_WAIT_S)
             except OSError as error:
                 if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):

@@ -78,7 +78,7 @@ def test_money_is_of_all_nodes_and_steps_of_all_ranks() -> None:
     [
         ("8xh100", 16, None, "--gpus is 16, but 8xh100 has 8; use at most that"),
         ("h100", None, 2, "--nodes is 2, but nothing is known of a network of h100"),
-        ("8xh100", 3, None, "1 nodes of 3 GPUs are 3; use a power of two"),
+        ("8xh100", 3, None, "--gpus is 3; use a power of two, such as 2 or 4"),
         ("cpu-laptop", 2, None, "on cpu-laptop the host computes"),
     ],
 )
