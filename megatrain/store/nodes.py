@@ -7,7 +7,7 @@ either, since a read takes a page too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -66,6 +66,8 @@ class NodeState(HostState):
         ]
         self._filled = [0] * len(layouts)
         """By block: elements that have been put there."""
+        self.call_others: Callable[[int], object] | None = None
+        """Lets the others `lend` a block to this rank, which reads by itself; None: all borrow together."""
         super().__init__(layouts, precision, shared=nodes.shared_memory)
 
     @property
@@ -95,7 +97,7 @@ class NodeState(HostState):
 
     @contextmanager
     def borrow(self, block: int, *, writes: bool = False) -> Iterator[BlockState]:
-        """Lend a block whose other parts come from the nodes that keep them: all ranks borrow together.
+        """Lend a block whose other parts come from the nodes that keep them; see `call_others`.
 
         Where the caller `writes`, nothing comes from other nodes, and what is not of this one is dropped: the
         first rank of each node does it, with the same values.
@@ -104,13 +106,23 @@ class NodeState(HostState):
             yield self.blocks[block]
             self._give_back(block, _PARTED)
             return
+        call = self.call_others
+        if call is not None:
+            call(block)
         self._bring(block, _PARTED)
         try:
             yield self.blocks[block]
         finally:
-            self._nodes.meet("spread")
+            if call is None:
+                self._nodes.meet("spread")
             if self._nodes.local_rank == 0:
                 self._give_back(block, _PARTED)
+
+    def lend(self, block: int) -> None:
+        """Take part in what the first rank of all borrows by itself."""
+        self._bring(block, _PARTED)
+        if self._nodes.node > 0 and self._nodes.local_rank == 0:
+            self._give_back(block, _PARTED)
 
     def bring_gradients(self) -> None:
         """Make all complete gradients readable on every node, whose whole plane is in memory from then on."""

@@ -206,8 +206,7 @@ class Engine:
                 "read them"
             )
         self.executor.wait_for_gradients()
-        if self.arrangement.shared is not None:  # each rank has put its share into memory of all
-            self.arrangement.shared.show_gradients(self.host)
+        self.arrangement.show_gradients()
         return self.arrangement.gradients.named(self._names)
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:

@@ -20,6 +20,7 @@ from megatrain.model.adapters.adapt import adapter_config, adapter_tensors
 from megatrain.model.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from megatrain.model.weights.files import model_directory
 from megatrain.model.weights.fingerprint import fingerprint
+from megatrain.store.state import view_entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,8 +76,8 @@ def write_adapter(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path,
     host = engine.host
 
     def value(name: str) -> Tensor:
-        with host.borrow(host.number_of(name)) as block:
-            return block.weight(block.entries[name]).clone()
+        _, entry = host.find(name)
+        return view_entry(host.lend_working(host.number_of(name)), entry).clone()
 
     sources = []
     for key, name in sorted(adapter_tensors(engine.model).items()):

@@ -28,10 +28,10 @@ from megatrain.train.ranks import (
     COMMIT,
     END,
     EVALUATE,
-    SAVE,
-    SETTLE,
     STEP,
     count_written,
+    lend,
+    read_alone,
     require_checkpoint,
     signals_ignored,
     step_of_all,
@@ -43,7 +43,6 @@ from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
 from megatrain.train.resume.changes import changed_settings
-from megatrain.train.resume.state import lend_state
 from megatrain.train.resume.state_commits import find_commit
 from megatrain.train.run import Run, prepare
 from megatrain.train.screen.progress import Progress
@@ -214,6 +213,8 @@ def train(
             ranks=ranks,
         )
         progress("")
+        if ranks is not None:
+            read_alone(ranks, run.engine)
         if checkpoint is not None and not is_own:
             choose_best_anew(run.evaluator.standing, checkpoint.parent)
         directory.begin(config, None if run.planned is None else planned_run(run.planned, run.num_steps))
@@ -271,14 +272,11 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
                     train_step(run)
                 elif order == COMMIT:
                     run.commit()
-                elif order == SETTLE:
-                    run.engine.settle()
                 elif order == EVALUATE:
                     run.doing(f"evaluating step {run.step}")
                     run.evaluator.losses(run.engine, ranks)
                 else:
-                    assert order == SAVE
-                    lend_state(run.engine)
+                    lend(run.engine, order)
         finally:
             run.engine.close()
 
@@ -335,9 +333,9 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
                 callbacks.call("on_epoch_begin")
     if saved is None:
         saved = _save(run, directory)
+    callbacks.call("on_train_end")
     if run.ranks is not None:
         run.ranks.tell(END)
-    callbacks.call("on_train_end")
     refuse_failed_callback(run, saved)
     if reason and run.step < run.num_steps:
         run.tell("stop", reason=reason)

@@ -1,8 +1,8 @@
 """A run of several ranks: the first one decides and writes, the others take the steps that it tells of.
 
 The state of a node is one, in memory that all of its ranks map, so the first rank samples, saves and exports
-it as if it were alone, while the others wait for the next order. Batches of evaluation are shared out. What a
-save needs of other nodes comes to the first rank block by block.
+it as if it were alone, while the others wait for the next order. Batches of evaluation are shared out. What
+it reads of other nodes comes to it block by block.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,15 @@ from megatrain.distributed.ranks import Ranks
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware.accelerators import VENDORS
 from megatrain.hardware.care import Care
-from megatrain.store.nodes import DRIVES_OVER_NODES
+from megatrain.store.nodes import DRIVES_OVER_NODES, NodeState
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
 from megatrain.train.shards import decided_shards
 
-STEP, EVALUATE, COMMIT, SETTLE, SAVE, END = "step", "evaluate", "commit", "settle", "save", "end"
+STEP, EVALUATE, COMMIT, SETTLE, LEND, END = "step", "evaluate", "commit", "settle", "lend", "end"
 """What the first rank tells the others to do next. After `SETTLE` they bring home what is newer on their
-devices, before the first rank reads it; after `SAVE` they lend it the state of their nodes."""
+devices, before the first rank reads it; `LEND`, with a block's number, lends it the state of their nodes."""
 
 
 def with_shards(config: Config, ranks: Ranks | None, meta: Mapping[str, Any] | None) -> Config:
@@ -110,23 +109,52 @@ def agreed(ranks: Ranks, config: Config, choice: Choice, facts: Mapping[str, Any
 
 @contextmanager
 def step_of_all(ranks: Ranks | None, engine: Engine) -> Iterator[None]:
-    """Let the other ranks take the step that this one, the first, takes inside.
-
-    From then on they bring home what is newer on their devices when this one is about to read it.
-    """
+    """Let the other ranks take the step that this one, the first, takes inside."""
     if ranks is None:
         yield
         return
     ranks.tell(STEP)
-    engine.arrangement.call_others = _refuse_within_a_step
-    yield
-    engine.arrangement.call_others = partial(ranks.tell, SETTLE)
+    _let_others(engine, _refuse_within_a_step)
+    try:
+        yield
+    except BaseException:
+        _let_others(engine, _refuse_after_an_error)
+        raise
+    read_alone(ranks, engine)
 
 
-def _refuse_within_a_step() -> None:
+def read_alone(ranks: Ranks, engine: Engine) -> None:
+    """Let the others `lend` what this one, the first, reads by itself from now on."""
+    _let_others(engine, lambda *block: ranks.tell([LEND, *block] if block else SETTLE))
+
+
+def lend(engine: Engine, order: Any) -> None:
+    """Do what `read_alone` has told this rank, which is not the first."""
+    engine.settle()
+    if order != SETTLE:
+        assert order[0] == LEND
+        assert isinstance(engine.host, NodeState)
+        engine.host.lend(order[1])
+
+
+def _let_others(engine: Engine, call: Callable[..., object]) -> None:
+    """Call this, with a block or none, where the first rank is about to read what other ranks have."""
+    engine.arrangement.call_others = call
+    if isinstance(engine.host, NodeState):
+        engine.host.call_others = call
+
+
+def _refuse_within_a_step(*_: int) -> None:
     raise ConfigError(
-        "a callback has read weights or state within a step, while ranks have newer ones of resident blocks "
-        "on their devices; read them in on_step_end, or use memory.resident_blocks=0"
+        "a callback has read weights or state within a step, while ranks have newer ones on their devices or "
+        "nodes; read them in on_step_end"
+    )
+
+
+def _refuse_after_an_error(*_: int) -> None:
+    raise ConfigError(
+        "a step has failed on the first rank, while others are in it, so nothing can be read of the state "
+        "that they have; go on from the newest checkpoint"
     )
 
 

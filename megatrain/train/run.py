@@ -44,7 +44,7 @@ from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.run_machine import choose_threads, make_care, measure_peak
 from megatrain.train.preference.objective import Preference
 from megatrain.train.preference.reference import Reference
-from megatrain.train.ranks import SAVE, agreed, described, in_turn, settle_ranks
+from megatrain.train.ranks import agreed, described, in_turn, settle_ranks
 from megatrain.train.records.events import EventLog
 from megatrain.train.resume.changes import report_changes
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
@@ -148,8 +148,6 @@ class Run:
             write_adapter(self.engine, self.tokenizer, directory, base=base_of(self.config))
         else:
             write_model(self.engine, self.tokenizer, directory)
-        if self.ranks is not None and self.ranks.num_nodes > 1:
-            self.ranks.tell(SAVE)  # the state of other nodes comes to this one
         write_state(self.engine, directory)
 
     def restore(self, source: Path, meta: Mapping[str, Any]) -> None:

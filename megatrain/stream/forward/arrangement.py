@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from megatrain.config.choice import Activations, Choice
+from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.ownership import whole_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
@@ -107,7 +108,7 @@ class Arrangement:
         """What this rank keeps of the gradients; None: it is alone."""
         self.num_ranks = 1 if binding.ranks is None else binding.ranks.size
         self.call_others: Callable[[], object] | None = None
-        """Lets the other ranks settle too, where this one does it by itself; None: all do it together."""
+        """Lets the other ranks settle too, where this one reads by itself; None: all do it together."""
         lanes.squares_in_chunks = binding.runs.number > 1 or binding.ranks is not None
         self._arrange(choice)
 
@@ -116,6 +117,21 @@ class Arrangement:
         if self.call_others is not None and self.executor.states.has_newer:
             self.call_others()
         self.executor.sync()
+
+    def show_gradients(self) -> None:
+        """Make complete gradients readable: each of several ranks has put its share into memory of all.
+
+        Raises:
+            ConfigError: The others do not, where this one reads by itself.
+        """
+        if self.shared is None:
+            return
+        if self.call_others is not None:
+            raise ConfigError(
+                "a callback has asked for gradients, of which each rank has a part, and only the first rank "
+                "calls callbacks; read them with one rank, or with engine.named_gradients() on all"
+            )
+        self.shared.show_gradients(self.host)
 
     def change(self, choice: Choice, then: Callable[[], object]) -> None:
         """Go on with another choice; all work is done, and no step is open.

@@ -1,0 +1,146 @@
+"""What the first rank reads by itself, of state that other ranks and nodes have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatrain.config.choice import StepBatch
+from megatrain.errors import ConfigError
+from megatrain.store.nodes import NodeState
+from megatrain.stream.engine import Engine
+from megatrain.train.adapters import write_adapter
+from megatrain.train.ranks import END, STEP, lend, read_alone, step_of_all
+from megatrain.train.resume.state import write_state
+from tests.distributed.cases import TRAINED, cut_at
+from tests.distributed.threads import RankLanes, Turns
+from tests.families import FAMILIES
+from tests.reference import attach_plainly, make_batches, make_model
+from tests.stream.runs import HYPER
+
+BATCH = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=4, num_runs=4)
+
+
+def trained(ranks: Any, trained: str = "all", **settings: Any) -> tuple[Engine, Callable[[], None]]:
+    """Return an engine, and a function that takes a step with it."""
+    model = make_model(FAMILIES["llama"]())
+    TRAINED[trained](model)
+    lanes: Any = "checked" if ranks is None else RankLanes(ranks.turns, ranks.rank)
+    engine = attach_plainly(model, device=lanes, batch=BATCH, ranks=ranks, precision="bf16", **settings)
+    optimizer = engine.adamw(**HYPER)
+    own = engine.parts(4)[0 if ranks is None else ranks.rank]
+
+    def step() -> None:
+        batches = make_batches(4, seed=0)
+        engine.forward_backward([batches[number] for number in own], seeds=list(own))
+        optimizer.step()
+
+    return engine, step
+
+
+def first_reads(ranks: Any, read: Callable[[Engine], Any], **settings: Any) -> Any:
+    """Take a step; then the first rank reads, and the others follow its orders. Return what it has read."""
+    with cut_at(320):
+        engine, step = trained(ranks, **settings)
+        if ranks is None or ranks.rank == 0:
+            with step_of_all(ranks, engine):
+                step()
+            found = read(engine)
+            if ranks is not None:
+                ranks.tell(END)
+            return found
+        while (order := ranks.tell()) != END:
+            if order == STEP:
+                step()
+            else:
+                lend(engine, order)
+        assert not isinstance(engine.host, NodeState) or engine.host.call_others is None
+        return None
+
+
+def masters(engine: Engine) -> dict[str, torch.Tensor]:
+    """Read twice at the same time, and leave the first one in the middle."""
+    left = engine.named_masters()
+    next(left)
+    return dict(engine.named_masters())
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"resident_layers": 4, "gradients": "device"}], ids=["", "resident"]
+)
+def test_the_first_rank_reads_masters_of_all(shape: tuple[int, int], settings: dict[str, Any]) -> None:
+    alone = first_reads(None, masters, **settings)
+    found, *_ = Turns(*shape).run(lambda ranks: first_reads(ranks, masters, **settings))
+    assert found.keys() == alone.keys()
+    assert [name for name, value in alone.items() if not torch.equal(found[name], value)] == []
+
+
+def test_the_first_rank_saves_adapters_and_their_state_over_nodes(tmp_path: Path) -> None:
+    tokenizer: Any = SimpleNamespace(save_pretrained=lambda out: None)
+
+    def save(place: Path) -> Callable[[Engine], None]:
+        def write(engine: Engine) -> None:
+            place.mkdir()
+            write_adapter(engine, tokenizer, place, base="base")
+            write_state(engine, place)
+
+        return write
+
+    first_reads(None, save(tmp_path / "one"), trained="adapters")
+    Turns(4, 2).run(lambda ranks: first_reads(ranks, save(tmp_path / "nodes"), trained="adapters"))
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors"))
+    assert len(files) > 2
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "nodes" / file).read_bytes(), file
+    assert any(
+        value.any() for name, value in load_file(tmp_path / "one" / files[0]).items() if "lora_B" in name
+    )
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_gradients_of_all_are_not_for_the_first_rank_alone(num_nodes: int) -> None:
+    """Nor masters, where other nodes have a part of them; it used to wait for ever."""
+
+    def run(ranks: Any) -> None:
+        engine, step = trained(ranks)
+        if ranks.rank > 0:
+            assert ranks.tell() == STEP
+            step()
+            return
+        read_alone(ranks, engine)
+        with step_of_all(ranks, engine):
+            step()
+            with pytest.raises(ConfigError, match="has asked for gradients, of which each rank has a part"):
+                engine.named_gradients()
+            if num_nodes > 1:
+                with pytest.raises(ConfigError, match="within a step, while ranks have newer ones"):
+                    next(engine.named_masters())
+
+    with cut_at(320):
+        Turns(2, num_nodes).run(run)
+
+
+def test_after_an_error_in_a_step_nothing_is_read_of_others() -> None:
+    """They are in that step, and would take no order: the first rank would wait for ever."""
+
+    def run(ranks: Any) -> None:
+        engine, step = trained(ranks)
+        step()
+        if ranks.rank > 0:
+            assert ranks.tell() == STEP
+            return
+        with suppress(ZeroDivisionError), step_of_all(ranks, engine):
+            raise ZeroDivisionError
+        with pytest.raises(ConfigError, match=r"a step has failed on the first rank, .* newest checkpoint"):
+            next(engine.named_masters())
+
+    with cut_at(320):
+        Turns(2, 2).run(run)
