@@ -306,7 +306,7 @@ class StepBatch:
     num_passes_before: int = 0
     """Passes without gradients that each micro-batch makes before its loss, such as one of a reference."""
     rows_each: int = 1
-    """Rows that are never apart: 2 of a pair."""
+    """Rows that are never apart: 2 of a pair, or of two judged answers; their head runs row by row."""
     num_runs: int = 1
     """Runs, in which gradients add up; `parallel.shards`."""
     runs_are_rounds: bool = False

@@ -68,8 +68,6 @@ class Ranks:
         require_power_of_two(self.size, f"{self.size} ranks train together")
         own: Any = store  # its stubs leave out `clone`
         self.watch = Watch(own.clone(), self.rank, self.size, timeout_s)
-        with self.watch.waiting("caller"):
-            dist.barrier()  # each has its watch now
         self.watch.begin()
         with self.watch.waiting("caller"):
             self._settings: dict[str, Any] = {"timeout": _PATIENCE, "backend": backend}

@@ -6,7 +6,9 @@ is lost, no longer beats; one that hangs beats, but does not come. The first ran
 others at those of the first, so the store has little to do. The first to find that one is missing puts its
 sentence into the store, and every rank ends by it: in its next wait, or a few seconds later by the thread.
 
-A save may take any time, but something moves in it: the thread sees to that for its own rank.
+Others wait for a rank in a step no longer than the timeout. What it prepares, such as before its first step,
+may take any time as long as it beats. So may a save or an evaluation, in which something moves besides: the
+thread sees to that for its own rank.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ WAITS = {
 _PATIENT = "orders"
 """Its waits take any time: the first rank reads, evaluates and saves meanwhile, and beats."""
 
+_JOINED, _ALL = "megatrain/joined", "megatrain/all"
 _LOST = "megatrain/lost"
 _DONE = "megatrain/done"
 _AGAIN = "The same command goes on from the newest checkpoint"
@@ -107,6 +110,7 @@ class Watch:
         self._beat_s = min(timeout_s / 10, 1.0)
         self._doing, self._num_beats = "starting", 0
         self._moves: _Moves | None = None
+        self._is_preparing = True
         self._calls: Counter[str] = Counter()
         self._waited_s: dict[str, float] = defaultdict(float)
         self._waits: dict[int, tuple[str, int, float]] = {}
@@ -119,7 +123,18 @@ class Watch:
         self._beat()
 
     def begin(self) -> None:
-        """Beat, and look at the others, until `close`; every rank has made its watch by now."""
+        """Wait until every rank has made its watch; then beat, and look at the others, until `close`.
+
+        A rank may come at any time: it cannot beat before, and whoever has started it knows whether it lives.
+
+        Raises:
+            RankError: The store where they meet is gone.
+        """
+        with self.waiting(_PATIENT):
+            if self._store.add(_JOINED, 1) == len(self._others) + 1:
+                self._store.set(_ALL, "")
+            while not self._store.check([_ALL]):
+                time.sleep(self._beat_s / 5)
         self._thread.start()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -133,19 +148,25 @@ class Watch:
         if self._thread.is_alive():
             self._thread.join()
 
-    def doing(self, what: str) -> None:
-        """Let the others know what this rank does from now on."""
-        self._doing = what
+    def doing(self, what: str, *, prepares: bool = False) -> None:
+        """Let the others know what this rank does from now on.
+
+        Args:
+            what: In a few words.
+            prepares: It may take any time, and keep others waiting, as long as this process lives.
+        """
+        self._doing, self._is_preparing = what, prepares
 
     @contextmanager
     def moving(self, what: str) -> Iterator[None]:
         """Do what may take any time, and keep others waiting, as long as this thread moves in it."""
+        is_preparing = self._is_preparing
         self.doing(what)
         self._moves = _Moves()
         try:
             yield
         finally:
-            self._moves = None
+            self._moves, self._is_preparing = None, is_preparing
 
     def look(self) -> None:
         """End a wait, if a rank is missing.
@@ -229,7 +250,7 @@ class Watch:
             "host": socket.gethostname(),
             "processes": _processes(),
             "process": os.getpid(),
-            "moves": self._moves is not None,
+            "is_patient": self._is_preparing or self._moves is not None,
             "doing": self._doing + "".join(f", waiting for {WAITS[lane]}" for lane in waits[:1]),
             "calls": dict(self._calls),
             "waited_s": _sum(self._waited_s),
@@ -284,7 +305,7 @@ class Watch:
         if self._waits.get(thread) != (lane, number, since):
             return
         for rank, beat in beats.items():
-            if beat["calls"].get(lane, 0) < number and not beat["moves"]:
+            if beat["calls"].get(lane, 0) < number and not beat["is_patient"]:
                 self._agree(
                     f"{_name(rank, beat)} hangs: rank {self._rank} waits for it in {WAITS[lane]} since "
                     f"{time.monotonic() - since:.0f} s (parallel.timeout is {self._timeout_s:g}), and it was "

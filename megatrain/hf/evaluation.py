@@ -44,7 +44,7 @@ def shared_predictions(
             traces.note(number)
             mine.append((number, send_to_device(found, "cpu"), *traces.left[number]))
     restore_rng(random)  # the loop reads the batches as if nobody had
-    read.require_same(trainer.state.global_step)
+    read.require_same(trainer.state.global_step, 0)
     tensors: dict[str, Tensor] = {}
     told = ranks.gather_values([_apart(one, tensors) for one in mine], "orders")
     files = ranks.gather_bytes(safetensors.torch.save(tensors), "orders")

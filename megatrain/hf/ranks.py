@@ -125,24 +125,36 @@ class ReadBatches:
         for part in _parts(batch):
             self._digest.update(part)
 
-    def require_same(self, step: int) -> None:
+    def require_same(self, step: int, num_steps: int) -> None:
         """Refuse to go on with ranks that have read other batches.
 
         Args:
             step: That they are read for, or after; waits for it take any time.
+            num_steps: Of the whole training; 0: it is none.
 
         Raises:
             ConfigError: One has; on every rank.
         """
-        mine = [step, self._number, self._digest.hexdigest()]
+        mine = {"step": step, "steps": num_steps, "batches": [self._number, self._digest.hexdigest()]}
         first, *others = self._ranks.gather_values(mine, "orders")
         for rank, other in enumerate(others, start=1):
             if other != first:
-                what = "is at another step" if other[0] != first[0] else "has read other batches"
                 raise ConfigError(
-                    f"rank {rank} {what} than rank 0 at step {first[0]}: every rank reads all data, in one "
-                    "order; give all the same data set, seeds and collator, and shuffle by a fixed seed"
+                    f"rank {rank} {_difference(first, other)} than rank 0 at step {step}: every rank reads "
+                    "all data, in one order, and does all that others do; give all the same data set, seeds "
+                    "and collator, shuffle by a fixed seed, and call methods of the trainer on all of them"
                 )
+
+
+def _difference(first: Any, other: Any) -> str:
+    """Say what a rank does otherwise; one that is elsewhere in the script has said something else."""
+    if not all(isinstance(said, dict) and "batches" in said for said in (first, other)):
+        return "does something else"
+    if other["step"] != first["step"]:
+        return "is at another step"
+    if other["steps"] != first["steps"]:
+        return f"would take {other['steps']} steps, in place of {first['steps']}, and has other data"
+    return "has read other batches"
 
 
 def _parts(value: Any) -> Iterator[bytes]:

@@ -78,6 +78,7 @@ class StepGroup:
         *,
         seed: int,
         number: int,
+        num_steps: int,
         only_loss: bool,
         traces: Traces,
         before: Sequence[PassBefore] = (),
@@ -95,6 +96,7 @@ class StepGroup:
             seed: Of the run.
             number: Of the optimizer step: with `seed`, it gives each batch a seed for its dropout, which is
                 the same in any lockstep and after a resume.
+            num_steps: Of the whole training.
             only_loss: As in `Engine.run_losses`.
             traces: Of the calls in the trainer.
             before: As in `Engine.run_losses`, of this rank's batches; their calls put what they find into
@@ -104,7 +106,7 @@ class StepGroup:
             ConfigError: Ranks have read different batches.
         """
         if self._ranks is not None:
-            ReadBatches(self._ranks, self._batches).require_same(number)
+            ReadBatches(self._ranks, self._batches).require_same(number, num_steps)
         taken: list[Tensor] = []
         logged: dict[int, Tensor] = {}
 

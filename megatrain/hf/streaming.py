@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from transformers.trainer_utils import has_length
 from megatrain.config.read_choice import as_values
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hf.arguments import MegatrainArguments, mapped, precision_of
+from megatrain.hf.control import FirstDecides
 from megatrain.hf.evaluation import shared_predictions
 from megatrain.hf.ranks import join
 from megatrain.hf.saved import read_weights
@@ -77,6 +78,7 @@ class Streaming(_Base):
         self._group = StepGroup([])
         args = _require(given)
         self._ranks = join(args)
+        self._control = None if self._ranks is None else FirstDecides(self._ranks, self)
         self._args = given["args"] = mapped(args, self._ranks)
         self._require_same()
         model = given["model"]
@@ -140,7 +142,12 @@ class Streaming(_Base):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the plain trainer does."""
         self.engine.zero_grad()
-        return super().train(*args, **kwargs)
+        with nullcontext() if self._control is None else self._control.training():
+            done = super().train(*args, **kwargs)
+        self.engine.settle()  # together: the first rank may be the only one that saves the model
+        if self._ranks is not None:
+            self._ranks.watch.doing("after its training", prepares=True)
+        return done
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Collect the batches of a step, which will run together."""
@@ -154,13 +161,15 @@ class Streaming(_Base):
             self._group = StepGroup([inputs], self._num_runs, self._ranks, self.engine.parts)
         group, step = self._group, super().training_step
         if not group.has_run:
-            self._doing(f"at step {self.state.global_step + 1}")
+            if self._ranks is not None:
+                self._ranks.watch.doing(f"at step {self.state.global_step + 1}")
             group.run(
                 self.engine,
                 self.accelerator,
                 lambda batch: step(model, batch, *args, **kwargs),
                 seed=self.args.seed,
                 number=self.state.global_step,
+                num_steps=self.state.max_steps,
                 only_loss=self._uses_only_loss,
                 before=self._passes_before(group),
                 traces=Traces(self),
@@ -218,13 +227,11 @@ class Streaming(_Base):
         """Do nothing: as `_clip_grad_norm`."""
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        if self._ranks is not None:  # a callback may look at the clock, or at a signal
-            for name, flag in self._ranks.tell(vars(self.control)).items():
-                setattr(self.control, name, flag)
-        stats = self._streamed.last_stats
-        if stats is not None and self.control.should_log:
-            grad_norm = stats.grad_norm  # waits for it, so it is read for the log alone
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+        with nullcontext() if self._control is None else self._control.together():
+            stats = self._streamed.last_stats
+            if stats is not None and self.control.should_log:
+                grad_norm = stats.grad_norm  # waits for it, so it is read for the log alone
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     # -- evaluation -----------------------------------------------------------------------------------------
 
@@ -241,22 +248,27 @@ class Streaming(_Base):
         ranks = self._ranks
         if ranks is None or not has_length(dataloader):
             return super().evaluation_loop(*given)
-        self._doing(f"evaluating step {self.state.global_step}")
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        found = shared_predictions(self, ranks, dataloader, loss_only, ignore_keys)
-        self.prediction_step = lambda *_, **__: next(found)
-        try:
-            return super().evaluation_loop(*given)
-        finally:
-            del self.prediction_step
+        with ranks.watch.moving(f"evaluating step {self.state.global_step}"):
+            found = shared_predictions(self, ranks, dataloader, loss_only, ignore_keys)
+            self.prediction_step = lambda *_, **__: next(found)
+            try:
+                return super().evaluation_loop(*given)
+            finally:
+                del self.prediction_step
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._doing(f"saving step {self.state.global_step}")
-        super()._save_checkpoint(*args, **kwargs)
-        if self._ranks is not None:  # the others may have looked for the best one before it was there
-            self.state.best_model_checkpoint = self._ranks.tell(self.state.best_model_checkpoint)
+        ranks = self._ranks
+        if ranks is None:
+            super()._save_checkpoint(*args, **kwargs)
+            return
+        with ranks.watch.moving(f"saving step {self.state.global_step}"):
+            self.engine.settle()  # together, before the first one reads
+            super()._save_checkpoint(*args, **kwargs)
+        # the others may have looked for the best one before it was there
+        self.state.best_model_checkpoint = ranks.tell(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         ranks, directory = self._ranks, Path(output_dir)
@@ -332,11 +344,6 @@ class Streaming(_Base):
         own |= {"choice": str(as_values(self._megatrain.choice)), "trainer": type(self).__name__}
         said = {name: str(value) for name, value in self._args.to_dict().items() if name not in _OF_PROCESS}
         require_same(self._ranks, own | said, {})
-
-    def _doing(self, what: str) -> None:
-        """Let the other ranks know what this one does from now on, should it be lost."""
-        if self._ranks is not None:
-            self._ranks.watch.doing(what)
 
     @contextmanager
     def _in_turn(self) -> Iterator[bool]:

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -273,8 +272,8 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
                 elif order == COMMIT:
                     run.commit()
                 elif order == EVALUATE:
-                    run.doing(f"evaluating step {run.step}")
-                    run.evaluator.losses(run.engine, ranks)
+                    with run.moving(f"evaluating step {run.step}"):
+                        run.evaluator.losses(run.engine, ranks)
                 else:
                     lend(run.engine, order)
         finally:
@@ -356,10 +355,10 @@ def _begin(run: Run) -> None:
 
 def _evaluate(run: Run) -> bool:
     """Evaluate, and tell everyone; returns whether the model is the best so far."""
-    run.doing(f"evaluating step {run.step}")
-    if run.ranks is not None:
-        run.ranks.tell(EVALUATE)
-    outcome = run.evaluator.evaluate(run.engine, run.tokenizer, run.step, run.ranks)
+    with run.moving(f"evaluating step {run.step}"):
+        if run.ranks is not None:
+            run.ranks.tell(EVALUATE)
+        outcome = run.evaluator.evaluate(run.engine, run.tokenizer, run.step, run.ranks)
     for one in outcome.evaluations:
         run.tell("evaluation", name=one.name, **one.numbers)
     for prompt, text in outcome.texts:
@@ -376,7 +375,7 @@ def _evaluate(run: Run) -> bool:
 
 def _save(run: Run, directory: RunDirectory) -> Path:
     meta = run.meta()  # once the updates are done, which other threads make
-    with nullcontext() if run.ranks is None else run.ranks.watch.moving(f"saving step {run.step}"):
+    with run.moving(f"saving step {run.step}"):
         path = save(
             directory.checkpoints,
             step=run.step,

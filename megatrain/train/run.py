@@ -7,6 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -107,6 +108,10 @@ class Run:
         """Let the other ranks know what this one does from now on, should it be lost."""
         if self.ranks is not None:
             self.ranks.watch.doing(what)
+
+    def moving(self, what: str) -> AbstractContextManager[None]:
+        """Let the other ranks wait for what this one does for any time, as long as it moves in it."""
+        return nullcontext() if self.ranks is None else self.ranks.watch.moving(what)
 
     def meta(self) -> dict[str, Any]:
         """Return what a manifest keeps beside the tensors; plain values."""
@@ -258,16 +263,12 @@ def prepare(
     day = None if earlier is None else earlier["data"].get("day")
     with in_turn(ranks):  # the first one prepares the data, and the others read them
         data = pack_data(config, tokenizer, model_config, folder=prepared, day=day)
+        eval_sets = make_eval_sets(config, data, tokenizer, model_config, folder=prepared)
     loader = make_loader(config, data)
     for line in data.notes():
         show(line)
     num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * loader.steps_per_epoch)
-    evaluator = Evaluator(
-        config.eval,
-        make_eval_sets(config, data, tokenizer, model_config, folder=prepared),
-        num_steps=num_steps,
-        steps_per_epoch=loader.steps_per_epoch,
-    )
+    evaluator = Evaluator(config.eval, eval_sets, num_steps=num_steps, steps_per_epoch=loader.steps_per_epoch)
     if config.optim.warmup_steps > num_steps:
         raise ConfigError(
             f"optim.warmup_steps is {config.optim.warmup_steps}, but the run has {num_steps} steps; use fewer"

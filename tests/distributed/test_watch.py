@@ -6,11 +6,15 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
+from megatrain.distributed.watch import Watch
 from megatrain.errors import ConfigError, RankError
 from megatrain.train.records.json_lines import read_rows
 from tests.distributed.processes import exit_codes
@@ -134,6 +138,67 @@ def _work_on(ranks: Any) -> None:
     if ranks.rank == 1:
         ranks.watch.close()
     time.sleep(3)
+
+
+@contextmanager
+def two_watches(late_s: float = 0.0) -> Iterator[list[Watch]]:
+    """Lend the watches of two ranks of this process, of which the second is made so much later."""
+    store = HashStore()
+    watches = [Watch(store, 0, 2, _TIMEOUT_S)]
+    first = threading.Thread(target=watches[0].begin)
+    first.start()
+    time.sleep(late_s)
+    assert first.is_alive()
+    watches.append(Watch(store, 1, 2, _TIMEOUT_S))
+    watches[1].begin()
+    first.join()
+    try:
+        yield watches
+    finally:
+        for watch in watches:
+            watch.close()
+
+
+_TIMEOUT_S = 1.0
+
+
+def wait_for(watch: Watch, seconds: float) -> None:
+    """Wait in a meeting to which nobody comes."""
+    until = time.monotonic() + seconds
+    with watch.waiting("caller"):
+        while time.monotonic() < until:
+            watch.look()
+            time.sleep(0.02)
+
+
+def test_a_rank_that_prepares_keeps_others_waiting_and_one_in_a_step_does_not() -> None:
+    """As one that plans while others want to make shared memory; after a step a script may prepare again."""
+    with two_watches() as (first, second):
+        wait_for(first, 2.5 * _TIMEOUT_S)
+        second.doing("between two trainings", prepares=True)
+        with second.moving("evaluating step 4"):
+            pass
+        wait_for(first, 2.5 * _TIMEOUT_S)
+        second.doing("at step 5")
+        with pytest.raises(RankError, match=r"rank 1 .* hangs: .* meeting of all ranks .* last at step 5"):
+            wait_for(first, 8 * _TIMEOUT_S)
+
+
+def test_a_rank_may_come_as_late_as_it_likes() -> None:
+    """As one whose script tokenises before it makes a trainer."""
+    with two_watches(late_s=2.5 * _TIMEOUT_S) as watches:
+        for watch in watches:
+            watch.look()
+
+
+def test_a_rank_that_falls_silent_while_it_prepares_is_named() -> None:
+    with two_watches() as (first, second):
+        second.doing("reading")
+        second.doing("planning", prepares=True)
+        time.sleep(_TIMEOUT_S / 2)  # it has beaten since
+        second.__dict__["_beat"] = lambda: None
+        with pytest.raises(RankError, match=r"rank 1 .* silent for .* was last planning"):
+            wait_for(first, 8 * _TIMEOUT_S)
 
 
 @pytest.mark.parity

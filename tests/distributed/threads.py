@@ -150,9 +150,9 @@ class ThreadRanks:
         """Return everybody's tensor."""
         return list(self._turns.together(self.rank, lane, mine.clone()))
 
-    def gather_values(self, mine: Any) -> list[Any]:
+    def gather_values(self, mine: Any, lane: str = "caller") -> list[Any]:
         """Return everybody's value."""
-        return self._turns.together(self.rank, "caller", mine)
+        return self._turns.together(self.rank, lane, mine)
 
     def tell(self, value: Any = None) -> Any:
         """Return the first rank's value."""

@@ -29,8 +29,8 @@ class ParallelConfig(Section):
     those of 1 by rounding alone."""
     timeout: Rate = 300.0
     """Seconds after which a rank that is silent, or keeps others waiting within a step, is taken for lost:
-    all end, and one says which it was. While the first one reads, evaluates or saves the others wait as
-    long as it lives. A process that a debugger has stopped is silent."""
+    all end, and one says which it was. Before the first step others wait as long as it lives, and while it
+    evaluates or saves as long as it moves. A process that a debugger has stopped is silent."""
     gather: Literal["auto", "on", "off"] = "auto"
     """Each rank fetches a piece of every block's weights over its own link, and the ranks of a node gather
     them, so a link carries a part of what it does where each rank fetches whole blocks (off). No bit depends

@@ -87,8 +87,8 @@ def least(request: Request) -> Choice:
             f"these settings exclude each other: {given}; with fragments, num_slots and num_gradient_buffers "
             "must be at least the parts of a layer, gradients wait on the device in a single round only, "
             "boundaries on nvme need drives, moments in fp32 and no resident layer, and with a head in "
-            "chunks that is tied to the embedding, lockstep divides the micro-batches of a run "
-            "(parallel.shards)"
+            "chunks (as that of judged answers is) that is tied to the embedding, lockstep divides the "
+            "micro-batches of a run (parallel.shards)"
         )
     return min((placed(request, frame) for frame in frames), key=shortage)
 
@@ -299,9 +299,10 @@ def _may_pass_together(request: Request, count: int) -> bool:
     """Whether so many micro-batches can pass as a round.
 
     The gradient of a tied head in chunks comes twice, the head's part of all of them first: a run whose part
-    has been added up takes no more.
+    has been added up takes no more. The head of judged answers runs row by row, which are chunks too.
     """
-    comes_twice = request.anatomy.head_is_chunked and request.anatomy.trains_tied_head
+    is_chunked = request.anatomy.head_is_chunked or request.batch.rows_each > 1
+    comes_twice = is_chunked and request.anatomy.trains_tied_head
     return not comes_twice or request.batch.runs.has_whole_rounds(count)
 
 

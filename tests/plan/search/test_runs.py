@@ -39,6 +39,18 @@ def test_a_tied_head_in_chunks_has_rounds_inside_one_run(
     assert least(request).lockstep in expected
 
 
+@pytest.mark.parametrize(("rows_each", "expected"), [(1, [8, 4, 2, 1]), (2, [2, 1])])
+def test_a_tied_head_of_judged_answers_is_in_chunks_however_short_they_are(
+    rows_each: int, expected: list[int]
+) -> None:
+    """It runs row by row: the engine used to refuse the step when the whole reference was computed."""
+    request = request_of(tied=True, num_runs=4)
+    anatomy = replace(request.anatomy, head_saved_bytes=1)
+    assert not anatomy.head_is_chunked
+    batch = replace(request.batch, micro_batch_size=rows_each, rows_each=rows_each)
+    assert lockstep_sizes(replace(request, anatomy=anatomy, batch=batch)) == expected
+
+
 def test_rounds_of_several_runs_are_refused_with_a_tied_head_in_chunks() -> None:
     request = request_of(tied=True, num_runs=4, choice=Choice(lockstep=4))
     with pytest.raises(ConfigError, match="lockstep divides the micro-batches of a run"):

@@ -1,0 +1,59 @@
+"""What callbacks of a trainer on several ranks decide: all do what those of the first one say.
+
+Every rank calls its callbacks, and one may look at the clock, at a signal, or at its own number. What they
+set in the trainer's control where ranks do not agree, such as in the middle of a step, waits until they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatrain.distributed.ranks import Ranks
+
+
+class FirstDecides:
+    """The control of a trainer, for as long as it trains."""
+
+    def __init__(self, ranks: Ranks, trainer: Any) -> None:
+        """Let nothing wait yet."""
+        self._ranks, self._trainer = ranks, trainer
+        self._waiting: dict[str, bool] = {}
+        self._are_together = False
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Call callbacks so that ranks stay together."""
+        handler = self._trainer.callback_handler
+        self._call = handler.call_event
+        handler.call_event = self._call_event
+        try:
+            yield
+        finally:
+            del handler.call_event
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Agree on what was set so far, and inside after each callback: all ranks call the same ones."""
+        self._agree(self._trainer.control)
+        self._are_together = True
+        try:
+            yield
+        finally:
+            self._are_together = False
+
+    def _call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        before = dict(vars(control))
+        control = self._call(event, args, state, control, **kwargs)
+        if self._are_together and event != "on_prediction_step":
+            self._agree(control)
+            return control
+        self._waiting |= {name: flag for name, flag in vars(control).items() if flag != before[name]}
+        vars(control).update(before)
+        return control
+
+    def _agree(self, control: Any) -> None:
+        vars(control).update(self._ranks.tell(vars(control) | self._waiting))
+        self._waiting.clear()
