@@ -259,13 +259,17 @@ class Streaming(_Base):
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save the model as the plain trainer does: rank 0 reads what all ranks have brought home."""
+        self.engine.settle()
+        super().save_model(*args, **kwargs)
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         ranks = self._ranks
         if ranks is None:
             super()._save_checkpoint(*args, **kwargs)
             return
         with ranks.watch.moving(f"saving step {self.state.global_step}"):
-            self.engine.settle()  # together, before the first one reads
             super()._save_checkpoint(*args, **kwargs)
         # the others may have looked for the best one before it was there
         self.state.best_model_checkpoint = ranks.tell(self.state.best_model_checkpoint)
