@@ -36,7 +36,8 @@ import torch
 from benchmarks.report import emit, hardware, spread
 from megatrain.layout.drive_chunks import CHUNK_BYTES
 from megatrain.store.arena import Arena
-from megatrain.store.drives.striped import Extent, StripedStore, threads_per_drive, wait
+from megatrain.store.drives.drive import threads_per_drive
+from megatrain.store.drives.striped import Extent, StripedStore, wait
 
 EXTENT_BYTES = 64 << 20
 NUM_BUFFERS = 3

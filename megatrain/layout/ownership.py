@@ -140,6 +140,22 @@ def node_totals(
     return BlockTotals(kept(block, sizes) for block, sizes in enumerate(blocks))
 
 
+def drive_totals(blocks: Iterable[BlockBytes], num_ranks: int = 1, num_nodes: int = 1) -> BlockTotals:
+    """Return the sizes of what a node has room for on its drives of each block: all weights, and its state.
+
+    Of the state that is what the node with most of it keeps, so that all nodes move equally many pieces.
+    """
+    if num_nodes == 1:
+        return BlockTotals(blocks)
+
+    def room(block: int, sizes: BlockBytes) -> BlockBytes:
+        kept = node_shares(shares(sizes, block, num_ranks), num_nodes)
+        split = max(len(share.split) for share in kept)
+        return replace(sizes, num_split=split, num_state=split + max(len(share.full) for share in kept))
+
+    return BlockTotals(room(block, sizes) for block, sizes in enumerate(blocks))
+
+
 def _joined(parts: list[range]) -> range:
     held = [part for part in parts if part]
     return range(held[0].start, held[-1].stop) if held else range(0)

@@ -171,7 +171,7 @@ def state_buffer(blocks: BlockTotals, num_weights: int, num_state: int) -> int:
     """Return the bytes of a buffer through which state passes between the drives and its update.
 
     Args:
-        blocks: All, the largest first.
+        blocks: All, the largest first, as they are on a node's drives.
         num_weights: So many of them have their weights in RAM.
         num_state: So many have all of their state there.
     """

@@ -7,9 +7,8 @@ either, since a read takes a page too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from torch import Tensor
 
@@ -17,48 +16,24 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MOMENT_PLANES, MomentFormat
 from megatrain.layout.ownership import Share, node_shares, shares, state_shares
 from megatrain.store.arena import Arena
+from megatrain.store.ranks import StateRanks
 from megatrain.store.state import BlockState, HostState, Precision, split_gradient
 
-DRIVES_OVER_NODES = "state on drives (memory.tiers) is kept on one node; use one, or RAM alone"
-
-_PARTED = ("remainder", *MOMENT_PLANES)
-
-
-class Nodes(Protocol):
-    """What is needed of the ranks of several nodes: every method is called by all, in one order."""
-
-    size: int
-    num_nodes: int
-    node: int
-    local_rank: int
-
-    def meet(self, lane: str = "caller") -> None:
-        """Wait until every rank, or, in lane `spread`, every rank of the node, has come here."""
-
-    def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Bring parts, given by node, from each node to the others."""
-
-    def shared_memory(self, nbytes: int) -> int:
-        """Return a descriptor of memory that every rank of the node maps."""
+PARTED = ("remainder", *MOMENT_PLANES)
+"""Planes of which each node keeps its part."""
 
 
-class NodeState(HostState):
-    """The state of one node."""
+class NodeParts:
+    """What each node keeps of blocks, and how its ranks bring the parts of others."""
 
-    def __init__(
-        self,
-        layouts: Sequence[BlockLayout],
-        precision: Precision,
-        nodes: Nodes,
-        planned: MomentFormat = MomentFormat.FP32,
-    ) -> None:
-        """Allocate as `HostState`, for nodes among which the state is shared out with `planned` moments."""
+    def __init__(self, layouts: Sequence[BlockLayout], nodes: StateRanks, *, has_scales: bool) -> None:
+        """Cut every block's state among the nodes."""
         self._nodes = nodes
-        self.has_scales = planned is MomentFormat.INT8
+        self._layouts = layouts
         self._kept = [
             node_shares(
                 state_shares(
-                    shares(layout.sizes, number, nodes.size), layout.scaled_edge if self.has_scales else None
+                    shares(layout.sizes, number, nodes.size), layout.scaled_edge if has_scales else None
                 ),
                 nodes.num_nodes,
             )
@@ -66,34 +41,117 @@ class NodeState(HostState):
         ]
         self._filled = [0] * len(layouts)
         """By block: elements that have been put there."""
-        self.call_others: Callable[[int], object] | None = None
-        """Lets the others `lend` a block to this rank, which reads by itself; None: all borrow together."""
+
+    def own(self, block: int, state: BlockState, planes: Sequence[str]) -> list[Tensor]:
+        """View what this node keeps of planes of a block."""
+        return self._of(block, state, self._nodes.node, planes)
+
+    def is_complete(self, block: int, numel: int) -> bool:
+        """Whether a block is complete with so many elements more; then it is counted anew."""
+        self._filled[block] += numel
+        if self._filled[block] < self._layouts[block].num_parameters:
+            return False
+        self._filled[block] = 0
+        return True
+
+    def bring(self, block: int, state: BlockState, planes: Sequence[str]) -> None:
+        """Fill the parts of other nodes: the first rank of each does it for the others."""
+        planes = planes if self._nodes.local_rank == 0 else ()
+        self._nodes.spread([self._of(block, state, node, planes) for node in range(self._nodes.num_nodes)])
+        self._nodes.meet("spread")
+
+    def give_back(
+        self, block: int, state: BlockState, planes: Sequence[str], arenas: Mapping[str, Arena]
+    ) -> None:
+        """Drop the parts of other nodes in planes that all ranks of the node map."""
+        for plane in planes:
+            for node in range(self._nodes.num_nodes):
+                for part in self._of(block, state, node, [plane]) if node != self._nodes.node else ():
+                    arenas[plane].give_back(part)
+
+    def bytes_of(self, blocks: Sequence[BlockState], found: Mapping[str, int]) -> dict[str, int]:
+        """Return bytes by plane, where those of planes that are kept in parts are the bytes of them all."""
+        parted = [plane for plane in found if plane in (*PARTED, "gradient")]
+        own = {
+            plane: [part for number, state in enumerate(blocks) for part in self.own(number, state, [plane])]
+            for plane in parted
+        }
+        return {**found, **{plane: sum(part.nbytes for part in parts) for plane, parts in own.items()}}
+
+    def _of(self, block: int, state: BlockState, node: int, planes: Sequence[str]) -> list[Tensor]:
+        found = []
+        for plane in planes:
+            whole: Tensor | None = vars(state).get(plane)  # one on drives has none
+            if whole is not None:
+                found += part_of_plane(state.layout, plane, whole, self._kept[block][node])
+        return [part for part in found if part.numel()]
+
+
+class NodeLender:
+    """How blocks of which a node keeps a part are lent whole: by all ranks to all, or to the first alone."""
+
+    _nodes: StateRanks
+    call_others: Callable[[int], object] | None = None
+    """Lets the others `lend` a block to this rank, which reads by itself; None: all borrow together."""
+
+    def lend(self, block: int) -> None:
+        """Take part in what the first rank of all borrows by itself."""
+        self._bring(block)
+        self._drop(block)
+
+    @contextmanager
+    def _whole(self, block: int) -> Iterator[BlockState]:
+        call = self.call_others
+        if call is not None:
+            call(block)
+        state = self._bring(block)
+        try:
+            yield state
+        finally:
+            if call is None:
+                self._nodes.meet("spread")
+            self._drop(block)
+
+    def _bring(self, block: int) -> BlockState:
+        """Return the whole block: all ranks call it."""
+        raise NotImplementedError
+
+    def _drop(self, block: int) -> None:
+        """Give back, on the first rank of the node, what other nodes keep of it."""
+        raise NotImplementedError
+
+
+class NodeState(NodeLender, HostState):
+    """The state of one node."""
+
+    def __init__(
+        self,
+        layouts: Sequence[BlockLayout],
+        precision: Precision,
+        nodes: StateRanks,
+        planned: MomentFormat = MomentFormat.FP32,
+    ) -> None:
+        """Allocate as `HostState`, for nodes among which the state is shared out with `planned` moments."""
+        self._nodes = nodes
+        self.has_scales = planned is MomentFormat.INT8
+        self._parts = NodeParts(layouts, nodes, has_scales=self.has_scales)
         super().__init__(layouts, precision, shared=nodes.shared_memory)
 
     @property
     def plane_bytes(self) -> dict[str, int]:
         """Bytes of each plane on this node, and of this rank's own buffers."""
-        found = super().plane_bytes
-        for plane in found.keys() & {*_PARTED, "gradient"}:
-            found[plane] = sum(
-                part.nbytes
-                for number in range(len(self.blocks))
-                for part in self._parts(number, self._nodes.node, [plane])
-            )
-        return found
+        return self._parts.bytes_of(self.blocks, super().plane_bytes)
 
     def put(self, name: str, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
         """Write as `HostState` does; of a block that is complete, only this node's part stays."""
         super().put(name, value, region)
         number = self.number_of(name)
-        self._filled[number] += value.numel()
-        if self._filled[number] >= self.layouts[number].num_parameters:
-            self._filled[number] = 0
-            self._give_back(number, _PARTED)
+        if self._parts.is_complete(number, value.numel()):
+            self._give_back(number)
 
     def arena(self, plane: str) -> Arena | None:
         """Return a plane's arena, to lock its pages; None of one that is here in part: locking takes all."""
-        return None if plane in (*_PARTED, "gradient") else super().arena(plane)
+        return None if plane in (*PARTED, "gradient") else super().arena(plane)
 
     @contextmanager
     def borrow(self, block: int, *, writes: bool = False) -> Iterator[BlockState]:
@@ -104,53 +162,26 @@ class NodeState(HostState):
         """
         if writes:
             yield self.blocks[block]
-            self._give_back(block, _PARTED)
-            return
-        call = self.call_others
-        if call is not None:
-            call(block)
-        self._bring(block, _PARTED)
-        try:
-            yield self.blocks[block]
-        finally:
-            if call is None:
-                self._nodes.meet("spread")
-            if self._nodes.local_rank == 0:
-                self._give_back(block, _PARTED)
-
-    def lend(self, block: int) -> None:
-        """Take part in what the first rank of all borrows by itself."""
-        self._bring(block, _PARTED)
-        if self._nodes.node > 0 and self._nodes.local_rank == 0:
-            self._give_back(block, _PARTED)
+            self._give_back(block)
+        else:
+            with self._whole(block) as state:
+                yield state
 
     def bring_gradients(self) -> None:
         """Make all complete gradients readable on every node, whose whole plane is in memory from then on."""
-        for number in range(len(self.blocks)):
-            self._bring(number, ["gradient"])
+        for number, state in enumerate(self.blocks):
+            self._parts.bring(number, state, ["gradient"])
 
-    def _bring(self, block: int, planes: Sequence[str]) -> None:
-        """Fill the parts of other nodes: the first rank of each does it for the others."""
-        planes = planes if self._nodes.local_rank == 0 else ()
-        self._nodes.spread([self._parts(block, node, planes) for node in range(self._nodes.num_nodes)])
-        self._nodes.meet("spread")
+    def _bring(self, block: int) -> BlockState:
+        self._parts.bring(block, self.blocks[block], PARTED)
+        return self.blocks[block]
 
-    def _give_back(self, block: int, planes: Sequence[str]) -> None:
-        """Drop the parts of other nodes."""
-        for plane in planes:
-            for node in range(self._nodes.num_nodes):
-                for part in self._parts(block, node, [plane]) if node != self._nodes.node else ():
-                    self._arenas[plane].give_back(part)
+    def _drop(self, block: int) -> None:
+        if self._nodes.local_rank == 0:
+            self._give_back(block)
 
-    def _parts(self, block: int, node: int, planes: Sequence[str]) -> list[Tensor]:
-        """View what a node keeps of planes of a block."""
-        state, share = self.blocks[block], self._kept[block][node]
-        found = []
-        for plane in planes:
-            whole: Tensor | None = getattr(state, plane)
-            if whole is not None:
-                found += part_of_plane(state.layout, plane, whole, share)
-        return [part for part in found if part.numel()]
+    def _give_back(self, block: int) -> None:
+        self._parts.give_back(block, self.blocks[block], PARTED, self._arenas)
 
 
 def part_of_plane(layout: BlockLayout, plane: str, whole: Tensor, share: Share) -> list[Tensor]:

@@ -2,26 +2,34 @@
 
 The image of a block is `remainder | exp_avg | exp_avg_sq` padded to whole pages, then `working` padded alike.
 It is cut into pieces, which are the extents of the store. Every block has an image on the drives, because a
-commit must hold all state; of blocks in RAM it is only written. Several ranks keep one such image, in the
-same files: each reads and writes its own chunks of it, from and to buffers that all of them map.
+commit must hold all state; of blocks in RAM it is only written. The ranks of a node keep one such image, in
+the same files: each reads and writes its own chunks of it, from and to buffers that all of them map. Of
+several nodes each has images of its own, of what it keeps: all weights, and a part of the rest. They are
+equally large on all nodes, so some have room left, and all do the same operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatrain.config.runs import SumRoom
+from megatrain.errors import CheckpointError
 from megatrain.layout import pools
+from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.drive_chunks import first_turn
 from megatrain.layout.host_buffers import pieces_of
+from megatrain.layout.ownership import Share, drive_totals, node_shares, shares, whole_share
 from megatrain.store.arena import Arena
-from megatrain.store.drives.record import CommitRecord
+from megatrain.store.drives.places import make_place
+from megatrain.store.drives.record import CommitRecord, newest_of_all, nothing_in_common, read_records
 from megatrain.store.drives.striped import Extent, StripedStore, wait
 from megatrain.store.placement import Placement, Tiers, place, placed
 from megatrain.store.ranks import StateRanks
@@ -45,21 +53,25 @@ class Image:
     """Where the planes of one block lie in its image."""
 
     layout: BlockLayout
+    share: Share
+    """What of the block's state is there; of one node, all of it."""
+    room: BlockBytes
+    """Sizes of what there is room for: on no node is more of it."""
     pieces: tuple[Piece, ...]
 
     @property
     def working_start(self) -> int:
         """First byte of the working weights."""
-        return pools.state_image(self.layout.sizes)
+        return pools.state_image(self.room)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole image."""
-        return self.working_start + pools.weights_image(self.layout.sizes)
+        return self.working_start + pools.weights_image(self.room)
 
     def planes(self, buffer: Tensor) -> dict[str, Tensor]:
-        """View the planes, without `working`, in a buffer that holds the image or its first part."""
-        split, count = self.layout.num_split, self.layout.num_state
+        """View the planes of the share, without `working`, in a buffer of the image or its first part."""
+        split, count = len(self.share.split), self.share.numel
         views, start = {}, 0
         for name, numel, dtype in zip(PLANES, (split, count, count), _DTYPES, strict=True):
             stop = start + numel * dtype.itemsize
@@ -95,14 +107,18 @@ class BlocksOnDrives:
         """
         self.tiers = tiers
         self._ranks = ranks
-        self.rank, self.num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self.rank, self.num_ranks = (0, 1) if ranks is None else (ranks.local_rank, ranks.local_size)
+        """This one's place on its node, and how many there are."""
+        self.num_nodes = 1 if ranks is None else ranks.num_nodes
         self.placement: Placement = _place(layouts, tiers, sum_room, ranks)
         extents: list[Extent] = []
-        self.images = [_image(number, layout, extents) for number, layout in enumerate(layouts)]
+        self.images = _images(layouts, extents, ranks)
+        kept = [image.share.ranges for image in self.images] if self.num_nodes > 1 else ""
         self.store = StripedStore(
-            tiers.nvme,
+            tiers.of_node(0 if ranks is None else ranks.node, self.num_nodes),
             extents,
             owner=tiers.owner,
+            kept=str(kept),
             part=(self.rank, self.num_ranks),
             memory=None if ranks is None else self._memory,
         )
@@ -112,17 +128,24 @@ class BlocksOnDrives:
         return Arena(nbytes, self._ranks.shared_memory(nbytes)).view(torch.uint8, 0, nbytes)
 
     def open(self) -> CommitRecord | None:
-        """Open the drives: anew, or with what was committed there, which the first rank gets.
+        """Open the drives: anew, or with what was committed there, which the first rank of a node gets.
 
         Raises:
-            CheckpointError: `tiers.resumes`, and the drives hold no state of this model.
+            CheckpointError: `tiers.resumes`, and the drives hold no state of this model, or those of nodes no
+                step that all have.
             MegatrainError: As of `StripedStore`.
         """
         found = None
-        if self.rank == 0 and self.tiers.resumes:
-            found = self.store.resume()
-        elif self.rank == 0:
-            self.store.create()
+        if self.num_nodes > 1 and self.rank == 0:
+            for directory in self.tiers.nvme:
+                make_place(directory)
+        if self.tiers.resumes:
+            step = None if self.num_nodes == 1 else self._step_of_all()
+            found = self.store.resume(step) if self.rank == 0 else None
+        else:
+            start = 0 if self.num_nodes == 1 else self._of_nodes([secrets.randbits(62)])[0][0]
+            if self.rank == 0:
+                self.store.create(start)
         self.meet("orders")  # in which ranks wait for as long as the first one takes
         if self.rank:
             self.store.join()
@@ -132,6 +155,35 @@ class BlocksOnDrives:
         """Wait for the other ranks, if there are any, in a lane of theirs."""
         if self._ranks is not None:
             self._ranks.meet(lane)
+
+    def commit(self, step: int, meta: Mapping[str, Any]) -> None:
+        """Make what is newest on the drives what a crash leaves; every rank calls it.
+
+        Raises:
+            OutputError, CapacityError: As of `StripedStore`.
+        """
+        meet = partial(self.meet, "write") if self.num_nodes > 1 else None
+        if self.rank == 0:
+            self.store.commit(step, meta, meet)
+        elif meet is not None:
+            meet()
+        self.meet("write")
+
+    def _step_of_all(self) -> int:
+        """Return the newest step that the drives of every node hold."""
+        records = read_records(self.store.directories[0]) if self.rank == 0 else []
+        start = max((int(record.drives[0].partition("-")[0], 16) for record in records), default=-1)
+        told = self._of_nodes([start, *(record.step for record in records), -1, -1][:3])
+        held = [[step for step in steps if step >= 0] for _, *steps in told]
+        step = newest_of_all(held)
+        if step is None or len({start for start, *_ in told}) > 1:
+            raise CheckpointError(nothing_in_common(held, self.tiers.of_node(0, self.num_nodes)[0]))
+        return step
+
+    def _of_nodes(self, mine: list[int]) -> list[list[int]]:
+        """Return what the first rank of each node says, in as many numbers."""
+        assert self._ranks is not None
+        return [each.tolist() for each in self._ranks.gather(torch.tensor(mine), "orders")[:: self.num_ranks]]
 
     def holds_state(self, block: int) -> bool:
         """Whether a block's remainder and moments live on the drives."""
@@ -191,13 +243,13 @@ class BlocksOnDrives:
     def _moved(self, pieces: Sequence[Piece], *, is_own: bool) -> int:
         return sum(len(span) for piece in pieces for span in self.store.spans(piece.extent, is_own=is_own))
 
-    def fill(self, piece: Piece, block: int, planes: dict[str, Tensor], buffer: Tensor) -> None:
+    def fill(self, piece: Piece, block: int, planes: dict[str, list[Tensor]], buffer: Tensor) -> None:
         """Copy this rank's chunks of one piece of a block that lives in RAM into a buffer.
 
         Args:
             piece: Of the block's image.
             block: Its number.
-            planes: All planes of the image that live in RAM, `working` included.
+            planes: Those of the image that live in RAM, `working` included, each in parts that follow there.
             buffer: Its first bytes are overwritten, at the places of the chunks.
         """
         image = self.images[block]
@@ -205,13 +257,11 @@ class BlocksOnDrives:
         if not piece.is_working and "exp_avg" not in planes:
             for span in own:
                 buffer[span.start : span.stop].zero_()  # no optimizer yet
-        spans = [(image.working_start, planes["working"])] if piece.is_working else []
-        if not piece.is_working:
-            start = 0
-            for name in PLANES:
-                if name in planes:
-                    spans.append((start, planes[name].view(torch.uint8)))
-                    start += planes[name].nbytes
+        spans, start = [], image.working_start if piece.is_working else 0
+        for name in ("working",) if piece.is_working else PLANES:
+            for part in planes.get(name, ()):
+                spans.append((start, part.view(torch.uint8)))
+                start += part.nbytes
         for start, plane in spans:
             for span in own:
                 low = max(start, piece.start + span.start)
@@ -226,16 +276,29 @@ def _place(
     """Place the state as the first rank does: what is left of RAM is not the same for all."""
     if ranks is None:
         return place(layouts, tiers, sum_room=sum_room)
-    found = place(layouts, tiers, sum_room=sum_room) if ranks.rank == 0 else None
+    found = place(layouts, tiers, sum_room=sum_room, ranks=ranks) if ranks.rank == 0 else None
     away = (0, 0) if found is None else (len(found.working_on_drives), len(found.state_on_drives))
     first = ranks.gather(torch.tensor([len(layouts) - count for count in away]))[0]
-    return found or placed(layouts, tiers, *first.tolist(), sum_room=sum_room)
+    return found or placed(layouts, tiers, *first.tolist(), sum_room=sum_room, ranks=ranks)
 
 
-def _image(number: int, layout: BlockLayout, extents: list[Extent]) -> Image:
+def _images(layouts: Sequence[BlockLayout], extents: list[Extent], ranks: StateRanks | None) -> list[Image]:
+    """Cut the images of what this node keeps of all blocks."""
+    size, num_nodes, node = (1, 1, 0) if ranks is None else (ranks.size, ranks.num_nodes, ranks.node)
+    rooms = drive_totals((layout.sizes for layout in layouts), size, num_nodes).sizes
+    images = []
+    for number, (layout, room) in enumerate(zip(layouts, rooms, strict=True)):
+        share = whole_share(layout.sizes)
+        if num_nodes > 1:
+            share = node_shares(shares(layout.sizes, number, size), num_nodes)[node]
+        images.append(_image(number, layout, share, room, extents))
+    return images
+
+
+def _image(number: int, layout: BlockLayout, share: Share, room: BlockBytes, extents: list[Extent]) -> Image:
     """Cut a block's image into pieces, and add them to the extents."""
-    edge = pools.state_image(layout.sizes)
-    end = edge + pools.weights_image(layout.sizes)
+    edge = pools.state_image(room)
+    end = edge + pools.weights_image(room)
     pieces = []
     for first, last, part in ((0, edge, "state"), (edge, end, "weights")):
         start = first
@@ -246,4 +309,4 @@ def _image(number: int, layout: BlockLayout, extents: list[Extent]) -> Image:
             turn = first_turn(number, start - first)
             extents.append(Extent(f"the {part} of block {number}{label}", nbytes, turn))
             start = stop
-    return Image(layout, tuple(pieces))
+    return Image(layout, share, room, tuple(pieces))

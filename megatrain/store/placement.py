@@ -19,7 +19,9 @@ from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.host_buffers import largest_first
 from megatrain.layout.moments import MomentFormat
+from megatrain.layout.ownership import drive_totals, node_totals
 from megatrain.layout.totals import BlockTotals, GradientPlaces
+from megatrain.store.ranks import StateRanks
 
 _ALL = 1 << 62
 """More blocks than any model has."""
@@ -73,6 +75,10 @@ class Tiers:
                 f"tiers is {tiers!r}; use megatrain.Tiers(nvme=[DIRECTORY, ...], ram=BYTES or None)"
             )
 
+    def of_node(self, node: int, num_nodes: int) -> tuple[Path, ...]:
+        """Return a node's own directories, which are in `nvme` where there are several nodes."""
+        return self.nvme if num_nodes == 1 else tuple(path / f"node-{node}" for path in self.nvme)
+
     def as_chosen(self, choice: Choice) -> Tiers:
         """Return the same with as many blocks in RAM as a choice says, if it puts planes on drives."""
         given = choice.given
@@ -119,7 +125,9 @@ class Placement:
         )
 
 
-def place(layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom) -> Placement:
+def place(
+    layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom, ranks: StateRanks | None = None
+) -> Placement:
     """Keep in RAM what `tiers` says, or what fits: first working weights, then the state of more blocks.
 
     Blocks are kept in the order of `largest_first`.
@@ -128,15 +136,16 @@ def place(layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom) ->
         layouts: All blocks.
         tiers: The limit of RAM, or the numbers of blocks.
         sum_room: For partial sums in fp32 that are kept between rounds, beside complete gradients.
+        ranks: Among whose nodes state is shared out; None: there is one.
 
     Raises:
         CapacityError: Not even the gradients and the buffers fit.
     """
     if tiers.blocks_in_ram is not None and tiers.weights_in_ram is not None:
         weights, state = (min(len(layouts), n) for n in (tiers.weights_in_ram, tiers.blocks_in_ram))
-        return placed(layouts, tiers, weights, state, sum_room=sum_room)
+        return placed(layouts, tiers, weights, state, sum_room=sum_room, ranks=ranks)
     limit, numbers = tiers.ram_bytes, range(len(layouts), -1, -1)
-    takes = _Takes(layouts, tiers, sum_room=sum_room)
+    takes = _Takes(layouts, tiers, sum_room=sum_room, ranks=ranks)
     most = (working for working in numbers if takes.least(working) <= limit)
     counts = ((working, state) for working in most for state in numbers if state <= working)
     found = next((pair for pair in counts if takes.total(*pair) <= limit), None)
@@ -149,7 +158,7 @@ def place(layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom) ->
             f"host memory: with all that can be on the drives, {sum(least.values()):,} bytes are needed in "
             f"RAM ({parts} GiB), but memory.tiers.ram is {limit:,} bytes; {advice}raise memory.tiers.ram"
         )
-    return placed(layouts, tiers, *found, sum_room=sum_room)
+    return placed(layouts, tiers, *found, sum_room=sum_room, ranks=ranks)
 
 
 def by_size(layouts: Sequence[BlockLayout]) -> list[int]:
@@ -160,10 +169,23 @@ def by_size(layouts: Sequence[BlockLayout]) -> list[int]:
 class _Takes:
     """What is in RAM if so many of the largest blocks keep their weights there, and so many their state."""
 
-    def __init__(self, layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom) -> None:
-        self._blocks = BlockTotals(layouts[block].sizes for block in by_size(layouts))
+    def __init__(
+        self,
+        layouts: Sequence[BlockLayout],
+        tiers: Tiers,
+        *,
+        sum_room: SumRoom,
+        ranks: StateRanks | None,
+    ) -> None:
+        by_number, order = BlockTotals(layout.sizes for layout in layouts), by_size(layouts)
+        size, num_nodes, node = (1, 1, 0) if ranks is None else (ranks.size, ranks.num_nodes, ranks.node)
+        node_kept = node_totals(by_number.sizes, size, num_nodes, node)
+        images = drive_totals(by_number.sizes, size, num_nodes)
+        self._blocks, self._kept, self._images = (
+            BlockTotals(totals.sizes[block] for block in order)
+            for totals in (by_number, node_kept or by_number, images)
+        )
         everything = self._blocks[:]
-        by_number = BlockTotals(layout.sizes for layout in layouts)
         kept = tiers.gradients_in_ram
         if kept is None:
             kept = frozenset(range(len(layouts)) if tiers.keeps_gradients else ())
@@ -177,13 +199,13 @@ class _Takes:
             on_drives=nobody,
             staged=by_number.pick(sorted(staged)),
         )
-        self._gradients = pools.gradient_planes(everything, places, room=sum_room)
+        self._gradients = pools.gradient_planes(everything, places.kept_by(node_kept), room=sum_room)
 
     def pools(self, num_working: int, num_state: int) -> dict[str, int]:
         """Return the bytes by plane and buffer."""
-        blocks = self._blocks
-        planes = pools.state_planes(blocks[:num_working], blocks[:num_state], MomentFormat.FP32)
-        return planes | self._gradients | pools.drive_buffers(blocks, num_working, num_state)
+        weights, state = self._blocks[:num_working], self._kept[:num_state]
+        planes = pools.state_planes(weights, state, MomentFormat.FP32)
+        return planes | self._gradients | pools.drive_buffers(self._images, num_working, num_state)
 
     def total(self, num_working: int, num_state: int) -> int:
         """Return the sum of `pools`."""
@@ -195,13 +217,19 @@ class _Takes:
 
 
 def placed(
-    layouts: Sequence[BlockLayout], tiers: Tiers, num_working: int, num_state: int, *, sum_room: SumRoom
+    layouts: Sequence[BlockLayout],
+    tiers: Tiers,
+    num_working: int,
+    num_state: int,
+    *,
+    sum_room: SumRoom,
+    ranks: StateRanks | None = None,
 ) -> Placement:
     """Keep in RAM the weights of the `num_working` largest blocks, and all of the `num_state` largest."""
     order = by_size(layouts)
     return Placement(
         state_on_drives=frozenset(order[num_state:]),
         working_on_drives=frozenset(order[num_working:]),
-        ram_bytes=_Takes(layouts, tiers, sum_room=sum_room).pools(num_working, num_state),
+        ram_bytes=_Takes(layouts, tiers, sum_room=sum_room, ranks=ranks).pools(num_working, num_state),
         keeps_gradients=tiers.keeps_gradients,
     )

@@ -1,7 +1,8 @@
-"""What state needs of the ranks of a node that keep it together."""
+"""What state needs of the ranks that keep it: those of a node together, and each node its part."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -12,12 +13,21 @@ class StateRanks(Protocol):
 
     rank: int
     size: int
+    num_nodes: int
+    node: int
+    local_size: int
+    """Ranks of a node."""
+    local_rank: int
+    """Place among them."""
 
     def gather(self, mine: Tensor, lane: str = "caller") -> list[Tensor]:
         """Return everybody's tensor; they are equally long."""
 
     def meet(self, lane: str = "caller") -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank, or, in lane `spread`, every rank of the node, has come here."""
+
+    def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Bring parts, given by node, from each node to the others."""
 
     def shared_memory(self, nbytes: int) -> int:
-        """Return a descriptor of zeroed memory that every rank maps."""
+        """Return a descriptor of zeroed memory that every rank of the node maps."""

@@ -172,12 +172,16 @@ class TieredState(HostState):
         if not self.on_drives.holds_working(block):
             self.changed.add((block, True))
 
-    def planes_in_ram(self, block: int) -> dict[str, Tensor]:
-        """Return the planes of a block's image that live in RAM; moments only once there is an optimizer."""
+    def planes_in_ram(self, block: int) -> dict[str, list[Tensor]]:
+        """Return the parts of each plane of a block's image that live in RAM, in the image's order.
+
+        Of moments only once there is an optimizer.
+        """
         state = self.blocks[block]
-        planes = {} if self.on_drives.holds_working(block) else {"working": state.working}
+        planes = {} if self.on_drives.holds_working(block) else {"working": [state.working]}
         if not self.on_drives.holds_state(block):
-            planes |= {name: plane for name in PLANES if (plane := getattr(state, name)) is not None}
+            there = [name for name in PLANES if getattr(state, name) is not None]
+            planes |= {name: self._kept_of(block, state, name) for name in there}
         return planes
 
     # -- reading and writing --------------------------------------------------------------------------------
@@ -193,8 +197,10 @@ class TieredState(HostState):
         lent, buffer = self._lend(block)
         both = away.holds_working(block)
         away.read(block, buffer, working=both)
+        self._take_in(block, lent, buffer)
         yield lent
         if writes:
+            self._take_out(block, lent, buffer)
             away.write(block, buffer, working=both)
             if both and self._is_whole:
                 self.blocks[block].working.copy_(lent.working)
@@ -228,6 +234,7 @@ class TieredState(HostState):
         self._filling[number] = _Filling(block, buffer, left - value.numel())
         if left - value.numel() <= 0:
             del self._filling[number]
+            self._take_out(number, block, buffer)
             self.on_drives.write(number, buffer, working=self.on_drives.holds_working(number))
 
     def bring_working(self) -> None:
@@ -268,7 +275,7 @@ class TieredState(HostState):
     def _restore(self) -> None:
         """Read what lives in RAM from its images; a block that was never written has nothing to restore.
 
-        Of several ranks the first one reads, for all of them.
+        Of several ranks of a node the first one reads, for all of them.
         """
         self.allocate_moments()
         for number in range(len(self.layouts)) if self.on_drives.rank == 0 else ():
@@ -279,8 +286,11 @@ class TieredState(HostState):
             self.on_drives.read(number, buffer)
             image = self.on_drives.images[number]
             found = {**image.planes(buffer), "working": image.working(buffer)}
-            for name, plane in planes.items():
-                plane.copy_(found[name])
+            for name, parts in planes.items():
+                start = 0
+                for part in parts:
+                    part.copy_(found[name][start : start + part.numel()])
+                    start += part.numel()
         self.on_drives.meet("orders")
         self._has_restored_moments = True
 
@@ -293,6 +303,16 @@ class TieredState(HostState):
             setattr(lent, name, plane)
         lent.gradient, lent.accumulator = state.gradient, state.accumulator
         return lent, buffer
+
+    def _kept_of(self, block: int, state: BlockState, plane: str) -> list[Tensor]:
+        """View what this node keeps of a plane of a block."""
+        return [getattr(state, plane)]
+
+    def _take_in(self, block: int, lent: BlockState, buffer: Tensor) -> None:
+        """Bring what was read of an image to a block of `_lend`: its planes are views of the same memory."""
+
+    def _take_out(self, block: int, lent: BlockState, buffer: Tensor) -> None:
+        """Bring such a block to its image, which is written next."""
 
     def _buffer(self, number: int, *, only_working: bool = False) -> Tensor:
         image = self.on_drives.images[number]

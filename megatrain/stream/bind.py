@@ -22,7 +22,8 @@ from megatrain.layout.ownership import node_totals
 from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import Block
 from megatrain.model.layouts import lay_out_blocks
-from megatrain.store.nodes import DRIVES_OVER_NODES, NodeState
+from megatrain.store.nodes import NodeState
+from megatrain.store.nodes_on_drives import NodeTieredState
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
@@ -193,13 +194,15 @@ def make_host(
     Raises:
         MegatrainError: As `TieredState`.
     """
+    host: TieredState
     if ranks is not None and ranks.num_nodes > 1:
-        if tiers is not None:
-            raise ConfigError(DRIVES_OVER_NODES)
-        return NodeState(layouts, precision, ranks, moments)
-    if tiers is None:
+        if tiers is None:
+            return NodeState(layouts, precision, ranks, moments)
+        host = NodeTieredState(layouts, precision, tiers, sum_room=sum_room, ranks=ranks)
+    elif tiers is None:
         return HostState(layouts, precision, shared=None if ranks is None else ranks.shared_memory)
-    host = TieredState(layouts, precision, tiers, sum_room=sum_room, ranks=ranks)
+    else:
+        host = TieredState(layouts, precision, tiers, sum_room=sum_room, ranks=ranks)
     _log.debug("%s", host.on_drives.placement.describe(len(layouts)))
     read, written, committed = (nbytes / 1e9 for nbytes in host.on_drives.bytes_per_step())
     _log.debug(

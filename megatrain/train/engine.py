@@ -10,7 +10,6 @@ from megatrain.config import Config
 from megatrain.config.choice import Choice
 from megatrain.distributed.ranks import Ranks
 from megatrain.model.adapters.adapt import adapters_off
-from megatrain.store.drives.record import CommitRecord
 from megatrain.stream.attach import attach
 from megatrain.stream.engine import Engine
 from megatrain.stream.load import load
@@ -18,7 +17,7 @@ from megatrain.train.evaluate.losses import undisturbed
 from megatrain.train.resume.state_commits import drives_apart, restore_buffers, tiers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from transformers import PretrainedConfig
 
@@ -29,7 +28,7 @@ def make_engine(
     source: str | PretrainedConfig,
     *,
     adapter: Path | None = None,
-    committed: CommitRecord | None = None,
+    committed: Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
     ranks: Ranks | None = None,
 ) -> Engine:
@@ -40,7 +39,7 @@ def make_engine(
         choice: To arrange it by.
         source: Where its weights are; a configuration: they are drawn at random.
         adapter: A directory with trained adapters; None: those of `lora`, if any, begin at zero.
-        committed: Of the drives, to go on from.
+        committed: What the commit on drives that it goes on from says of the run.
         vocab_size: Of the model with its new tokens; None: it has none.
         ranks: That train together and keep one state.
 
@@ -68,7 +67,7 @@ def make_engine(
         **settings,
     )
     if committed is not None:
-        restore_buffers(model, committed.meta["buffers"])
+        restore_buffers(model, committed["buffers"])
     return attach(
         model.train(),
         choice,

@@ -42,7 +42,7 @@ from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
 from megatrain.train.resume.changes import changed_settings
-from megatrain.train.resume.state_commits import find_commit
+from megatrain.train.resume.state_commits import find_commit, held_by_nodes
 from megatrain.train.run import Run, prepare
 from megatrain.train.screen.progress import Progress
 from megatrain.train.way_back import judge, way_back
@@ -160,6 +160,7 @@ def train(
         SystemExit: 75, after a signal stopped the run and its state was saved.
     """
     directory = RunDirectory(Path(config.out))
+    held = held_by_nodes(config, ranks)
     if ranks is not None and ranks.rank > 0:
         _follow(config, ranks, prepared)
         return directory.path
@@ -179,20 +180,22 @@ def train(
             if ranks is not None:
                 ranks.tell(None)
             return directory.path
-        committed = find_commit(config, is_run=directory.is_run) if resume == "auto" else None
-        if committed is not None and found is not None and committed.step <= step:
-            committed = None
+        committed = None
+        if resume == "auto":
+            saved = -1 if found is None else step
+            commit = find_commit(config, is_run=directory.is_run, held=held, saved=saved)
+            committed = None if commit is None else commit.meta
         checkpoint, meta = (None, None) if found is None else (found[0], found[1].meta)
         is_own = checkpoint is not None and checkpoint.resolve().parent == directory.checkpoints.resolve()
         own = checkpoint if is_own else None
-        config = with_shards(config, ranks, meta if committed is None else committed.meta)
+        config = with_shards(config, ranks, meta if committed is None else committed)
         if ranks is not None:
             ranks.tell(
                 {
                     "checkpoint": None if checkpoint is None else str(checkpoint),
                     "meta": meta,
                     "fingerprint": None if found is None else fingerprint(found[1]),
-                    "is_committed": committed is not None,
+                    "committed": committed,
                     "shards": config.parallel.shards,
                 }
             )
@@ -258,13 +261,14 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
         config.model_copy(update={"parallel": parallel}),
         checkpoint,
         found["meta"],
-        find_commit(config, is_run=True) if found["is_committed"] else None,
+        found["committed"],
         prepared=prepared,
         references=_references(config, prepared),
         ranks=ranks,
     )
     with signals_ignored():
         ranks.meet("orders")
+        is_done = False
         try:
             while (order := ranks.tell()) != END:
                 if order == STEP:
@@ -276,8 +280,9 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
                         run.evaluator.losses(run.engine, ranks)
                 else:
                     lend(run.engine, order)
+            is_done = ranks.node > 0  # the first node's state is left to the first rank
         finally:
-            run.engine.close()
+            run.engine.close(removes=is_done)
 
 
 def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, saved: Path | None) -> Path:

@@ -27,7 +27,7 @@ from megatrain.distributed.ranks import Ranks
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware.accelerators import VENDORS
 from megatrain.hardware.care import Care
-from megatrain.store.nodes import DRIVES_OVER_NODES, NodeState
+from megatrain.store.nodes import NodeLender
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
@@ -47,16 +47,6 @@ def with_shards(config: Config, ranks: Ranks | None, meta: Mapping[str, Any] | N
     shards = decided_shards(config, 1 if ranks is None else ranks.size, meta)
     parallel = config.parallel.model_copy(update={"shards": shards})
     return config.model_copy(update={"parallel": parallel})
-
-
-def check_ranks(config: Config, ranks: Ranks) -> None:
-    """Refuse settings of what ranks cannot do; of memory, `part_of` refuses them.
-
-    Raises:
-        ConfigError: They ask for it.
-    """
-    if config.memory.drives and ranks.num_nodes > 1:
-        raise ConfigError(DRIVES_OVER_NODES)
 
 
 def gathers_weights(wish: bool | None, device: str, ranks: Ranks) -> bool:
@@ -86,13 +76,8 @@ def described(ranks: Ranks | None, shards: int | None) -> str:
 
 
 def settle_ranks(config: Config, ranks: Ranks | None) -> None:
-    """Refuse what these ranks cannot do, and settle whether they gather weights.
-
-    Raises:
-        ConfigError: As `check_ranks`.
-    """
+    """Settle whether these ranks gather weights."""
     if ranks is not None:
-        check_ranks(config, ranks)
         ranks.gathers = gathers_weights(config.parallel.gathers, config.train.device, ranks)
 
 
@@ -133,14 +118,14 @@ def lend(engine: Engine, order: Any) -> None:
     engine.settle()
     if order != SETTLE:
         assert order[0] == LEND
-        assert isinstance(engine.host, NodeState)
+        assert isinstance(engine.host, NodeLender)
         engine.host.lend(order[1])
 
 
 def _let_others(engine: Engine, call: Callable[..., object]) -> None:
     """Call this, with a block or none, where the first rank is about to read what other ranks have."""
     engine.arrangement.call_others = call
-    if isinstance(engine.host, NodeState):
+    if isinstance(engine.host, NodeLender):
         engine.host.call_others = call
 
 

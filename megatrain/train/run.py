@@ -28,7 +28,6 @@ from megatrain.hardware.determinism import set_environment
 from megatrain.model.adapters.adapt import has_adapters
 from megatrain.model.liger import apply_liger, uses_liger
 from megatrain.model.weights.skeleton import read_config
-from megatrain.store.drives.record import CommitRecord
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
@@ -213,7 +212,7 @@ def prepare(
     config: Config,
     checkpoint: Path | None,
     meta: Mapping[str, Any] | None,
-    committed: CommitRecord | None = None,
+    committed: Mapping[str, Any] | None = None,
     *,
     measure: Measure | None = None,
     counts: Path | None = None,
@@ -232,7 +231,7 @@ def prepare(
         config: Complete and checked.
         checkpoint: To go on from; None: none.
         meta: Of its manifest.
-        committed: To go on from, in the place of a checkpoint.
+        committed: What a commit says of the run that goes on from it, in the place of a checkpoint.
         measure: As in `machine_for`.
         counts: A folder in which counts of models are kept, as in `plan_run`.
         prepared: A folder in which prepared data is kept; None: nowhere but in `data.cache`.
@@ -252,7 +251,7 @@ def prepare(
     if config.train.deterministic:
         set_environment(device)  # before the first product: `measure_peak`
     liger = uses_liger(config.model.kernels, device.type)
-    earlier = meta if committed is None else committed.meta
+    earlier = meta if committed is None else committed
     base = check_base(config, earlier)
     source = str(checkpoint) if checkpoint is not None and base is None else config.model.path
     model_config = read_config(source)
@@ -378,7 +377,7 @@ def prepare(
     if earlier is not None:
         report_changes(config, earlier, model_config)
     if committed is not None:
-        run.restore_position(committed.meta)
+        run.restore_position(committed)
     elif checkpoint is not None:
         assert meta is not None
         run.restore(checkpoint, meta)

@@ -11,7 +11,7 @@ from megatrain.checkpoint.load import find
 from megatrain.errors import DivergedError, MegatrainError, TornStateError
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import StepMetrics
-from megatrain.train.resume.state_commits import find_commit
+from megatrain.train.resume.state_commits import held_by
 from megatrain.train.run import Run
 
 _log = logging.getLogger(__name__)
@@ -42,12 +42,12 @@ def _newest(run: Run, directory: RunDirectory) -> str:
     """Name what `auto` takes, if it is whole."""
     try:
         saved = next(iter(find(directory.checkpoints)), None)
-        committed = find_commit(run.config, is_run=True)
+        held = held_by(run.config, num_nodes=1 if run.ranks is None else run.ranks.num_nodes)
     except MegatrainError:  # the command that goes on says what is wrong with it
         return "the newest checkpoint that is whole"
     step = 0 if saved is None else int(saved.name.partition("-")[2])
-    if committed is not None and committed.step > step:
-        return f"step {committed.step}, which is committed on the drives"
+    if held and held[0] > step:
+        return f"step {held[0]}, which is committed on the drives"
     return "the beginning, since nothing was saved before" if saved is None else str(saved)
 
 

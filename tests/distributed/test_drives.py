@@ -16,6 +16,7 @@ from megatrain.store.drives import system as calls
 from megatrain.store.drives.record import read_record
 from megatrain.store.placement import Tiers
 from megatrain.stream.lanes.base import OrderingError
+from tests.distributed.cases import cut_at
 from tests.distributed.processes import exit_codes, run_ranks
 from tests.distributed.runs import train_on_drives, train_run
 from tests.distributed.threads import RankLanes, ThreadRanks, Turns
@@ -116,8 +117,14 @@ class HastyRanks(ThreadRanks):
             super().meet(lane)
 
 
-@pytest.mark.parametrize("fault", [*WAITS, *MEETINGS])
-def test_a_missing_wait_on_drives_is_found(fault: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "size", "num_nodes"),
+    [
+        *((fault, 2, 1) for fault in (*WAITS, *MEETINGS)),
+        *(pytest.param(fault, 4, 2, marks=pytest.mark.parity) for fault in (*WAITS, *MEETINGS)),
+    ],
+)
+def test_a_missing_wait_on_drives_is_found(fault: str, size: int, num_nodes: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"steps": 2, "reads": False, "commits": True, "tiers": tiers(tmp_path)}
     if fault == "an update of what another rank spills":  # a norm would wait for it
         settings |= {"tiers": tiers(tmp_path, 9, 9), "updates": "immediate", "max_grad_norm": None}
@@ -128,8 +135,8 @@ def test_a_missing_wait_on_drives_is_found(fault: str, tmp_path: Path) -> None:
         lanes = RankLanes(ranks.turns, ranks.rank, skips=WAITS.get(fault))
         return train(hasty, device=lanes, **settings)
 
-    with pytest.raises(OrderingError, match="without waiting"):
-        Turns(2).run(faulty)
+    with cut_at(320), pytest.raises(OrderingError, match="without waiting"):
+        Turns(size, num_nodes).run(faulty)
 
 
 SHORT: dict[str, Any] = {

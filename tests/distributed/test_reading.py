@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 
 from megatrain.config.choice import StepBatch
 from megatrain.errors import ConfigError
-from megatrain.store.nodes import NodeState
+from megatrain.store.nodes import NodeLender
 from megatrain.stream.engine import Engine
 from megatrain.train.adapters import write_adapter
 from megatrain.train.ranks import END, STEP, lend, read_alone, step_of_all
 from megatrain.train.resume.state import write_state
 from tests.distributed.cases import TRAINED, cut_at
+from tests.distributed.test_drives import tiers
 from tests.distributed.threads import RankLanes, Turns
 from tests.families import FAMILIES
 from tests.reference import attach_plainly, make_batches, make_model
@@ -61,7 +62,7 @@ def first_reads(ranks: Any, read: Callable[[Engine], Any], **settings: Any) -> A
                 step()
             else:
                 lend(engine, order)
-        assert not isinstance(engine.host, NodeState) or engine.host.call_others is None
+        assert not isinstance(engine.host, NodeLender) or engine.host.call_others is None
         return None
 
 
@@ -80,6 +81,13 @@ def test_the_first_rank_reads_masters_of_all(shape: tuple[int, int], settings: d
     alone = first_reads(None, masters, **settings)
     found, *_ = Turns(*shape).run(lambda ranks: first_reads(ranks, masters, **settings))
     assert found.keys() == alone.keys()
+    assert [name for name, value in alone.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 2)], ids=str)
+def test_the_first_rank_reads_masters_on_drives_of_all(shape: tuple[int, int], tmp_path: Path) -> None:
+    alone = first_reads(None, masters)
+    found, *_ = Turns(*shape).run(lambda ranks: first_reads(ranks, masters, tiers=tiers(tmp_path)))
     assert [name for name, value in alone.items() if not torch.equal(found[name], value)] == []
 
 

@@ -79,14 +79,14 @@ def train(
         loss = engine.forward_backward([batches[n] for n in own], seeds=[seeds[n] for n in own])
         told["losses"].append(float(loss))
         if updates != "immediate" and reads and settings.get("gradients", "host") == "host":
-            told["gradients"].append(_digest(dict(engine.named_gradients())))
+            told["gradients"].append(digest_of(dict(engine.named_gradients())))
         stats = optimizer.step()
         if commits:
             engine.commit(step, {})
         if reads:
             told["norms"].append(stats.grad_norm)
-            told["masters"].append(_digest(dict(engine.named_masters())))
-    told["end"] = _digest(dict(engine.named_masters()))
+            told["masters"].append(digest_of(dict(engine.named_masters())))
+    told["end"] = digest_of(dict(engine.named_masters()))
     engine.close()
     return told
 
@@ -97,7 +97,8 @@ def train_row(ranks: Any, *, row: dict[str, Any]) -> dict[str, Any]:
         return train(ranks, **settings_of(row))
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """Return a digest of named tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())

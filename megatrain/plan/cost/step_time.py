@@ -101,7 +101,7 @@ class Step:
             ends=self.block_sums.ends,
             behind=self.block_sums.behind,
             clips=self.clips,
-            drives=self.block_sums.drive_spec(self.choice, self.batch.num_ranks),
+            drives=self.block_sums.drive_spec(self.choice, self.batch),
             saved_bytes=[run.leaving_bytes for run in self.costs.runs],
             room_bytes=[run.host_bytes for run in self.costs.runs],
             num_runs=self.partial_sums.runs.number,
@@ -269,7 +269,7 @@ class Step:
         fetched, offloaded = sums.moved_bytes(choice, self.partial_sums, among)
         saved = self.sums[3]
         restored = saved - rounds * self.costs.newest_bytes
-        read, written = sums.drive_bytes(choice, rounds, num_ranks)
+        read, written = sums.drive_bytes(choice, rounds, self.batch)
         waiting = sums.gradient_places(choice, self.batch.num_micro_batches).on_drives
         parked = sum(self.blocks[block].size.parked_bytes for block in waiting)
         on_drives = choice.boundaries == "nvme"

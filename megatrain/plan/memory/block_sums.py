@@ -16,7 +16,7 @@ from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.exchange import Exchange
 from megatrain.layout.host_buffers import largest_first
 from megatrain.layout.moments import MomentFormat
-from megatrain.layout.ownership import node_totals, piece_bytes, planned_share
+from megatrain.layout.ownership import drive_totals, node_totals, piece_bytes, planned_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
 from megatrain.model.profile.anatomy import Anatomy, Fragment, Layer
 from megatrain.plan.program.block_size import BlockSize
@@ -120,7 +120,8 @@ class BlockSums:
         self.blocks = list_blocks(anatomy, Choice(fragments=fragments).with_defaults(0), MomentFormat.FP32)
         self.totals = BlockTotals(block.sizes for block in self.blocks)
         self.num_blocks = len(self.blocks)
-        self._kept: dict[tuple[int, int], BlockTotals | None] = {}
+        self._nodes: dict[tuple[int, int], tuple[BlockTotals | None, BlockTotals]] = {}
+        self._ordered: dict[BlockTotals, BlockTotals] = {}
         self._drive_bytes: dict[tuple[object, ...], tuple[int, int]] = {}
         self._samples: dict[tuple[int, bool], list[tuple[int, bool]]] = {}
         self._gradients_of: dict[tuple[object, ...], tuple[tuple[str, ...], GradientPlaces]] = {}
@@ -133,10 +134,17 @@ class BlockSums:
 
     def kept_by_node(self, batch: StepBatch) -> BlockTotals | None:
         """Return the sizes of what the first node keeps of each block's state, as `node_totals`."""
+        return self._of_nodes(batch)[0]
+
+    def images(self, batch: StepBatch) -> BlockTotals:
+        """Return the sizes of what a node has on its drives of each block, as `drive_totals`."""
+        return self._of_nodes(batch)[1]
+
+    def _of_nodes(self, batch: StepBatch) -> tuple[BlockTotals | None, BlockTotals]:
         key = batch.num_ranks, batch.num_nodes
-        if key not in self._kept:
-            self._kept[key] = node_totals(self.totals.sizes, *key)
-        return self._kept[key]
+        if key not in self._nodes:
+            self._nodes[key] = node_totals(self.totals.sizes, *key), drive_totals(self.totals.sizes, *key)
+        return self._nodes[key]
 
     @cached_property
     def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -281,31 +289,29 @@ class BlockSums:
         """Return the blocks in the order in which RAM takes them: the largest first."""
         return largest_first([block.sizes.num_state for block in self.blocks])
 
-    @cached_property
-    def totals_by_size(self) -> BlockTotals:
-        """Return the sums over blocks in that order."""
-        return BlockTotals(self.blocks[number].sizes for number in self.by_size)
+    def ordered(self, totals: BlockTotals) -> BlockTotals:
+        """Return the sums over blocks, of which `totals` are sizes, in that order."""
+        if totals not in self._ordered:
+            self._ordered[totals] = BlockTotals(totals.sizes[number] for number in self.by_size)
+        return self._ordered[totals]
 
-    def drive_spec(self, choice: Choice, num_ranks: int = 1) -> DriveSpec | None:
+    def drive_spec(self, choice: Choice, batch: StepBatch) -> DriveSpec | None:
         """Return which blocks of a choice have state on drives, of the first rank; None: none has."""
         if choice.tier("moments") != "nvme":
             return None
-        numbers = range(self.num_blocks)
+        images, blocks = self.images(batch).sizes, range(self.num_blocks)
         return DriveSpec(
-            state_bytes=[pools.state_image(block.sizes) for block in self.blocks],
-            working_bytes=[pools.weights_image(block.sizes) for block in self.blocks],
-            state=frozenset(n for n in numbers if self.is_state_on_drives(choice, n)),
-            working=frozenset(n for n in numbers if self.is_working_on_drives(choice, n)),
-            num_ranks=num_ranks,
+            state_bytes=[*map(pools.state_image, images)],
+            working_bytes=[*map(pools.weights_image, images)],
+            state=frozenset(n for n in blocks if self.is_state_on_drives(choice, n)),
+            working=frozenset(n for n in blocks if self.is_working_on_drives(choice, n)),
+            num_ranks=batch.ranks_of_node,
         )
 
     @cached_property
     def rank(self) -> list[int]:
         """Return each block's place in that order."""
-        ranks = [0] * self.num_blocks
-        for place, block in enumerate(self.by_size):
-            ranks[block] = place
-        return ranks
+        return sorted(range(self.num_blocks), key=self.by_size.__getitem__)
 
     def is_state_on_drives(self, choice: Choice, block: int) -> bool:
         """Whether a block's remainder and moments are on drives."""
@@ -315,20 +321,20 @@ class BlockSums:
         """Whether a block's weights are on drives."""
         return choice.tier("working") == "nvme" and self.rank[block] >= choice.weights_in_ram
 
-    def drive_bytes(self, choice: Choice, num_rounds: int, num_ranks: int = 1) -> tuple[int, int]:
+    def drive_bytes(self, choice: Choice, num_rounds: int, batch: StepBatch) -> tuple[int, int]:
         """Return the bytes that a step reads from the drives, at least, and writes, its commit included.
 
-        Of so many ranks, the first one does: its part of the state, and all of the weights that it fetches.
+        Of several ranks, the first one does: its part of the state, and all of the weights that it fetches.
         """
         if choice.tier("moments") != "nvme":
             return 0, 0
-        key = (choice.blocks_in_ram, choice.weights_in_ram, choice.tier("working"), num_rounds, num_ranks)
+        key = (choice.blocks_in_ram, choice.weights_in_ram, choice.tier("working"), num_rounds, batch)
         if key not in self._drive_bytes:
-            self._drive_bytes[key] = self._count_drive_bytes(choice, num_rounds, num_ranks)
+            self._drive_bytes[key] = self._count_drive_bytes(choice, num_rounds, batch)
         return self._drive_bytes[key]
 
-    def _count_drive_bytes(self, choice: Choice, num_rounds: int, num_ranks: int) -> tuple[int, int]:
-        drives = self.drive_spec(choice, num_ranks)
+    def _count_drive_bytes(self, choice: Choice, num_rounds: int, batch: StepBatch) -> tuple[int, int]:
+        drives = self.drive_spec(choice, batch)
         assert drives is not None
         trained = [number for number, block in enumerate(self.blocks) if block.size.is_trained]
         # a commit writes what is in RAM too, and the weights of all that was updated: so that it is whole

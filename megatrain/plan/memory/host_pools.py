@@ -25,9 +25,9 @@ def host_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: Moment
     block_sums = BlockSums.of(anatomy, choice.fragments)
     sizes = host_planes(anatomy, choice, batch, state=state)
     if choice.tiers:
-        sizes |= _placed(block_sums, choice)
+        sizes |= _placed(block_sums, choice, batch)
     elif choice.has_scratch_on_drives:  # a run with drives commits its state there, wherever it lives
-        sizes |= _buffers(block_sums, replace(choice, blocks_in_ram=block_sums.num_blocks))
+        sizes |= _buffers(block_sums, replace(choice, blocks_in_ram=block_sums.num_blocks), batch)
     found = [
         Pool("ram", name, nbytes, is_exact=name not in _PEAKS) for name, nbytes in sizes.items() if nbytes
     ]
@@ -46,7 +46,7 @@ def drive_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> list[Pool
     if not choice.uses_drives:
         return []
     block_sums = BlockSums.of(anatomy, choice.fragments)
-    found = [Pool("nvme", name, n) for name, n in pools.drive_pools(block_sums.totals[:]).items()]
+    found = [Pool("nvme", name, n) for name, n in pools.drive_pools(block_sums.images(batch)[:]).items()]
     found += [_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else []
     places = block_sums.gradient_places(choice, batch.num_micro_batches)
     if places.on_drives:
@@ -69,34 +69,37 @@ def _scratch(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> Pool:
     return Pool("nvme", "saved activations", together * room, is_exact=False)
 
 
-def placed_bytes(anatomy: Anatomy, choice: Choice) -> int:
+def placed_bytes(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> int:
     """Return what of `host_pools` depends on `blocks_in_ram` and `weights_in_ram`."""
-    return sum(_placed(BlockSums.of(anatomy, choice.fragments), choice).values())
+    return sum(_placed(BlockSums.of(anatomy, choice.fragments), choice, batch).values())
 
 
-def _placed(block_sums: BlockSums, choice: Choice) -> dict[str, int]:
+def _placed(block_sums: BlockSums, choice: Choice, batch: StepBatch) -> dict[str, int]:
     """Return the pools in RAM that what is on drives decides: those of a placement are counted once."""
-    key = (choice.tier("working"), choice.blocks_in_ram, choice.weights_in_ram)
+    ranks = batch.num_ranks, batch.num_nodes
+    key = (choice.tier("working"), choice.blocks_in_ram, choice.weights_in_ram, ranks)
     if key not in block_sums.placed:
-        block_sums.placed[key] = _in_ram(block_sums, choice) | _buffers(block_sums, choice)
+        block_sums.placed[key] = _in_ram(block_sums, choice, batch) | _buffers(block_sums, choice, batch)
     return block_sums.placed[key]
 
 
-def _in_ram(block_sums: BlockSums, choice: Choice) -> dict[str, int]:
+def _in_ram(block_sums: BlockSums, choice: Choice, batch: StepBatch) -> dict[str, int]:
     """Return the bytes of the planes that are in RAM though others are on drives: the largest blocks'.
 
     State on drives is kept in fp32.
     """
-    blocks = block_sums.totals_by_size
+    blocks, kept = block_sums.totals, block_sums.kept_by_node(batch)
+    weights, state = map(block_sums.ordered, (blocks, kept or blocks))
     return pools.state_planes(
-        blocks[: _weights_in_ram(block_sums, choice)], blocks[: choice.blocks_in_ram], MomentFormat.FP32
+        weights[: _weights_in_ram(block_sums, choice)], state[: choice.blocks_in_ram], MomentFormat.FP32
     )
 
 
-def _buffers(block_sums: BlockSums, choice: Choice) -> dict[str, int]:
+def _buffers(block_sums: BlockSums, choice: Choice, batch: StepBatch) -> dict[str, int]:
     """Return the bytes of the buffers before the drives."""
     num_weights = _weights_in_ram(block_sums, choice)
-    return pools.drive_buffers(block_sums.totals_by_size, num_weights, choice.blocks_in_ram)
+    images = block_sums.ordered(block_sums.images(batch))
+    return pools.drive_buffers(images, num_weights, choice.blocks_in_ram)
 
 
 def _weights_in_ram(block_sums: BlockSums, choice: Choice) -> int:

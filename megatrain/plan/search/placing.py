@@ -121,14 +121,14 @@ def place_in_ram(request: Request, choice: Choice) -> Choice:
 
     limit = request.limits["ram"]
     assert limit is not None
-    others = host_bytes(request, choice) - placed_bytes(request.anatomy, choice)
+    others = host_bytes(request, choice) - placed_bytes(request.anatomy, choice, request.batch)
     if request.spec.is_cpu:  # what is on the device does not change
         others += sum(pool.nbytes for pool in pools_of(request, choice) if pool.tier == "ram")
         others -= host_bytes(request, choice)
 
     def over(**counts: int) -> int:
         placed = replace(choice, **counts)  # type: ignore[arg-type]
-        return placed_bytes(request.anatomy, placed) + others - limit
+        return placed_bytes(request.anatomy, placed, request.batch) + others - limit
 
     num_blocks = sum(len(layer.fragments) if choice.fragments else 1 for layer in request.anatomy.layers)
     num_blocks += len(request.anatomy.outer)

@@ -42,6 +42,10 @@ def raw(flat: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
+_ALL_THREADS = 8
+"""Each drive has 1 to 4 threads for a direction, and all together this many, or as many as cores."""
+
+
 class Drive:
     """One directory's `state.bin`, or another file there, open for this process, or the ranks of one run."""
 
@@ -259,3 +263,9 @@ class Drive:
 def staging(num_bytes: int) -> Tensor:
     """Return (num_bytes,) uint8 at a page's address, for small jobs; larger ones use an `Arena`."""
     return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
+
+
+def threads_per_drive(num_drives: int) -> int:
+    """Return how many threads read from each drive; as many write."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(4, min(cores, _ALL_THREADS) // num_drives))

@@ -3,6 +3,10 @@
 One JSON file in the first directory, replaced atomically: written beside its place, fsynced, renamed, and the
 directory fsynced. Its last member is a digest of every byte before it. What must stay true: it is written
 after all that it names is durable, and nothing that it names is overwritten before the next one is durable.
+
+Each of several nodes has a record of its part, and they commit in two phases: `prepared.json` is durable on
+all before any of them makes it `commit.json`, and only then overwrites what the one before names. So after a
+crash the newest step that all nodes hold, prepared or committed, is whole, and there is one.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from megatrain.store.drives import system as calls
 from megatrain.store.drives.places import drive_errors, sync_directory
 
 RECORD_NAME = "commit.json"
+PREPARED_NAME = "prepared.json"
+"""What becomes the record once every node has it."""
 FORMAT_VERSION = 1
 _TAIL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n\}\n\Z')
 _KEYS = {"format", "owner", "fingerprint", "drives", "step", "copies", "sums", "meta", "digest"}
@@ -38,7 +44,9 @@ class CommitRecord:
     fingerprint: str
     """Of the extents and how they are cut and striped: another model's state is never read."""
     drives: tuple[str, ...]
-    """A random name for each directory's file, in order: directories that were swapped are noticed."""
+    """A random name for each directory's file, in order: directories that were swapped are noticed.
+
+    Before a `-`, in hexadecimal, of several nodes one number: so are drives of another start of the run."""
     step: int
     """Optimizer steps that the state has been through."""
     copies: str
@@ -49,13 +57,13 @@ class CommitRecord:
     """Plain JSON values of the caller."""
 
 
-def read_record(directory: Path) -> CommitRecord | None:
-    """Read the record of a first directory; None if nothing was ever committed there.
+def read_record(directory: Path, name: str = RECORD_NAME) -> CommitRecord | None:
+    """Read the record of a first directory, or the prepared one; None if there is none.
 
     Raises:
         CheckpointError: The record is damaged, cannot be read, or is of a later version.
     """
-    path = directory / RECORD_NAME
+    path = directory / name
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -87,15 +95,44 @@ def read_record(directory: Path) -> CommitRecord | None:
     )
 
 
-def write_record(directory: Path, record: CommitRecord) -> None:
+def read_records(directory: Path) -> list[CommitRecord]:
+    """Read what a first directory holds: what is committed there, and what is prepared.
+
+    Raises:
+        CheckpointError: As `read_record`.
+    """
+    found = (read_record(directory, name) for name in (RECORD_NAME, PREPARED_NAME))
+    return [record for record in found if record is not None]
+
+
+def newest_of_all(held: Sequence[Sequence[int]]) -> int | None:
+    """Return the newest of the steps that every node holds, given by node; None: they share none."""
+    return max(set.intersection(*map(set, held)), default=None)
+
+
+def nothing_in_common(held: Sequence[Sequence[int]], where: Path) -> str:
+    """Say that nodes hold no step that is one for all; `where` is the first directory of node 0."""
+    each = (
+        f"node {node} holds {' and '.join(f'step {step}' for step in sorted(steps)) or 'none'}"
+        for node, steps in enumerate(held)
+    )
+    why = "" if newest_of_all(held) is None else ", of several starts of the run"
+    return (
+        f"the nodes hold no step in common on their drives ({', '.join(each)}{why}); give every node the "
+        f"drives that it had, or remove {RECORD_NAME} and {PREPARED_NAME} in {where}, and in its like on the "
+        "other nodes, to go on from the newest checkpoint"
+    )
+
+
+def write_record(directory: Path, record: CommitRecord, name: str = RECORD_NAME) -> None:
     """Replace the record of a first directory, durably; a crash leaves the old one or the new one.
 
     Raises:
         CapacityError: The drive is full.
         OutputError: It cannot be written.
     """
-    path = directory / RECORD_NAME
-    temporary = directory / f".{RECORD_NAME}.tmp"
+    path = directory / name
+    temporary = directory / f".{name}.tmp"
     data = memoryview(_encode(record))
     with drive_errors("write", path):
         descriptor = calls.system.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -110,17 +147,46 @@ def write_record(directory: Path, record: CommitRecord) -> None:
         sync_directory(directory)
 
 
-def remove_record(directory: Path) -> None:
-    """Remove the record, durably: from then on nothing is committed.
+def settle_records(directory: Path, record: CommitRecord) -> None:
+    """Make a record of `read_records` the one that is left, before anything is written over another's state.
 
     Raises:
-        OutputError: It cannot be removed.
+        OutputError: A file cannot be renamed or removed.
+    """
+    committed = read_record(directory)
+    if committed is None or committed.step != record.step:
+        confirm_record(directory)
+    else:
+        _remove(directory / PREPARED_NAME)
+
+
+def confirm_record(directory: Path) -> None:
+    """Make what is prepared the record, durably.
+
+    Raises:
+        OutputError: It cannot be renamed.
     """
     path = directory / RECORD_NAME
+    with drive_errors("write", path):
+        calls.system.rename(directory / PREPARED_NAME, path)
+        sync_directory(directory)
+
+
+def remove_records(directory: Path) -> None:
+    """Remove what is prepared and what is committed, durably: from then on nothing is.
+
+    Raises:
+        OutputError: A record cannot be removed.
+    """
+    _remove(directory / PREPARED_NAME)
+    _remove(directory / RECORD_NAME)
+
+
+def _remove(path: Path) -> None:
     with drive_errors("remove", path):
         if path.exists():
             calls.system.unlink(path)
-            sync_directory(directory)
+            sync_directory(path.parent)
 
 
 def _encode(record: CommitRecord) -> bytes:

@@ -24,9 +24,9 @@ from megatrain.errors import CheckpointError
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import PAGE_BYTES, SCRATCH_CHUNK_BYTES, padded
 from megatrain.store.drives import system as calls
-from megatrain.store.drives.drive import Drive, raw
+from megatrain.store.drives.drive import Drive, raw, threads_per_drive
 from megatrain.store.drives.places import drive_errors
-from megatrain.store.drives.striped import threads_per_drive, wait
+from megatrain.store.drives.striped import wait
 
 SCRATCH_NAME = "scratch-{}.bin"
 """A rank's file of scratch room in each directory, for the moment between its making and the loss of its

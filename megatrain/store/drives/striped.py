@@ -9,7 +9,6 @@ What must stay true: nobody reads an extent while it is written (the callers' bu
 
 from __future__ import annotations
 
-import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,20 +25,20 @@ from megatrain.errors import CheckpointError, OutputError
 from megatrain.layout import drive_chunks
 from megatrain.layout.host_buffers import PAGE_BYTES
 from megatrain.store.drives import system as calls
-from megatrain.store.drives.drive import Drive, raw, staging
+from megatrain.store.drives.drive import Drive, raw, staging, threads_per_drive
 from megatrain.store.drives.extents import Chunk, Extent, lay_out
 from megatrain.store.drives.places import STATE_NAME, check_places, drive_errors, sync_directory
 from megatrain.store.drives.record import (
+    PREPARED_NAME,
     RECORD_NAME,
     CommitRecord,
-    read_record,
-    remove_record,
+    confirm_record,
+    read_records,
+    remove_records,
+    settle_records,
     write_record,
 )
 from megatrain.store.drives.tables import Tables, table_bytes
-
-_ALL_THREADS = 8
-"""Each drive has 1 to 4 threads for a direction, and all together this many, or as many as cores."""
 
 
 class StripedStore:
@@ -52,6 +51,7 @@ class StripedStore:
         *,
         owner: str = "",
         chunk_bytes: int = 0,
+        kept: str = "",
         part: tuple[int, int] = (0, 1),
         memory: Callable[[int], Tensor] | None = None,
     ) -> None:
@@ -62,7 +62,8 @@ class StripedStore:
             extents: What will be stored.
             owner: Whose state it is; state of another owner is neither read nor overwritten.
             chunk_bytes: Bytes of a chunk, whole pages; 0: `drive_chunks.CHUNK_BYTES`.
-            part: This rank, and of how many.
+            kept: What of the state is kept here, where others keep the rest.
+            part: This rank, and of how many of its node.
             memory: Returns (bytes,) uint8 zeros that all ranks map; None: there is one rank.
         """
         self.directories = list(directories)
@@ -71,6 +72,7 @@ class StripedStore:
         self._rank, self._num_ranks = part
         assert self.chunk_bytes % PAGE_BYTES == 0
         self._owner = owner
+        self._kept = kept
         self._chunks, self.drive_bytes = lay_out(extents, len(directories), self.chunk_bytes)
         num_chunks = sum(map(len, self._chunks))
         need = table_bytes(num_chunks, len(extents))
@@ -87,10 +89,13 @@ class StripedStore:
     def fingerprint(self) -> str:
         """A digest of what is where."""
         text = f"{self.chunk_bytes} {len(self.directories)} {[(e.name, e.num_bytes) for e in self.extents]}"
-        return xxhash.xxh3_128_hexdigest(text.encode())
+        return xxhash.xxh3_128_hexdigest((text + self._kept).encode())
 
-    def check(self) -> CommitRecord | None:
-        """Check the directories and their room before anything is taken, and return what is committed there.
+    def check(self) -> list[CommitRecord]:
+        """Check the directories and their room before anything is taken, and return what they hold.
+
+        Returns:
+            What is committed there, and what is prepared, as far as there is any.
 
         Raises:
             ConfigError, CapacityError, OutputError: As `check_places`.
@@ -98,17 +103,17 @@ class StripedStore:
             CheckpointError: The record is damaged.
         """
         check_places(self.directories, [num_bytes + PAGE_BYTES for num_bytes in self.drive_bytes])
-        found = read_record(self.directories[0])
-        if found is not None and found.owner != self._owner:
+        found = read_records(self.directories[0])
+        for record in (record for record in found if record.owner != self._owner):
             raise OutputError(
-                f"{self.directories[0]} holds the state of another run ({found.owner or 'no name'}, step "
-                f"{found.step}); name another directory in memory.tiers.nvme, or remove {RECORD_NAME} and "
+                f"{self.directories[0]} holds the state of another run ({record.owner or 'no name'}, step "
+                f"{record.step}); name another directory in memory.tiers.nvme, or remove {RECORD_NAME} and "
                 f"{STATE_NAME} there"
             )
         return found
 
-    def create(self) -> None:
-        """Begin anew: open the drives, and forget what was committed there.
+    def create(self, start: int = 0) -> None:
+        """Begin anew: open the drives, and forget what was committed there; `start`: as of `CommitRecord`.
 
         Raises:
             MegatrainError: As `check`, and as `Drive`.
@@ -116,8 +121,8 @@ class StripedStore:
         self.check()
         self._open()
         try:
-            remove_record(self.directories[0])
-            self._names = tuple(secrets.token_hex(8) for _ in self._drives)
+            remove_records(self.directories[0])
+            self._names = tuple(f"{start:x}-{secrets.token_hex(8)}" for _ in self._drives)
             for drive, num_bytes, name in zip(self._drives, self.drive_bytes, self._names, strict=True):
                 drive.allocate(num_bytes + PAGE_BYTES)
                 page = staging(PAGE_BYTES)
@@ -128,22 +133,26 @@ class StripedStore:
             self.close()
             raise
 
-    def resume(self) -> CommitRecord:
+    def resume(self, step: int | None = None) -> CommitRecord:
         """Open the drives, and go on from what is committed there.
+
+        Args:
+            step: That all nodes hold, committed or prepared, to be the committed one; None: there is one.
 
         Raises:
             CheckpointError: Nothing is, or it is of another model, or the directories have changed.
             MegatrainError: As `check`, and as `Drive`.
         """
-        found = self.check()
+        held = self.check()
         where = self.directories[0]
+        found = next((record for record in held if step is None or record.step == step), None)
         if found is None:
             raise CheckpointError(f"{where} has no {RECORD_NAME}: no step was committed there")
         if found.fingerprint != self.fingerprint:
             raise CheckpointError(
-                f"the state in {where} is of another model, train.precision or memory.fragments, or of "
-                f"another number of drives than {len(found.drives)}; use the settings with which it was "
-                f"written, or remove {RECORD_NAME} there to go on from the newest checkpoint"
+                f"the state in {where} is of another model, train.precision or memory.fragments, of another "
+                f"number of drives than {len(found.drives)}, or of other nodes; use the settings with which "
+                f"it was written, or remove {RECORD_NAME} there to go on from the newest checkpoint"
             )
         self._open()
         try:
@@ -159,6 +168,7 @@ class StripedStore:
                         f"{drive.path} is not the file that {where / RECORD_NAME} names; give the "
                         "directories of memory.tiers.nvme in the order in which they were written"
                     )
+            settle_records(where, found)
             self._take(found)
             self._let_others_in()
         except BaseException:
@@ -258,10 +268,15 @@ class StripedStore:
         for extent, _ in given:
             self.settle(extent)
 
-    def commit(self, step: int, meta: Mapping[str, Any]) -> None:
-        """Make what is newest of every extent what a crash leaves; of several ranks, the first one does.
+    def commit(self, step: int, meta: Mapping[str, Any], meet: Callable[[], object] | None = None) -> None:
+        """Make what is newest of every extent what a crash leaves; of several ranks, the node's first does.
 
         All of them must have written all of it, and none may write before this has returned.
+
+        Args:
+            step: Its number.
+            meta: Plain JSON values.
+            meet: Waits until every node has prepared its part; None: there is one node.
 
         Raises:
             OutputError, CapacityError: It cannot be made durable. What was committed before still is, and
@@ -287,7 +302,12 @@ class StripedStore:
                 sums=tuple(sums),
                 meta=meta,
             )
-            write_record(self.directories[0], record)
+            if meet is None:
+                write_record(self.directories[0], record)
+            else:
+                write_record(self.directories[0], record, PREPARED_NAME)
+                meet()
+                confirm_record(self.directories[0])
         except BaseException as error:
             self._failure = error
             raise
@@ -311,7 +331,7 @@ class StripedStore:
         self.close()
         if self._rank:
             return
-        remove_record(self.directories[0])
+        remove_records(self.directories[0])
         for path in paths:
             with drive_errors("remove", path):
                 calls.system.unlink(path)
@@ -376,9 +396,3 @@ def wait(futures: Iterable[Future[None]]) -> None:
     errors = [error for future in pending if (error := future.exception()) is not None]
     if errors:
         raise errors[0]
-
-
-def threads_per_drive(num_drives: int) -> int:
-    """Return how many threads read from each drive; as many write."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, min(cores, _ALL_THREADS) // num_drives))

@@ -171,7 +171,10 @@ class Issuer:
                 return partial(gradients.shared.gather_shares, block, self._slots.target(operation))
             case Kind.SPREAD:
                 assert gradients.shared is not None
-                return partial(gradients.shared.spread, block, self.host.blocks[block].working)
+                working = self.host.blocks[block].working
+                if self.drives is not None:
+                    working = self.drives.working(operation)
+                return partial(gradients.shared.spread, block, working)
             case Kind.PARK:
                 return gradients.buffers.park(operation)
             case Kind.UNPARK:

@@ -4,8 +4,9 @@ The lanes order everything by these buffers and by the blocks' images on the dri
 commit is enqueued behind all writes of its step and before any of the next, in the lane of writes, so that it
 never holds parts of two steps; and one that follows an update whose write was lost fails.
 
-Several ranks keep one image of each block, and map the same buffers of state. Each reads and writes its own
-chunks; READ and WRITE end when all have, so what follows finds the whole image. The first rank commits.
+The ranks of a node keep one image of each block, and map the same buffers of state. Each reads and writes its
+own chunks; READ and WRITE end when all have, so what follows finds the whole image. Their first one commits,
+of several nodes once all have prepared that.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatrain.errors import OutputError
+from megatrain.layout.ownership import Share
 from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.operations import Operation
-from megatrain.store.on_drives import Piece
+from megatrain.store.on_drives import PLANES, Piece
 from megatrain.store.tiered import TieredState
 from megatrain.stream.lanes import Lanes
 
@@ -46,12 +49,20 @@ class StateOnDrives:
         """Return the working bytes of a block in the buffer through which its fetch goes."""
         return self._pages[operation.page][: self._host.layouts[operation.block].working_bytes]
 
-    def planes(self, operation: Operation) -> dict[str, Tensor | None]:
-        """Return the planes that an update of a block on the drives changes."""
+    def planes(self, operation: Operation) -> tuple[dict[str, Tensor], Share]:
+        """Return the planes that an update of a block on the drives changes, and what of its state they are.
+
+        Working weights are of the whole block.
+        """
         image, buffer = self.on_drives.images[operation.block], self._staging[operation.drive_staging]
-        is_there = self.on_drives.holds_working(operation.block)
-        working = image.working(buffer) if is_there else self._host.blocks[operation.block].working
-        return {"remainder": None, **image.planes(buffer), "working": working}
+        none = dict.fromkeys(PLANES, buffer[:0].view(torch.float32))  # where other nodes keep all
+        return {**none, **image.planes(buffer), "working": self.working(operation)}, image.share
+
+    def working(self, operation: Operation) -> Tensor:
+        """Return the working weights that an update of a block, or its SPREAD, changes."""
+        if operation.drive_staging < 0 or not self.on_drives.holds_working(operation.block):
+            return self._host.blocks[operation.block].working
+        return self.on_drives.images[operation.block].working(self._staging[operation.drive_staging])
 
     def updated(self, operation: Operation) -> None:
         """Note, in the lane of the update, that the buffer holds something new."""
@@ -121,7 +132,7 @@ class StateOnDrives:
 
         def run() -> None:
             state = self._host.blocks[block]
-            planes = {"working": state.working} if piece.is_working else self._host.planes_in_ram(block)
+            planes = {"working": [state.working]} if piece.is_working else self._host.planes_in_ram(block)
             self.on_drives.fill(piece, block, planes, buffer)
 
         return run
@@ -163,8 +174,6 @@ class StateOnDrives:
                     "were lost after an earlier failure; start the same command again to go on from the last "
                     "step that was"
                 )
-            if self.on_drives.rank == 0:
-                self.on_drives.store.commit(step, whole)
-            self.on_drives.meet("write")
+            self.on_drives.commit(step, whole)
 
         return run

@@ -115,14 +115,17 @@ class BlockUpdate:
     def _run_on_host(self, scale: float) -> None:
         executor, operation = self._executor, self._operation
         state = executor.host.blocks[operation.block]
+        share = None
+        planes: Mapping[str, Tensor | None]
         if operation.drive_staging >= 0:
             assert executor.drives is not None
-            planes = executor.drives.planes(operation)
+            planes, share = executor.drives.planes(operation)
             executor.drives.updated(operation)
         else:
             planes = {name: getattr(state, name) for name in _PLANES}
         gradient = split_gradient(executor.gradients.home(operation), state.layout)
-        update_many(default_pool(), _view(planes, gradient, state.layout, self._ranges(scale)))
+        views = _view(planes, gradient, state.layout, self._ranges(scale), share)
+        update_many(default_pool(), views)
 
     def _run_on_device(self, scale: float) -> None:
         executor, block = self._executor, self._operation.block

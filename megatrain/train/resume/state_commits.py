@@ -6,7 +6,7 @@ import base64
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +18,17 @@ from torch import nn
 
 from megatrain.config import Config
 from megatrain.config.choice import Choice
+from megatrain.distributed.ranks import Ranks
+from megatrain.errors import CheckpointError
 from megatrain.model.weights.skeleton import persistent_buffers
 from megatrain.store.drives.places import drive_errors
-from megatrain.store.drives.record import CommitRecord, read_record
+from megatrain.store.drives.record import (
+    RECORD_NAME,
+    CommitRecord,
+    newest_of_all,
+    nothing_in_common,
+    read_records,
+)
 from megatrain.store.placement import Tiers
 
 _log = logging.getLogger(__name__)
@@ -71,31 +79,80 @@ def drives_apart(config: Config) -> Iterator[Config]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def find_commit(config: Config, *, is_run: bool) -> CommitRecord | None:
-    """Return what the run has committed on its drives; None if it has no drives or committed nothing.
+def held_by_nodes(config: Config, ranks: Ranks | None) -> list[list[int]]:
+    """Return `held_by` of every node; every rank calls it.
+
+    Raises:
+        CheckpointError: A record is damaged.
+    """
+    if ranks is None:
+        return [held_by(config)]
+    mine = held_by(config, ranks.node, ranks.num_nodes) if ranks.local_rank == 0 else []
+    return ranks.gather_values(mine, "orders")[:: ranks.local_size]
+
+
+def held_by(config: Config, node: int = 0, num_nodes: int = 1) -> list[int]:
+    """Return the steps that a node's drives hold of the run: what is committed, and then what is prepared.
+
+    Raises:
+        CheckpointError: A record is damaged.
+    """
+    return [record.step for record in _records(config, node, num_nodes)]
+
+
+def find_commit(
+    config: Config, *, is_run: bool, held: Sequence[Sequence[int]], saved: int
+) -> CommitRecord | None:
+    """Return what the run goes on from on its drives; None if it has no drives, or no newer step there.
 
     State of another run is left to whoever opens the drives, who refuses.
 
     Args:
         config: Of the run.
         is_run: Its directory is there. Without it, its state on the drives is what a removed run has left.
+        held: Of `held_by_nodes`, of which this is the first one.
+        saved: Step of the newest checkpoint; -1: there is none.
 
     Raises:
-        CheckpointError: The record is damaged.
+        CheckpointError: The record is damaged, or the nodes have no step in common, or there were one and are
+            several now, or the other way round.
     """
-    tiers = tiers_of(config)
-    found = None if tiers is None else read_record(tiers.nvme[0])
-    if tiers is None or found is None or found.owner != tiers.owner:
+    tiers, newest = tiers_of(config), max((step for steps in held for step in steps), default=-1)
+    if tiers is None:
         return None
+    where = tiers.of_node(0, len(held))[0]
     if not is_run:
-        _log.warning(
-            "%s holds step %d of a run whose directory is gone; it is overwritten", tiers.nvme[0], found.step
-        )
+        if newest >= 0:
+            text = "%s holds step %d of a run whose directory is gone; it is overwritten"
+            _log.warning(text, where, newest)
         return None
-    return found
+    others = 2 if len(held) == 1 else 1
+    for step in held_by(config, 0, others):
+        if step > max(saved, newest):
+            were, are = ("several nodes were", "one is") if others > 1 else ("one node was", "several are")
+            raise CheckpointError(
+                f"{tiers.of_node(0, others)[0]} holds step {step} of this run, when {were} training, and "
+                f"{are} now; start as many as then, or remove {RECORD_NAME} there to go on from the newest "
+                "checkpoint"
+            )
+    if newest <= saved:
+        return None
+    common = newest_of_all(held)
+    if common is None:
+        raise CheckpointError(nothing_in_common(held, where))
+    return next((r for r in _records(config, 0, len(held)) if r.step == common > saved), None)
 
 
-def laid_out_as(committed: CommitRecord | None, config: Config) -> Config:
+def _records(config: Config, node: int, num_nodes: int) -> list[CommitRecord]:
+    """Read what a node's drives hold of the run."""
+    tiers = tiers_of(config)
+    if tiers is None:
+        return []
+    found = read_records(tiers.of_node(node, num_nodes)[0])
+    return [record for record in found if record.owner == tiers.owner]
+
+
+def laid_out_as(committed: Mapping[str, Any] | None, config: Config) -> Config:
     """Return the settings with `fragments`, where that is `auto`, as the committed state is laid out.
 
     It is planned for as a run that commits: its state is on the drives already.
@@ -105,7 +162,7 @@ def laid_out_as(committed: CommitRecord | None, config: Config) -> Config:
     memory = config.memory
     changes: dict[str, Any] = {"commit_every": memory.commit_every or 1}
     if memory.fragments == "auto":
-        changes["fragments"] = bool(committed.meta["fragments"])
+        changes["fragments"] = bool(committed["fragments"])
     return config.model_copy(update={"memory": memory.model_copy(update=changes)})
 
 

@@ -14,7 +14,13 @@ from transformers import AutoConfig
 
 from megatrain.errors import CapacityError, CheckpointError, OutputError
 from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_HOST
-from megatrain.store.drives.record import read_record
+from megatrain.store.drives.record import (
+    PREPARED_NAME,
+    RECORD_NAME,
+    CommitRecord,
+    read_record,
+    write_record,
+)
 from megatrain.store.tiered import TieredState
 from megatrain.stream.lanes import EmulatedMachine
 from megatrain.stream.lanes.emulated_spec import emulated_spec
@@ -26,6 +32,7 @@ from megatrain.train.evaluate.losses import Evaluation
 from megatrain.train.loop import train, train_step
 from megatrain.train.planning.allocation import check_allocated, plan_training
 from megatrain.train.planning.counting import PlannedModel
+from megatrain.train.resume.state_commits import find_commit, held_by
 from megatrain.train.run import prepare
 from tests.forks import run_module
 from tests.products import every_value
@@ -119,6 +126,42 @@ def test_state_of_another_run_and_a_damaged_record_are_refused(
     record.write_bytes(record.read_bytes()[:-40])
     with pytest.raises(CheckpointError, match=r"commit\.json is damaged"):
         train(config)
+
+
+def test_nodes_go_on_from_a_step_that_all_hold_or_from_a_newer_checkpoint(tmp_path: Path) -> None:
+    config = make_config(tmp_path, **sections(tmp_path))
+    owner = str(Path(config.out).absolute())
+
+    def put(where: str, step: int, name: str = RECORD_NAME) -> None:
+        (tmp_path / where).mkdir(parents=True, exist_ok=True)
+        record = CommitRecord(
+            owner=owner, fingerprint="", drives=(), step=step, copies="", sums=(), meta={"step": step}
+        )
+        write_record(tmp_path / where, record, name)
+
+    def found(saved: int, *, nodes: int = 2, is_run: bool = True) -> int | None:
+        held = [held_by(config, node, nodes) for node in range(nodes)]
+        commit = find_commit(config, is_run=is_run, held=held, saved=saved)
+        return None if commit is None else int(commit.meta["step"])
+
+    assert found(-1) is None
+    put("drive0/node-0", 4)
+    put("drive0/node-0", 5, PREPARED_NAME)
+    put("drive0/node-1", 5)
+    assert found(2) == 5
+    assert found(5) is None
+    assert found(2, is_run=False) is None
+    with pytest.raises(CheckpointError, match=r"drive0/node-0 holds step 4 of this run, when several"):
+        found(2, nodes=1)
+    assert found(5, nodes=1) is None
+    put("drive0", 6)
+    with pytest.raises(CheckpointError, match=r"drive0 holds step 6 of this run, when one node was"):
+        found(2)
+    (tmp_path / "drive0" / RECORD_NAME).unlink()
+    (tmp_path / "drive0/node-1" / RECORD_NAME).unlink()
+    with pytest.raises(CheckpointError, match=r"\(node 0 holds step 4 and step 5, node 1 holds none\)"):
+        found(2)
+    assert found(5) is None
 
 
 def test_state_of_a_run_whose_directory_is_gone_is_not_gone_on_from(
