@@ -118,6 +118,7 @@ class Watch:
         self._looked_s = time.monotonic()
         self._lost: str | None = None
         self._is_first = False
+        self._is_said = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._beat()
@@ -205,7 +206,7 @@ class Watch:
     def _error(self, sentence: str) -> RankError:
         """Return the error that all ranks end with; the first one to know tells it."""
         error = RankError(self._agree(sentence))
-        error.is_told = not self._is_first
+        error.is_told = self._is_said or not self._is_first
         return error
 
     def _agree(self, sentence: str) -> str:
@@ -237,7 +238,7 @@ class Watch:
         with suppress(Exception):
             if self.last_words is not None:
                 self.last_words(lost)
-            if self._is_first:
+            if self._is_first and not self._is_said:
                 _log.error("error: %s", lost)
             tell_launcher(lost)
         os._exit(RankError.exit_code)
@@ -328,6 +329,7 @@ class Watch:
     def _ending(self, rank: int, beat: Beat) -> str:
         """Say how a rank has ended, by its own words if it left any."""
         if self._store.check([_ended(rank)]):
+            self._is_said = rank == 0 and beat["processes"] == _processes()  # on the same screen
             return f"{_name(rank, beat)} has ended: {self._store.get(_ended(rank)).decode()}"
         return f"{_name(rank, beat)} has ended; it was last {beat['doing']}. {_AGAIN}"
 

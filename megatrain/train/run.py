@@ -252,26 +252,31 @@ def prepare(
         set_environment(device)  # before the first product: `measure_peak`
     liger = uses_liger(config.model.kernels, device.type)
     earlier = meta if committed is None else committed
-    base = check_base(config, earlier)
-    source = str(checkpoint) if checkpoint is not None and base is None else config.model.path
-    model_config = read_config(source)
-    progress("reading and tokenising the data")
-    tokenizer = choose_tokenizer(config, checkpoint, model_config)
-    if config.data.chat_template is not None:  # whoever talks to the model needs what it was trained with
-        tokenizer.chat_template = template_source(config.data.chat_template, tokenizer)
-    day = None if earlier is None else earlier["data"].get("day")
-    with in_turn(ranks):  # the first one prepares the data, and the others read them
+    with in_turn(ranks):  # the first one prepares the data, and says what is wrong; the others read them
+        base = check_base(config, earlier)
+        source = str(checkpoint) if checkpoint is not None and base is None else config.model.path
+        model_config = read_config(source)
+        progress("reading and tokenising the data")
+        tokenizer = choose_tokenizer(config, checkpoint, model_config)
+        if config.data.chat_template is not None:  # whoever talks to the model needs what it was trained with
+            tokenizer.chat_template = template_source(config.data.chat_template, tokenizer)
+        day = None if earlier is None else earlier["data"].get("day")
         data = pack_data(config, tokenizer, model_config, folder=prepared, day=day)
-        eval_sets = make_eval_sets(config, data, tokenizer, model_config, folder=prepared)
-    loader = make_loader(config, data)
-    for line in data.notes():
-        show(line)
-    num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * loader.steps_per_epoch)
-    evaluator = Evaluator(config.eval, eval_sets, num_steps=num_steps, steps_per_epoch=loader.steps_per_epoch)
-    if config.optim.warmup_steps > num_steps:
-        raise ConfigError(
-            f"optim.warmup_steps is {config.optim.warmup_steps}, but the run has {num_steps} steps; use fewer"
+        loader = make_loader(config, data)
+        for line in data.notes():
+            show(line)
+        num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * loader.steps_per_epoch)
+        evaluator = Evaluator(
+            config.eval,
+            make_eval_sets(config, data, tokenizer, model_config, folder=prepared),
+            num_steps=num_steps,
+            steps_per_epoch=loader.steps_per_epoch,
         )
+        if config.optim.warmup_steps > num_steps:
+            raise ConfigError(
+                f"optim.warmup_steps is {config.optim.warmup_steps}, but the run has {num_steps} steps; use "
+                "fewer"
+            )
     choose_threads()
     if liger:
         apply_liger(model_config.get_text_config().model_type)

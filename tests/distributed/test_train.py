@@ -148,6 +148,13 @@ def test_ranks_that_would_train_other_things_are_refused(tmp_path: Path) -> None
     assert "rank 1 would train something else than rank 0: its optim.lr is 0.02, and not 0.01" in said
 
 
+def test_what_all_ranks_would_refuse_is_said_once(tmp_path: Path) -> None:
+    optim = {"warmup_steps": 99}
+    assert exit_codes(tmp_path / "logs", 2, train_run, root=str(tmp_path), out="run", optim=optim) == [2, 7]
+    said = (tmp_path / "logs/errors").read_text()
+    assert said.count("optim.warmup_steps is 99, but the run has 6 steps") == 1, said
+
+
 def _train_another(ranks: object, *, root: str) -> str:
     lr = 0.01 if ranks.rank == 0 else 0.02  # type: ignore[attr-defined]
     return train_run(ranks, root=root, out="run", optim={"lr": lr})
