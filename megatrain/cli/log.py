@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
@@ -32,7 +33,8 @@ def log_to_stderr() -> None:
 
 
 def showing(name: str) -> Doing:
-    """Say on standard error what a command does, if it takes a while."""
+    """Say on standard error what a command does, if it takes a while; of several ranks the first one does."""
     from megatrain.train.screen.doing import Doing
 
-    return Doing(name, lambda line: print(line, file=sys.stderr, flush=True))
+    is_first = os.environ.get("RANK", "0") == "0"
+    return Doing(name, lambda line: print(line, file=sys.stderr, flush=True) if is_first else None)

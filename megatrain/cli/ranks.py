@@ -42,6 +42,11 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
     from megatrain.train.records.events import record_ranks
     from megatrain.train.report.page import leave_report
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "--ranks starts processes, and torchrun has started this one as one of "
+            f"{os.environ['WORLD_SIZE']} (WORLD_SIZE); leave --ranks away"
+        )
     if dry_run:
         raise ConfigError("--dry-run tries out one rank; leave --ranks away")
     require_power_of_two(ranks, f"--ranks is {ranks}")

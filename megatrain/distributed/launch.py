@@ -30,6 +30,9 @@ from megatrain.hardware.accelerators import VENDORS, check_count
 if TYPE_CHECKING:
     from megatrain.distributed.ranks import Ranks
 
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun says in the environment, beside `WORLD_SIZE`."""
+
 _LOOK_S = 0.1
 """How often the launcher looks for ranks to pass a signal on to."""
 
@@ -264,13 +267,20 @@ def join(
         device: Where the run computes, by `train.device`.
 
     Raises:
-        ConfigError: As `Places.of` and `Ranks`, or there are too few accelerators.
+        ConfigError: As `Places.of` and `Ranks`, there are too few accelerators, torchrun has not started this
+            process though `WORLD_SIZE` is set, or the processes do not meet.
         RankError: This process was not needed, and the others were lost.
         SystemExit: It was not needed, and the others have ended.
     """
     num_processes = int(environment.get("WORLD_SIZE", "1"))
     if num_processes == 1:
         return None
+    missing = [name for name in _OF_TORCHRUN if name not in environment]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {num_processes} in the environment, without {', '.join(missing)}; start ranks "
+            "with torchrun or --ranks, or unset WORLD_SIZE to train alone"
+        )
     import torch.distributed as dist
 
     from megatrain.distributed.ranks import Ranks
@@ -292,7 +302,15 @@ def join(
         if rank is None
         else {"rank": rank, "world_size": places.size}
     )
-    store, *_ = next(dist.rendezvous("env://", timeout=timeout, **wanted))
+    try:
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout, **wanted))
+    except dist.DistError as error:
+        raise ConfigError(
+            f"rank {number} does not meet the others at {environment['MASTER_ADDR']}:"
+            f"{environment['MASTER_PORT']} ({str(error).splitlines()[0]}); give all nodes the same "
+            "address and port, free on the first one, and start them within "
+            f"{timeout_s:g} s (parallel.timeout)"
+        ) from error
     if rank is None:
         watch_idly(store, timeout_s)
         raise SystemExit(0)

@@ -272,11 +272,8 @@ def prepare(
             num_steps=num_steps,
             steps_per_epoch=loader.steps_per_epoch,
         )
-        if config.optim.warmup_steps > num_steps:
-            raise ConfigError(
-                f"optim.warmup_steps is {config.optim.warmup_steps}, but the run has {num_steps} steps; use "
-                "fewer"
-            )
+        if (warmup := config.optim.warmup_steps) > num_steps:
+            raise ConfigError(f"optim.warmup_steps is {warmup}, but the run has {num_steps} steps; use fewer")
     choose_threads()
     if liger:
         apply_liger(model_config.get_text_config().model_type)

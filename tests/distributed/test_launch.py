@@ -116,6 +116,37 @@ def test_fewer_go_on_after_ranks_that_were_lost_and_no_others(
     assert told == [*sizes[1:], *[0] * (code != 0)]
 
 
+@pytest.mark.parametrize(
+    ("rank", "changed", "said"),
+    [
+        (
+            0,
+            {"LOCAL_RANK": None, "MASTER_PORT": None},
+            "WORLD_SIZE is 2 in the environment, without LOCAL_RANK, MASTER_PORT; start",
+        ),
+        (0, {}, "rank 0 does not meet the others at localhost:"),
+        (1, {}, "rank 1 does not meet the others at localhost:.* within 2 s"),
+    ],
+)
+def test_processes_that_cannot_meet_end_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, rank: int, changed: dict[str, Any], said: str
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        if rank == 0:
+            taken.listen()
+        names: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        names |= {"MASTER_ADDR": "localhost", "MASTER_PORT": taken.getsockname()[1], **changed}
+        for name, value in names.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, str(value))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        with pytest.raises(ConfigError, match=said):
+            launch.join(os.environ, 2, None, print)
+
+
 TRAPS = {
     "saves": "if [ $RANK = 0 ]; then trap 'touch done; exit 75' TERM; else trap '' TERM; fi",
     "loads": "",

@@ -60,6 +60,12 @@ def test_what_every_rank_would_refuse_is_refused_before_any_is_started(
     assert contents(tmp_path) == before
 
 
+def test_ranks_of_torchrun_start_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"one of 2 \(WORLD_SIZE\); leave --ranks away"):
+        start(make_config(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("ranks", "resume", "error", "sentence"),
     [
