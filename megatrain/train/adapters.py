@@ -76,8 +76,8 @@ def write_adapter(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path,
     host = engine.host
 
     def value(name: str) -> Tensor:
-        _, entry = host.find(name)
-        return view_entry(host.lend_working(host.number_of(name)), entry).clone()
+        weights = host.lend_working(host.number_of(name))  # which every node has
+        return view_entry(weights, host.find(name)[1]).clone()
 
     sources = []
     for key, name in sorted(adapter_tensors(engine.model).items()):

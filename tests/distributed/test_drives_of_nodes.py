@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -15,18 +17,20 @@ from megatrain.errors import CheckpointError, RankError
 from megatrain.layout import drive_chunks, pools
 from megatrain.layout.host_buffers import PAGE_BYTES
 from megatrain.layout.moments import MomentFormat
+from megatrain.model.adapters.files import WEIGHTS_NAME
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.host_pools import drive_pools, host_pools
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.record import RECORD_NAME
 from megatrain.store.placement import Tiers
+from megatrain.train.adapters import write_adapter
 from megatrain.train.resume.state import lend_state, read_state, write_state
-from tests.distributed.cases import cut_at
+from tests.distributed.cases import TRAINED, cut_at
 from tests.distributed.processes import exit_codes, run_ranks
 from tests.distributed.runs import train_on_drives, train_run
 from tests.distributed.test_drives import SHORT, tiers
-from tests.distributed.threads import RankLanes, Turns
+from tests.distributed.threads import RankLanes, ThreadRanks, Turns
 from tests.distributed.training import digest_of, train
 from tests.families import FAMILIES
 from tests.reference import attach_plainly, make_batches, make_model
@@ -242,6 +246,34 @@ def test_a_checkpoint_is_that_of_one_rank_and_is_read_back(place: tuple[int, int
         expected = (tmp_path / "alone" / path).read_bytes()
         for name in ("saved", "again"):
             assert (tmp_path / name / path).read_bytes() == expected, (name, path)
+
+
+@pytest.mark.parametrize("has_drives", [False, True])
+def test_the_first_rank_writes_adapters_without_the_others(has_drives: bool, tmp_path: Path) -> None:
+    tokenizer: Any = SimpleNamespace(save_pretrained=lambda path: None)
+
+    def write(ranks: Any, there: Tiers | None) -> None:
+        device = "cpu" if ranks is None else RankLanes(ranks.turns, ranks.rank)
+        model = make_model(FAMILIES["llama_tied"]())
+        TRAINED["adapters"](model)
+        batch = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=2, num_runs=2)
+        engine = attach_plainly(model, device=device, batch=batch, ranks=ranks, tiers=there)
+        optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
+        batches, own = make_batches(2, seed=1), engine.parts(2)[0 if ranks is None else ranks.rank]
+        engine.forward_backward([batches[number] for number in own], seeds=[*own])
+        optimizer.step()
+        engine.settle()
+        if ranks is None or ranks.rank == 0:
+            place = tmp_path / ("alone" if ranks is None else "ranks")
+            place.mkdir()
+            with patch.object(ThreadRanks, "spread", side_effect=AssertionError("the others do not come")):
+                write_adapter(engine, tokenizer, place, base="base")
+        engine.close()
+
+    write(None, None)
+    Turns(2, 2).run(lambda ranks: write(ranks, tiers(tmp_path / "drives") if has_drives else None))
+    files = [(tmp_path / name / WEIGHTS_NAME).read_bytes() for name in ("alone", "ranks")]
+    assert files[0] == files[1]
 
 
 @pytest.mark.parity

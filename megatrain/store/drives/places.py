@@ -81,7 +81,7 @@ def make_place(directory: Path) -> None:
     """
     with drive_errors("make the directory", directory):
         if not directory.is_dir():
-            directory.mkdir(mode=0o700)
+            directory.mkdir(mode=0o700, exist_ok=True)  # another node may make it, where they share it
             sync_directory(directory.absolute().parent)
 
 
