@@ -293,7 +293,7 @@ class Streaming(_Base):
         self.engine.sync()
         with self._in_turn() as reads:
             read_weights(self.model, resume_from_checkpoint, self.engine.host, reads=reads)
-        self.engine.weights_changed()
+            self.engine.weights_changed()
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
@@ -313,7 +313,7 @@ class Streaming(_Base):
             with self._in_turn() as reads:
                 if reads:
                     read_state(self.engine.host, path)
-            self.engine.weights_changed()
+                self.engine.weights_changed()
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _warn_of_shards(self, checkpoint: Path) -> None:
@@ -340,10 +340,6 @@ class Streaming(_Base):
         """
         if self._ranks is None:
             return
-        if self._megatrain.tiers is not None:
-            raise ConfigError(
-                "trainers on several ranks keep their state in RAM; leave out tiers, or start one process"
-            )
         own = {field.name: str(getattr(self._megatrain, field.name)) for field in fields(self._megatrain)}
         own |= {"choice": str(as_values(self._megatrain.choice)), "trainer": type(self).__name__}
         said = {name: str(value) for name, value in self._args.to_dict().items() if name not in _OF_PROCESS}

@@ -257,7 +257,12 @@ class TieredState(HostState):
         self._is_whole = True
 
     def keep_working(self) -> None:
-        """Write back weights of `bring_working` that the caller has changed."""
+        """Write back weights of `bring_working` that the caller has changed.
+
+        Of several ranks of a node the first one has changed them, and the others bring them anew.
+        """
+        if self.on_drives.rank:
+            self.drop_working()
         for block in sorted(self.on_drives.placement.working_on_drives) if self._is_whole else ():
             buffer = self._buffer(block, only_working=True)
             working = self.blocks[block].working

@@ -338,7 +338,7 @@ class Engine:
         self.executor.commit(step, meta, finish)
 
     def weights_changed(self) -> None:
-        """Take note that the caller has written to the host state: copies on the device are out of date."""
+        """Take note, on every rank, that a node's first one has written to the host state: copies are old."""
         self.arrangement.wholeness.check()
         if self._tiered is not None:
             self._tiered.keep_working()

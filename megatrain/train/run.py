@@ -163,9 +163,9 @@ class Run:
         """
         if self.ranks is None or self.ranks.local_rank == 0:
             read_state(self.engine.host, source)
+        self.engine.weights_changed()
         if self.ranks is not None:
             self.ranks.meet("orders")
-        self.engine.weights_changed()
         self.restore_position(meta)
 
     def restore_position(self, meta: Mapping[str, Any]) -> None:

@@ -142,8 +142,8 @@ def joined(
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size)
     local_size, ranks = size // num_nodes, None
     if by_itself:
-        numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local_size}
-        numbers["LOCAL_WORLD_SIZE"] = local_size
+        numbers: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local_size}
+        numbers |= {"LOCAL_WORLD_SIZE": local_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
         os.environ.update({name: str(number) for name, number in numbers.items()})
     else:
         ranks = Ranks(meeting, timeout_s, local_size=local_size)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.config.choice import StepBatch
 from megatrain.errors import CapacityError, RankError
@@ -137,6 +138,30 @@ def test_a_missing_wait_on_drives_is_found(fault: str, size: int, num_nodes: int
 
     with cut_at(320), pytest.raises(OrderingError, match="without waiting"):
         Turns(size, num_nodes).run(faulty)
+
+
+def test_weights_that_the_first_rank_writes_are_those_of_all(tmp_path: Path) -> None:
+    """Though every rank has read the old ones from the drives."""
+    there, name = tiers(tmp_path, 0, 0), "model.layers.1.mlp.up_proj.weight"
+
+    def write(ranks: Any) -> float:
+        device = RankLanes(ranks.turns, ranks.rank)
+        batch = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=2, num_runs=2)
+        model = make_model(FAMILIES["llama_tied"]())
+        engine = attach_plainly(model, device=device, batch=batch, ranks=ranks, tiers=there)
+        engine.sync()
+        ranks.meet()
+        if ranks.rank == 0:
+            engine.host.put(name, torch.full_like(model.get_parameter(name), 0.25))
+        engine.weights_changed()
+        ranks.meet()
+        engine.sync()
+        found = dict(engine.named_masters())[name], model.get_parameter(name).float()
+        engine.close()
+        assert torch.equal(*found)
+        return float(found[0].sum() / found[0].numel())
+
+    assert Turns(2).run(write) == [0.25, 0.25]
 
 
 SHORT: dict[str, Any] = {

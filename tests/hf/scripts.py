@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatrain.store.placement import Tiers
 from tests.hf.setups import arguments, logged, planned, rows, tiny, weights
 
 
@@ -26,6 +27,7 @@ def train(
     dies_at: int | None = None,
     saves_for_s: float = 0.0,
     fields: dict[str, Any] | None = None,
+    drives: str | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """Train with one of our trainers.
@@ -42,6 +44,7 @@ def train(
         dies_at: Step after which rank 1 ends.
         saves_for_s: How much longer the first rank takes to begin a checkpoint.
         fields: Of the `Choice`.
+        drives: A directory, where all state but the largest block's is, and most weights; None: in RAM.
         changes: Of the arguments.
     """
     import os
@@ -57,6 +60,9 @@ def train(
     }
     model = tiny()
     megatrain = replace(planned(model, **{"lockstep": 2, **(fields or {})}), shards=shards)
+    if drives is not None:
+        tiers = Tiers(nvme=(Path(drives),), ram=1 << 30, weights_in_ram=2, blocks_in_ram=1)
+        megatrain = replace(megatrain, tiers=tiers)
     trainer_kind, config, data = _of_kind(kind, seed, lora=lora)
     args = arguments(Path(out), config, **settings)
     trainer = trainer_kind(model=model, args=args, megatrain=megatrain, **data)

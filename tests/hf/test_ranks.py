@@ -54,6 +54,20 @@ def test_two_ranks_train_log_and_save_what_one_process_does(tmp_path: Path) -> N
 
 
 @parity
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_state_on_drives_trains_and_goes_on_to_the_same_bits(num_nodes: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    settings |= SAVES
+    alone = train(None, out=str(tmp_path / "one"), accumulation=4, shards=2, **settings)
+    settings |= {"accumulation": 2, "drives": str(tmp_path / "drive"), "out": str(tmp_path / "two")}
+    same(run_ranks(tmp_path / "logs", 2, train, num_nodes=num_nodes, **settings), dict(alone))
+    settings |= {"out": str(tmp_path / "two"), "resume": str(tmp_path / "two/checkpoint-2")}
+    for one in run_ranks(tmp_path / "then", 2, train, num_nodes=num_nodes, **settings):
+        assert one["weights"] == alone["weights"]
+        assert one["logged"][:-1] == alone["logged"][:-1]
+
+
+@parity
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1)])
 def test_a_run_goes_on_with_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"shards": 4, **SAVES}
