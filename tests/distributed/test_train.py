@@ -97,7 +97,7 @@ def test_scales_over_nodes_are_saved_and_gone_on_from(tmp_path: Path) -> None:
     int8: dict[str, Any] = {"root": str(tmp_path), "optim": {"state": "int8"}}
     run_ranks(tmp_path / "alone", 1, train_run, out="run", **int8)
     place = {"out": "killed", **int8}
-    codes = exit_codes(tmp_path / "first", 2, train_run, killed=[1, 100], num_nodes=2, **place)
+    codes = exit_codes(tmp_path / "first", 2, train_run, killed=[1, 130], num_nodes=2, **place)
     assert codes.pop(1) == -9
     assert set(codes) <= {RankError.exit_code, 6}
     assert any((tmp_path / "killed/checkpoints").iterdir())
