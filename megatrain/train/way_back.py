@@ -46,7 +46,7 @@ def _newest(run: Run, directory: RunDirectory) -> str:
     except MegatrainError:  # the command that goes on says what is wrong with it
         return "the newest checkpoint that is whole"
     step = 0 if saved is None else int(saved.name.partition("-")[2])
-    if held and held[0] > step:
+    if held[0] > step:
         return f"step {held[0]}, which is committed on the drives"
     return "the beginning, since nothing was saved before" if saved is None else str(saved)
 

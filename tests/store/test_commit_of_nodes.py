@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -65,6 +66,13 @@ def test_a_crash_at_any_call_of_a_commit_leaves_both_nodes_one_step(
         held = [steps_of(node) for node in nodes]
         step = newest_of_all(held)
         assert step is not None, f"call {number} leaves {held}"
+        for at in range(4):  # and it may end again, while it goes on from there
+            monkeypatch.setattr(calls, "system", Failing(at=at, number=errno.EIO))
+            with suppress(MegatrainError):
+                nodes[at % 2].resume(step)
+            monkeypatch.setattr(calls, "system", Counted())
+            nodes[at % 2].close()
+            assert newest_of_all([steps_of(node) for node in nodes]) == step
         for node in nodes:
             assert node.resume(step).meta == {"step": step}
             assert holds(node, step)

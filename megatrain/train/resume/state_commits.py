@@ -23,11 +23,12 @@ from megatrain.errors import CheckpointError
 from megatrain.model.weights.skeleton import persistent_buffers
 from megatrain.store.drives.places import drive_errors
 from megatrain.store.drives.record import (
+    PREPARED_NAME,
     RECORD_NAME,
     CommitRecord,
     newest_of_all,
     nothing_in_common,
-    read_records,
+    read_record,
 )
 from megatrain.store.placement import Tiers
 
@@ -87,17 +88,18 @@ def held_by_nodes(config: Config, ranks: Ranks | None) -> list[list[int]]:
     """
     if ranks is None:
         return [held_by(config)]
-    mine = held_by(config, ranks.node, ranks.num_nodes) if ranks.local_rank == 0 else []
+    mine = held_by(config, ranks.node, ranks.num_nodes) if ranks.local_rank == 0 else None
     return ranks.gather_values(mine, "orders")[:: ranks.local_size]
 
 
 def held_by(config: Config, node: int = 0, num_nodes: int = 1) -> list[int]:
-    """Return the steps that a node's drives hold of the run: what is committed, and then what is prepared.
+    """Return the steps of the run that a node's drives hold: committed, and prepared; -1: none.
 
     Raises:
         CheckpointError: A record is damaged.
     """
-    return [record.step for record in _records(config, node, num_nodes)]
+    records = (_record(config, node, num_nodes, name) for name in (RECORD_NAME, PREPARED_NAME))
+    return [-1 if record is None else record.step for record in records]
 
 
 def find_commit(
@@ -117,7 +119,7 @@ def find_commit(
         CheckpointError: The record is damaged, or the nodes have no step in common, or there were one and are
             several now, or the other way round.
     """
-    tiers, newest = tiers_of(config), max((step for steps in held for step in steps), default=-1)
+    tiers, newest = tiers_of(config), max(committed for committed, _ in held)
     if tiers is None:
         return None
     where = tiers.of_node(0, len(held))[0]
@@ -127,29 +129,28 @@ def find_commit(
             _log.warning(text, where, newest)
         return None
     others = 2 if len(held) == 1 else 1
-    for step in held_by(config, 0, others):
-        if step > max(saved, newest):
-            were, are = ("several nodes were", "one is") if others > 1 else ("one node was", "several are")
-            raise CheckpointError(
-                f"{tiers.of_node(0, others)[0]} holds step {step} of this run, when {were} training, and "
-                f"{are} now; start as many as then, or remove {RECORD_NAME} there to go on from the newest "
-                "checkpoint"
-            )
-    if newest <= saved:
+    step = held_by(config, 0, others)[0]
+    if step > max(saved, newest):
+        were, are = ("several nodes were", "one is") if others > 1 else ("one node was", "several are")
+        raise CheckpointError(
+            f"{tiers.of_node(0, others)[0]} holds step {step} of this run, when {were} training, and {are} "
+            f"now; start as many as then, or remove {RECORD_NAME} there to go on from the newest checkpoint"
+        )
+    steps = [[step for step in pair if step >= 0] for pair in held]
+    common = newest_of_all(steps)
+    if common is None and newest > saved:  # what is prepared on some nodes alone, all go back from
+        raise CheckpointError(nothing_in_common(steps, where))
+    if common is None or common <= saved:
         return None
-    common = newest_of_all(held)
-    if common is None:
-        raise CheckpointError(nothing_in_common(held, where))
-    return next((r for r in _records(config, 0, len(held)) if r.step == common > saved), None)
+    found = (_record(config, 0, len(held), name) for name in (RECORD_NAME, PREPARED_NAME))
+    return next(record for record in found if record is not None and record.step == common)
 
 
-def _records(config: Config, node: int, num_nodes: int) -> list[CommitRecord]:
-    """Read what a node's drives hold of the run."""
+def _record(config: Config, node: int, num_nodes: int, name: str) -> CommitRecord | None:
+    """Read a record of the run on a node's drives."""
     tiers = tiers_of(config)
-    if tiers is None:
-        return []
-    found = read_records(tiers.of_node(node, num_nodes)[0])
-    return [record for record in found if record.owner == tiers.owner]
+    found = None if tiers is None else read_record(tiers.of_node(node, num_nodes)[0], name)
+    return found if tiers is not None and found is not None and found.owner == tiers.owner else None
 
 
 def laid_out_as(committed: Mapping[str, Any] | None, config: Config) -> Config:

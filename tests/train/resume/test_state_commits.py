@@ -145,8 +145,9 @@ def test_nodes_go_on_from_a_step_that_all_hold_or_from_a_newer_checkpoint(tmp_pa
         return None if commit is None else int(commit.meta["step"])
 
     assert found(-1) is None
-    put("drive0/node-0", 4)
     put("drive0/node-0", 5, PREPARED_NAME)
+    assert found(-1) is None, "no node has committed it, and not all have prepared it"
+    put("drive0/node-0", 4)
     put("drive0/node-1", 5)
     assert found(2) == 5
     assert found(5) is None
