@@ -57,7 +57,8 @@ def exit_codes(
     """
     place.mkdir()
     name = f"{task.__module__}:{task.__qualname__}"
-    done = run_script(_SCRIPT, name, f"{size}/{num_nodes}/{timeout_s}", place, json.dumps(settings))
+    sizes = f"{size}/{num_nodes}/{timeout_s}"
+    done = run_script(_SCRIPT, name, sizes, place, json.dumps(settings), after="tests.distributed.training")
     (place / "errors").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, done.stderr + done.stdout
     return json.loads((place / "codes.json").read_text())
