@@ -5,6 +5,9 @@ owns, and adds it up; then the ranks of a rail give each other these sums. So a 
 its ranks, not what each of them has. The ranks of a node follow one another, and are as many as a power of
 two: their sum is a whole subtree of that of all ranks, and has its bits. Where ranks share out rows, the tree
 is over the ranks of each shard first, so a node has a sum for each shard that it has.
+
+A share passes in pieces, of which the next is sent when the one before is added up: what ranks take for an
+exchange does not grow with the block.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from dataclasses import dataclass
 from megatrain.config.choice import StepBatch
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.ownership import planned_share
+
+PIECE_NUMEL = 1 << 21
+"""Elements of a share that pass at a time: 8 MiB from each rank to each other one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +95,17 @@ class Exchange:
         numel, own = sizes.num_state, planned_share(sizes, self.num_ranks).numel
         return self.sent_bytes(numel, min(numel, self.num_nodes * own), own)
 
-    def received_numel(self, numel: int) -> int:
-        """Return the most elements of a sum of so many that a rank has at a time from others and for them."""
-        own, nodes_sums = -(-numel // self.num_ranks), self.num_nodes * self.num_sums
+    def passing_numel(self, own: int) -> int:
+        """Return the most elements that a rank has at a time from others and for them, beside its own sum.
+
+        Args:
+            own: Elements of the largest share.
+        """
+        piece, nodes_sums = min(own, PIECE_NUMEL), self.num_nodes * self.num_sums
+        ways = 1 if piece == own else 2  # all shares are sent from where they are, and pieces put together
         if not self.is_staged:
-            return self.num_ranks * own
-        return own * max(self.num_peers + nodes_sums, 2 * nodes_sums)
+            return ways * self.num_ranks * piece
+        return piece * max(ways * self.num_peers + nodes_sums, 2 * nodes_sums)
 
 
 def rail_numel(counts: Sequence[int], rank: int, num_peers: int) -> int:

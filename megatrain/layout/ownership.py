@@ -186,10 +186,13 @@ def room_of_share(sizes: BlockBytes, num_ranks: int) -> BlockBytes:
 
     A share may end behind its cut, by less than a scale has elements.
     """
-    if num_ranks == 1:
-        return sizes
+    return sizes if num_ranks == 1 else largest_share(sizes, num_ranks, more=SCALE_NUMEL)
+
+
+def largest_share(sizes: BlockBytes, num_ranks: int, *, more: int = 0) -> BlockBytes:
+    """Return the sizes of the largest share of a block, each segment `more` elements longer if it can be."""
     split, full = (
-        min(numel, _largest(numel, num_ranks) + SCALE_NUMEL)
+        min(numel, _largest(numel, num_ranks) + more)
         for numel in (sizes.num_split, sizes.num_state - sizes.num_split)
     )
     return Share(range(split), range(sizes.num_split, sizes.num_split + full)).sizes

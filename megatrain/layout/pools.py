@@ -21,7 +21,7 @@ from megatrain.layout.host_buffers import (
     padded,
 )
 from megatrain.layout.moments import ELEMENT_BYTES, MomentFormat, moment_planes
-from megatrain.layout.ownership import room_of_share
+from megatrain.layout.ownership import largest_share, room_of_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, Selection
 
 UPDATE_CHUNK_NUMEL = 1 << 22
@@ -30,7 +30,7 @@ then moves about 30 MB, which takes as long as the launch of its kernel."""
 UPDATE_SCRATCH_BYTES = 35
 """Scratch memory of such a pass per element: three fp64, two fp32, three bools."""
 SQUARES_CHUNK_NUMEL = 1 << 22
-"""Elements of a rank's share that are squared on the device in one go, in fp64."""
+"""Elements of a rank's share that are rounded in one go, to bf16, and squared on the device, in fp64."""
 ONE_SUM = SumRoom(whole=1)
 
 # -- on the device -------------------------------------------------------------------------------------------
@@ -103,12 +103,17 @@ def rounded_gradient(sizes: BlockBytes) -> int:
 
 
 def exchanged_sum(sizes: BlockBytes, exchange: Exchange) -> int:
-    """Return the bytes that ranks take to make a block's sum, as long as it lasts.
+    """Return the bytes that a rank takes to make a block's sum, as long as it lasts: what it gives and gets.
 
-    That is all that this rank gets for its share, the share in bf16, and its squares.
+    bf16 parameters and fp32 ones pass one after the other.
     """
-    own = -(-sizes.num_state // exchange.num_ranks)
-    return 4 * exchange.received_numel(sizes.num_state) + 2 * own + 8 * min(own, SQUARES_CHUNK_NUMEL)
+    own = largest_share(sizes, exchange.num_ranks)
+    return 4 * exchange.passing_numel(max(own.num_split, own.num_state - own.num_split))
+
+
+def rounded_share(sizes: BlockBytes, num_ranks: int) -> int:
+    """Return the bytes that a rank takes on the device to round its share of a sum and to square it."""
+    return 10 * min(largest_share(sizes, num_ranks).num_state, SQUARES_CHUNK_NUMEL)
 
 
 def update_scratch(numel: int) -> int:

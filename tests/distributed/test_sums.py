@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatrain.layout.exchange import Exchange
+from megatrain.stream.ranks import sums
 from megatrain.stream.ranks.sums import owned_sums
 from megatrain.stream.ranks.sums import tree as add_by_tree
 from tests.distributed.processes import run_ranks
@@ -38,16 +39,32 @@ def tree(leaves: list[Tensor]) -> Tensor:
     return leaves[0]
 
 
+def sums_of(ranks: Any, exchange: Exchange, mine: Tensor, counts: list[int]) -> list[Tensor]:
+    """Put the pieces of this rank's sums behind one another."""
+    found: list[list[Tensor]] = []
+
+    def take(start: int, sums: list[Tensor]) -> None:
+        assert start == sum(len(piece[0]) for piece in found) or not len(sums[0])
+        found.append([each.clone() for each in sums])
+
+    owned_sums(ranks, exchange, mine, counts, take)
+    return [torch.cat(pieces) for pieces in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("piece_numel", [2, sums.PIECE_NUMEL])
 @pytest.mark.parametrize(("shape", "sequence"), CASES, ids=str)
-def test_sums_have_the_bits_of_one_tree(shape: tuple[int, int], sequence: int) -> None:
+def test_sums_have_the_bits_of_one_tree(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], sequence: int, piece_numel: int
+) -> None:
     """Over the ranks in order, or, where ranks share out rows, over those of each shard first."""
+    monkeypatch.setattr(sums, "PIECE_NUMEL", piece_numel)
     size, num_nodes = shape
     order = [rank for shard in range(sequence) for rank in range(shard, size, sequence)]
     whole = tree([own_of(size, rank) for rank in order]).split(counts_of(size))
 
     def one(ranks: ThreadRanks) -> Tensor:
         exchange = Exchange(size, num_nodes, sequence)
-        return add_by_tree(owned_sums(ranks, exchange, own_of(size, ranks.rank), counts_of(size)))
+        return add_by_tree(sums_of(ranks, exchange, own_of(size, ranks.rank), counts_of(size)))
 
     found = Turns(size, num_nodes).run(one)
     for rank in range(size):
@@ -58,7 +75,7 @@ def test_a_node_sends_others_the_sum_of_its_ranks() -> None:
     """Of 1,600 elements: to the node all that others there own, to other nodes one sum of its own rail's."""
 
     def one(ranks: ThreadRanks) -> tuple[int, int]:
-        owned_sums(ranks, Exchange(16, 4), torch.ones(1600), [100] * 16)
+        sums_of(ranks, Exchange(16, 4), torch.ones(1600), [100] * 16)
         return ranks.sent["near"], ranks.sent["rail"]
 
     assert Turns(16, 4).run(one) == [(4 * 1200, 4 * 300)] * 16
@@ -67,8 +84,19 @@ def test_a_node_sends_others_the_sum_of_its_ranks() -> None:
     assert Exchange(16, 4).near_part == 0.8
 
 
+def test_what_an_exchange_takes_does_not_grow_with_the_share() -> None:
+    """Of eight ranks, 8 MiB from each and to each; a share that is one piece is sent from where it is."""
+    piece = sums.PIECE_NUMEL
+    assert 4 * piece == 8 << 20
+    assert [Exchange(8).passing_numel(own) for own in (100, piece)] == [800, 8 * piece]
+    assert [Exchange(8).passing_numel(own) for own in (piece + 1, 9 * piece)] == [16 * piece] * 2
+    assert Exchange(4, 4).passing_numel(9 * piece) == 8 * piece
+    assert Exchange(16, 4).passing_numel(9 * piece) == (2 * 4 + 4) * piece
+    assert Exchange(16, 4).passing_numel(100) == 800
+
+
 def add_up(ranks: Any) -> list[float]:
-    (found,) = owned_sums(ranks, Exchange(4, 2), own_of(4, ranks.rank), counts_of(4))
+    (found,) = sums_of(ranks, Exchange(4, 2), own_of(4, ranks.rank), counts_of(4))
     return [float(value) for value in found]
 
 

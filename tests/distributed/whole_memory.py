@@ -30,11 +30,11 @@ def measure_run(ranks: Any, *, root: str, updates: str, hidden: int, num_layers:
     place = Path(root)
     size = 1 if ranks is None else ranks.size
     found: dict[str, Any] = {}
-    for name, model in (("tiny", {}), ("large", {"hidden_size": hidden, "num_hidden_layers": num_layers})):
+    for name, sizes in (("tiny", {"hidden_size": 32}), ("large", {"hidden_size": hidden})):
         if ranks is None or ranks.rank == 0:
             (place / name / "model").mkdir(parents=True)
             write_corpus(place / name / "corpus.txt")
-            sizes = {"hidden_size": 32, "num_attention_heads": 2, "vocab_size": 1024, **model}
+            sizes |= {"num_hidden_layers": num_layers, "num_attention_heads": 2, "vocab_size": 1024}
             sizes["intermediate_size"] = 3 * sizes["hidden_size"]
             write_model_config(place / name / "model", **sizes)
         if ranks is not None:
@@ -43,7 +43,11 @@ def measure_run(ranks: Any, *, root: str, updates: str, hidden: int, num_layers:
             place / name,
             train={"steps": 2, "grad_accumulation": size, "precision": "bf16", "micro_batch_size": 1},
             data={"seq_len": 16},
-            optim={"warmup_steps": 0, "max_grad_norm": 1.0 if updates == "deferred" else None},
+            optim={
+                "warmup_steps": 0,
+                "updates": updates,
+                "max_grad_norm": 1.0 if updates == "deferred" else None,
+            },
             memory={"activations": "recompute", "lockstep": 1, "host_limit": "8GiB"},
             parallel={"shards": size},
             log={"report": False},

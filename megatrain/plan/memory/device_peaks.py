@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.layout import pools
+from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.exchange import Exchange
 from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy, Layer
 from megatrain.plan.memory.block_sums import BlockSums
@@ -71,8 +72,9 @@ class DevicePeaks:
         self._is_wide = batch.adds_up and anatomy.precision == "bf16"
         self._exchange = Exchange.of(batch)
         self._block_sums = BlockSums.of(anatomy, choice.fragments)
+        self._is_alone = self._exchange.num_ranks == 1
         self._rounded = max(self._rounded_bytes(is_resident=False), default=0) if overlaps else 0
-        if overlaps and self._exchange.num_ranks > 1:
+        if overlaps and not self._is_alone:
             # a sum is exchanged as soon as its last backward has ended
             self._rounded = max([self._rounded, *self._rounded_bytes(is_resident=True)])
         """What the rounding of one gradient, or its exchange, takes beside a backward."""
@@ -149,15 +151,26 @@ class DevicePeaks:
         """
         first = self._block_sums.first_streamed(self._choice)
         leaves = any(place != "device" for place in self._choice.gradients)
-        is_alone = self._exchange.num_ranks == 1
-        if is_alone and not is_resident and not (self._is_wide and leaves):
+        if self._is_alone and not is_resident and not (self._is_wide and leaves):
             return
         for number, is_outer in self._block_sums.sample(self._choice):
             if (is_outer or number < first) is is_resident:
-                sizes = self._block_sums.blocks[number].sizes
-                yield (
-                    pools.rounded_gradient(sizes) if is_alone else pools.exchanged_sum(sizes, self._exchange)
-                )
+                yield self._completed_bytes(self._block_sums.blocks[number].sizes)
+
+    def _completed_bytes(self, sizes: BlockBytes) -> int:
+        """Return what it takes to round a block's complete sum, which several ranks exchange first."""
+        if self._is_alone:
+            return pools.rounded_gradient(sizes)
+        exchanged = pools.exchanged_sum(sizes, self._exchange)
+        rounded = pools.rounded_share(sizes, self._exchange.num_ranks)
+        return exchanged + rounded if self._overlaps else max(exchanged, rounded)
+
+    def _exchanged_at(self, end: int) -> int:
+        """Return what ranks take at the model's beginning, or its end, whose block streams, one by one."""
+        if self._is_alone or self._overlaps or not self._streams:
+            return 0
+        sizes = [self._block_sums.blocks[number].sizes for number in self._block_sums.ends[end]]
+        return max(map(self._completed_bytes, sizes), default=0)
 
     def _scratch_bytes(self) -> Iterator[int]:
         """Yield the scratch of each update on the device."""
@@ -285,7 +298,7 @@ class DevicePeaks:
             "backward of the head",
             boundaries=self._held[last] + passed * boundary,
             saved=self._kept[last] + passed * rest + self._leaving(last, 0),
-            working=anatomy.head_backward_peak_bytes
+            working=max(anatomy.head_backward_peak_bytes, anatomy.head_gradient_bytes + self._exchanged_at(1))
             + (self._m - 1 - place) * anatomy.head_saved_bytes
             + left
             + self._in_backward(),
@@ -334,14 +347,16 @@ class DevicePeaks:
         )
 
     def _rounding(self, number: int, layer: Layer, place: int) -> int:
-        """Return what is there when the fp32 sums of a layer's gradients are rounded, on their way home."""
-        if not self._is_wide or place < self._m - 1 or number < self._choice.resident_layers:
+        """Return what is there when a layer's gradients are complete: exchanged, and rounded on their way."""
+        if place < self._m - 1:
+            return 0
+        if self._is_alone and (not self._is_wide or number < self._choice.resident_layers):
             return 0
         *parts, whole = layer.collect_bytes[self._runs[number].policy]
         if not self._choice.fragments:
-            return whole + sum(pools.rounded_gradient(fragment.sizes) for fragment in layer.fragments)
+            return whole + self._completed_bytes(sum((f.sizes for f in layer.fragments), BlockBytes()))
         return max(
-            alive + pools.rounded_gradient(fragment.sizes)
+            alive + self._completed_bytes(fragment.sizes)
             for alive, fragment in zip(parts, layer.fragments, strict=True)
         )
 
@@ -372,6 +387,7 @@ class DevicePeaks:
         return DevicePeak(
             "backward of the embedding",
             working=anatomy.embedding_peak_bytes
+            + self._exchanged_at(0)
             + self._m * self._head_gradient
             + (self._m - 1) * first.boundary_bytes
             + self._in_backward(),

@@ -11,6 +11,7 @@ elements.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.exchange import Exchange, rail_numel
 from megatrain.layout.moments import MomentFormat
 from megatrain.layout.ownership import CUT_NUMEL, Share, piece_bytes, shares, state_shares
+from megatrain.layout.pools import SQUARES_CHUNK_NUMEL
 from megatrain.model.sequence.shards import Shards
 from megatrain.plan.program.operations import Operation
 from megatrain.store.state import HostState
@@ -162,29 +164,19 @@ class SharedGradients:
         layout, cut = self._layouts[operation.block], self._cuts[operation.block]
         edge, rank = layout.num_split, self.ranks.rank
         kept = self._kept[operation.block]
-        start, stop = len(kept[rank].split), kept[rank].numel
-        for whole, ranges, longer, columns in (
-            (sums[:edge], [share.split for share in cut], [share.split for share in kept], slice(start)),
-            (sums[edge:], [share.full for share in cut], [share.full for share in kept], slice(start, stop)),
+        start = len(kept[rank].split)
+        for whole, ranges, longer, column in (
+            (sums[:edge], [share.split for share in cut], [share.split for share in kept], 0),
+            (sums[edge:], [share.full for share in cut], [share.full for share in kept], start),
         ):
             if not whole.numel():
                 continue
-            found = owned_sums(self.ranks, self._exchange, whole, [len(own) for own in ranges])
             behind = [range(own.stop, long.stop) for own, long in zip(ranges, longer, strict=True)]
-            if any(behind):
-                rest = torch.cat([sums[each.start : each.stop] for each in behind])
-                more = owned_sums(self.ranks, self._exchange, rest, [*map(len, behind)])
-                found = [torch.cat(both) for both in zip(found, more, strict=True)]
-            own = longer[rank]
-            if not own:
-                continue
-            for shard, total in enumerate(found):
-                for place in reversed(operation.sums):
-                    total.add_(shares[place, shard, columns])
-                if not operation.completes:
-                    shares[operation.sums.start, shard, columns].copy_(total)
-            if operation.completes:
-                sums[own.start : own.stop].copy_(tree(found))
+            rest = torch.cat([sums[each.start : each.stop] for each in behind])  # before any is complete
+            for mine, owned, first in ((whole, ranges, 0), (rest, behind, len(ranges[rank]))):
+                places = longer[rank].start + first, column + first
+                take = partial(_take, operation, sums, shares, places)
+                owned_sums(self.ranks, self._exchange, mine, [*map(len, owned)], take)
         flags = torch.tensor([entry.name in present for entry in layout.trained], dtype=torch.uint8)
         flagged = torch.stack(self.ranks.gather(flags, "exchange")).any(dim=0).tolist()
         present |= {entry.name for entry, is_there in zip(layout.trained, flagged, strict=True) if is_there}
@@ -195,21 +187,24 @@ class SharedGradients:
         Args:
             block: Its number.
             sums: (num_state,) fp32, as `exchange` leaves it.
-            kept: The share's bf16 and its fp32 part, each as long as its range.
+            kept: Where the share's bf16 and its fp32 part come, each as long as its range.
         """
         cut, share, layout = self._cuts[block][self.ranks.rank], self.shares[block], self._layouts[block]
         first = self._starts[block]
-        for own, long, target, start, chunk in (
-            (cut.split, share.split, kept[0], 0, first),
-            (cut.full, share.full, kept[1], layout.num_split, first + _num_chunks(layout)[0]),
+        behind = first + _num_chunks(layout)[0]
+        for own, long, target, dtype, start, chunk in (
+            (cut.split, share.split, kept[0], torch.bfloat16, 0, first),
+            (cut.full, share.full, kept[1], torch.float32, layout.num_split, behind),
         ):
             if not own:
                 continue
-            rounded = sums[long.start : long.stop].to(target.dtype)
-            self._lanes.copy(target, rounded)
-            squares = self._lanes.squares_of_chunks(rounded[: len(own)])
-            chunk += (own.start - start) // CUT_NUMEL
-            self._squares[chunk : chunk + len(squares)].copy_(squares)
+            for at in range(0, len(long), SQUARES_CHUNK_NUMEL):
+                part = long[at : at + SQUARES_CHUNK_NUMEL]
+                rounded = sums[part.start : part.stop].to(dtype)
+                self._lanes.copy(target[at : at + len(part)], rounded)
+                squares = self._lanes.squares_of_chunks(rounded[: max(0, len(own) - at)])
+                place = chunk + (own.start - start + at) // CUT_NUMEL
+                self._squares[place : place + len(squares)].copy_(squares)
 
     def spread(self, block: int, working: Tensor) -> None:
         """Make the working weights of a block new on this node, once all of its ranks have come here.
@@ -234,10 +229,8 @@ class SharedGradients:
     def round(self, block: int, sums: Tensor) -> None:
         """Round this rank's share of a complete sum to the working dtype where it is; else as `keep`."""
         share = self.shares[block]
-        low, high = sums[share.split.start : share.split.stop], sums[share.full.start : share.full.stop]
-        rounded = torch.empty(len(low), dtype=torch.bfloat16, device=sums.device)
-        self.keep(block, sums, (rounded, high))
-        low.copy_(rounded)
+        parts = [sums[part.start : part.stop] for part in (share.split, share.full)]
+        self.keep(block, sums, parts)
 
     def sums(self, blocks: Sequence[int]) -> list[float]:
         """Return the sums of squares of complete gradients, all ranks' shares together."""
@@ -248,6 +241,35 @@ class SharedGradients:
         own = squares[self._starts[block] : self._starts[block + 1]]
         edge = _num_chunks(self._layouts[block])[0]
         return self._lanes.sum_of_chunks(own[:edge]) + self._lanes.sum_of_chunks(own[edge:])
+
+
+def _take(
+    operation: Operation,
+    sums: Tensor,
+    shares: Tensor,
+    places: tuple[int, int],
+    start: int,
+    found: list[Tensor],
+) -> None:
+    """Join a piece of a share with the sums of earlier rounds, and put it where it belongs.
+
+    Args:
+        operation: As in `SharedGradients.exchange`.
+        sums: As there.
+        shares: As there.
+        places: Where the share begins in a sum, and in `shares`.
+        start: Of the piece, in the share.
+        found: Its sums, one of each shard of rows.
+    """
+    first, column = (place + start for place in places)
+    columns = slice(column, column + len(found[0]))
+    for shard, total in enumerate(found):
+        for place in reversed(operation.sums):
+            total.add_(shares[place, shard, columns])
+        if not operation.completes:
+            shares[operation.sums.start, shard, columns].copy_(total)
+    if operation.completes:
+        sums[first : first + len(found[0])].copy_(tree(found))
 
 
 def _num_chunks(layout: BlockLayout) -> tuple[int, int]:

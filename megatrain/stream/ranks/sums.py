@@ -5,12 +5,14 @@ See `Exchange`, which says why the sum has the bits of a tree over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from megatrain.layout.exchange import Exchange
+from megatrain.layout.exchange import PIECE_NUMEL, Exchange
 
 
 class Exchanging(Protocol):
@@ -26,31 +28,55 @@ class Exchanging(Protocol):
         """
 
 
-def owned_sums(ranks: Exchanging, exchange: Exchange, mine: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Return the sums of all ranks' flat tensors where this rank owns them, one of each shard of rows.
+Take = Callable[[int, list[Tensor]], object]
+"""Is given a piece of what a rank owns: where it begins there, and its sums, one of each shard of rows."""
+
+
+def owned_sums(
+    ranks: Exchanging, exchange: Exchange, mine: Tensor, counts: Sequence[int], take: Take
+) -> None:
+    """Make the sums of all ranks' flat tensors where this rank owns them, piece by piece.
+
+    They are added up by a balanced tree in the order of the ranks that have the shard.
 
     Args:
         ranks: That call this together.
         exchange: How many they are.
-        mine: (sum(counts),) this rank's tensor.
+        mine: (sum(counts),) this rank's tensor. Of what this rank owns, what was taken is no more read.
         counts: How many elements each rank owns.
-
-    Returns:
-        (counts[rank],) each, added up by a balanced tree in the order of the ranks that have the shard.
+        take: Is given each piece, which lasts as long as the call.
     """
+    owned = [range(*pair) for pair in pairwise([0, *accumulate(counts)])]
+    for start in range(0, max(counts), PIECE_NUMEL):
+        take(start, _exchanged(ranks, exchange, mine, [own[start : start + PIECE_NUMEL] for own in owned]))
+
+
+def _exchanged(ranks: Exchanging, exchange: Exchange, mine: Tensor, parts: Sequence[range]) -> list[Tensor]:
+    """Return the sums of this rank's part, of which there is one for each rank."""
     size, place, num_sums = exchange.num_peers, ranks.local_rank, exchange.num_sums
+    counts = [*map(len, parts)]
     if exchange.num_nodes == 1:
-        return _by_shard(ranks.exchange(mine, counts, "near"), exchange)
+        return _by_shard(ranks.exchange(_joined(mine, parts), counts, "near"), exchange)
     rail = [num_sums * own for own in counts[place::size]]
-    sent = mine if size == 1 else mine.new_empty(sum(rail))
-    if size > 1:
-        by_node = [counts[first : first + size] for first in range(0, len(counts), size)]
-        parts = zip(mine.split([sum(own) for own in by_node]), by_node, sent.split(rail), strict=True)
-        for part, of_node, target in parts:
-            _add_up(ranks.exchange(part, of_node, "near"), target.view(num_sums, of_node[place]))
-    numel = counts[ranks.node * size + place]
+    if size == 1:
+        sent = _joined(mine, parts)
+    else:
+        sent = mine.new_empty(sum(rail))
+        for node, target in enumerate(sent.split(rail)):
+            own = slice(node * size, (node + 1) * size)
+            _add_up(  # what is given and got has no name, so that it ends before the next is made
+                ranks.exchange(_joined(mine, parts[own]), counts[own], "near"),
+                target.view(num_sums, counts[node * size + place]),
+            )
     found = ranks.exchange(sent, rail, "rail")
-    return _by_shard(found.view(exchange.num_nodes * num_sums, numel), exchange)
+    return _by_shard(found.view(exchange.num_nodes * num_sums, counts[ranks.node * size + place]), exchange)
+
+
+def _joined(flat: Tensor, parts: Sequence[range]) -> Tensor:
+    """Return parts of a flat tensor behind one another: where they are so already, they are not copied."""
+    if all(part.stop == following.start for part, following in pairwise(parts)):
+        return flat[parts[0].start : parts[-1].stop]
+    return torch.cat([flat[part.start : part.stop] for part in parts])
 
 
 def tree(parts: Sequence[Tensor]) -> Tensor:
