@@ -159,7 +159,6 @@ TRAPS = {
     ("way", "signals", "code", "codes"),
     [
         ("saves", [signal.SIGINT], 75, {"0": 75}),
-        ("saves", [signal.SIGTERM], 75, {"0": 75}),
         ("loads", [signal.SIGTERM], 143, {"0": -15, "1": -15}),
         ("hangs", [signal.SIGINT, signal.SIGINT], 130, {"0": -9, "1": -9}),
     ],
