@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import importlib
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -90,7 +90,7 @@ def _next_script(requests: Iterable[str], answers: IO[str]) -> dict[str, Any] | 
                 (asked, ask), (told, tell) = os.pipe(), os.pipe()
                 if os.fork() == 0:
                     os.close(ask)  # or it would never see the end of what is asked
-                    importlib.import_module(module)
+                    import_module(module)
                     gc.freeze()
                     return _next_script(os.fdopen(asked), os.fdopen(tell, "w", buffering=1))
                 os.close(asked)
@@ -106,17 +106,13 @@ def _next_script(requests: Iterable[str], answers: IO[str]) -> dict[str, Any] | 
 def _import_all() -> None:
     import datasets  # noqa: F401
     import torch
-    from numba.core.registry import cpu_target
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
 
     import tests.families  # noqa: F401
 
     torch.set_num_threads(1)
-    cpu_target.typing_context.refresh()  # which the first kernel would do: half of what a short script takes
-    cpu_target.target_context.refresh()
-    gc.collect()
-    gc.freeze()  # no fork looks at all this again, not even as it ends
+    import_module("tests.prepared")
 
 
 if __name__ == "__main__":

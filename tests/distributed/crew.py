@@ -14,7 +14,7 @@ from megatrain.errors import MegatrainError
 from tests.distributed.processes import joined
 
 _TIMEOUT_S = 300.0
-_IMPORTED = ["tests.distributed.training", "tests.distributed.runs", "numba", "peft", "datasets"]
+_IMPORTED = ["tests.distributed.training", "tests.distributed.runs", "peft", "datasets", "tests.prepared"]
 
 
 class Crew:
