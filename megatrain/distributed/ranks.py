@@ -104,22 +104,25 @@ class Ranks:
     ) -> None:
         self.watch.close(error)
 
-    def exchange(self, mine: Tensor, counts: Sequence[int], lane: str) -> Tensor:
+    def exchange(self, mine: Tensor, counts: Sequence[int], lane: str, parts: Tensor) -> Tensor:
         """Send each rank its part of a flat tensor, and return the parts that all have sent to this one.
 
         Args:
             mine: (sum(counts),) of any dtype.
             counts: Elements for each rank of the lane's group.
             lane: `near`: ranks of a node; `rail`: those in this place on all nodes.
+            parts: (len(counts) * own count,) where they come.
 
         Returns:
             (len(counts), own count) parts, in the order of ranks.
         """
         size, own = len(counts), counts[self.node if lane == "rail" else self.local_rank]
         sent = self._within_reach(mine, lane)
-        parts = torch.empty(size * own, dtype=mine.dtype, device=sent.device)
-        self._do(lane, dist.all_to_all_single, parts, sent, [own] * size, list(counts))
-        return parts.view(size, own).to(mine.device)
+        found = parts if sent.device == parts.device else torch.empty_like(parts, device=sent.device)
+        self._do(lane, dist.all_to_all_single, found, sent, [own] * size, list(counts))
+        if found is not parts:
+            parts.copy_(found)
+        return parts.view(size, own)
 
     def neighbours(self, number: int) -> Neighbours:
         """Return this rank and those beside it that share out rows: each `number` ranks, in their order."""

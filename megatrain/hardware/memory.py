@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from dataclasses import dataclass
@@ -25,6 +26,13 @@ def host_memory(root: Path = Path("/")) -> MemoryLimit:
     """
     limits = [_machine(root), *_cgroup_v2(root), *_cgroup_v1(root), *_own_limits(root)]
     return min(limits, key=lambda limit: limit.available_bytes)
+
+
+def give_back_freed() -> None:
+    """Give the system what malloc keeps of memory that was freed, as far as the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
 
 
 def _machine(root: Path) -> MemoryLimit:

@@ -13,8 +13,7 @@ from tests.distributed.whole_memory import measure_run
 
 PARITY = pytest.mark.parity
 
-NOT_PLANNED = "a rank takes more at its peak than its plan lists: likely the parts of a sum that it receives"
-"""Seen: 61.5 MB of 41.6 MB on each of two ranks, beside the state, with one slot."""
+FREED = "glibc keeps some of what a backward has freed: 1.03 of the plan beside the state was seen, of 1.02"
 
 
 @pytest.mark.parametrize(
@@ -60,17 +59,24 @@ def test_sums_of_runs_that_wait_between_rounds_are_a_plane(tmp_path: Path) -> No
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("updates", ["immediate", "deferred"])
 @pytest.mark.parametrize(
-    "size", [1, *(pytest.param(size, marks=pytest.mark.xfail(reason=NOT_PLANNED)) for size in (2, 4))]
+    ("size", "updates"),
+    [
+        (1, "immediate"),
+        (1, "deferred"),
+        (2, "immediate"),
+        pytest.param(2, "deferred", marks=pytest.mark.xfail(reason=FREED)),
+        (4, "immediate"),
+        (4, "deferred"),
+    ],
 )
 def test_all_that_a_run_takes_is_in_its_plan(tmp_path: Path, size: int, updates: str) -> None:
     """State once for all ranks, and of each rank no more than the plan lists, each pool by its name."""
-    settings: dict[str, Any] = {"updates": updates, "hidden": 512, "num_layers": 6}
+    settings: dict[str, Any] = {"updates": updates, "hidden": 2048, "num_layers": 4}
     found = run_ranks(tmp_path / "ranks", size, measure_run, root=str(tmp_path), **settings)
     pools, planes, num_params = found[0]["pools"], found[0]["host"], found[0]["num_params"]
     assert {name: pools[name] for name in planes} == planes
-    state = sum(planes.values())
+    state = sum(planes.values()) - planes.get("staging", 0)  # each rank's own
     assert state / num_params == pytest.approx({"immediate": 12.0, "deferred": 14.0}[updates], rel=0.03)
     if size > 1:
         assert sum(rank["shared"] for rank in found) == pytest.approx(state, rel=0.01)

@@ -134,7 +134,7 @@ class ThreadRanks:
         """By lane: bytes that went to others."""
         self.gathers = False
 
-    def exchange(self, mine: Tensor, counts: Sequence[int], lane: str) -> Tensor:
+    def exchange(self, mine: Tensor, counts: Sequence[int], lane: str, parts: Tensor) -> Tensor:
         """Give every rank of the node, or of the rail, its part."""
         first = self.node * self.local_size
         members = range(first, first + self.local_size)
@@ -144,7 +144,8 @@ class ThreadRanks:
         self.sent[lane] += mine.element_size() * (sum(counts) - counts[place])
         found = self._turns.together(self.rank, lane, mine.clone(), members)
         start = sum(counts[:place])
-        return torch.stack([each[start : start + counts[place]] for each in found])
+        parts = parts.view(len(counts), counts[place])
+        return parts.copy_(torch.stack([each[start : start + counts[place]] for each in found]))
 
     def gather(self, mine: Tensor, lane: str = "caller") -> list[Tensor]:
         """Return everybody's tensor."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import threading
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from megatrain.hardware.memory import give_back_freed
 from megatrain.train import loop
 from megatrain.train.records.metrics import StepMetrics
 from megatrain.train.run import Run
@@ -20,16 +20,19 @@ _train_step = loop.train_step
 
 
 def measure_run(ranks: Any, *, root: str, updates: str, hidden: int, num_layers: int) -> dict[str, Any]:
-    """Train a tiny model, which loads and compiles all code, and then a larger one of the same kind.
+    """Train a tiny model, and then a larger one of as many layers.
+
+    The tiny one loads and compiles all code, and has as many objects: what it takes is the program's.
 
     Returns:
         `grown`: bytes of this process's own memory after the second step of the larger model, beyond those
-        after the tiny one; `peak`: the same in that step, at most; `shared`: its part of the pages that all
+        of the tiny one then; `peak`: the same in that step, at most; `shared`: its part of the pages that all
         ranks map; `pools`: those of the plan, of the first rank; `host`: planes; `num_params`.
     """
     place = Path(root)
     size = 1 if ranks is None else ranks.size
     found: dict[str, Any] = {}
+    of_program = 0
     for name, sizes in (("tiny", {"hidden_size": 32}), ("large", {"hidden_size": hidden})):
         if ranks is None or ranks.rank == 0:
             (place / name / "model").mkdir(parents=True)
@@ -52,16 +55,15 @@ def measure_run(ranks: Any, *, root: str, updates: str, hidden: int, num_layers:
             parallel={"shards": size},
             log={"report": False},
         )
-        began = own_bytes()
 
-        def noted(run: Run, began: int = began) -> StepMetrics:
+        def noted(run: Run) -> StepMetrics:
             with _peak() as peaks:
                 row = _train_step(run)
             if run.step == 2:
                 run.engine.settle()
                 if run.ranks is not None:
                     run.ranks.meet()
-                found.update(grown=own_bytes() - began, shared=shared_bytes(), peak=max(peaks) - began)
+                found.update(own=own_bytes(), shared=shared_bytes(), peak=max(peaks))
                 found["num_params"] = sum(each.numel() for each in run.engine.model.parameters())
                 found["host"] = dict(run.engine.host.plane_bytes)
                 if run.planned is not None:
@@ -72,7 +74,9 @@ def measure_run(ranks: Any, *, root: str, updates: str, hidden: int, num_layers:
 
         with patch.object(loop, "train_step", noted):
             loop.train(config, ranks=ranks, counts=place)
-    return found
+        if name == "tiny":
+            of_program = found["own"]
+    return found | {"grown": found["own"] - of_program, "peak": found["peak"] - of_program}
 
 
 @contextmanager
@@ -96,7 +100,7 @@ def _peak() -> Iterator[list[int]]:
 def own_bytes() -> int:
     """Return the anonymous pages of this process that are in memory; what was freed is given back first."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back_freed()
     return _anonymous_bytes()
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatrain.layout.exchange import PIECE_NUMEL, Exchange
+from megatrain.store.arena import Arena
 
 
 class Exchanging(Protocol):
@@ -21,7 +22,7 @@ class Exchanging(Protocol):
     node: int
     local_rank: int
 
-    def exchange(self, mine: Tensor, counts: Sequence[int], lane: str) -> Tensor:
+    def exchange(self, mine: Tensor, counts: Sequence[int], lane: str, parts: Tensor) -> Tensor:
         """Send `counts[n]` elements of a flat tensor to the n-th of a lane's group; return all parts for us.
 
         The groups are `near`, of the ranks of a node, and `rail`, of those in one place on all nodes.
@@ -56,27 +57,43 @@ def _exchanged(ranks: Exchanging, exchange: Exchange, mine: Tensor, parts: Seque
     size, place, num_sums = exchange.num_peers, ranks.local_rank, exchange.num_sums
     counts = [*map(len, parts)]
     if exchange.num_nodes == 1:
-        return _by_shard(ranks.exchange(_joined(mine, parts), counts, "near"), exchange)
+        return _by_shard(_got(ranks, _joined(mine, parts), counts, "near", place), exchange)
     rail = [num_sums * own for own in counts[place::size]]
     if size == 1:
         sent = _joined(mine, parts)
     else:
-        sent = mine.new_empty(sum(rail))
+        sent = _room(mine, sum(rail))
         for node, target in enumerate(sent.split(rail)):
             own = slice(node * size, (node + 1) * size)
             _add_up(  # what is given and got has no name, so that it ends before the next is made
-                ranks.exchange(_joined(mine, parts[own]), counts[own], "near"),
+                _got(ranks, _joined(mine, parts[own]), counts[own], "near", place),
                 target.view(num_sums, counts[node * size + place]),
             )
-    found = ranks.exchange(sent, rail, "rail")
+    found = _got(ranks, sent, rail, "rail", ranks.node)
     return _by_shard(found.view(exchange.num_nodes * num_sums, counts[ranks.node * size + place]), exchange)
+
+
+def _got(ranks: Exchanging, sent: Tensor, counts: Sequence[int], lane: str, place: int) -> Tensor:
+    """Exchange in new room; `place` is this rank's in the lane's group."""
+    return ranks.exchange(sent, counts, lane, _room(sent, len(counts) * counts[place]))
+
+
+def _room(like: Tensor, numel: int) -> Tensor:
+    """Return a new flat tensor that is given back as soon as nobody has it.
+
+    On the host it is the kernel's: glibc would take it from its heap, and keep holes between other things.
+    """
+    if like.device.type != "cpu":
+        return like.new_empty(numel)
+    return Arena(numel * like.dtype.itemsize).view(like.dtype, 0, numel)
 
 
 def _joined(flat: Tensor, parts: Sequence[range]) -> Tensor:
     """Return parts of a flat tensor behind one another: where they are so already, they are not copied."""
     if all(part.stop == following.start for part, following in pairwise(parts)):
         return flat[parts[0].start : parts[-1].stop]
-    return torch.cat([flat[part.start : part.stop] for part in parts])
+    found = _room(flat, sum(map(len, parts)))
+    return torch.cat([flat[part.start : part.stop] for part in parts], out=found)
 
 
 def tree(parts: Sequence[Tensor]) -> Tensor:
