@@ -8,7 +8,7 @@ from megatrain.config.choice import AUTO
 from megatrain.layout import pools
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.search.choices import first_fit, least_bytes
-from megatrain.plan.search.request import Request, machine_bytes
+from megatrain.plan.search.request import Request
 from megatrain.plan.search.sizes import DRIVE_SIZES, MEMORY_SIZES, Size, least_size
 
 
@@ -30,7 +30,7 @@ def enough_ram(request: Request) -> Size | None:
     if not fits(endless):
         return None
     need = least_bytes(endless, "ram")
-    guess = request.spec.host_bytes if need is None else machine_bytes(need)
+    guess = request.spec.host_bytes if need is None else request.machine_bytes(need)
     return least_size(MEMORY_SIZES, lambda nbytes: fits(with_ram(nbytes)), guess=guess)
 
 

@@ -28,7 +28,8 @@ _SEQ_LEN = 4096
 _TOKENS_PER_STEP = 131_072
 
 PROGRAM_BYTES = 512 << 20
-"""What the program takes beside state and activations after its plan: compiled kernels, threads, a batch."""
+"""What each rank's program takes beside state and activations after its plan: compiled kernels, threads, a
+batch."""
 
 
 def usual_batch(context: int | None, *, seq_len: int = 0, micro_batch_size: int = 1) -> StepBatch:
@@ -84,7 +85,7 @@ class Request:
         if spec.has_accelerator and usable is not None:
             usable = int(USABLE_DEVICE * usable)
         device = _least(usable, self.device_limit)
-        host = max(0, int(USABLE_HOST * spec.host_bytes) - PROGRAM_BYTES)
+        host = max(0, int(USABLE_HOST * spec.host_bytes) - self._program_bytes)
         drive = 0 if spec.drives is None else spec.drives.nbytes
         return {
             "device": device,
@@ -111,10 +112,13 @@ class Request:
         """Return the query heads of all rows of a micro-batch; 0: not known."""
         return self.anatomy.num_heads * self.anatomy.micro_batch_size
 
+    def machine_bytes(self, need: int) -> int:
+        """Return the host memory of a machine of which so many bytes may be taken."""
+        return math.ceil((need + self._program_bytes) / USABLE_HOST)
 
-def machine_bytes(need: int) -> int:
-    """Return the host memory of a machine of which so many bytes may be taken."""
-    return math.ceil((need + PROGRAM_BYTES) / USABLE_HOST)
+    @property
+    def _program_bytes(self) -> int:
+        return self.batch.ranks_of_node * PROGRAM_BYTES
 
 
 def pools_of(request: Request, choice: Choice) -> list[Pool]:

@@ -197,6 +197,9 @@ def test_options_change_the_machine(capsys: pytest.CaptureFixture[str], models: 
     save_machine(load_machine("rtx-4090").with_ram(77 << 30), tmp_path / "mine.json")
     found = plan_json(capsys, "--model", str(models / "small"), "--machine", str(tmp_path / "mine.json"))
     assert found["limits"]["ram"] == int(USABLE_HOST * (77 << 30)) - PROGRAM_BYTES
+    found = plan_json(capsys, "--model", str(models / "small"), "--machine", "8xh100", "--gpus", "4")
+    host = load_machine("8xh100").host_bytes
+    assert found["limits"]["ram"] == int(USABLE_HOST * host) - 4 * PROGRAM_BYTES
     found = plan_json(
         capsys,
         *("--model", str(models / "small"), "--machine", "rtx-4090", "--ram", "1.5TiB", "--nvme", "3TB"),
