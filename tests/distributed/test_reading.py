@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,13 @@ from tests.stream.runs import HYPER
 BATCH = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=4, num_runs=4)
 
 
+@pytest.fixture(autouse=True)
+def _small_shares() -> Iterator[None]:
+    """Cut blocks so that every rank has a share; not in the threads of ranks, since it is of all of them."""
+    with cut_at(320):
+        yield
+
+
 def trained(ranks: Any, trained: str = "all", **settings: Any) -> tuple[Engine, Callable[[], None]]:
     """Return an engine, and a function that takes a step with it."""
     model = make_model(FAMILIES["llama"]())
@@ -48,22 +55,21 @@ def trained(ranks: Any, trained: str = "all", **settings: Any) -> tuple[Engine, 
 
 def first_reads(ranks: Any, read: Callable[[Engine], Any], **settings: Any) -> Any:
     """Take a step; then the first rank reads, and the others follow its orders. Return what it has read."""
-    with cut_at(320):
-        engine, step = trained(ranks, **settings)
-        if ranks is None or ranks.rank == 0:
-            with step_of_all(ranks, engine):
-                step()
-            found = read(engine)
-            if ranks is not None:
-                ranks.tell(END)
-            return found
-        while (order := ranks.tell()) != END:
-            if order == STEP:
-                step()
-            else:
-                lend(engine, order)
-        assert not isinstance(engine.host, NodeLender) or engine.host.call_others is None
-        return None
+    engine, step = trained(ranks, **settings)
+    if ranks is None or ranks.rank == 0:
+        with step_of_all(ranks, engine):
+            step()
+        found = read(engine)
+        if ranks is not None:
+            ranks.tell(END)
+        return found
+    while (order := ranks.tell()) != END:
+        if order == STEP:
+            step()
+        else:
+            lend(engine, order)
+    assert not isinstance(engine.host, NodeLender) or engine.host.call_others is None
+    return None
 
 
 def masters(engine: Engine) -> dict[str, torch.Tensor]:
@@ -132,8 +138,7 @@ def test_gradients_of_all_are_not_for_the_first_rank_alone(num_nodes: int) -> No
                 with pytest.raises(ConfigError, match="within a step, while ranks have newer ones"):
                     next(engine.named_masters())
 
-    with cut_at(320):
-        Turns(2, num_nodes).run(run)
+    Turns(2, num_nodes).run(run)
 
 
 def test_after_an_error_in_a_step_nothing_is_read_of_others() -> None:
@@ -150,5 +155,4 @@ def test_after_an_error_in_a_step_nothing_is_read_of_others() -> None:
         with pytest.raises(ConfigError, match=r"a step has failed on the first rank, .* newest checkpoint"):
             next(engine.named_masters())
 
-    with cut_at(320):
-        Turns(2, 2).run(run)
+    Turns(2, 2).run(run)
