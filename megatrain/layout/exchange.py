@@ -20,7 +20,11 @@ from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.ownership import planned_share
 
 PIECE_NUMEL = 1 << 21
-"""Elements of a share that pass at a time: 8 MiB from each rank to each other one."""
+"""Elements of a share that pass at a time: 8 MiB from each rank to each other one, where these are few."""
+
+_FEW = 8
+"""So many ranks or nodes: where more of them speak at once, each says less. A block that one rank owns whole
+would come to it from all nodes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,11 @@ class Exchange:
         """Whether it has two stages: there are several nodes, with several ranks each."""
         return 1 < self.num_nodes < self.num_ranks
 
+    @property
+    def piece_numel(self) -> int:
+        """Elements of a share that pass at a time."""
+        return max(1, PIECE_NUMEL * _FEW // max(_FEW, self.num_peers, self.num_nodes * self.num_sums))
+
     def sent_bytes(self, numel: int, rail: int, own: int) -> int:
         """Return the bytes of a sum that a rank sends.
 
@@ -101,7 +110,7 @@ class Exchange:
         Args:
             own: Elements of the largest share.
         """
-        piece, nodes_sums = min(own, PIECE_NUMEL), self.num_nodes * self.num_sums
+        piece, nodes_sums = min(own, self.piece_numel), self.num_nodes * self.num_sums
         ways = 1 if piece == own else 2  # all shares are sent from where they are, and pieces put together
         if not self.is_staged:
             return ways * self.num_ranks * piece

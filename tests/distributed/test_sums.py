@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.layout.exchange import Exchange
-from megatrain.stream.ranks import sums
+from megatrain.layout import exchange as pieces
+from megatrain.layout.exchange import PIECE_NUMEL, Exchange
 from megatrain.stream.ranks.sums import owned_sums
 from megatrain.stream.ranks.sums import tree as add_by_tree
 from tests.distributed.processes import run_ranks
@@ -51,13 +51,13 @@ def sums_of(ranks: Any, exchange: Exchange, mine: Tensor, counts: list[int]) -> 
     return [torch.cat(pieces) for pieces in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("piece_numel", [2, sums.PIECE_NUMEL])
+@pytest.mark.parametrize("piece_numel", [2, PIECE_NUMEL])
 @pytest.mark.parametrize(("shape", "sequence"), CASES, ids=str)
 def test_sums_have_the_bits_of_one_tree(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], sequence: int, piece_numel: int
 ) -> None:
     """Over the ranks in order, or, where ranks share out rows, over those of each shard first."""
-    monkeypatch.setattr(sums, "PIECE_NUMEL", piece_numel)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", piece_numel)
     size, num_nodes = shape
     order = [rank for shard in range(sequence) for rank in range(shard, size, sequence)]
     whole = tree([own_of(size, rank) for rank in order]).split(counts_of(size))
@@ -86,13 +86,15 @@ def test_a_node_sends_others_the_sum_of_its_ranks() -> None:
 
 def test_what_an_exchange_takes_does_not_grow_with_the_share() -> None:
     """Of eight ranks, 8 MiB from each and to each; a share that is one piece is sent from where it is."""
-    piece = sums.PIECE_NUMEL
+    piece = PIECE_NUMEL
     assert 4 * piece == 8 << 20
     assert [Exchange(8).passing_numel(own) for own in (100, piece)] == [800, 8 * piece]
     assert [Exchange(8).passing_numel(own) for own in (piece + 1, 9 * piece)] == [16 * piece] * 2
     assert Exchange(4, 4).passing_numel(9 * piece) == 8 * piece
     assert Exchange(16, 4).passing_numel(9 * piece) == (2 * 4 + 4) * piece
     assert Exchange(16, 4).passing_numel(100) == 800
+    # of a thousand, 64 MiB at once from all, though one rank may own a whole block
+    assert Exchange(1024, 128).passing_numel(9 * piece) == 2 * 8 * piece
 
 
 def add_up(ranks: Any) -> list[float]:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatrain.layout.exchange import PIECE_NUMEL, Exchange
+from megatrain.layout.exchange import Exchange
 from megatrain.store.arena import Arena
 
 
@@ -48,8 +48,9 @@ def owned_sums(
         take: Is given each piece, which lasts as long as the call.
     """
     owned = [range(*pair) for pair in pairwise([0, *accumulate(counts)])]
-    for start in range(0, max(counts), PIECE_NUMEL):
-        take(start, _exchanged(ranks, exchange, mine, [own[start : start + PIECE_NUMEL] for own in owned]))
+    numel = exchange.piece_numel
+    for start in range(0, max(counts), numel):
+        take(start, _exchanged(ranks, exchange, mine, [own[start : start + numel] for own in owned]))
 
 
 def _exchanged(ranks: Exchanging, exchange: Exchange, mine: Tensor, parts: Sequence[range]) -> list[Tensor]:
