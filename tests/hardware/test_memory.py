@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.hardware import host_memory
+from megatrain.hardware import MemoryLimit, host_memory, memory
 
 CODE = """
 import resource
@@ -47,3 +47,13 @@ def test_a_cgroup_s_limit_counts(tmp_path: Path) -> None:
         path.write_text(text)
     found = host_memory(tmp_path)
     assert (found.available_bytes, found.source) == (350_000_000, "cgroup limit /job")
+
+
+def test_what_was_freed_is_given_back_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(memory, "give_back_freed", lambda: given.append(True))
+    monkeypatch.setattr(memory, "host_memory", lambda: MemoryLimit(1000, "a test"))
+    memory.give_back_where_short(1000)
+    assert given == []
+    memory.give_back_where_short(1001)
+    assert given == [True]

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.hardware.memory import give_back_freed
+from megatrain.hardware.memory import GIB, give_back_where_short
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.exchange import PIECE_NUMEL, Exchange, rail_numel
+from megatrain.layout.exchange import Exchange, rail_numel
 from megatrain.layout.moments import MomentFormat
 from megatrain.layout.ownership import CUT_NUMEL, Share, piece_bytes, shares, state_shares
 from megatrain.layout.pools import SQUARES_CHUNK_NUMEL
@@ -29,6 +29,9 @@ from megatrain.plan.program.operations import Operation
 from megatrain.store.state import HostState
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.ranks.sums import owned_sums, tree
+
+_SHORT_BYTES, _SHORT_SUMS = GIB, 8
+"""Memory is short on a CPU where less than this is left, or less than so many sums of a block."""
 
 
 class Ranks(Protocol):
@@ -166,10 +169,10 @@ class SharedGradients:
         edge, rank = layout.num_split, self.ranks.rank
         kept = self._kept[operation.block]
         start = len(kept[rank].split)
-        if sums.device.type == "cpu" and sums.numel() > PIECE_NUMEL:  # of less there is not much to give back
+        if sums.device.type == "cpu":
             # What the backward has freed stays glibc's, beside what the exchange takes: each of two ranks
             # took 69 to 90 MB more than the 836 MB that were planned.
-            give_back_freed()
+            give_back_where_short(max(_SHORT_BYTES, _SHORT_SUMS * sums.nbytes))
         for whole, ranges, longer, column in (
             (sums[:edge], [share.split for share in cut], [share.split for share in kept], 0),
             (sums[edge:], [share.full for share in cut], [share.full for share in kept], start),
