@@ -241,8 +241,9 @@ def loss_in_step(model: PreTrainedModel, batch: Batch, total: Tensor, num_micro_
         loss = model(**batch, num_items_in_batch=total).loss
         return loss
     output = model(**{key: value for key, value in batch.items() if key != "labels"})
+    vocab_size = output.logits.shape[-1]  # with new tokens, if it has any
     of_tokens: Tensor = model.loss_function(
-        output.logits, batch["labels"], VOCAB_SIZE, num_items_in_batch=total
+        output.logits, batch["labels"], vocab_size, num_items_in_batch=total
     )
     return of_tokens + model.config.router_aux_loss_coef * output.aux_loss / num_micro_batches
 
