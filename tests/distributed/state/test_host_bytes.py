@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.host_bytes import measure
 from tests.distributed.processes import run_ranks
-from tests.distributed.whole_memory import measure_run
+from tests.distributed.state.host_bytes import measure
+from tests.distributed.state.whole_memory import measure_run
 
 PARITY = pytest.mark.parity
 

@@ -29,7 +29,7 @@ from megatrain.train.resume.state import lend_state, read_state, write_state
 from tests.distributed.cases import TRAINED, cut_at
 from tests.distributed.processes import exit_codes, run_ranks
 from tests.distributed.runs import train_on_drives, train_run
-from tests.distributed.test_drives import SHORT, tiers
+from tests.distributed.state.test_drives import SHORT, tiers
 from tests.distributed.threads import RankLanes, ThreadRanks, Turns
 from tests.distributed.training import digest_of, train
 from tests.families import FAMILIES

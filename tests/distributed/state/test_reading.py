@@ -20,7 +20,7 @@ from megatrain.train.adapters import write_adapter
 from megatrain.train.ranks import END, STEP, lend, read_alone, step_of_all
 from megatrain.train.resume.state import write_state
 from tests.distributed.cases import TRAINED, cut_at
-from tests.distributed.test_drives import tiers
+from tests.distributed.state.test_drives import tiers
 from tests.distributed.threads import RankLanes, Turns
 from tests.families import FAMILIES
 from tests.reference import attach_plainly, make_batches, make_model

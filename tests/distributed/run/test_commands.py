@@ -18,7 +18,7 @@ from megatrain.train.records.json_lines import read_rows
 from tests.train.project import make_config
 from tests.train.test_loop import assert_same_runs
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
 WAIT_S = 600
 
 
