@@ -87,55 +87,13 @@ class NodeParts:
         return [part for part in found if part.numel()]
 
 
-class NodeLender:
-    """How blocks of which a node keeps a part are lent whole: by all ranks to all, or to the first alone."""
+class PartedState(HostState):
+    """State of which a node keeps a part: its planes have holes, and blocks are whole where they are lent."""
 
     _nodes: StateRanks
+    _parts: NodeParts
     call_others: Callable[[int], object] | None = None
     """Lets the others `lend` a block to this rank, which reads by itself; None: all borrow together."""
-
-    def lend(self, block: int) -> None:
-        """Take part in what the first rank of all borrows by itself."""
-        self._bring(block)
-        self._drop(block)
-
-    @contextmanager
-    def _whole(self, block: int) -> Iterator[BlockState]:
-        call = self.call_others
-        if call is not None:
-            call(block)
-        state = self._bring(block)
-        try:
-            yield state
-        finally:
-            if call is None:
-                self._nodes.meet("spread")
-            self._drop(block)
-
-    def _bring(self, block: int) -> BlockState:
-        """Return the whole block: all ranks call it."""
-        raise NotImplementedError
-
-    def _drop(self, block: int) -> None:
-        """Give back, on the first rank of the node, what other nodes keep of it."""
-        raise NotImplementedError
-
-
-class NodeState(NodeLender, HostState):
-    """The state of one node."""
-
-    def __init__(
-        self,
-        layouts: Sequence[BlockLayout],
-        precision: Precision,
-        nodes: StateRanks,
-        planned: MomentFormat = MomentFormat.FP32,
-    ) -> None:
-        """Allocate as `HostState`, for nodes among which the state is shared out with `planned` moments."""
-        self._nodes = nodes
-        self.has_scales = planned is MomentFormat.INT8
-        self._parts = NodeParts(layouts, nodes, has_scales=self.has_scales)
-        super().__init__(layouts, precision, shared=nodes.shared_memory)
 
     @property
     def plane_bytes(self) -> dict[str, int]:
@@ -143,7 +101,7 @@ class NodeState(NodeLender, HostState):
         return self._parts.bytes_of(self.blocks, super().plane_bytes)
 
     def put(self, name: str, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
-        """Write as `HostState` does; of a block that is complete, only this node's part stays."""
+        """Write as the state of one node does; of a block that is complete, only this node's part stays."""
         super().put(name, value, region)
         number = self.number_of(name)
         if self._parts.is_complete(number, value.numel()):
@@ -161,11 +119,25 @@ class NodeState(NodeLender, HostState):
         first rank of each node does it, with the same values.
         """
         if writes:
-            yield self.blocks[block]
+            with super().borrow(block, writes=True) as lent:
+                yield lent
             self._give_back(block)
-        else:
-            with self._whole(block) as state:
-                yield state
+            return
+        call = self.call_others
+        if call is not None:
+            call(block)
+        state = self._bring(block)
+        try:
+            yield state
+        finally:
+            if call is None:
+                self._nodes.meet("spread")
+            self._drop(block)
+
+    def lend(self, block: int) -> None:
+        """Take part in what the first rank of all borrows by itself."""
+        self._bring(block)
+        self._drop(block)
 
     def bring_gradients(self) -> None:
         """Make all complete gradients readable on every node, whose whole plane is in memory from then on."""
@@ -173,7 +145,13 @@ class NodeState(NodeLender, HostState):
             self._parts.bring(number, state, ["gradient"])
 
     def _bring(self, block: int) -> BlockState:
-        self._parts.bring(block, self.blocks[block], PARTED)
+        """Return the whole block: all ranks call it."""
+        state = self._brought(block)
+        self._parts.bring(block, state, PARTED)
+        return state
+
+    def _brought(self, block: int) -> BlockState:
+        """Return a block in which this node's part is, and the others have their places."""
         return self.blocks[block]
 
     def _drop(self, block: int) -> None:
@@ -181,7 +159,25 @@ class NodeState(NodeLender, HostState):
             self._give_back(block)
 
     def _give_back(self, block: int) -> None:
+        """Drop what other nodes keep of a block's planes."""
         self._parts.give_back(block, self.blocks[block], PARTED, self._arenas)
+
+
+class NodeState(PartedState):
+    """The state of one node, in RAM."""
+
+    def __init__(
+        self,
+        layouts: Sequence[BlockLayout],
+        precision: Precision,
+        nodes: StateRanks,
+        planned: MomentFormat = MomentFormat.FP32,
+    ) -> None:
+        """Allocate as `HostState`, for nodes among which the state is shared out with `planned` moments."""
+        self._nodes = nodes
+        self.has_scales = planned is MomentFormat.INT8
+        self._parts = NodeParts(layouts, nodes, has_scales=self.has_scales)
+        super().__init__(layouts, precision, shared=nodes.shared_memory)
 
 
 def part_of_plane(layout: BlockLayout, plane: str, whole: Tensor, share: Share) -> list[Tensor]:

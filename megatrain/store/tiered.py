@@ -22,7 +22,7 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.host_buffers import NUM_PAGES, NUM_STATE_STAGING
 from megatrain.layout.moments import MOMENT_PLANES, MomentFormat
 from megatrain.store.arena import Arena
-from megatrain.store.on_drives import PLANES, BlocksOnDrives
+from megatrain.store.on_drives import PLANES, BlocksOnDrives, Image
 from megatrain.store.placement import Tiers
 from megatrain.store.ranks import StateRanks
 from megatrain.store.state import BlockState, HostState, Precision, write_value
@@ -300,14 +300,18 @@ class TieredState(HostState):
         self._has_restored_moments = True
 
     def _lend(self, number: int) -> tuple[BlockState, Tensor]:
-        """Make a block whose planes are views of a new buffer, but for working weights that live in RAM."""
-        buffer, image, state = self._buffer(number), self.on_drives.images[number], self.blocks[number]
-        is_there = self.on_drives.holds_working(number)
-        lent = BlockState(state.layout, image.working(buffer) if is_there else state.working)
-        for name, plane in image.planes(buffer).items():
+        """Make a block whose planes are views of a new buffer, which is its image."""
+        buffer = self._buffer(number)
+        return self._view(number, self.on_drives.images[number], buffer), buffer
+
+    def _view(self, number: int, image: Image, memory: Tensor) -> BlockState:
+        """View a block in memory of an image, but for working weights that live in RAM."""
+        state, is_there = self.blocks[number], self.on_drives.holds_working(number)
+        lent = BlockState(state.layout, image.working(memory) if is_there else state.working)
+        for name, plane in image.planes(memory).items():
             setattr(lent, name, plane)
         lent.gradient, lent.accumulator = state.gradient, state.accumulator
-        return lent, buffer
+        return lent
 
     def _kept_of(self, block: int, state: BlockState, plane: str) -> list[Tensor]:
         """View what this node keeps of a plane of a block."""

@@ -27,7 +27,7 @@ from megatrain.distributed.ranks import Ranks
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware.accelerators import VENDORS
 from megatrain.hardware.care import Care
-from megatrain.store.nodes import NodeLender
+from megatrain.store.nodes import PartedState
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
@@ -118,14 +118,14 @@ def lend(engine: Engine, order: Any) -> None:
     engine.settle()
     if order != SETTLE:
         assert order[0] == LEND
-        assert isinstance(engine.host, NodeLender)
+        assert isinstance(engine.host, PartedState)
         engine.host.lend(order[1])
 
 
 def _let_others(engine: Engine, call: Callable[..., object]) -> None:
     """Call this, with a block or none, where the first rank is about to read what other ranks have."""
     engine.arrangement.call_others = call
-    if isinstance(engine.host, NodeLender):
+    if isinstance(engine.host, PartedState):
         engine.host.call_others = call
 
 
