@@ -69,6 +69,7 @@ class MegatrainArguments:
         self,
         args: TrainingArguments,
         context: int | None,
+        precision: str,
         num_passes_before: int = 0,
         ranks: Ranks | None = None,
     ) -> dict[str, Any]:
@@ -77,13 +78,14 @@ class MegatrainArguments:
         Args:
             args: Of the trainer, as `mapped` returns them.
             context: Tokens that the model can see.
+            precision: As `precision_of` returns it.
             num_passes_before: As in `StepBatch`.
             ranks: That train together; None: there is one.
         """
         return {
             "ranks": ranks,
             "device": self.device if self.device is not None else args.device,
-            "precision": precision_of(args),
+            "precision": precision,
             "batch": self.batch(args, context, num_passes_before, 1 if ranks is None else ranks.size),
             "compile": self.compile,
             "optimizer_state": self.optimizer_state,
@@ -97,11 +99,12 @@ class MegatrainArguments:
         self,
         args: TrainingArguments,
         context: int | None,
+        precision: str,
         num_passes_before: int = 0,
         ranks: Ranks | None = None,
     ) -> dict[str, Any]:
         """Return the keywords of `megatrain.load`."""
-        given = self.attach_settings(args, context, num_passes_before, ranks)
+        given = self.attach_settings(args, context, precision, num_passes_before, ranks)
         names = ("precision", "batch", "optimizer_state", "host_limit", "tiers", "ranks")
         return {name: given[name] for name in names}
 
@@ -127,11 +130,6 @@ class MegatrainArguments:
         return batch
 
 
-def precision_of(args: TrainingArguments) -> str:
-    """Return the precision that `bf16` means: bf16 weights with exact fp32 masters, in place of autocast."""
-    return "bf16" if args.bf16 else "fp32"
-
-
 def mapped(args: TrainingArguments, ranks: Ranks | None = None) -> TrainingArguments:
     """Return a copy of arguments for the plain trainer, after a check that all of them can be kept.
 
@@ -145,8 +143,6 @@ def mapped(args: TrainingArguments, ranks: Ranks | None = None) -> TrainingArgum
     _refuse(args)
     if ranks is not None:
         _refuse_for_ranks(args, ranks)
-    if args.bf16:
-        _log.info("bf16=True: weights and compute are in bf16, with exact fp32 masters; there is no autocast")
     args = copy.copy(args)
     if args.gradient_checkpointing:
         _log.info(

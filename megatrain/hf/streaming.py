@@ -22,9 +22,10 @@ from transformers.trainer_utils import has_length
 
 from megatrain.config.read_choice import as_values
 from megatrain.errors import CheckpointError, ConfigError
-from megatrain.hf.arguments import MegatrainArguments, mapped, precision_of
+from megatrain.hf.arguments import MegatrainArguments, mapped
 from megatrain.hf.control import FirstDecides
 from megatrain.hf.evaluation import shared_predictions
+from megatrain.hf.precision import precision_of
 from megatrain.hf.ranks import join
 from megatrain.hf.saved import read_weights
 from megatrain.hf.steps import StepGroup
@@ -82,6 +83,7 @@ class Streaming(_Base):
         self._args = given["args"] = mapped(args, self._ranks)
         self._require_same()
         model = given["model"]
+        self._precision = precision_of(self._args, model)
         if isinstance(model, (str, Path)):
             given["model"] = self._load(str(model))
         super().__init__(**given)
@@ -91,10 +93,12 @@ class Streaming(_Base):
 
     def _load(self, path: str) -> PreTrainedModel:
         context = _context_of(read_config(path))
-        settings = self._megatrain.load_settings(self._args, context, self._num_passes_before, self._ranks)
+        settings = self._megatrain.load_settings(
+            self._args, context, self._precision, self._num_passes_before, self._ranks
+        )
         kwargs = dict(getattr(self._args, "model_init_kwargs", None) or {})
         attention = kwargs.pop("attn_implementation", None)
-        kwargs.pop("dtype", None)  # `bf16` says it
+        kwargs.pop("dtype", None)  # `precision_of` has read it
         if kwargs:
             raise ConfigError(
                 f"model_init_kwargs has {', '.join(sorted(kwargs))}, which megatrain.load does not take; "
@@ -108,10 +112,10 @@ class Streaming(_Base):
         if engine is None:
             context = _context_of(self.model.config)
             settings = self._megatrain.attach_settings(
-                self._args, context, self._num_passes_before, self._ranks
+                self._args, context, self._precision, self._num_passes_before, self._ranks
             )
             engine = attach(self.model, self._megatrain.choice, **settings)
-        if engine.host.precision.value != precision_of(self._args):
+        if engine.host.precision.value != self._precision:
             raise ConfigError(
                 f"bf16 is {bool(self._args.bf16)} (TRL's default is True), but the model was attached "
                 f"with precision={engine.host.precision.value!r}; pass the bf16 that fits it"

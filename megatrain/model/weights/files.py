@@ -11,7 +11,9 @@ import contextlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,6 +97,19 @@ def checkpoint_files(path: str | Path) -> list[Path]:
         with open_weights(file):
             pass
     return files
+
+
+def checkpoint_dtype(path: str | Path) -> torch.dtype:
+    """Return the dtype of most of the weights of a model directory, as the headers of its files say.
+
+    Raises:
+        ModelError: As `checkpoint_files`.
+    """
+    sizes = Counter({torch.float32: 0})
+    for source in _read_headers(checkpoint_files(path)).values():
+        if source.dtype in FLOAT_DTYPES:
+            sizes[FLOAT_DTYPES[source.dtype]] += prod(source.shape)
+    return sizes.most_common(1)[0][0]
 
 
 def load_weights(model: PreTrainedModel, path: str | Path, sink: ParameterSink) -> list[str]:
