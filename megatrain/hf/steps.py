@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatrain.errors import ConfigError
 from megatrain.hf.ranks import ReadBatches
 from megatrain.hf.traces import Traces
 from megatrain.stream.activations.torch_state import RandomState
@@ -103,8 +104,15 @@ class StepGroup:
                 `inputs`.
 
         Raises:
-            ConfigError: Ranks have read different batches.
+            ConfigError: Ranks have read different batches, or hooks on gradients would see one twice.
         """
+        hooked = engine.arrangement.binding.hooked
+        if len(self.inputs) > len(self._batches) and hooked is not None:
+            raise ConfigError(
+                f"parameter {hooked} has a hook (register_hook), and step {number + 1}, of "
+                f"{len(self._batches)} micro-batches, is filled up to {len(self.inputs)} for its shards, "
+                "which the hook would see; use as many rows as make whole steps"
+            )
         if self._ranks is not None:
             ReadBatches(self._ranks, self._batches).require_same(number, num_steps)
         taken: list[Tensor] = []

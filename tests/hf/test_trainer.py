@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import Trainer, TrainerCallback
 import megatrain
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hf import StreamingTrainer
+from tests.families import VOCAB_SIZE
 from tests.hf.setups import (
     arguments,
     assert_same_weights,
@@ -168,6 +170,54 @@ def test_dropout_is_the_same_in_any_lockstep(tmp_path: Path) -> None:
 
     one = train(1)
     assert_same_weights(train(4), one)
+
+
+class HooksLater(TrainerCallback):
+    """Puts a hook on the gradient of a weight when training begins, as the plain trainer lets one do."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        weight = kwargs["model"].model.layers[2].mlp.up_proj.weight
+        weight.register_hook(lambda grad: grad.sign() * 1e-3)
+
+
+def test_hooks_on_gradients_leave_all_but_new_tokens_alone(tmp_path: Path) -> None:
+    """The usual recipe: the embedding's gradient is masked; a callback's hook makes it that of a sign."""
+    trained = []
+    for kind in ("plain", "ours"):
+        model = tiny("llama_tied")
+        args = arguments(tmp_path / kind, max_steps=2, weight_decay=0.0)
+        given: dict[str, Any] = {"train_dataset": rows(), "callbacks": [HooksLater()]}
+        if kind == "plain":
+            trainer = plain(Trainer, model, args, **given)
+        else:
+            trainer = StreamingTrainer(model=model, args=args, megatrain=planned(model, lockstep=3), **given)
+        mask = torch.zeros(VOCAB_SIZE, 1)
+        mask[-30:] = 1
+        trainer.model.get_input_embeddings().weight.register_hook(lambda grad, mask=mask: grad * mask)
+        trainer.train()
+        trained.append(weights(trainer))
+    assert_same_weights(trained[1], trained[0])
+    embedding, before = (
+        trained[1]["model.embed_tokens.weight"],
+        tiny("llama_tied").get_input_embeddings().weight,
+    )
+    changed = (embedding != before).any(1)
+    assert not changed[:-30].any()
+    assert changed[-30:].all()
+
+
+def test_a_step_that_is_filled_up_for_shards_refuses_hooks(tmp_path: Path) -> None:
+    """Its last micro-batch would be seen twice."""
+    model = tiny()
+    model.lm_head.weight.register_hook(lambda grad: grad)
+    settings = replace(planned(model), shards=2)
+    trainer = StreamingTrainer(
+        model=model, args=arguments(tmp_path), train_dataset=rows(6), megatrain=settings
+    )
+    with pytest.raises(
+        ConfigError, match=r"lm_head.weight has a hook.*of 3 micro-batches, is filled up to 4"
+    ):
+        trainer.train()
 
 
 def test_an_attached_model_brings_its_optimizer(tmp_path: Path) -> None:

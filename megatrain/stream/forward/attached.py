@@ -22,6 +22,7 @@ from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.slots import Slots
+from megatrain.stream.forward.gradient_hooks import Backward, GradientHooks, refuse_hooks
 from megatrain.stream.forward.stream_weights import Place
 from megatrain.stream.ranks.shared_gradients import Ranks
 
@@ -52,19 +53,27 @@ class Binding:
         return StepSums.of(self.runs, choice.lockstep, num_ranks, self.sequence)
 
     def check(self) -> None:
-        """Refuse to go on with parameters that are no views of the host state any more.
+        """Refuse to go on with parameters that are no views of the host state any more, or with their hooks.
 
         Raises:
-            ModelError: Something replaced a parameter's data.
+            ModelError: Something replaced a parameter's data, or a hook could never be run.
         """
         for block, state in zip(self.blocks, self.host.blocks, strict=True):
             base = state.working.data_ptr()
             for entry in state.layout.entries:
-                if block.parameters[entry.name].data_ptr() != base + entry.byte_offset:
+                parameter = block.parameters[entry.name]
+                refuse_hooks(entry.name, parameter, is_shared=self.sequence > 1)
+                if parameter.data_ptr() != base + entry.byte_offset:
                     raise ModelError(
                         f"parameter {entry.name} was moved or cast after the engine was attached; call "
                         "engine.detach(), change the model, and attach again"
                     )
+
+    @property
+    def hooked(self) -> str | None:
+        """Name of a parameter with hooks on its gradient; None: no parameter has any."""
+        parameters = (item for block in self.blocks for item in block.parameters.items())
+        return next((name for name, parameter in parameters if parameter._backward_hooks), None)
 
     @contextmanager
     def rows_shared(
@@ -96,6 +105,7 @@ class AttachedBlock:
         sites = [*block.sites, *block.borrowed]
         self.places: list[Place] = [(site.module._parameters, site.leaf) for site in sites]
         self._has_state = [entry.state_offset is not None for entry in layout.entries]
+        self._hooks = GradientHooks([entry.name for entry in layout.entries], self.parameters)
 
     def trained_now(self) -> list[bool]:
         """Which entries want a gradient at this moment.
@@ -115,8 +125,17 @@ class AttachedBlock:
                 )
         return wanted
 
-    def line_up(self, grads: Sequence[Tensor | None], trained: Sequence[bool]) -> list[Tensor | None]:
-        """Give every entry that has state its gradient or None, from the gradients of the `trained` ones."""
+    def line_up(
+        self, grads: Sequence[Tensor | None], trained: Sequence[bool], backward: Backward
+    ) -> list[Tensor | None]:
+        """Give every entry that has state its gradient or None, from the gradients of the `trained` ones.
+
+        Hooks of the parameters are run on them.
+
+        Raises:
+            ModelError: One of these cannot be run.
+        """
+        grads = self._hooks.run(grads, trained, backward)
         if trained == self._has_state:
             return list(grads)
         given = iter(grads)

@@ -17,6 +17,7 @@ from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
+from megatrain.stream.forward.gradient_hooks import Backward
 from megatrain.stream.forward.stream_weights import Place, SavedWeight, exchange, stream_weights, swapped
 
 _STAGED_BYTES = 16 << 20
@@ -31,6 +32,9 @@ class Pass:
         rounds = arrangement.rounds
         self.begin_backward = rounds.begin_backward
         self.micro_batch: int = rounds.micro_batch if whole is None else whole.micro_batch
+        own = Backward(rounds.call)
+        self.backward: Backward = own if whole is None else whole.backward._replace(is_part=True)
+        """Of whom its gradients are."""
         self._adds_up = rounds.adds_up
         """The gradients of other micro-batches will be added to this one's."""
         self._passed: set[AttachedLayer] = set()
@@ -61,6 +65,7 @@ class Pass:
             self.micro_batch,
             self.begin_backward,
             self.until_end,
+            self.backward,
         )
         self._head_visit = visit if block.block.is_head else None
         return visit
@@ -105,7 +110,8 @@ class Pass:
         def collect(grads: Sequence[Tensor | None]) -> None:
             begin_backward()
             if any(grad is not None for grad in grads):
-                executor.collect_resident(block.index, micro_batch, block.line_up(grads, trained))
+                by_entry = block.line_up(grads, trained, self.backward)
+                executor.collect_resident(block.index, micro_batch, by_entry)
 
         return stream_weights(arrangement.slots.aliases(block.index, -1), trained, collect)
 
@@ -126,6 +132,7 @@ class OuterVisit(BlockVisit):
         micro_batch: int,
         begin_backward: Callable[[], None],
         until_end: ExitStack,
+        backward: Backward,
     ) -> None:
         """Prepare the visit of `block` by a micro-batch, by its number within the round.
 
@@ -136,6 +143,7 @@ class OuterVisit(BlockVisit):
             micro_batch: Number within the round.
             begin_backward: Called when autograd reaches the block.
             until_end: Is closed when the pass's forward has ended.
+            backward: Of whom its gradients are.
         """
         super().__init__(block.index, micro_batch, self)
         self._attached = block
@@ -145,6 +153,7 @@ class OuterVisit(BlockVisit):
         self._trained = block.trained_now()
         self._is_head = block.block.is_head
         self._until_end = until_end
+        self._backward = backward
         self._read: dict[str, Tensor] | None = None
 
     def run(
@@ -163,6 +172,8 @@ class OuterVisit(BlockVisit):
             kwargs: Of the call.
             in_chunk: It runs again in the backward, so that autograd keeps nothing of it until then.
         """
+        if in_chunk:
+            self._backward = self._backward._replace(is_part=True)
         places, found = self._weights()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with swapped(places, found), nullcontext() if in_chunk else hooks:
@@ -208,7 +219,7 @@ class OuterVisit(BlockVisit):
 
     def _collect(self, grads: Sequence[Tensor | None]) -> None:
         self._open_backward()
-        by_entry = self._attached.line_up(grads, self._trained)
+        by_entry = self._attached.line_up(grads, self._trained, self._backward)
         if self._is_head:  # other chunks may follow: whatever is opened next closes the visit
             self._executor.collect_part(self.operation, by_entry)
         else:

@@ -58,6 +58,11 @@ class Rounds:
         return self._adds_up or self._passes_since_backward > 1
 
     @property
+    def call(self) -> int:
+        """The call of the round to which the pass that begins now belongs; 0: of none."""
+        return self.micro_batch % self.num_together if self.in_step else 0
+
+    @property
     def is_open(self) -> bool:
         """Whether a forward waits for its backward, or a backward is going on."""
         return self._passes_since_backward > 0 or self._in_backward
