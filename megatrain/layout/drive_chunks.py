@@ -27,9 +27,10 @@ def is_own(turn: int, rank: int, num_ranks: int) -> bool:
 
 def own_bytes(num_bytes: int, turn: int, rank: int, num_ranks: int) -> int:
     """Return the bytes that one rank moves of so many, whose first chunk has this turn."""
-    starts = range(0, num_bytes, CHUNK_BYTES)
-    return sum(
-        min(CHUNK_BYTES, num_bytes - start)
-        for number, start in enumerate(starts)
-        if is_own(turn + number, rank, num_ranks)
-    )
+    count = -(-num_bytes // CHUNK_BYTES)
+    first = (rank - turn) % num_ranks
+    if first >= count:
+        return 0
+    own = -(-(count - first) // num_ranks) * CHUNK_BYTES
+    ends = is_own(turn + count - 1, rank, num_ranks)  # the last chunk may be a part of one
+    return own - (count * CHUNK_BYTES - num_bytes) if ends else own
