@@ -291,7 +291,7 @@ def _with_a_drive(request: Any, share: float, machine: Any) -> Any:
     rates = machine.nvme_read_bytes_per_s, machine.nvme_write_bytes_per_s
     drives = Drives(nbytes=1 << 40, read_bytes_per_s=rates[0], write_bytes_per_s=rates[1], is_duplex=True)
     spec = replace(request.spec, drives=drives)
-    return replace(request, spec=spec, host_limit=int(share * whole), commits=True)
+    return replace(request, spec=spec, host_limit=int(share * whole), commit_every=1)
 
 
 def warm_up(case: Any, machine: Any, choice: Any, tiers: Any) -> None:

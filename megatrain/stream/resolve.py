@@ -119,7 +119,7 @@ def _request(choice: Choice, given: Conditions, anatomy: Anatomy, spec: Hardware
         state=given.moments.value,
         compiles=given.compiles,
         deterministic=given.deterministic,
-        commits=given.num_drives > 0,
+        commit_every=1 if given.num_drives else None,
         names_drives=given.num_drives > 0,
         device_limit=given.lanes.device_limit,
         host_limit=given.host_limit,

@@ -66,14 +66,32 @@ class Step:
     """The program of one step, and what is known of its time without placing it."""
 
     def __init__(
-        self, rates: Rates, anatomy: Anatomy, choice: Choice, batch: StepBatch, *, clips: bool = True
+        self,
+        rates: Rates,
+        anatomy: Anatomy,
+        choice: Choice,
+        batch: StepBatch,
+        *,
+        clips: bool = True,
+        commit_every: int | None = 1,
     ) -> None:
-        """Describe a step; `step_s` times it. `clips`: gradients are clipped to a norm."""
+        """Describe a step; `step_s` times it.
+
+        Args:
+            rates: Of a rank.
+            anatomy: The model.
+            choice: Resolved.
+            batch: Of one rank.
+            clips: Gradients are clipped to a norm.
+            commit_every: Steps between commits of the state on drives, of which this one does its part; None:
+                there are none.
+        """
         self.rates = rates
         self.anatomy = anatomy
         self.choice = choice
         self.batch = batch
         self.clips = clips
+        self.commit_every = commit_every
         self.num_placed = 0
         """Operations that were placed to time it: what that has cost."""
 
@@ -141,6 +159,7 @@ class Step:
             sums=self._round_sums(len(rounds)) if sums is None else sums,
             num_passes_before=self.batch.num_passes_before,
             in_pieces=in_pieces,
+            commit_every=self.commit_every,
         )
 
     def _round_sums(self, num_rounds: int) -> list[RoundSums]:
@@ -269,7 +288,7 @@ class Step:
         fetched, offloaded = sums.moved_bytes(choice, self.partial_sums, among)
         saved = self.sums[3]
         restored = saved - rounds * self.costs.newest_bytes
-        read, written = sums.drive_bytes(choice, rounds, self.batch)
+        read, written = sums.drive_bytes(choice, rounds, self.batch, self.commit_every)
         waiting = sums.gradient_places(choice, self.batch.num_micro_batches).on_drives
         parked = sum(self.blocks[block].size.parked_bytes for block in waiting)
         on_drives = choice.boundaries == "nvme"

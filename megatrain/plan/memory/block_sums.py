@@ -321,31 +321,31 @@ class BlockSums:
         """Whether a block's weights are on drives."""
         return choice.tier("working") == "nvme" and self.rank[block] >= choice.weights_in_ram
 
-    def drive_bytes(self, choice: Choice, num_rounds: int, batch: StepBatch) -> tuple[int, int]:
-        """Return the bytes that a step reads from the drives, at least, and writes, its commit included.
+    def drive_bytes(
+        self, choice: Choice, num_rounds: int, batch: StepBatch, commit_every: int | None
+    ) -> tuple[int, int]:
+        """Return the bytes that a step reads from the drives, at least, and writes, its part of a commit too.
 
         Of several ranks, the first one does: its part of the state, and all of the weights that it fetches.
         """
         if choice.tier("moments") != "nvme":
             return 0, 0
-        key = (choice.blocks_in_ram, choice.weights_in_ram, choice.tier("working"), num_rounds, batch)
+        key = (choice.blocks_in_ram, choice.weights_in_ram, choice.tiers, num_rounds, batch, commit_every)
         if key not in self._drive_bytes:
-            self._drive_bytes[key] = self._count_drive_bytes(choice, num_rounds, batch)
+            self._drive_bytes[key] = self._count_drive_bytes(choice, num_rounds, batch, commit_every)
         return self._drive_bytes[key]
 
-    def _count_drive_bytes(self, choice: Choice, num_rounds: int, batch: StepBatch) -> tuple[int, int]:
+    def _count_drive_bytes(
+        self, choice: Choice, num_rounds: int, batch: StepBatch, commit_every: int | None
+    ) -> tuple[int, int]:
         drives = self.drive_spec(choice, batch)
         assert drives is not None
         trained = [number for number, block in enumerate(self.blocks) if block.size.is_trained]
-        # a commit writes what is in RAM too, and the weights of all that was updated: so that it is whole
-        images = (drives.state_bytes, drives.working_bytes)
-        written = sum(drives.piece_bytes(n, image[n]) for n in trained for image in images)
-        read = sum(drives.update_bytes(number) for number in trained if number in drives.state)
         there = sum(self.blocks[number].size.fetch_bytes for number in drives.working)
         elsewhere = sum(block.size.fetch_bytes for block in self.blocks) - there
-        fetched = self.weights_fetched(choice, num_rounds)
         # of the weights that are fetched, those in RAM are at most twice in each round
-        return read + max(there, fetched - 2 * num_rounds * elsewhere), written
+        read = max(there, self.weights_fetched(choice, num_rounds) - 2 * num_rounds * elsewhere)
+        return read + drives.written_bytes(trained, None), drives.written_bytes(trained, commit_every)
 
 
 def _fetched(sizes: BlockBytes, gathers_among: int) -> int:

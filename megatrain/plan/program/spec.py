@@ -33,6 +33,20 @@ class DriveSpec:
         working = self.working_bytes[block] if block in self.working else 0
         return self.piece_bytes(block, self.state_bytes[block]) + self.piece_bytes(block, working)
 
+    def written_bytes(self, trained: Collection[int], commit_every: int | None) -> int:
+        """Return the bytes that this rank writes in a step; without commits, as many as it reads for updates.
+
+        Args:
+            trained: The blocks that are updated.
+            commit_every: Steps between commits, of which each has its part; None: there are none.
+        """
+        written = sum(self.update_bytes(block) for block in trained if block in self.state)
+        if commit_every is not None:  # one writes what is in RAM too, weights as well: so that it is whole
+            images = ((self.state_bytes, self.state), (self.working_bytes, self.working))
+            in_ram = ((n, nbytes[n]) for nbytes, there in images for n in trained if n not in there)
+            written += sum(self.piece_bytes(n, nbytes) // commit_every for n, nbytes in in_ram)
+        return written
+
     def piece_bytes(self, block: int, nbytes: int, start: int = 0) -> int:
         """Return how many bytes this rank moves of so many, from `start` on in a part of a block's image."""
         return own_bytes(nbytes, first_turn(block, start), self.rank, self.num_ranks)

@@ -248,7 +248,7 @@ def sync_program(spec: StepSpec, newer: Iterable[int]) -> list[Operation]:
 
 
 def commit_program(
-    spec: StepSpec, changed: Iterable[tuple[int, bool]], *, in_pieces: bool = True
+    spec: StepSpec, changed: Iterable[tuple[int, bool]], *, in_pieces: bool = True, every: int = 1
 ) -> list[Operation]:
     """List a commit: what lives in RAM is written through the buffers of state, then all is sealed.
 
@@ -256,6 +256,7 @@ def commit_program(
         spec: Of the step, with state on drives.
         changed: (block, is it the working weights) of what lives in RAM and differs from its image.
         in_pieces: False: each part of a block at once, which takes the same time and is a shorter list.
+        every: Steps that share the commit: as one of them is planned, it moves its part of the bytes.
     """
     drives = spec.drives
     assert drives is not None
@@ -266,7 +267,7 @@ def commit_program(
         first = len(pieces_of(drives.state_bytes[block])) if is_working and in_pieces else 0
         start = 0
         for number, size in enumerate(pieces_of(nbytes) if in_pieces else [nbytes] * (nbytes > 0)):
-            own = drives.piece_bytes(block, size, start)
+            own = drives.piece_bytes(block, size, start) // every
             spill = Operation(
                 kind=Kind.SPILL, block=block, drive_staging=turn, piece=first + number, nbytes=own
             )
@@ -284,6 +285,7 @@ def step_program(
     sums: Sequence[RoundSums] | None = None,
     num_passes_before: int = 0,
     in_pieces: bool = True,
+    commit_every: int | None = 1,
 ) -> Program:
     """List a whole step among many equal ones.
 
@@ -293,6 +295,7 @@ def step_program(
         sums: What each does with partial sums of a gradient; None: there is one, that of one run.
         num_passes_before: Passes without gradients that come before the losses of each round.
         in_pieces: As in `commit_program`.
+        commit_every: Steps between commits of state on drives; None: there are none.
     """
 
     def visits_of(micro_batches: Sequence[int], loads: bool, completes: bool) -> list[Visit]:
@@ -329,8 +332,9 @@ def step_program(
     )
     if spec.updates == "serial":
         operations += sync_program(spec, [b for b in trained if spec.sizes[b].updates_on_device])
-    if spec.drives is not None:
-        operations += commit_program(spec, changed_by_step(spec), in_pieces=in_pieces)
+    if spec.drives is not None and commit_every is not None:
+        changed = changed_by_step(spec)
+        operations += commit_program(spec, changed, in_pieces=in_pieces, every=commit_every)
     return Program(tuple(operations), (None,) * spec.num_slots)
 
 

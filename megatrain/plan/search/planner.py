@@ -30,7 +30,7 @@ def make_plan(request: Request, *, budget: int = SEARCH_OPERATIONS) -> Plan:
     if found is None:
         choice = least(request)
         problem = _problem(request, choice)
-        return _describe(request, _step_of(request, choice), problem, 0, time.perf_counter() - began_s)
+        return _describe(request, request.step(choice), problem, 0, time.perf_counter() - began_s)
     plan = _describe(request, found.step, "", found.num_timed, 0.0)
     return replace(plan, plan_s=time.perf_counter() - began_s, is_cut_short=found.is_cut_short)
 
@@ -52,12 +52,8 @@ def plan_of(request: Request, choice: Choice) -> Plan:
     began_s = time.perf_counter()
     excess = overflow(request, choice)
     problem = _problem(request, choice) if excess else ""
-    plan = _describe(request, _step_of(request, choice), problem, 1, 0.0)
+    plan = _describe(request, request.step(choice), problem, 1, 0.0)
     return replace(plan, plan_s=time.perf_counter() - began_s)
-
-
-def _step_of(request: Request, choice: Choice) -> Step:
-    return Step(request.rates, request.anatomy, choice, request.batch, clips=request.clips)
 
 
 def _describe(request: Request, step: Step, problem: str, num_evaluated: int, plan_s: float) -> Plan:

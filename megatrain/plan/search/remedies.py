@@ -182,7 +182,7 @@ def list_memory(request: Request, *, is_running: bool = False) -> Iterator[Remed
         changed = replace(request, spec=request.spec.with_drive_bytes(drives.nbytes), drive_limit=None)
         if is_running:
             text = f"memory.tiers='{{nvme: [DIRECTORY]}}' on a drive with {drives.text} free"
-            changed = replace(changed, commits=True, names_drives=True)
+            changed = replace(changed, commit_every=1, names_drives=True)
         if fits(changed):
             yield Remedy(text, changed)
     if is_running:

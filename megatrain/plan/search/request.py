@@ -15,6 +15,7 @@ from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.deterministic import deterministic_spec
 from megatrain.plan.cost.rates import Kernels, Rates
+from megatrain.plan.cost.step_time import Step
 from megatrain.plan.memory.device_pools import device_peak_bytes
 from megatrain.plan.memory.host_pools import drive_pools, host_pools, of_other_ranks
 
@@ -66,8 +67,8 @@ class Request:
     """Layers run with fused kernels though they are not compiled: `model.kernels=liger`."""
     deterministic: bool = False
     """Operations give the same bits in every run, attention among them."""
-    commits: bool = False
-    """The run commits all of its state to drives, wherever it lives."""
+    commit_every: int | None = None
+    """Steps between commits of all of the run's state to drives, wherever it lives; None: there are none."""
     names_drives: bool = False
     """Its settings say where the drives are, and with them what it may take of RAM."""
     device_limit: int | None = None
@@ -76,6 +77,16 @@ class Request:
     drive_limit: int | None = None
     choice: Choice = field(default_factory=Choice)
     """What is decided already; the planner decides what is open."""
+
+    @property
+    def commits(self) -> bool:
+        """Whether the run commits its state."""
+        return self.commit_every is not None
+
+    def step(self, choice: Choice) -> Step:
+        """Return the step of a choice, not timed yet."""
+        rates, anatomy, batch = self.rates, self.anatomy, self.batch
+        return Step(rates, anatomy, choice, batch, clips=self.clips, commit_every=self.commit_every)
 
     @property
     def limits(self) -> dict[str, int | None]:

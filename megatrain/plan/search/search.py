@@ -163,7 +163,7 @@ class _Race:
             if self._has_ended():
                 return
             self._budget -= len(request.anatomy.layers)
-            step = Step(request.rates, request.anatomy, choice, request.batch, clips=request.clips)
+            step = request.step(choice)
             limits = step.bounds_s.values()
             if self.best is not None and max(limits) > self.best.step_s * (1 + _TOLERANCE):
                 continue

@@ -32,7 +32,7 @@ def spare_drives(request: Request, plan: Plan) -> Iterator[str]:
     if days is None or days >= LEAST_DAYS:
         return
     if request.commits:
-        free = make_plan(replace(request, commits=False), budget=_SEARCH_OPERATIONS)
+        free = make_plan(replace(request, commit_every=None), budget=_SEARCH_OPERATIONS)
         if free.fits and not free.choice.tiers and _endures(request, free):
             yield (
                 "memory.commit_every=null: RAM holds the state, and none of it is written to drives; a crash "

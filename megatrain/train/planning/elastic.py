@@ -14,7 +14,6 @@ from typing import Any
 from megatrain.config.choice import Choice
 from megatrain.config.plan import Plan
 from megatrain.plan.cost.measured import Measured
-from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.planner import make_plan, plan_of
 from megatrain.plan.search.request import Request
 from megatrain.plan.search.search import SEARCH_OPERATIONS
@@ -92,7 +91,7 @@ class Elastic:
     def _measure(self, report: StepReport) -> Measured:
         """Compare a step with what its plan says of it at the rates of the machine as it was described."""
         request = self._request
-        step = Step(request.rates, request.anatomy, self._choice, request.batch)
+        step = request.step(self._choice)
         return Measured.of(
             report.lane_seconds,
             {

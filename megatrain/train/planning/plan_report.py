@@ -248,9 +248,8 @@ def _settings(planned: Planned) -> str:
         planes = ", ".join(sorted(plane for plane, tier in plan.choice.tiers if tier == "nvme"))
         words.append(f"(on drives: {planes}, of all but {plan.choice.blocks_in_ram} blocks)")
     if plan.choice.uses_drives and not planned.request.names_drives:
-        words.append("memory.tiers='{nvme: [DIRECTORY, ...]}'")
-        if not plan.choice.tiers:  # a commit would write all of the state in each step
-            words.append("memory.commit_every=null")
+        # with commits it would be another plan: each writes all of the state
+        words += ["memory.tiers='{nvme: [DIRECTORY, ...]}'", "memory.commit_every=null"]
     return " ".join(words)
 
 

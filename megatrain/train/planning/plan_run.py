@@ -184,7 +184,7 @@ def make_request(
         batch=config.batch,
         clips=config.optim.max_grad_norm is not None,
         state=config.optim.state,
-        commits=config.memory.commits,
+        commit_every=config.memory.commit_every if config.memory.commits else None,
         names_drives=bool(config.memory.drives),
         compiles=config.choice.is_compiled(
             config.train.compile, can_compile=spec.has_accelerator if can_compile is None else can_compile

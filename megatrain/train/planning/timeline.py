@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 from megatrain.plan.cost.economics import economics
-from megatrain.plan.cost.step_time import Step
 from megatrain.plan.cost.timetable import steady
 from megatrain.train.planning.plan_json import plan_json
 from megatrain.train.planning.plan_run import Planned
@@ -31,7 +31,7 @@ def timeline(planned: Planned) -> list[Span]:
     """List what each lane does when in one of many equal steps; of many rounds, the first three."""
     plan, request = planned.plan, planned.request
     spec = request.spec
-    step = Step(request.rates, request.anatomy, plan.choice, plan.batch, clips=request.clips)
+    step = replace(request, batch=plan.batch).step(plan.choice)
     tasks, _ = step.tasks(is_short=True)
     if spec.is_cpu:  # everything in turn
         ends = list(accumulate(task.seconds for task in tasks))

@@ -14,6 +14,7 @@ from megatrain.layout import pools
 from megatrain.layout.drive_chunks import CHUNK_BYTES
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING, pieces_of
 from megatrain.plan.cost.step_time import Step
+from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.drive_traffic import (
     with_activations_through,
@@ -222,6 +223,34 @@ def test_the_time_of_drives_counts(is_duplex: bool) -> None:
     assert seconds[1e12] == pytest.approx(host.step_s, rel=1e-3)
     # in the forward nothing is read, and in the backward nothing is written: duplex gains nothing
     assert seconds[1e7] == pytest.approx((read + 2 * written) / 1e7, rel=0.05)
+
+
+def test_only_commits_write_what_lives_in_ram() -> None:
+    """Without them a step writes the state that is on drives, and with one in k steps a k-th of the rest."""
+    anatomy = llama_like(Shape(num_layers=6), seq_len=512)
+    drives = Drives(nbytes=1 << 40, read_bytes_per_s=2e9, write_bytes_per_s=1e9)
+    batch = StepBatch(micro_batch_size=1, seq_len=512, num_micro_batches=2)
+    asked = Request(
+        spec=machine(host_bytes=590 << 20, drives=drives, flops=1e11),
+        anatomy=anatomy,
+        batch=batch,
+        choice=Choice(fragments=False, sums="device", boundaries="device"),
+    )
+    plan = make_plan(asked, budget=1_000)
+    sums = BlockSums.of(anatomy, fragments=False)
+    spec = sums.drive_spec(plan.choice, batch)
+    assert spec is not None
+    assert 0 < len(spec.state) < sums.num_blocks
+    away = sum(map(spec.update_bytes, spec.state))
+    assert plan.bytes_per_step["drive_written"] == away
+    every = range(sums.num_blocks)
+    whole = sum(spec.state_bytes[n] + spec.working_bytes[n] for n in every)
+    for number in (1, 4):
+        commits = replace(asked, commit_every=number)
+        found = commits.step(plan.choice)
+        written = plan_of(commits, plan.choice).bytes_per_step["drive_written"]
+        assert written == pytest.approx(away + (whole - away) / number, abs=2 * sums.num_blocks)
+        assert found.copied_bytes.written == written
 
 
 @given(st.integers(1, 40), st.integers(0, 7), st.sampled_from([1, 2, 4, 8]))

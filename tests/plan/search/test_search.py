@@ -15,7 +15,7 @@ from megatrain.config.choice import POLICIES, Choice, StepBatch
 from megatrain.hardware import HardwareSpec
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.cost.timetable import Task
-from megatrain.plan.search import search as search_module
+from megatrain.plan.search import request as request_module
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request, overflow
 from megatrain.plan.search.search import search
@@ -223,7 +223,7 @@ def spent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(len(found[0]))
             return found
 
-    monkeypatch.setattr(search_module, "Step", Watched)
+    monkeypatch.setattr(request_module, "Step", Watched)
     return seen
 
 

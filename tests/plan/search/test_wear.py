@@ -69,19 +69,19 @@ def test_nothing_is_said_of_drives_that_last(worn: Request) -> None:
 
 def test_a_run_that_commits_is_not_told_that_memory_helps(worn: Request) -> None:
     """All of its state goes to drives, wherever it lives."""
-    commits = replace(worn, commits=True)
+    commits = replace(worn, commit_every=1)
     proposed = list(spare_drives(commits, make_plan(commits, budget=7_500)))
     assert not any("--ram" in text for text in proposed)
 
 
 def test_a_run_that_commits_what_ram_holds_is_told_how_not_to(worn: Request) -> None:
     """Where RAM does not hold it, it would be written to drives all the same."""
-    roomy = replace(worn, spec=worn.spec.with_ram(2 << 30), commits=True, names_drives=True)
+    roomy = replace(worn, spec=worn.spec.with_ram(2 << 30), commit_every=1, names_drives=True)
     plan = make_plan(roomy, budget=7500)
     assert plan.bytes_per_step["drive_written"] > 0
     first, *_ = spare_drives(roomy, plan)
     assert first.startswith("memory.commit_every=null:")
-    without = make_plan(replace(roomy, commits=False), budget=7500)
+    without = make_plan(replace(roomy, commit_every=None), budget=7500)
     assert without.bytes_per_step["drive_written"] == 0
-    small = replace(worn, commits=True, names_drives=True)
+    small = replace(worn, commit_every=1, names_drives=True)
     assert not any("commit_every" in text for text in spare_drives(small, make_plan(small, budget=7500)))
