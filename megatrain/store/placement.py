@@ -46,15 +46,15 @@ class Tiers:
     resumes: bool = False
     """Go on from what is committed on the drives; nothing is drawn or read from files."""
     blocks_in_ram: int | None = None
-    """Blocks, the largest first, whose state is in RAM; None: as many as fit."""
+    """Blocks, the largest first, whose state is in RAM, and their weights too; None: as many as fit."""
     weights_in_ram: int | None = None
-    """And whose weights are; None: as many as fit."""
+    """Blocks whose weights are; None: as many as fit."""
 
     def __post_init__(self) -> None:
         """Take one directory or several, as paths or text, and a size like `64GiB`.
 
         Raises:
-            ConfigError: No directory, or no size.
+            ConfigError: No directory, no size, or numbers of blocks that there cannot be.
         """
         given = [self.nvme] if isinstance(self.nvme, (str, Path)) else self.nvme
         object.__setattr__(self, "nvme", tuple(map(Path, given)))
@@ -62,6 +62,15 @@ class Tiers:
             raise ConfigError("Tiers(nvme=...) names no directory; name one on each drive")
         if self.ram is not None:
             object.__setattr__(self, "ram", parse_bytes(self.ram, "Tiers(ram=...)"))
+        state, weights = self.blocks_in_ram, self.weights_in_ram
+        for name, number in (("blocks_in_ram", state), ("weights_in_ram", weights)):
+            if number is not None and (type(number) is not int or number < 0):
+                raise ConfigError(f"{name} is {number!r}; use 0 or more, or None")
+        if state is not None and weights is not None and state > weights:
+            raise ConfigError(
+                f"blocks_in_ram is {state} and weights_in_ram is {weights}, but the state of a block is in "
+                f"RAM only where its weights are; use weights_in_ram={state} or more, or fewer blocks_in_ram"
+            )
 
     @classmethod
     def check(cls, tiers: object) -> None:
@@ -141,16 +150,23 @@ def place(
     Raises:
         CapacityError: Not even the gradients and the buffers fit.
     """
+
+    def numbers(given: int | None) -> Sequence[int]:
+        return range(len(layouts), -1, -1) if given is None else [min(len(layouts), given)]
+
+    pairs = [
+        (working, state)
+        for working in numbers(tiers.weights_in_ram)
+        for state in numbers(tiers.blocks_in_ram)
+        if state <= working
+    ]
     if tiers.blocks_in_ram is not None and tiers.weights_in_ram is not None:
-        weights, state = (min(len(layouts), n) for n in (tiers.weights_in_ram, tiers.blocks_in_ram))
-        return placed(layouts, tiers, weights, state, sum_room=sum_room, ranks=ranks)
-    limit, numbers = tiers.ram_bytes, range(len(layouts), -1, -1)
+        return placed(layouts, tiers, *pairs[0], sum_room=sum_room, ranks=ranks)
+    limit = tiers.ram_bytes
     takes = _Takes(layouts, tiers, sum_room=sum_room, ranks=ranks)
-    most = (working for working in numbers if takes.least(working) <= limit)
-    counts = ((working, state) for working in most for state in numbers if state <= working)
-    found = next((pair for pair in counts if takes.total(*pair) <= limit), None)
+    fits = {working: takes.least(working) <= limit for working in {pair[0] for pair in pairs}}
+    found = next((pair for pair in pairs if fits[pair[0]] and takes.total(*pair) <= limit), None)
     if found is None:
-        pairs = [(working, state) for working in numbers for state in numbers if state <= working]
         least = takes.pools(*min(pairs, key=lambda pair: takes.total(*pair)))
         parts = ", ".join(f"{pool} {size / GIB:.3f}" for pool, size in least.items() if size)
         advice = "use optim.updates=immediate, which keeps no gradients, or " if tiers.keeps_gradients else ""

@@ -237,6 +237,11 @@ class TieredState(HostState):
             self._take_out(number, block, buffer)
             self.on_drives.write(number, buffer, working=self.on_drives.holds_working(number))
 
+    @property
+    def has_working(self) -> bool:
+        """Whether all weights can be read at their addresses."""
+        return self._is_whole
+
     def bring_working(self) -> None:
         """Make the weights that live on the drives readable at their addresses, until `drop_working`.
 

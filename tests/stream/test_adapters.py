@@ -104,6 +104,37 @@ def test_modules_that_are_trained_whole_stream(whole: tuple[str, ...]) -> None:
     assert_same_training(model, outer_streams=True, num_slots=2, lockstep=3)
 
 
+@pytest.mark.parametrize(("family", "weights_in_ram"), [("llama", None), ("llama", 2), ("llama_tied", 0)])
+def test_what_an_adapted_model_generates_equals_resident(
+    family: str, weights_in_ram: int | None, tmp_path: Path
+) -> None:
+    """PEFT's `generate` calls the model inside the adapters, and so may a loop of one's own."""
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    with _quietly():
+        model = peft.get_peft_model(make_model(FAMILIES[family]()), config)
+    reference = Resident(model, **HYPER)
+    tiers = None
+    if weights_in_ram is not None:
+        tiers = megatrain.Tiers(nvme=(tmp_path,), ram=1 << 30, blocks_in_ram=0, weights_in_ram=weights_in_ram)
+    engine = attach_plainly(model, device="checked", tiers=tiers)
+    optimizer = engine.adamw(**HYPER, max_grad_norm=None)
+    for step in range(2):
+        batch = make_batches(1, seed=step)[0]
+        found, expected = (
+            each.eval().generate(batch["input_ids"], max_new_tokens=3) for each in (model, reference.model)
+        )
+        assert found.tolist() == expected.tolist()
+        reference.model.train()
+        loss = model.train().get_base_model()(**batch).loss
+        loss.backward()
+        assert_same_bits(loss.detach(), reference.forward_backward([batch]), "loss")
+        for name, gradient in engine.named_gradients():
+            assert_same_bits(gradient, reference.sums[name], name)
+        optimizer.step()
+        reference.step(0.0, None)
+    engine.detach()
+
+
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_adapters_of_fused_experts_equal_resident_ones(family: str, activations: str) -> None:

@@ -23,6 +23,7 @@ from megatrain.model.head import Head, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.model.sequence.attention import SharedRows
 from megatrain.model.shares import RowSums, Share
+from megatrain.store.tiered import TieredState
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.compiled import Compiler
@@ -92,7 +93,12 @@ class ModelForward:
                 None: never.
         """
         self._model = model
-        self._decoder = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+        inside = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._decoder = inside.base_model
+        modules = (model, model.base_model, inside, self._decoder)
+        self._entries = list({id(module): module for module in modules}.values())
+        """Whose forwards begin a pass: of a PeftModel also the adapter's and that of the model inside, which
+        `generate` calls."""
         self._device = arrangement.lanes.device
         self._arrangement = arrangement
         self._watcher = watcher
@@ -128,12 +134,12 @@ class ModelForward:
         move_buffers(self._model, self._device)
         for number, layer in enumerate(self._arrangement.layers):
             self._override_layer(layer, number, compiler)
-        modules = (self._model, self._model.base_model, self._decoder)  # the second is a PeftModel's adapter
-        for module in {id(module): module for module in modules}.values():
+        for module in self._entries:
             self._overrides.replace(module, partial(self._enter, module.forward, module))
             # `save_pretrained` and Trainer read the weights this way, with updates still running
             self._overrides.before_state_dict(module, sync)
         for block in self._arrangement.outer:
+            self._guard(block)
             if block.block.caller is not None:
                 self._override_outer(block, block.block.caller)
                 if block.block.is_head:
@@ -159,6 +165,22 @@ class ModelForward:
                 "whose results cannot be joined; attach without it, and pass smaller batches"
             )
         self._overrides.replace(self._model, partial(self._enter, self._model.forward, self._model))
+
+    def _guard(self, block: AttachedBlock) -> None:
+        """Refuse calls of an outer block's modules in no pass while its weights are on drives."""
+        host = self._arrangement.host
+        if not isinstance(host, TieredState):
+            return
+
+        def check(*_: Any) -> None:
+            if self._pass is None and self._part_of is None and not host.has_working:
+                raise ModelError(
+                    f"{block.block.name} was called outside the model's forward, and its weights are on "
+                    "drives; call the model, or engine.sync() before"
+                )
+
+        for module in {id(site.module): site.module for site in block.block.sites}.values():
+            self._overrides.before_call(module, check)
 
     def _visit_of_read(self, block: AttachedBlock) -> OuterVisit | None:
         """Return the visit in which a read of the head's weights streams them; None: they are there."""

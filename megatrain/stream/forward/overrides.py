@@ -101,6 +101,10 @@ class Overrides:
         module.__dict__[name] = method
         self._undo.append(lambda: module.__dict__.pop(name, None))
 
+    def before_call(self, module: nn.Module, function: Callable[..., None]) -> None:
+        """Call `function` before the module is called."""
+        self._hooks.append(module.register_forward_pre_hook(function))
+
     def before_state_dict(self, module: nn.Module, function: Callable[[], None]) -> None:
         """Call `function` before the module's state is read."""
         self._hooks.append(module.register_state_dict_pre_hook(lambda *_: function()))

@@ -7,6 +7,7 @@ other ways than the CPU through models that ask which device they are on.
 from __future__ import annotations
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.families import FAMILIES
 from tests.host_device.device import TYPE, register
 from tests.host_device.on_device.resident import ResidentOnDevice
 from tests.products import pairwise_rows
-from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
+from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model, twin
 from tests.stream.runs import (
     HYPER,
     assert_same_gradients,
@@ -99,6 +100,21 @@ def test_bf16_equals_the_reference_loop() -> None:
         assert_same_gradients(engine, reference.sums)
         reference.step(optimizer.step().grad_norm, 0.5)
     assert_same_masters(engine, reference)
+    engine.lanes.close()
+
+
+def test_an_adapted_model_generates_what_it_does_resident() -> None:
+    """PEFT's `generate` calls the model inside the adapters, whose head is on the device too."""
+    peft = pytest.importorskip("peft")
+    dawdle(6)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        model = peft.get_peft_model(make_model(FAMILIES["llama"]()), config).eval()
+    resident, ids = twin(model).to(TYPE), make_batches(1)[0]["input_ids"]
+    engine = attach_plainly(model, device=TYPE)
+    found, expected = model.generate(ids, max_new_tokens=3), resident.generate(ids.to(TYPE), max_new_tokens=3)
+    assert found.tolist() == expected.tolist()
     engine.lanes.close()
 
 

@@ -14,7 +14,14 @@ from transformers import PreTrainedModel
 
 import megatrain
 from megatrain.config.runs import SumRoom
-from megatrain.errors import CapacityError, CheckpointError, ConfigError, OutputError, TornStateError
+from megatrain.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    OutputError,
+    TornStateError,
+)
 from megatrain.layout.blocks import BlockLayout
 from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.plan.program.step import step_program
@@ -413,10 +420,29 @@ def test_what_cannot_be_placed_is_refused_before_anything_is_taken(
         start(tiers=no_directory)
     with pytest.raises(ConfigError, match=r"resident_layers .* is 1 .* but the state is on drives"):
         start(tiers=tiers, resident_layers=1)
+    with pytest.raises(ConfigError, match=r"blocks_in_ram is 3 and weights_in_ram is 2, but .* only where"):
+        replace(tiers, blocks_in_ram=3, weights_in_ram=2)
+    with pytest.raises(ConfigError, match="weights_in_ram is -1; use 0 or more"):
+        replace(tiers, weights_in_ram=-1)
     monkeypatch.setattr(Counted, "free_bytes", lambda *_: 1000)
     with pytest.raises(CapacityError, match="has 1,000 bytes free, but the state needs"):
         start(tiers=tiers)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({"blocks_in_ram": 1}, (1, 7)), ({"weights_in_ram": 2}, (2, 2)), ({}, (7, 7))],
+)
+def test_a_number_of_blocks_that_is_given_is_obeyed(
+    given: dict[str, Any], expected: tuple[int, int], tmp_path: Path
+) -> None:
+    """Of 7 blocks, all of which fit; the other number is as large as it can be."""
+    _, _, engine, _ = start("llama", tiers=Tiers(nvme=(tmp_path / "drive",), ram=1 << 30, **given))
+    placement, num_blocks = tiered(engine).on_drives.placement, len(engine.host.blocks)
+    kept = num_blocks - len(placement.state_on_drives), num_blocks - len(placement.working_on_drives)
+    assert kept == expected
+    engine.detach()
 
 
 def test_settings_that_do_not_belong_together_are_refused(make_tiers: Callable[..., Tiers]) -> None:
@@ -440,6 +466,19 @@ def test_a_plane_on_the_drives_is_never_taken_for_one_in_ram(make_tiers: Callabl
     for plane in ("remainder", "exp_avg", "exp_avg_sq", "exp_avg_scale"):
         with pytest.raises(AssertionError, match=f"{plane} of a block on the drives"):
             getattr(engine.host.blocks[0], plane)
+    engine.detach()
+
+
+def test_weights_on_the_drives_are_read_in_no_call_beside_the_model_s(
+    make_tiers: Callable[..., Tiers],
+) -> None:
+    """A head that is called alone would compute with zeros."""
+    model, reference, engine, _ = start("llama", tiers=make_tiers())
+    hidden = torch.randn(1, 2, 32)
+    with pytest.raises(ModelError, match=r"lm_head was called outside .* weights are on drives; call the"):
+        model.lm_head(hidden)
+    engine.sync()
+    assert_same_bits(model.lm_head(hidden), reference.model.lm_head(hidden), "logits")
     engine.detach()
 
 
