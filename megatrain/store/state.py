@@ -270,8 +270,13 @@ class HostState:
         assert [buffer.numel() for buffer in self._staging] == [nbytes] * num_buffers
         return self._staging
 
+    def release_training(self) -> None:
+        """Give back what training has taken beside the weights: planes of gradients, and the moments."""
+        for plane in [plane for plane in self._arenas if plane not in ("working", "remainder")]:
+            self.release(plane)
+
     def release(self, plane: str) -> None:
-        """Give a plane's memory back, if it is there: `gradient`, `accumulator` or `staging`."""
+        """Give a plane's memory back, if it is there."""
         self._arenas.pop(plane, None)
         if plane == "accumulator":
             self.sum_room = SumRoom()

@@ -376,7 +376,8 @@ class Engine:
     def detach(self) -> None:
         """Give the model back: its parameters keep their values, in the working dtype, in host memory.
 
-        State on drives is removed; a later `attach` begins from these values.
+        What is left beside them is the rest of fp32 masters, with which a later `attach` in bf16 goes on; of
+        state on drives nothing is left, and it begins from these values. The optimizer's state is gone.
         """
         if self.model.__dict__.get("_megatrain_engine") is not self:
             return
@@ -386,6 +387,8 @@ class Engine:
         self.model._megatrain_engine = None
         if self._tiered is not None:
             self.model.__dict__.pop("_megatrain_host", None)
+        else:
+            self.host.release_training()
 
     def close(self, *, removes: bool = False) -> None:
         """Finish all work, let go of threads and drives, and remove what is there if nobody will go on."""

@@ -595,6 +595,31 @@ def test_an_exception_in_the_model_leaves_the_engine_whole(place: str, by_hand: 
     engine.detach()
 
 
+@pytest.mark.parametrize(
+    ("place", "lockstep", "activations"),
+    [
+        ("forward", 1, ("recompute", "drop_boundary", "drop_boundary", "keep")),
+        ("recompute", 2, ("drop_boundary",) * 4),
+        ("second micro-batch", 1, ("recompute_cheap", "drop_boundary", "offload", "drop_boundary")),
+    ],
+)
+def test_an_exception_costs_only_its_step_where_boundaries_are_dropped(
+    place: str, lockstep: int, activations: tuple[str, ...]
+) -> None:
+    """What is left of the dropped step, here in the exception, is not made again with the next one's."""
+    model, reference, engine, optimizer = start(
+        "llama", num_micro_batches=2, boundaries="host", lockstep=lockstep, activations=activations
+    )
+    engine.arrangement.offloaded._min_bytes = 1  # boundaries of tiny batches leave the device too
+    handle = PLACES[place](model.model.layers[2].mlp)
+    with pytest.raises(Stop) as stopped:
+        engine.forward_backward(make_batches(2))
+    handle.remove()
+    assert_same_steps(engine, optimizer, reference, num_micro_batches=2)
+    assert stopped.value.__traceback__ is not None
+    engine.detach()
+
+
 # -- detach --------------------------------------------------------------------------------------------------
 
 
@@ -612,14 +637,33 @@ def test_detach_gives_the_model_back(precision: str, device: str) -> None:
     model.to(torch.float64)
 
 
+CHOICES_IN_TURN: tuple[dict[str, Any], ...] = (
+    {"gradients": ("device", "host", "host", "device")},  # a gradient plane of some blocks only
+    {},
+    {"updates": "immediate", "lockstep": 3},  # staging buffers of one size
+    {"sums": "host", "fragments": True},  # of another one
+    {"gradients": "device", "resident_layers": 2, "num_slots": 3},
+)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_attaching_again_goes_on_from_the_masters(precision: str) -> None:
-    model, reference, engine, optimizer = start(precision=precision)
-    assert_same_steps(engine, optimizer, reference)
-    engine.detach()
-    again = attach_plainly(model, device="checked", precision=precision, num_slots=3)
-    assert_same_masters(again, reference)
-    assert_same_round(again, reference, make_batches(2))
+def test_attaching_again_goes_on_from_the_masters_under_any_choice(precision: str) -> None:
+    """Nothing but the masters is left of the engine before: no plane, no optimizer's state."""
+    model = make_model(FAMILIES["llama_tied"]())
+    reference = Resident(model, precision=precision, **HYPER)
+    for step, choice in enumerate(CHOICES_IN_TURN):
+        settings = {"device": "checked", "precision": precision, "num_micro_batches": 3, **choice}
+        engine = attach_plainly(model, **settings)
+        reference.optimizer.state.clear()
+        optimizer = engine.adamw(**HYPER, max_grad_norm=None)
+        batches = make_batches(3, seed=step)
+        expected = reference.forward_backward(batches)
+        assert_same_bits(engine.forward_backward(batches), expected, f"loss under {choice}")
+        optimizer.step()
+        reference.step(0.0, None)
+        assert_same_masters(engine, reference)
+        engine.detach()
+    assert engine.host.plane_bytes.keys() <= {"working", "remainder"}
 
 
 def test_detaching_twice_is_harmless_and_training_a_detached_engine_is_refused() -> None:

@@ -159,6 +159,8 @@ class Boundaries:
         self._is_source = is_source
         self._packs = on_host or drops or is_source
         self._recipes: list[weakref.ref[Recipe]] = []
+        self._round = offloaded.num_dropped
+        """Whose recipes these are: what is left of a round that was dropped cannot be made any more."""
         self._has_warned = False
 
     def pack(
@@ -236,6 +238,8 @@ class Boundaries:
             _log.warning("%s: %s", self._name, reason)
 
     def _recipe(self, call: Call) -> Recipe:
+        if self._round != self._offloaded.num_dropped:
+            self._round, self._recipes = self._offloaded.num_dropped, []
         peers = [recipe for ref in self._recipes if (recipe := ref()) is not None and recipe.value is None]
         recipe = Recipe(call, peers)
         for peer in peers:

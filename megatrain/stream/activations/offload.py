@@ -83,6 +83,8 @@ class OffloadedActivations:
         """Copied back so far."""
         self.kept_bytes = 0
         """Left on the device so far because the host limit had no room for them."""
+        self.num_dropped = 0
+        """How often everything was freed, as after an exception."""
 
     @property
     def device(self) -> torch.device:
@@ -263,6 +265,7 @@ class OffloadedActivations:
 
     def clear(self) -> None:
         """Free everything, after an exception; nothing is waited for and nothing raises."""
+        self.num_dropped += 1
         for visit in self._visits.values():
             lane = Lane.RESTORE if visit.where is Where.ARRIVING else Lane.SAVE
             for tensor in visit.copied:
