@@ -12,8 +12,12 @@ part of the layer (attention; mlp or experts), entered when a module of it is ca
 
 from __future__ import annotations
 
+import ast
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from inspect import getsource, ismethod
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -170,6 +174,8 @@ def _split(layer: Block) -> list[Block]:
         name = part_of(site)
         if name is None or type(module.get_submodule(name)).forward is nn.Module.forward:
             return [layer]  # a parameter of the layer itself, or a container that is never called
+        if _has_called_methods(module, name):
+            return [layer]  # nobody would notice that the part is entered
         parts.setdefault(name, {})[site.name] = layer.parameters[site.name]
     sizes = {name: sum(p.numel() for p in held.values()) for name, held in parts.items()}
     large = [name for name in parts if sizes[name] >= _FRAGMENT_SHARE * sum(sizes.values())]
@@ -197,6 +203,33 @@ def _split(layer: Block) -> list[Block]:
                 return [layer]
             getattr(owner, attribute).append(site)
     return list(fragments.values())
+
+
+def _has_called_methods(layer: nn.Module, name: str) -> bool:
+    """Whether a layer's code calls other methods of a part than its forward, or modules inside it."""
+    part = layer.get_submodule(name)
+    read = (getattr(part, leaf, None) for of, leaf in _reads_of_parts(type(layer)) if of == name)
+    return any(ismethod(value) or isinstance(value, nn.Module) for value in read)
+
+
+@cache
+def _reads_of_parts(kind: type[nn.Module]) -> frozenset[tuple[str, str]]:
+    """Find each `self.part.name` in the code of a class, as (part, name); `forward` is what a call runs."""
+    try:
+        tree = ast.parse(textwrap.dedent(getsource(kind)))
+    except (OSError, TypeError):  # a class without a file: what goes past its parts is found in the step
+        return frozenset()
+    return frozenset(
+        (node.value.attr, node.attr)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and function.name != "__init__"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute)
+        and node.attr != "forward"
+        and isinstance(node.value, ast.Attribute)
+        and isinstance(node.value.value, ast.Name)
+        and node.value.value.id == "self"
+    )
 
 
 def _choose_owner(users: list[Block], shared: Block) -> Block:

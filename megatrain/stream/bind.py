@@ -22,6 +22,7 @@ from megatrain.layout.ownership import node_totals
 from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import Block
 from megatrain.model.layouts import lay_out_blocks
+from megatrain.model.weights.skeleton import cast_buffers
 from megatrain.store.nodes import NodeState
 from megatrain.store.nodes_on_drives import NodeTieredState
 from megatrain.store.placement import Tiers
@@ -124,13 +125,27 @@ def bind(
     fits(held=0 if loaded is not None else given)
     host = make_host(layouts, precision, tiers, sum_room=sum_room, moments=moments, ranks=ranks)
     fills = ranks is None or ranks.local_rank == 0
+    cast_buffers(model, torch.bfloat16 if precision is Precision.BF16 else torch.float32)
+    rounded: list[str] = []
     with torch.no_grad():
         for block, state in zip(blocks, host.blocks, strict=True):
             for entry in state.layout.entries:
                 parameter = block.parameters[entry.name]
+                master = _master(loaded, entry.name, parameter) if fills else None
+                if master is not None and entry.dtype == torch.bfloat16 and entry.state_offset is None:
+                    if not torch.equal(master, parameter.data.float()):
+                        rounded.append(entry.name)
+                    master = None  # frozen weights stay the ones that are computed with
                 if fills:
-                    host.put(entry.name, _value(loaded, entry.name, parameter))
+                    host.put(entry.name, parameter.data if master is None else master)
                 parameter.data = state.weight(entry)
+    if rounded:
+        _log.warning(
+            "%d parameters, %s among them, were trained in bf16 and are frozen now: their fp32 masters are "
+            "dropped, and they stay as they are in bf16; to keep the masters, freeze after megatrain.attach",
+            len(rounded),
+            rounded[0],
+        )
     model.__dict__["_megatrain_host"] = host
     require_same_weights(host, ranks)
     return Binding(blocks, host, host_limit, moments, runs, ranks, sequence)
@@ -215,13 +230,13 @@ def make_host(
     return host
 
 
-def _value(loaded: HostState | None, name: str, parameter: nn.Parameter) -> Tensor:
-    """Return a parameter's value: its exact master if earlier host state has one."""
+def _master(loaded: HostState | None, name: str, parameter: nn.Parameter) -> Tensor | None:
+    """Return a parameter's exact fp32 value if earlier host state has it; None: the parameter is all."""
     if loaded is not None and loaded.has(name):
         state, entry = loaded.find(name)
         if parameter.data_ptr() == state.weight(entry).data_ptr():
             return state.master(entry)
-    return parameter.data
+    return None
 
 
 def plan_layouts(model: PreTrainedModel, blocks: Sequence[Block], precision: Precision) -> list[BlockLayout]:

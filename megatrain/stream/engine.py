@@ -199,7 +199,12 @@ class Engine:
 
         Names are those of `model.named_parameters()`. A parameter without a gradient in this step is left
         out.
+
+        Raises:
+            ConfigError: With updates=immediate, they are used up already.
+            ModelError: A gradient went past the engine into `parameter.grad`.
         """
+        self.arrangement.binding.check_gradients()
         if any(home is Home.UPDATED for home in self.arrangement.gradients.homes):
             raise ConfigError(
                 "with updates=immediate, gradients are used up as soon as they are complete; use deferred to "
@@ -287,6 +292,7 @@ class Engine:
     def _check_step(self) -> None:
         self.require_attached()
         self.arrangement.rounds.recover()
+        self.arrangement.binding.check_gradients()
 
     def zero_grad(self) -> None:
         """Drop the gradients gathered since the last step; those that wait for their update are not yours.

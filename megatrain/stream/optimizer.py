@@ -166,7 +166,6 @@ class StreamedAdamW(torch.optim.Optimizer):
             raise ConfigError(
                 "opt.step() found no gradient; call engine.forward_backward or loss.backward() first"
             )
-        self._refuse_foreign_gradients()
         self._has_stepped = True
         try:
             stats = self._issue_step(executor)
@@ -191,8 +190,9 @@ class StreamedAdamW(torch.optim.Optimizer):
         return stats
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients gathered since the last step."""
+        """Drop the gradients gathered since the last step, and those that went past the engine."""
         self._hooks.drop()
+        super().zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state without the moments, which are in the host planes, for who keeps them beside.
@@ -325,16 +325,6 @@ class StreamedAdamW(torch.optim.Optimizer):
     def max_grad_norm(self) -> float | None:
         """Norm to which gradients are clipped; None: no clipping."""
         return self._max_grad_norm
-
-    def _refuse_foreign_gradients(self) -> None:
-        for group in self.param_groups:
-            for name, parameter in zip(group["names"], group["params"], strict=True):
-                if parameter.grad is not None:
-                    raise ModelError(
-                        f"parameter {name} got a gradient outside the engine (parameter.grad is set): a part "
-                        "of the model was called on its own; compute the loss through model(...), and attach "
-                        "with fragments=False if its layers call methods of their parts"
-                    )
 
 
 def check_updates(updates: str, max_grad_norm: float | None) -> None:

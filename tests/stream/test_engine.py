@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, XGLMConfig
 
 import megatrain
 from megatrain.config.choice import Choice
@@ -17,7 +19,7 @@ from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.step import step_program
 from megatrain.stream.engine import Engine
-from tests.families import FAMILIES
+from tests.families import FAMILIES, VOCAB_SIZE
 from tests.products import every_pair, every_value
 from tests.reference import Batch, Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import (
@@ -442,11 +444,14 @@ def test_unfreezing_after_attach_is_refused() -> None:
 
 
 def test_a_gradient_from_outside_is_refused() -> None:
-    model, _, engine, optimizer = start("llama")
+    model, reference, engine, optimizer = start("llama")
     engine.forward_backward(make_batches(1))
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
-    with pytest.raises(ModelError, match=r"lm_head.weight got a gradient outside the engine"):
-        optimizer.step()
+    for read in (optimizer.step, lambda: dict(engine.named_gradients())):
+        with pytest.raises(ModelError, match=r"lm_head.weight got a gradient outside the engine"):
+            read()
+    optimizer.zero_grad()
+    assert_same_steps(engine, optimizer, reference)
 
 
 def test_a_block_called_on_its_own_is_refused() -> None:
@@ -664,6 +669,50 @@ def test_attaching_again_goes_on_from_the_masters_under_any_choice(precision: st
         assert_same_masters(engine, reference)
         engine.detach()
     assert engine.host.plane_bytes.keys() <= {"working", "remainder"}
+
+
+def test_weights_that_are_frozen_between_engines_stay_as_they_are_and_lose_their_masters(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, reference, engine, optimizer = start("llama", precision="bf16")
+    assert_same_steps(engine, optimizer, reference)
+    engine.detach()
+    weight = model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    before = weight.detach().clone()
+    with caplog.at_level(logging.WARNING, logger="megatrain"):
+        again = attach_plainly(model, device="checked", precision="bf16")
+    assert_same_bits(weight.detach(), before, "the frozen weight")
+    assert "1 parameters, model.layers.1.mlp.up_proj.weight among them, were trained in bf16" in caplog.text
+    masters = dict(again.named_masters())
+    del reference.masters["model.layers.1.mlp.up_proj.weight"]
+    assert_same_masters(again, reference)
+    assert_same_bits(masters["model.layers.1.mlp.up_proj.weight"], before.float(), "its master")
+    again.detach()
+    caplog.clear()
+    attach_plainly(model, precision="bf16", fragments=True).detach()  # in other places, with nothing to lose
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_follow_the_precision_as_transformers_builds_them(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Positions that are added to embeddings do, and rotary frequencies do not; `load` does the same."""
+    config = XGLMConfig(
+        vocab_size=VOCAB_SIZE, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48, dropout=0.0
+    )
+    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+    model = make_model(config, dtype=other)
+    model.save_pretrained(tmp_path)
+    engine = attach_plainly(model, device="checked", precision=precision)
+    loaded = attach_plainly(megatrain.load(tmp_path, precision=precision).train(), precision=precision)
+    built = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    assert [(n, b.dtype) for n, b in model.named_buffers()] == [
+        (n, b.dtype) for n, b in built.named_buffers()
+    ]
+    batches = make_batches(1)
+    losses = [each.forward_backward(batches, seeds=[1]) for each in (engine, loaded)]
+    assert_same_bits(*losses, "loss")
+    assert_same_gradients(engine, dict(loaded.named_gradients()))
 
 
 def test_detaching_twice_is_harmless_and_training_a_detached_engine_is_refused() -> None:

@@ -75,6 +75,21 @@ class Binding:
         parameters = (item for block in self.blocks for item in block.parameters.items())
         return next((name for name, parameter in parameters if parameter._backward_hooks), None)
 
+    def check_gradients(self) -> None:
+        """Refuse to go on with gradients that are not the engine's.
+
+        Raises:
+            ModelError: One went past it into `parameter.grad`.
+        """
+        for block in self.blocks:
+            for name, parameter in block.parameters.items():
+                if parameter.grad is not None:
+                    raise ModelError(
+                        f"parameter {name} got a gradient outside the engine (parameter.grad is set): a part "
+                        "of the model was called on its own; compute the loss through model(...), and attach "
+                        "with fragments=False if its layers call methods of their parts"
+                    )
+
     @contextmanager
     def rows_shared(
         self, model: PreTrainedModel, note: Callable[[int], object]

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import Gemma3nTextConfig, LlamaConfig, PreTrainedModel
 
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.model.blocks import find_blocks
 from megatrain.stream.engine import Engine
 from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
-from tests.families import FAMILIES
+from tests.families import FAMILIES, VOCAB_SIZE
 from tests.products import every_pair
 from tests.reference import Resident, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_round, assert_same_steps, check_parity, start
@@ -61,6 +61,28 @@ def test_fragments_cover_every_parameter_once(family: str) -> None:
         for part in parts:
             inside = {id(module) for entry in part.entries for module in entry.modules()}
             assert not part.entries or all(id(site.module) in inside for site in part.sites)
+
+
+def test_a_layer_that_calls_methods_of_its_parts_streams_as_a_whole() -> None:
+    """Gemma 3n predicts and corrects by methods of `altup`, before attention and after the mlp."""
+    config = Gemma3nTextConfig(
+        vocab_size=VOCAB_SIZE,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_kv_shared_layers=0,
+        layer_types=["full_attention"] * 4,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    _, reference, engine, optimizer = start(config=config, fragments=True)
+    assert [len(layer.blocks) for layer in engine.arrangement.layers] == [1] * 4
+    assert_same_steps(engine, optimizer, reference)
 
 
 def test_small_parts_join_the_part_beside_which_they_run() -> None:
