@@ -13,11 +13,11 @@ part of the layer (attention; mlp or experts), entered when a module of it is ca
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import getsource, ismethod
+from textwrap import dedent
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -207,8 +207,9 @@ def _split(layer: Block) -> list[Block]:
 
 def _has_called_methods(layer: nn.Module, name: str) -> bool:
     """Whether a layer's code calls other methods of a part than its forward, or modules inside it."""
-    part = layer.get_submodule(name)
-    read = (getattr(part, leaf, None) for of, leaf in _reads_of_parts(type(layer)) if of == name)
+    part, kind = layer.get_submodule(name), type(layer)
+    reads = _reads_of_parts(kind)  # type: ignore[arg-type]  # mypy takes a class's hash for that of an instance
+    read = (getattr(part, leaf, None) for of, leaf in reads if of == name)
     return any(ismethod(value) or isinstance(value, nn.Module) for value in read)
 
 
@@ -216,7 +217,7 @@ def _has_called_methods(layer: nn.Module, name: str) -> bool:
 def _reads_of_parts(kind: type[nn.Module]) -> frozenset[tuple[str, str]]:
     """Find each `self.part.name` in the code of a class, as (part, name); `forward` is what a call runs."""
     try:
-        tree = ast.parse(textwrap.dedent(getsource(kind)))
+        tree = ast.parse(dedent(getsource(kind)))
     except (OSError, TypeError):  # a class without a file: what goes past its parts is found in the step
         return frozenset()
     return frozenset(

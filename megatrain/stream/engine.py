@@ -22,7 +22,6 @@ from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import as_placed, changed, check_change, check_choice
 from megatrain.stream.bind import room_for_activations
 from megatrain.stream.execute.executor import Executor
-from megatrain.stream.execute.gradients import Home
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import Binding
 from megatrain.stream.forward.attention import chosen_kernels
@@ -204,15 +203,7 @@ class Engine:
             ConfigError: With updates=immediate, they are used up already.
             ModelError: A gradient went past the engine into `parameter.grad`.
         """
-        self.arrangement.binding.check_gradients()
-        if any(home is Home.UPDATED for home in self.arrangement.gradients.homes):
-            raise ConfigError(
-                "with updates=immediate, gradients are used up as soon as they are complete; use deferred to "
-                "read them"
-            )
-        self.executor.wait_for_gradients()
-        self.arrangement.show_gradients()
-        return self.arrangement.gradients.named(self._names)
+        return self.arrangement.named_gradients(self._names)
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, master) lazily for every parameter, frozen ones too: new fp32 host tensors."""

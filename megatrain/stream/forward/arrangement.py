@@ -6,11 +6,11 @@ resident layers, which goes home first, so what follows a change begins as a new
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatrain.config.choice import Activations, Choice
 from megatrain.errors import ConfigError
@@ -29,7 +29,7 @@ from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradient_buffers import GradientBuffers
-from megatrain.stream.execute.gradients import Gradients
+from megatrain.stream.execute.gradients import Gradients, Home
 from megatrain.stream.execute.issuer import Counts
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
@@ -118,20 +118,28 @@ class Arrangement:
             self.call_others()
         self.executor.sync()
 
-    def show_gradients(self) -> None:
-        """Make complete gradients readable: each of several ranks has put its share into memory of all.
+    def named_gradients(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, gradient) as `Engine.named_gradients`; several ranks put their shares together first.
 
         Raises:
-            ConfigError: The others do not, where this one reads by itself.
+            ConfigError: They are used up, or the other ranks do not read them, as a callback alone does.
+            ModelError: A gradient went past the engine.
         """
-        if self.shared is None:
-            return
-        if self.call_others is not None:
+        self.binding.check_gradients()
+        if any(home is Home.UPDATED for home in self.gradients.homes):
+            raise ConfigError(
+                "with updates=immediate, gradients are used up as soon as they are complete; use deferred to "
+                "read them"
+            )
+        self.executor.wait_for_gradients()
+        if self.shared is not None and self.call_others is not None:
             raise ConfigError(
                 "a callback has asked for gradients, of which each rank has a part, and only the first rank "
                 "calls callbacks; read them with one rank, or with engine.named_gradients() on all"
             )
-        self.shared.show_gradients(self.host)
+        if self.shared is not None:
+            self.shared.show_gradients(self.host)
+        return self.gradients.named(names)
 
     def change(self, choice: Choice, then: Callable[[], object]) -> None:
         """Go on with another choice; all work is done, and no step is open.

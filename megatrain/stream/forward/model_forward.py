@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -23,7 +22,6 @@ from megatrain.model.head import Head, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.model.sequence.attention import SharedRows
 from megatrain.model.shares import RowSums, Share
-from megatrain.store.tiered import TieredState
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.compiled import Compiler
@@ -31,7 +29,15 @@ from megatrain.stream.forward.layer_visit import LayerVisit
 from megatrain.stream.forward.lockstep import Lockstep
 from megatrain.stream.forward.micro_batches import MicroBatchSize, join_outputs, split_batch
 from megatrain.stream.forward.overrides import Overrides
-from megatrain.stream.forward.passes import OuterVisit, Pass, let_reads_stream, move_buffers, to_device
+from megatrain.stream.forward.passes import (
+    OuterVisit,
+    Pass,
+    let_reads_stream,
+    move_buffers,
+    refuse_calls_beside,
+    to_device,
+)
+from megatrain.stream.forward.rounds import Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,25 +53,6 @@ class PassWatcher(Protocol):
 
     def pause(self) -> None:
         """Take note of a pass without gradients."""
-
-
-@dataclass(slots=True)
-class _Turn:
-    """A call of a step's round: its place in the round, and how often it has passed the model."""
-
-    place: int
-    is_before: bool
-    """It comes before the losses of the round."""
-    num_passes: int = 0
-
-    def number(self, num_together: int) -> int:
-        """Return what names the coming pass; among others, one without gradients has no other's name."""
-        if self.is_before:
-            return self.place
-        if not torch.is_grad_enabled():
-            return -1 - self.place
-        self.num_passes += 1
-        return self.place + (self.num_passes - 1) * num_together
 
 
 class ModelForward:
@@ -107,7 +94,7 @@ class ModelForward:
         self._pass: Pass | None = None
         self._part_of: Pass | None = None
         """Whose head runs a chunk."""
-        self._turn: _Turn | None = None
+        self._turn: Turn | None = None
         """Of a step: the call that is running; None: the model was called by somebody else."""
         self._is_removed = False
         self._head = Head(model, head_chunk_tokens, self._stream_again)
@@ -118,6 +105,11 @@ class ModelForward:
     def is_open(self) -> bool:
         """Whether the model's forward is going on."""
         return self._pass is not None
+
+    @property
+    def _current(self) -> Pass | None:
+        """The pass that is going on, or of which a chunk is."""
+        return self._part_of or self._pass
 
     # -- overrides ------------------------------------------------------------------------------------------
 
@@ -139,7 +131,7 @@ class ModelForward:
             # `save_pretrained` and Trainer read the weights this way, with updates still running
             self._overrides.before_state_dict(module, sync)
         for block in self._arrangement.outer:
-            self._guard(block)
+            refuse_calls_beside(block, self._overrides, self._arrangement.host, lambda: self._current)
             if block.block.caller is not None:
                 self._override_outer(block, block.block.caller)
                 if block.block.is_head:
@@ -166,22 +158,6 @@ class ModelForward:
             )
         self._overrides.replace(self._model, partial(self._enter, self._model.forward, self._model))
 
-    def _guard(self, block: AttachedBlock) -> None:
-        """Refuse calls of an outer block's modules in no pass while its weights are on drives."""
-        host = self._arrangement.host
-        if not isinstance(host, TieredState):
-            return
-
-        def check(*_: Any) -> None:
-            if self._pass is None and self._part_of is None and not host.has_working:
-                raise ModelError(
-                    f"{block.block.name} was called outside the model's forward, and its weights are on "
-                    "drives; call the model, or engine.sync() before"
-                )
-
-        for module in {id(site.module): site.module for site in block.block.sites}.values():
-            self._overrides.before_call(module, check)
-
     def _visit_of_read(self, block: AttachedBlock) -> OuterVisit | None:
         """Return the visit in which a read of the head's weights streams them; None: they are there."""
         if self._pass is None or block in self._arrangement.resident_outer:
@@ -192,7 +168,7 @@ class ModelForward:
         inner = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            current = self._part_of or self._pass
+            current = self._current
             if current is None or block in self._arrangement.resident_outer:
                 return inner(*args, **kwargs)
             visit = current.visit_outer(block)
@@ -271,7 +247,7 @@ class ModelForward:
         """
         if seed is not None:
             torch.manual_seed(seed)
-        self._turn = _Turn(place, is_before=not with_gradients)
+        self._turn = Turn(place, is_before=not with_gradients)
         try:
             with torch.set_grad_enabled(with_gradients):
                 return call()
@@ -291,7 +267,7 @@ class ModelForward:
         """Take the loss of the coming pass as `share` says: its head is in chunks."""
         return self._head.over(share)
 
-    def put_away(self) -> tuple[Pass | None, Share | RowSums | None, _Turn | None]:
+    def put_away(self) -> tuple[Pass | None, Share | RowSums | None, Turn | None]:
         """Take out what belongs to the running micro-batch: others run until `put_back`."""
         kept = self._pass, self._head.share, self._turn
         if self._pass is not None:

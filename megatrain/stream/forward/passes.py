@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.plan.program.kinds import Kind
+from megatrain.store.state import HostState
+from megatrain.store.tiered import TieredState
 from megatrain.stream.activations.boundaries import LastCall
 from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.execute.executor import Executor
@@ -18,6 +20,7 @@ from megatrain.stream.execute.slots import Slots
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.gradient_hooks import Backward
+from megatrain.stream.forward.overrides import Overrides
 from megatrain.stream.forward.stream_weights import Place, SavedWeight, exchange, stream_weights, swapped
 
 _STAGED_BYTES = 16 << 20
@@ -283,6 +286,31 @@ def let_reads_stream(block: AttachedBlock, visit_of: VisitOf) -> Callable[[], ob
         module.__dict__["_parameters"] = held
 
     return undo
+
+
+def refuse_calls_beside(
+    block: AttachedBlock, overrides: Overrides, host: HostState, current: Callable[[], Pass | None]
+) -> None:
+    """Refuse calls of an outer block's modules beside every pass, while its weights are on drives.
+
+    Args:
+        block: Its modules are called by the model.
+        overrides: Of the model.
+        host: Where its weights are.
+        current: Returns the pass that is going on.
+    """
+    if not isinstance(host, TieredState):
+        return
+
+    def check(*_: Any) -> None:
+        if current() is None and not host.has_working:
+            raise ModelError(
+                f"{block.block.name} was called outside the model's forward, and its weights are on drives; "
+                "call the model, or engine.sync() before"
+            )
+
+    for module in {id(site.module): site.module for site in block.block.sites}.values():
+        overrides.before_call(module, check)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -9,6 +9,7 @@ round's losses, such as those of a reference, are foreseen from the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +20,25 @@ from megatrain.plan.program.visits import HEAD, Visit, marked, most_open, pass_v
 from megatrain.store.state import Precision
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.ranks.same_step import SameStep
+
+
+@dataclass(slots=True)
+class Turn:
+    """A call of a step's round: its place in the round, and how often it has passed the model."""
+
+    place: int
+    is_before: bool
+    """It comes before the losses of the round."""
+    num_passes: int = 0
+
+    def number(self, num_together: int) -> int:
+        """Return what names the coming pass; among others, one without gradients has no other's name."""
+        if self.is_before:
+            return self.place
+        if not torch.is_grad_enabled():
+            return -1 - self.place
+        self.num_passes += 1
+        return self.place + (self.num_passes - 1) * num_together
 
 
 class Rounds:
