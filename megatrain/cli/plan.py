@@ -47,6 +47,7 @@ def plan(
     scale: Annotated[
         bool, typer.Option("--scale", help="Plan for 1 to 1,024 GPUs, each with the same tokens per step.")
     ] = False,
+    tokens_per_step: Annotated[int | None, typer.Option(help="(train.tokens_per_step)")] = None,
     tokens: Annotated[
         str | None, typer.Option(metavar="20B", help="Tokens to train on, also 2e9; default: 1B.")
     ] = None,
@@ -65,12 +66,12 @@ def plan(
 ) -> None:
     """Say whether a run fits a machine, how fast it is and what it costs; exit 3 if it does not fit.
 
-    No GPU is needed. Settings that are not given are chosen. Without a CONFIG: bf16, sequences of 4,096 and
-    131,072 tokens per step.
+    No GPU is needed. Settings that are not given are as train has them, and the rest is chosen.
     """
     flags = {
         "model.path": model,
         "data.seq_len": seq_len,
+        "train.tokens_per_step": tokens_per_step,
         "train.micro_batch_size": micro_batch_size,
         "train.grad_accumulation": grad_accumulation,
         "train.precision": precision,
@@ -89,7 +90,6 @@ def plan(
     asked: dict[str, Any] = {
         "source": source or "command line",
         "hf_config": hf_config,
-        "is_complete": bool(source),
         "counts": counts_folder(),
     }
     with showing("plan") as progress:

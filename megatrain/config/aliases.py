@@ -103,7 +103,7 @@ def _metric(value: Any) -> Any:
 _VALUES: Mapping[str, Callable[[Any], Any]] = {
     "max_grad_norm": lambda value: None if value in (0, 0.0) and not isinstance(value, bool) else value,
     "max_steps": lambda value: LEFT_OUT if value == -1 else value,
-    "bf16": _switch("bf16", LEFT_OUT),
+    "bf16": _switch("bf16", "fp32"),
     "use_liger_kernel": _switch("liger", "torch"),
     "torch_compile": _switch("on", "off"),
     "resume_from_checkpoint": lambda value: (

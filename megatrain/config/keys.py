@@ -54,6 +54,8 @@ def _kind_of(schema: Mapping[str, Any]) -> str:
         return " or ".join(_kind_of(option) for option in schema["anyOf"])
     if "enum" in schema:
         return " | ".join(schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
     kinds = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
     kind = (kinds | {"object": "a mapping", "null": "null"})[schema["type"]]
     for bound, words in (("minimum", "{} or more"), ("exclusiveMinimum", "above {}")):

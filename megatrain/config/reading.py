@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatrain.config.aliases import LEFT_OUT, hint, is_foreign, trainer_of, translate
+from megatrain.config.decided import step_problems
 from megatrain.config.keys import describe, given
 from megatrain.config.sections.config import Config, conflicts
 from megatrain.config.yaml12 import dump_yaml, parse_yaml, read_yaml
@@ -123,8 +124,11 @@ def build_config(raw: Mapping[str, Any], *, source: str = "configuration") -> Co
             {key: {} if _is_empty(key, value) else value for key, value in raw.items()}
         )
     except ValidationError as error:
-        raise _as_error(source, [describe(problem) for problem in error.errors()]) from None
-    problems = conflicts(config)
+        problems = [describe(problem) for problem in error.errors()]
+        raise _as_error(
+            source, list(dict.fromkeys(problems))
+        ) from None  # one for each kind that it may be of
+    problems = [*conflicts(config), *step_problems(config)]
     if not problems:
         return config
     raise _as_error(source, problems)

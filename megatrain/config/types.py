@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
@@ -79,3 +79,12 @@ TrainedPart = Annotated[
     BeforeValidator(as_tuple),
     reads_as("assistant | last | all | a list of roles (system, user, assistant, tool)"),
 ]
+
+if TYPE_CHECKING:  # what is decided: `auto` is there only until `megatrain.config.decided` has decided
+    OpenCount = int
+    OpenLength = int
+    OpenPrecision = Literal["fp32", "bf16"]
+else:
+    OpenCount = Literal["auto"] | Count
+    OpenLength = Literal["auto"] | Annotated[int, Field(ge=2)]
+    OpenPrecision = Literal["auto", "fp32", "bf16"]

@@ -66,7 +66,7 @@ def attach(
             `checked`.
         precision: `fp32`, or `bf16`: bf16 weights that are the upper half of exact fp32 masters.
         batch: What a step trains on, for the plan and the check of memory. None: rows of 4,096 tokens, or of
-            the model's context, and 131,072 tokens per step.
+            the model's context, and 131,072 tokens per step; on a CPU 1,024 and 8,192.
         micro_batch_size: Split a larger batch of `model(**batch)` into micro-batches of this many rows, which
             run in lockstep. None: never.
         compile: Run each layer (or fragment) through `torch.compile`, one compilation for all of a kind:

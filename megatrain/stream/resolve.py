@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config.choice import AUTO, Choice, StepBatch
+from megatrain.config.defaults import default_batch
 from megatrain.config.plan import Plan
 from megatrain.data.context import context_length
 from megatrain.errors import CapacityError, ModelError
@@ -23,7 +24,7 @@ from megatrain.model.profile.count import count_model
 from megatrain.plan.search.conservative import conservative
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, with_ways_out
-from megatrain.plan.search.request import Request, usual_batch
+from megatrain.plan.search.request import Request
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import as_placed
@@ -46,7 +47,7 @@ class Conditions:
     precision: Precision
     moments: MomentFormat = MomentFormat.FP32
     batch: StepBatch | None = None
-    """Of a step; None: `usual_batch` for the model's context."""
+    """Of a step; None: `default_batch` for the model's context."""
     compiles: bool = False
     deterministic: bool = False
     host_limit: int | None = None
@@ -72,8 +73,9 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choice
     if choice.is_resolved:
         return choice
     choice = _as_held(model, choice, given)
-    given = replace(given, batch=given.batch or usual_batch(context_length(model.config)))
     spec = machine_of(given.lanes, given.precision.value, num_drives=given.num_drives)
+    usual = default_batch(context_length(model.config), on_cpu=spec.is_cpu)
+    given = replace(given, batch=given.batch or usual)
     count = partial(_count, model, choice, given, "accelerator" if spec.has_accelerator else "cpu")
     try:
         anatomy = count()

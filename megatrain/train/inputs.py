@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain.config import Config
+from megatrain.config.decided import with_rows
 from megatrain.config.sections.data import SourceConfig
 from megatrain.data.cache import FORMAT, Rows, SomeRows, remove_unused
 from megatrain.data.context import check_seq_len, context_length
 from megatrain.data.example import texts_of
-from megatrain.data.loader import PackedLoader, epoch_order, in_batches
+from megatrain.data.loader import epoch_order
 from megatrain.data.pairs import JudgedRows
 from megatrain.data.prepare import JUDGED_WAYS, NotTextError, Packing, Prepared, find_prepared, prepare_rows
 from megatrain.data.read.content import content_of
@@ -38,8 +39,7 @@ from megatrain.data.tokens.template import TrainOn, template_source
 from megatrain.errors import ConfigError, DataError
 from megatrain.model.apart import why_not_apart
 from megatrain.model.weights.skeleton import read_config
-from megatrain.train.evaluate.losses import EvalSet
-from megatrain.train.preference.objective import Preference
+from megatrain.stream.lanes.devices import compute_device
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -50,6 +50,25 @@ _NOT_OF_ROWS = ("shuffle", "seed", "cache", "cache_limit", "workers", "packing",
 """Settings of the data that change no row."""
 _IN_USE_S = 3600.0
 """What was used so recently is not removed: a run takes several sets, one after the other."""
+
+
+def is_on_cpu(config: Config) -> bool:
+    """Whether a CPU computes, on this machine: that of an emulated device, too."""
+    return compute_device(config.train.device).type == "cpu"
+
+
+def with_rows_for(
+    config: Config, model_config: PretrainedConfig | None, *, on_cpu: bool | None = None
+) -> Config:
+    """Return settings in which precision and the length of rows are decided.
+
+    Args:
+        config: Of a run.
+        model_config: Of its model; None: it is not known, nor how long its rows may be.
+        on_cpu: A CPU computes; None: as `train.device` says.
+    """
+    context = None if model_config is None else context_length(model_config)
+    return with_rows(config, context=context, on_cpu=is_on_cpu(config) if on_cpu is None else on_cpu)
 
 
 def pack_data(
@@ -77,14 +96,14 @@ def pack_data(
     return _Pack(config, tokenizer, model_config, folder, day)("train", config.data.sources)
 
 
-def make_eval_sets(
+def pack_eval_data(
     config: Config,
     prepared: Prepared,
     tokenizer: PreTrainedTokenizerBase,
     model_config: PretrainedConfig,
     *,
     folder: Path | None = None,
-) -> list[EvalSet]:
+) -> dict[str, tuple[Rows, str]]:
     """Return the sets of a run: `val`, which is held out of its data, and those of `data.eval_path`.
 
     Args:
@@ -94,22 +113,20 @@ def make_eval_sets(
         model_config: Of the model.
         folder: As of `pack_data`.
 
+    Returns:
+        By name, the rows and their way of packing.
+
     Raises:
         DataError: As of `pack_data`, or nothing is left to train on, or nothing is held out.
         ConfigError: As of `pack_data`.
     """
-    judge = None if config.train.loss == "sft" else Preference(config.preference).evaluate
     sets: dict[str, tuple[Rows, str]] = {}
     if config.data.val_size and prepared.packing == "join":
-        sets["val"] = _hold_out(config, prepared)[1], "join"
+        sets["val"] = hold_out(config, prepared)[1], "join"
     pack = _Pack(config, tokenizer, model_config, folder, prepared.day)
     for name, other in _pack_eval(config, pack, prepared).items():
-        sets[name] = _rows_of(other), other.packing
-    size = config.train.micro_batch_size
-    return [
-        EvalSet(name=name, batches=partial(in_batches, rows, size, way), judge=judge, rows=rows)
-        for name, (rows, way) in sets.items()
-    ]
+        sets[name] = rows_of(other), other.packing
+    return sets
 
 
 def prepare_data(config: Config, *, folder: Path | None = None) -> dict[str, list[str]]:
@@ -126,6 +143,7 @@ def prepare_data(config: Config, *, folder: Path | None = None) -> dict[str, lis
         MegatrainError: As of `pack_data`, or there is no such model.
     """
     model_config = read_config(config.model.path)
+    config = with_rows_for(config, model_config)
     pack = _Pack(config, choose_tokenizer(config, None, model_config), model_config, folder)
     trained = pack("train", config.data.sources)
     sets = {"train": trained, **_pack_eval(config, pack, trained)}
@@ -140,7 +158,7 @@ def _pack_eval(config: Config, pack: _Pack, trained: Prepared) -> dict[str, Prep
     return sets | {name: pack(name, sources) for name, sources in config.data.eval_sources.items()}
 
 
-def _hold_out(config: Config, prepared: Prepared) -> tuple[Rows, Rows]:
+def hold_out(config: Config, prepared: Prepared) -> tuple[Rows, Rows]:
     """Return the rows of joined text that are trained on, and those that are held out, drawn by the seed.
 
     Raises:
@@ -314,27 +332,9 @@ def _ways(config: Config, model_config: PretrainedConfig) -> list[str]:
     return [config.data.packing]
 
 
-def _rows_of(prepared: Prepared) -> Rows:
+def rows_of(prepared: Prepared) -> Rows:
+    """Return packed rows; those of judged answers have room for what the reference says of them."""
     return JudgedRows(prepared.rows, prepared.fingerprint) if prepared.is_judged else prepared.rows
-
-
-def make_loader(config: Config, prepared: Prepared) -> PackedLoader:
-    """Return the micro-batches of a run, in its order; what is held out is not among them."""
-    rows = _rows_of(prepared)
-    name = prepared.fingerprint
-    if config.data.val_size and prepared.packing == "join":
-        rows = _hold_out(config, prepared)[0]
-        name = f"{len(rows)}x{name.partition('x')[2]}-less-{config.data.val_size:g}"
-    return PackedLoader(
-        rows,
-        micro_batch_size=config.train.micro_batch_size,
-        num_micro_batches=config.train.grad_accumulation,
-        seed=config.data_seed,
-        shuffle=config.data.shuffle,
-        packing=prepared.packing,
-        name=name,
-        day=prepared.day,
-    )
 
 
 def _texts(config: Config) -> Iterator[str]:

@@ -219,7 +219,7 @@ def train(
             read_alone(ranks, run.engine)
         if checkpoint is not None and not is_own:
             choose_best_anew(run.evaluator.standing, checkpoint.parent)
-        directory.begin(config, None if run.planned is None else planned_run(run.planned, run.num_steps))
+        directory.begin(run.config, None if run.planned is None else planned_run(run.planned, run.num_steps))
         is_done = False
         with recorded(run, directory), way_back(run, directory):
             try:

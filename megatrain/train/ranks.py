@@ -21,6 +21,7 @@ from megatrain.checkpoint.format import fingerprint
 from megatrain.checkpoint.load import verify
 from megatrain.config import Config
 from megatrain.config.choice import Choice
+from megatrain.config.decided import with_micro_batches
 from megatrain.config.read_choice import as_values, from_values
 from megatrain.distributed.processes import num_cores
 from megatrain.distributed.ranks import Ranks
@@ -81,15 +82,17 @@ def settle_ranks(config: Config, ranks: Ranks | None) -> None:
         ranks.gathers = gathers_weights(config.parallel.gathers, config.train.device, ranks)
 
 
-def agreed(ranks: Ranks, config: Config, choice: Choice, facts: Mapping[str, Any]) -> Choice:
-    """Return the first rank's choice, once all are known to train the same.
+def agreed(ranks: Ranks, choice: Choice, config: Config) -> tuple[Choice, Config]:
+    """Return what the first rank has planned: its choice, and settings with its size of micro-batches.
 
-    Raises:
-        ConfigError: As `require_same_run`.
+    Args:
+        ranks: That train together.
+        choice: Of this rank; that of the first one counts.
+        config: Of this rank; the first one's has nothing open.
     """
-    choice = from_values(ranks.tell(as_values(choice)))
-    require_same_run(ranks, config, facts)
-    return choice
+    size = config.train.micro_batch_size if config.is_decided else None
+    values, size = ranks.tell([as_values(choice), size])
+    return from_values(values), with_micro_batches(config, size)
 
 
 @contextmanager

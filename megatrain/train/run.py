@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,10 +16,9 @@ import torch
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.config import Config
+from megatrain.config.decided import as_begun, smallest_micro_batches
 from megatrain.config.sections.log import Event
 from megatrain.data.loader import PackedLoader
-from megatrain.data.pairs import JudgedRows, NoReference
-from megatrain.data.tokens.template import template_source
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import ConfigError
 from megatrain.hardware.care import Care
@@ -36,19 +34,20 @@ from megatrain.train.adapters import base_of, check_base, write_adapter
 from megatrain.train.callbacks.calls import Callbacks
 from megatrain.train.engine import engine_of_base, make_engine, untouched
 from megatrain.train.evaluate.evaluator import Evaluator
-from megatrain.train.inputs import choose_tokenizer, make_eval_sets, make_loader, pack_data
+from megatrain.train.inputs import pack_eval_data
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.run_machine import choose_threads, make_care, measure_peak
 from megatrain.train.preference.objective import Preference
-from megatrain.train.preference.reference import Reference
-from megatrain.train.ranks import agreed, described, in_turn, settle_ranks
+from megatrain.train.preference.reference import reference_for
+from megatrain.train.ranks import agreed, described, in_turn, require_same_run, settle_ranks
 from megatrain.train.records.events import EventLog
 from megatrain.train.resume.changes import report_changes
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
 from megatrain.train.resume.state_commits import encode_buffers, laid_out_as, tiers_of
+from megatrain.train.run_data import make_eval_sets, make_loader, read_data
 from megatrain.train.schedule import make_schedule
 from megatrain.train.screen.start import start_lines
 from megatrain.train.seeds import micro_batch_seed
@@ -246,32 +245,25 @@ def prepare(
         MegatrainError: Its subclasses say what is wrong with the model, the data, the configuration or the
         fit.
     """
+    earlier = meta if committed is None else committed
+    if earlier is not None:
+        config = as_begun(config, earlier["config"])
     asked, config = config, laid_out_as(committed, config)
     device = compute_device(config.train.device)
     if config.train.deterministic:
         set_environment(device)  # before the first product: `measure_peak`
     liger = uses_liger(config.model.kernels, device.type)
-    earlier = meta if committed is None else committed
     with in_turn(ranks):  # the first one prepares the data, and says what is wrong; the others read them
         base = check_base(config, earlier)
         source = str(checkpoint) if checkpoint is not None and base is None else config.model.path
         model_config = read_config(source)
         progress("reading and tokenising the data")
-        tokenizer = choose_tokenizer(config, checkpoint, model_config)
-        if config.data.chat_template is not None:  # whoever talks to the model needs what it was trained with
-            tokenizer.chat_template = template_source(config.data.chat_template, tokenizer)
         day = None if earlier is None else earlier["data"].get("day")
-        data = pack_data(config, tokenizer, model_config, folder=prepared, day=day)
-        loader = make_loader(config, data)
-        for line in data.notes():
+        data = read_data(config, model_config, checkpoint=checkpoint, folder=prepared, day=day)
+        config, tokenizer, num_steps = data.config, data.tokenizer, data.num_steps
+        for line in data.packed.notes():
             show(line)
-        num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * loader.steps_per_epoch)
-        evaluator = Evaluator(
-            config.eval,
-            make_eval_sets(config, data, tokenizer, model_config, folder=prepared),
-            num_steps=num_steps,
-            steps_per_epoch=loader.steps_per_epoch,
-        )
+        held_out = pack_eval_data(config, data.packed, tokenizer, model_config, folder=prepared)
         if (warmup := config.optim.warmup_steps) > num_steps:
             raise ConfigError(f"optim.warmup_steps is {warmup}, but the run has {num_steps} steps; use fewer")
     choose_threads()
@@ -281,30 +273,40 @@ def prepare(
     measure_peak(config)
     # the counts that are kept are of transformers' own modules, and of the model as it is saved
     is_other = liger or bool(config.model.new_tokens)
-    counted = PlannedModel(source, None if is_other else counts, progress, model_config, data.packing)
+    counted = PlannedModel(source, None if is_other else counts, progress, model_config, data.packed.packing)
     planned = None
     settle_ranks(config, ranks)
     if ranks is None or ranks.rank == 0:
         planned = plan_memory(config, counted, measure, ranks)
+        config = smallest_micro_batches(config) if planned is None else planned.config
     first_step = 0 if earlier is None else int(earlier["step"])
     for line in start_lines(
         config,
         planned,
-        data=data.describe(),
+        data=data.packed.describe(),
         num_steps=num_steps,
         first_step=first_step,
         now=datetime.now(),
         ranks=described(ranks, config.parallel.shards),
     ):
         show(line)
-    reference = _reference(config, loader, evaluator, references)
+    choice = config.choice if planned is None else planned.plan.choice
+    if ranks is not None:
+        choice, config = agreed(ranks, choice, config)
+    loader = make_loader(data, config)
+    evaluator = Evaluator(
+        config.eval,
+        make_eval_sets(config, held_out),
+        num_steps=num_steps,
+        steps_per_epoch=loader.steps_per_epoch,
+    )
+    reference = reference_for(config, (loader.rows, *evaluator.rows), references)
     if reference is not None and earlier is not None:
         reference.check(earlier)
     progress("loading the model")
-    choice = config.choice if planned is None else planned.plan.choice
     if ranks is not None:
         facts = {"data": loader.state(), "steps": num_steps, "model": model_config.to_dict()}
-        choice = agreed(ranks, config, choice, facts)
+        require_same_run(ranks, config, facts)
     is_random = checkpoint is None and config.model.init == "random"
     vocab_size = model_config.get_text_config().vocab_size if config.model.new_tokens else None
     computes = ranks is None or ranks.rank == 0
@@ -343,7 +345,7 @@ def prepare(
     )
     scheduler = make_schedule(config, optimizer, num_steps)
     run = Run(
-        config=asked,
+        config=asked.model_copy(update={"train": config.train, "data": config.data}),
         engine=engine,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -384,15 +386,3 @@ def prepare(
         assert meta is not None
         run.restore(checkpoint, meta)
     return run
-
-
-def _reference(
-    config: Config, loader: PackedLoader, evaluator: Evaluator, folder: Path | None
-) -> Reference | None:
-    """Return what the rows of a run are compared with; None: nothing, or nothing that matters."""
-    rows = [some for some in (loader.rows, *evaluator.rows) if isinstance(some, JudgedRows)]
-    if rows and folder is not None:
-        return Reference(config, rows, folder)
-    for some in rows:
-        some.reference = NoReference(len(some))
-    return None

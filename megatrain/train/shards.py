@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.config.choice import AUTO
 from megatrain.config.runs import Runs, num_places
 
 
@@ -24,5 +25,7 @@ def decided_shards(config: Config, num_ranks: int, meta: Mapping[str, Any] | Non
     if shards is None and meta is not None:
         shards = meta["config"].get("parallel", {}).get("shards", 1)
     shards = shards or num_places(num_ranks, sequence)
-    Runs.of(shards, config.train.grad_accumulation).shared_out(num_ranks, sequence)
+    number = config.train.grad_accumulation
+    runs = Runs(shards) if number == AUTO else Runs.of(shards, number)
+    runs.shared_out(num_ranks, sequence)
     return shards

@@ -48,7 +48,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_defaults_are_complete() -> None:
     config = config_of()
-    assert (config.data.path, config.data.seq_len, config.optim.lr) == (("a.txt",), 512, 5e-5)
+    assert (config.data.path, config.data.seq_len, config.optim.lr) == (("a.txt",), "auto", 5e-5)
     assert (config.optim.betas, config.optim.max_grad_norm, config.optim.max_skipped_steps) == (
         (0.9, 0.95),
         1.0,
@@ -56,16 +56,14 @@ def test_defaults_are_complete() -> None:
     )
     assert (config.memory.num_slots, config.train.precision, config.checkpoint.resume) == (
         None,
-        "fp32",
+        "auto",
         "auto",
     )
 
 
 def test_derived_values() -> None:
-    config = config_of(
-        "train.micro_batch_size=3", "train.grad_accumulation=4", "data.seq_len=128", "train.seed=7"
-    )
-    assert (config.sequences_per_step, config.tokens_per_step, config.data_seed) == (12, 1536, 7)
+    config = config_of("train.seed=7")
+    assert config.data_seed == 7
     assert config_of("data.seed=0", "train.seed=7").data_seed == 0
 
 
@@ -349,7 +347,7 @@ def test_settings_that_seem_to_exclude_each_other_are_not() -> None:
         ("report_to=[wandb, mlflow]", "log.to", ("wandb", "mlflow")),
         ("optim=adamw_torch", "optim.lr", 5e-5),
         ("gradient_checkpointing=true", "memory.activations", "auto"),
-        ("fp16=false", "train.precision", "fp32"),
+        ("fp16=false", "train.precision", "auto"),
         ("save_strategy=steps", "checkpoint.every", 500),
         ("resume_from_checkpoint=true", "checkpoint.resume", "auto"),
         ("torch_compile=true", "train.compile", "on"),

@@ -9,6 +9,8 @@ from typing import Any
 from transformers import LlamaConfig
 
 from megatrain.config import Config, build_config
+from megatrain.config.choice import AUTO
+from megatrain.config.decided import smallest_micro_batches, with_rows, with_step
 
 WORDS = ("one", "small", "step", "for", "a", "block", "giant", "leap", "through", "the", "slots", "again")
 
@@ -40,7 +42,10 @@ def write_model_config(directory: Path, **changes: Any) -> Path:
 
 
 def make_config(root: Path, out: str = "run", **sections: dict[str, Any]) -> Config:
-    """Describe a run of a random tiny model on the corpus, in `root`; files are made if missing."""
+    """Describe a run of a random tiny model on the corpus, in `root`; files are made if missing.
+
+    Nothing of its step is open, unless a section says `auto`.
+    """
     (root / "model").mkdir(exist_ok=True)
     if not (root / "model/config.json").exists():
         write_model_config(root / "model")
@@ -57,4 +62,12 @@ def make_config(root: Path, out: str = "run", **sections: dict[str, Any]) -> Con
     }
     for section, values in sections.items():
         raw.setdefault(section, {}).update(values)
-    return build_config({**raw, "out": str(root / out)})
+    config = build_config({**raw, "out": str(root / out)})
+    sizes = (config.train.micro_batch_size, config.train.grad_accumulation)
+    return config if AUTO in (*sizes, config.data.seq_len) else decided(config)
+
+
+def decided(config: Config) -> Config:
+    """Decide what settings leave open of the numbers, as on a CPU, in the smallest micro-batches."""
+    rows = with_rows(config, context=None, on_cpu=True)
+    return smallest_micro_batches(with_step(rows, on_cpu=True, num_rows=None))

@@ -10,11 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from megatrain.config import build_config
-from megatrain.data.tokenizer import load_tokenizer
 from megatrain.model.weights.skeleton import read_config
-from megatrain.train.inputs import make_loader, pack_data
 from megatrain.train.loop import train
 from megatrain.train.outputs.sample import sample
+from megatrain.train.run_data import make_loader, read_data
 from tests.reference import Resident
 
 SHARED = Path(__file__).parents[3] / "shared/data"
@@ -49,7 +48,7 @@ def test_finetuned_story_model_equals_resident(tmp_path: Path, steps: int, share
         weight_decay=config.optim.weight_decay,
     )
     schedule = get_scheduler("cosine", reference.optimizer, num_warmup_steps=20, num_training_steps=steps)
-    loader = make_loader(config, pack_data(config, load_tokenizer(str(model_path)), read_config(model_path)))
+    loader = make_loader(read_data(config, read_config(model_path)), config)
     for row, batches in zip(rows, loader, strict=False):
         loss = float(reference.forward_backward(batches))
         assert row["loss"] == loss, row["step"]

@@ -12,6 +12,7 @@ import pytest
 
 from megatrain.cli import main
 from megatrain.config import dump_config
+from megatrain.config.decided import as_settings
 from megatrain.errors import OutputError
 from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.plan.program.step import step_program
@@ -144,7 +145,7 @@ def test_command_reads_a_run_or_a_file_and_touches_no_run(
     config = make_config(tmp_path)
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.yaml").write_text(dump_config(config))
+    (run / "config.yaml").write_text(dump_config(as_settings(config)))
     before = {path: path.stat().st_mtime_ns for path in [run, *run.iterdir()]}
     for number, path in enumerate((run, run / "config.yaml")):
         out = tmp_path / f"{number}.json"

@@ -25,20 +25,19 @@ from megatrain.config.sections.eval import EvalConfig, eval_conflicts
 from megatrain.config.sections.log import LogConfig
 from megatrain.config.sections.lora import LoraConfig
 from megatrain.config.sections.parallel import ParallelConfig, cut_problems
-from megatrain.config.sections.preference import Loss, PreferenceConfig
+from megatrain.config.sections.preference import PreferenceConfig
 from megatrain.config.sections.section import Section
+from megatrain.config.sections.train import TrainConfig
 from megatrain.config.types import (
     Betas,
     Bytes,
     Count,
-    Device,
     LocalPath,
     Name,
     Paths,
     Patterns,
     Rate,
     Schedule,
-    Seed,
     Steps,
     as_tuple,
     one_of,
@@ -65,49 +64,6 @@ class ModelConfig(Section):
     kernels: Literal["auto", "liger", "torch"] = "auto"
     """Kernels of norms, rotary embeddings and activations: `liger` takes those of the `gpu` extra, `torch`
     the model's own. `auto` = `torch`, until the others have been measured."""
-
-
-class TrainConfig(Section):
-    """The step, and how many of them."""
-
-    loss: Loss = "sft"
-    """What is learnt: to give the texts and answers of the data (`sft`), to prefer the better of two answers
-    (`dpo`), or to tell good answers from bad ones (`kto`); see `preference`."""
-    steps: Count | None = None
-    """Optimizer steps. null = `train.epochs`."""
-    epochs: Rate | None = None
-    """Passes over the data, such as 3 or 0.5, in place of `train.steps`. null = 1."""
-    micro_batch_size: Count = 1
-    """Sequences in one forward and backward; with `train.loss` `dpo` or `kto` pairs or answers, of two
-    sequences each."""
-    grad_accumulation: Count = 1
-    """Micro-batches per optimizer step."""
-    seed: Seed = 0
-    """Seed of random initialisation, dropout and the order of the data."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """`fp32`, or `bf16` compute with exact fp32 master weights; both take 12 bytes per parameter."""
-    device: Device = "auto"
-    """Where blocks run. `auto` = the GPU if there is one; `emulated` = a simulated GPU, for tests, with the
-    rates of a JSON file if one is named."""
-    reproducible: bool = False
-    """Keep to the plan that was made at the start. false = plan anew between steps when the machine turns out
-    faster or slower; every choice is exact, but the times of steps then depend on the machine's mood."""
-    deterministic: bool = False
-    """Give the same bits in every run on the same device with the same software: operations take their
-    deterministic forms, attention is flash and not cuDNN, and one that has no such form stops the run. Slower
-    on a GPU, as `megatrain plan` says; no difference on a CPU."""
-    on_spike: Literal["warn", "skip", "stop"] = "warn"
-    """What to do when the loss jumps: above the median of the last 64 steps by more than a tenth, and by
-    more than 8 robust standard deviations. `warn` says so, `skip` makes no update, `stop` ends the run (exit
-    code 5)."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Run layers through `torch.compile`, one compilation for all of a kind: about a minute, in the first
-    step. `auto` = on a GPU, if torch has a compiler for it."""
-    freeze: Patterns = ()
-    """Shell patterns of the names of parameters that are not trained, such as `["model.embed_tokens*"]`. They
-    take 2 bytes each in bf16, and no gradient of theirs is made."""
-    only: Patterns = ()
-    """Shell patterns of the names of the parameters that are trained, and no others. [] = all."""
 
 
 class OptimConfig(Section):
@@ -291,32 +247,44 @@ class Config(Section):
         return Adaptation(lora=lora, freeze=freeze, only=only) if lora or freeze or only else None
 
     @property
+    def row_tokens(self) -> int:
+        """Tokens of a row, both of its sequences where it has two."""
+        return self.data.seq_len * self.rows_each
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one optimizer step."""
+        return self.train.tokens_per_step // self.row_tokens
+
+    @property
     def batch(self) -> StepBatch:
-        """What a step trains on."""
-        rows_each = 1 if self.train.loss == "sft" else 2
+        """What a step trains on; all of it is decided."""
+        assert self.is_decided
         return StepBatch(
-            micro_batch_size=self.train.micro_batch_size * rows_each,
+            micro_batch_size=self.train.micro_batch_size * self.rows_each,
             seq_len=self.data.seq_len,
             num_micro_batches=self.train.grad_accumulation,
-            rows_each=rows_each,
+            rows_each=self.rows_each,
             num_runs=self.parallel.shards or 1,
             sequence=self.parallel.sequence,
         )
 
     @property
+    def is_decided(self) -> bool:
+        """Whether nothing is open of what decides the numbers; see `megatrain.config.decided`."""
+        train = self.train
+        sizes = (train.tokens_per_step, train.micro_batch_size, train.grad_accumulation)
+        return AUTO not in (train.precision, self.data.seq_len, *sizes)
+
+    @property
+    def rows_each(self) -> int:
+        """Sequences of a row: two of a pair, or of two judged answers."""
+        return 1 if self.train.loss == "sft" else 2
+
+    @property
     def data_seed(self) -> int:
         """Seed of the order of the data."""
         return self.train.seed if self.data.seed is None else self.data.seed
-
-    @property
-    def sequences_per_step(self) -> int:
-        """Sequences in one optimizer step."""
-        return self.batch.micro_batch_size * self.train.grad_accumulation
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens in one optimizer step."""
-        return self.sequences_per_step * self.data.seq_len
 
 
 _FIELDS = {field: key.split(".") for field, key in KEYS.items()}
@@ -365,15 +333,16 @@ def conflicts(config: Config) -> list[str]:
             f"memory.sums is host and parallel.shards is {shards}: the sums of runs are "
             "joined on the device; use memory.sums=device, or parallel.shards=1"
         )
-    problems += cut_problems(shards, config.train.grad_accumulation)
+    if train.grad_accumulation != AUTO:
+        problems += cut_problems(shards, train.grad_accumulation)
     if memory.fragments is True and memory.num_slots == 1:
         problems.append(
             "memory.fragments is true and memory.num_slots is 1: the parts of a layer are on the device "
             "together in its backward; use memory.num_slots=2 or more, or memory.fragments=false"
         )
-    if memory.lockstep != "auto" and memory.lockstep > config.train.grad_accumulation:
+    if memory.lockstep != "auto" and AUTO != train.grad_accumulation < memory.lockstep:
         problems.append(
-            f"memory.lockstep is {memory.lockstep}, but a step has {config.train.grad_accumulation} "
+            f"memory.lockstep is {memory.lockstep}, but a step has {train.grad_accumulation} "
             "micro-batches (train.grad_accumulation); use at most as many, or auto"
         )
     for name in () if memory.drives else ("boundaries", "gradients"):

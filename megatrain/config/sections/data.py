@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
 from pydantic_core import PydanticCustomError
 
+from megatrain.config.choice import AUTO
 from megatrain.config.sections.section import Section
 from megatrain.config.types import (
     Bytes,
@@ -16,6 +17,7 @@ from megatrain.config.types import (
     Day,
     LocalPath,
     Name,
+    OpenLength,
     Rate,
     Seed,
     TrainedPart,
@@ -186,8 +188,9 @@ class DataConfig(Section):
         dict[str, Sources] | None, BeforeValidator(_eval_sources), reads_as(_EVAL_SOURCES)
     ] = None
     """Evaluation data, as `data.path`; a mapping names several sets: `{math: a.jsonl, chat: b.jsonl}`."""
-    seq_len: Annotated[int, Field(ge=2)] = 512
-    """Tokens per sequence. Documents are joined and cut to this length; not beyond the model's context."""
+    seq_len: OpenLength = AUTO
+    """Tokens per sequence. Documents are joined and cut to this length; not beyond the model's context.
+    `auto` = that context, at most 4,096 (1,024 on a CPU)."""
     tokenizer: LocalPath | None = None
     """Tokenizer directory or hub id. null = the model's own, or one trained on the data if `model.init` is
     `random` and the model has none."""

@@ -25,28 +25,9 @@ USABLE_DEVICE = 0.95
 USABLE_HOST = 0.98
 """Of host memory: page tables and the kernel's buffers grow with what is used."""
 
-_SEQ_LEN = 4096
-_TOKENS_PER_STEP = 131_072
-
 PROGRAM_BYTES = 512 << 20
 """What each rank's program takes beside state and activations after its plan: compiled kernels, threads, a
 batch."""
-
-
-def usual_batch(context: int | None, *, seq_len: int = 0, micro_batch_size: int = 1) -> StepBatch:
-    """Return the batch of a large run, where none is told.
-
-    Args:
-        context: Most tokens of a row that the model takes; None: it names no limit.
-        seq_len: Tokens of a row; 0: 4,096, or the context if that is shorter.
-        micro_batch_size: Rows.
-    """
-    seq_len = seq_len or min(_SEQ_LEN, context or _SEQ_LEN)
-    return StepBatch(
-        micro_batch_size=micro_batch_size,
-        seq_len=seq_len,
-        num_micro_batches=max(1, _TOKENS_PER_STEP // (seq_len * micro_batch_size)),
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ def inspect_data(config: Config, *, has_model: bool = True, num_samples: int = 1
         ModelError: The model has no tokenizer.
         ConfigError: The examples need a chat template, and there is none.
     """
-    tokenizer, encoder = _tokens(config) if has_model or config.data.tokenizer else (None, None)
+    tokenizer, encoder, seq_len = _tokens(config, has_model=has_model)
     seed = config.data_seed
     streams = {"train": read_examples(config.data, seed=seed), **read_eval_examples(config.data, seed=seed)}
     return {
@@ -36,20 +36,27 @@ def inspect_data(config: Config, *, has_model: bool = True, num_samples: int = 1
             stream,
             encoder=encoder,
             tokenizer=tokenizer,
-            seq_len=None if tokenizer is None else config.data.seq_len,
+            seq_len=seq_len,
             num_samples=num_samples if name == "train" else 0,
         )
         for name, stream in streams.items()
     }
 
 
-def _tokens(config: Config) -> tuple[PreTrainedTokenizerBase, Encoder]:
-    """Return the tokenizer of a run and its encoder; torch and models are loaded for these alone."""
-    from megatrain.model.weights.skeleton import read_config
-    from megatrain.train.inputs import choose_tokenizer, make_recipe
+def _tokens(
+    config: Config, *, has_model: bool
+) -> tuple[PreTrainedTokenizerBase | None, Encoder | None, int | None]:
+    """Return the tokenizer of a run, its encoder and the length of its rows; None: it names no tokenizer."""
+    named = config.data.tokenizer
+    if not (has_model or named):
+        return None, None, None
+    from megatrain.model.weights.skeleton import read_config  # torch and models are loaded for these alone
+    from megatrain.train.inputs import choose_tokenizer, make_recipe, with_rows_for
 
-    if config.data.tokenizer is not None:
-        tokenizer = load_tokenizer(config.data.tokenizer)
+    model = read_config(config.model.path) if has_model else None
+    if named is not None:
+        tokenizer = load_tokenizer(named)
     else:
-        tokenizer = choose_tokenizer(config, None, read_config(config.model.path))
-    return tokenizer, make_recipe(config, tokenizer).make()
+        assert model is not None
+        tokenizer = choose_tokenizer(config, None, model)
+    return tokenizer, make_recipe(config, tokenizer).make(), with_rows_for(config, model).data.seq_len

@@ -67,7 +67,7 @@ def quickstart(out: Path | None, say: Say = lambda _: None) -> Path:
         f"Python's standard library, {num_bytes / 1e6:.1f} MB ({num_skipped} undecodable files skipped)"
     )
     config = _config(directory, "run")
-    say(f"1 train   {_STEPS} steps of {config.tokens_per_step} tokens, streamed through 2 slots ...")
+    say(f"1 train   {_STEPS} steps of {config.train.tokens_per_step} tokens, streamed through 2 slots ...")
     train(config)
     rows = [json.loads(line) for line in (directory / "run/metrics.jsonl").read_text().splitlines()]
     means = [sum(row["loss"] for row in rows[start : start + 20]) / 20 for start in range(0, _STEPS, 20)]
@@ -166,7 +166,14 @@ def _config(directory: Path, name: str) -> Config:
         {
             "model": {"path": str(directory / "input"), "init": "random"},
             "data": {"path": str(directory / "input/stdlib.jsonl"), "seq_len": _SEQ_LEN},
-            "train": {"steps": _STEPS, "micro_batch_size": _ROWS, "device": "cpu"},
+            "train": {
+                "steps": _STEPS,
+                "micro_batch_size": _ROWS,
+                "grad_accumulation": 1,
+                "tokens_per_step": _ROWS * _SEQ_LEN,
+                "precision": "fp32",
+                "device": "cpu",
+            },
             "optim": {"lr": 3e-3, "warmup_steps": 10},
             "checkpoint": {"every": _RESUMED_FROM},
             "log": {"progress": "bar" if sys.stderr.isatty() else "none"},
@@ -200,13 +207,12 @@ def _compare_with_resident(
     import torch
     from transformers import AutoModelForCausalLM, get_scheduler
 
-    from megatrain.data.tokenizer import load_tokenizer
     from megatrain.model.weights.initialise import initialise_weights
     from megatrain.model.weights.skeleton import read_config
-    from megatrain.train.inputs import make_loader, pack_data
+    from megatrain.train.run_data import make_loader, read_data
 
-    tokenizer = load_tokenizer(str(Path(config.out) / "hf"))
-    loader = make_loader(config, pack_data(config, tokenizer, read_config(config.model.path)))
+    hf = Path(config.out) / "hf"
+    loader = make_loader(read_data(config, read_config(config.model.path), checkpoint=hf), config)
     model = AutoModelForCausalLM.from_config(read_config(config.model.path))
     initialise_weights(model, seed=config.train.seed)
     model.train()

@@ -11,14 +11,17 @@ from megatrain.config.plan import Plan
 from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import GIB, HardwareSpec
 from megatrain.hardware.accelerators import can_compile
+from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, with_ways_out
+from megatrain.plan.search.request import Request
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
 from megatrain.stream.ranks.shared_gradients import Ranks
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.gpus import of_ranks
+from megatrain.train.planning.micro_batches import with_fastest_size
 from megatrain.train.planning.plan_run import Planned, device_type, make_request
 from megatrain.train.planning.run_machine import machine_for, with_layers_timed
 
@@ -70,7 +73,7 @@ def plan_training(
     """Plan a run that is about to begin.
 
     Args:
-        config: Complete.
+        config: In which the step is decided; the size of micro-batches may be open, and is not in the plan's.
         model: That will be trained.
         spec: The machine.
         ranks: As in `plan_memory`.
@@ -80,15 +83,21 @@ def plan_training(
         ModelError: A model that cannot be counted.
     """
     began_s = time.perf_counter()
+    is_compilable = can_compile(compute_device(config.train.device))
+
+    def ask(config: Config, anatomy: Anatomy) -> Request:
+        request = make_request(config, anatomy, spec, can_compile=is_compilable)
+        if ranks is None:
+            return request
+        return of_ranks(request, ranks.size, ranks.num_nodes, gathers=ranks.gathers)
+
+    config = with_fastest_size(config, model, device_type(spec), ask)
     recount = partial(model.count, config, device_type(spec))
     anatomy = recount()
     if spec.is_cpu:
         spec = with_layers_timed(spec, anatomy, model.config, config)
     count_s = time.perf_counter() - began_s
-    device = compute_device(config.train.device)
-    request = make_request(config, anatomy, spec, can_compile=can_compile(device))
-    if ranks is not None:
-        request = of_ranks(request, ranks.size, ranks.num_nodes, gathers=ranks.gathers)
+    request = ask(config, anatomy)
     plan = make_plan(request)
     if not plan.fits:
         raise CapacityError(with_ways_out(plan.problem, advise(request, recount, is_running=True)))

@@ -58,7 +58,7 @@ def report(
     """
     config = planned.config
     steps = config.train.steps
-    budget = config.tokens_per_step * steps if steps else _TOKENS
+    budget = config.train.tokens_per_step * steps if steps else _TOKENS
     if tokens is not None:
         budget = parse_tokens(tokens)
     request = planned.request

@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, build_config, set_keys
+from megatrain.config.choice import AUTO
+from megatrain.config.decided import with_rows, with_step
 from megatrain.config.plan import Plan
+from megatrain.config.runs import num_places
 from megatrain.data.context import check_seq_len
 from megatrain.errors import ConfigError
 from megatrain.hardware import GIB, HardwareSpec, load_machine, machine_names
@@ -23,10 +26,11 @@ from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.deterministic import copies_of_gradient, filled_share, is_priced
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import Remedy, advise
-from megatrain.plan.search.request import Request, usual_batch
+from megatrain.plan.search.request import Request
 from megatrain.plan.search.wear import spare_drives
 from megatrain.train.planning.counting import PlannedModel, Progress
 from megatrain.train.planning.gpus import of_ranks
+from megatrain.train.planning.micro_batches import with_fastest_size
 from megatrain.train.records.metrics import format_count
 
 if TYPE_CHECKING:
@@ -71,7 +75,6 @@ def ask(
     *,
     source: str,
     hf_config: Path | None = None,
-    is_complete: bool = True,
     counts: Path | None = None,
     progress: Progress = lambda doing: None,
 ) -> Asked:
@@ -82,8 +85,6 @@ def ask(
         spec: The machine; the batch is that of all of its GPUs.
         source: Where the settings are from, named in every problem.
         hf_config: A file like a model directory's config.json; None: that of `model.path`.
-        is_complete: The settings are of a run. Otherwise batch and precision, where they are not given, are
-            those of a large one: bf16, sequences of 4,096 tokens, 131,072 tokens per step.
         counts: A folder in which counts of models are kept; None: the model is counted anew.
         progress: Is told what takes time, before it begins.
 
@@ -94,24 +95,33 @@ def ask(
     place = str(hf_config) if hf_config is not None else _model_path(raw)
     raw = _with(raw, {"model.path": place, "data.path": _NO_DATA})
     model = PlannedModel(place, counts, progress)
-    notes = []
-    if not is_complete:
-        given = raw
-        raw = _with(raw, _defaults(raw, model.context, spec.num_ranks))
-        notes += _defaults_note(given, raw)
-    config = build_config(raw, source=source)
+    given = config = build_config(raw, source=source)
     if config.model.new_tokens:
         model = PlannedModel(place, None, progress, with_new_tokens(config, model))
+    on_cpu = not spec.has_accelerator
+    config = with_rows(config, context=model.context, on_cpu=on_cpu)
     check_seq_len(config.data.seq_len, model.context)
+    config = with_step(config, on_cpu=on_cpu, num_rows=None)
+    if config.parallel.shards is None:
+        shards = num_places(spec.num_ranks, config.parallel.sequence)
+        parallel = config.parallel.model_copy(update={"shards": shards})
+        config = config.model_copy(update={"parallel": parallel})
     began_s = time.perf_counter()
+
+    def of_rank(config: Config, anatomy: Anatomy) -> Request:
+        request = make_request(config, anatomy, spec)
+        return of_ranks(request, spec.num_ranks, spec.num_nodes, gathers=config.parallel.gathers)
+
+    config = with_fastest_size(config, model, device_type(spec), of_rank)
     recount = partial(model.count, config, device_type(spec))
     anatomy = recount()
-    count_s = time.perf_counter() - began_s
-    request = make_request(config, anatomy, spec)
-    if config.parallel.shards is None:
-        request = replace(request, batch=replace(request.batch, num_runs=spec.num_ranks))
     return Asked(
-        request=request, config=config, model=place, recount=recount, count_s=count_s, notes=tuple(notes)
+        request=make_request(config, anatomy, spec),
+        config=config,
+        model=place,
+        recount=recount,
+        count_s=time.perf_counter() - began_s,
+        notes=tuple(_defaults_note(given, config)),
     )
 
 
@@ -222,35 +232,20 @@ def _with(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return set_keys(raw, missing)
 
 
-def _defaults(raw: Mapping[str, Any], context: int | None, num_ranks: int) -> dict[str, Any]:
-    """Return batch and precision of a large run of so many ranks, for a model with this context."""
-
-    def given(section: str, name: str) -> int:
-        value = _value(raw, section, name)
-        return value if isinstance(value, int) and value > 0 else 0
-
-    optim = raw.get("optim")
-    is_clipped = not isinstance(optim, Mapping) or optim.get("max_grad_norm", 1.0) is not None
-    batch = usual_batch(
-        context,
-        seq_len=given("data", "seq_len"),
-        micro_batch_size=given("train", "micro_batch_size") or 1,
-    )
-    return {
-        "data.seq_len": batch.seq_len,
-        "train.micro_batch_size": batch.micro_batch_size,
-        "train.grad_accumulation": num_ranks * batch.num_micro_batches,
-        "train.precision": "bf16",
-        **({} if is_clipped else {"optim.updates": "auto"}),
-    }
-
-
-def _defaults_note(given: Mapping[str, Any], raw: Mapping[str, Any]) -> list[str]:
+def _defaults_note(given: Config, config: Config) -> list[str]:
+    """Say what was left open of what decides the numbers, and is decided; not what follows from the rest."""
+    train = given.train
+    keys = ["train.precision", "data.seq_len"]
+    if AUTO in (train.micro_batch_size, train.grad_accumulation):
+        keys.append("train.tokens_per_step")
+    if train.grad_accumulation == AUTO:
+        keys.append("train.micro_batch_size")
+    then, now = (each.model_dump(mode="json") for each in (given, config))
     chosen = [
-        f"{section}.{name}={value}"
-        for section in ("data", "train", "optim")
-        for name, value in raw.get(section, {}).items()
-        if name not in (given.get(section) or {}) and name != "path"
+        f"{key}={now[section][name]}"
+        for key in keys
+        for section, _, name in [key.partition(".")]
+        if then[section][name] == AUTO
     ]
     return [f"not given, so taken as {', '.join(chosen)}"] if chosen else []
 

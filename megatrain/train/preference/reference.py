@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from megatrain.config import Config
-from megatrain.data.cache import RowWriter, is_kept, kept_rows
-from megatrain.data.pairs import SIDES, JudgedRows, judged_batch
+from megatrain.data.cache import Rows, RowWriter, is_kept, kept_rows
+from megatrain.data.pairs import SIDES, JudgedRows, NoReference, judged_batch
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.model.weights.files import model_directory
@@ -155,3 +155,22 @@ class Reference:
                     )
             name = writer.close()
         return {"shape": [writer.num_rows, SIDES], "fingerprint": name}
+
+
+def reference_for(config: Config, rows: Iterable[Rows], folder: Path | None) -> Reference | None:
+    """Return what rows are compared with; None: nothing, or nothing that matters.
+
+    Args:
+        config: Of the run.
+        rows: Those that it trains and evaluates on; of judged answers all are, or none.
+        folder: Where log-probabilities are kept; None: answers are compared with nothing.
+
+    Raises:
+        ModelError: As `Reference`.
+    """
+    judged = [some for some in rows if isinstance(some, JudgedRows)]
+    if judged and folder is not None:
+        return Reference(config, judged, folder)
+    for some in judged:
+        some.reference = NoReference(len(some))
+    return None

@@ -22,6 +22,7 @@ from typing import Any
 
 from megatrain.checkpoint.save import remove_leftovers
 from megatrain.config import Config, dump_config
+from megatrain.config.decided import as_settings
 from megatrain.errors import OutputError, os_errors
 from megatrain.files import make_directories, system, temporary_of, write_bytes_durably
 from megatrain.hardware import host_memory
@@ -173,8 +174,13 @@ class RunDirectory:
         remove_leftovers(self.checkpoints)
 
     def begin(self, config: Config, plan: Mapping[str, Any] | None = None) -> None:
-        """Write what was asked for, where it runs, and what is planned; an older plan goes."""
-        write_bytes_durably(self.config, dump_config(config).encode())
+        """Write what is trained, where it runs, and what is planned; an older plan goes.
+
+        Args:
+            config: In which nothing is open.
+            plan: As plain values; None: there is none.
+        """
+        write_bytes_durably(self.config, dump_config(as_settings(config)).encode())
         write_bytes_durably(self.environment, (json.dumps(environment(), indent=2) + "\n").encode())
         if plan is not None:
             write_bytes_durably(self.plan, (json.dumps(plan) + "\n").encode())

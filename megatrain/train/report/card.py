@@ -101,9 +101,16 @@ def _training(run: RunFiles) -> Iterator[tuple[str, str]]:
         if run.rows[-1].get("targets"):
             yield "of these trained on", f"{run.rows[-1]['targets']:,}"
     yield "tokens per sequence", str(data.get("seq_len"))
-    sequences = (train.get("micro_batch_size") or 1) * (train.get("grad_accumulation") or 1)
-    yield "sequences per step", str(sequences)
+    yield "sequences per step", str(_sequences(train, data))
     yield "precision", str(train.get("precision"))
+
+
+def _sequences(train: Mapping[str, Any], data: Mapping[str, Any]) -> int:
+    """Return the sequences of a step; runs of older versions have not written how many tokens it has."""
+    tokens, seq_len = train.get("tokens_per_step"), data.get("seq_len")
+    if isinstance(tokens, int) and isinstance(seq_len, int):
+        return tokens // seq_len
+    return (train.get("micro_batch_size") or 1) * (train.get("grad_accumulation") or 1)
 
 
 def _losses(run: RunFiles) -> Iterator[tuple[str, ...]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
+from megatrain.config.choice import AUTO
 from megatrain.errors import CheckpointError
 from megatrain.model.shares import adds_router_loss
 
@@ -19,7 +20,9 @@ _log = logging.getLogger(__name__)
 def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
     """Name every setting that differs from a checkpoint's and bears on the numbers, as `key old -> new`."""
     now = flatten(config.model_dump(mode="json"))
-    then = {key: _default(config, key) for key in now} | flatten(saved)  # older ones lack newer settings
+    # older ones lack newer settings; the tokens of a step follow from others that they have
+    derived = {"train.tokens_per_step": now["train.tokens_per_step"]}
+    then = {key: _default(config, key) for key in now} | derived | flatten(saved)
     numeric = ("model.", "data.", "train.", "lora.", "optim.", "parallel.", "memory.head_chunk_tokens")
     return [
         f"{key} {then[key]} -> {value}"
@@ -27,9 +30,19 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
         if key.startswith(numeric)
         and key not in ("train.device", "parallel.gather")
         and then[key] != value
-        # left open, it is the checkpoint's
-        and (key, value) != ("parallel.shards", None)
+        and (key, value) not in _LEFT_OPEN
     ]
+
+
+_LEFT_OPEN = (
+    ("parallel.shards", None),
+    ("train.precision", AUTO),
+    ("train.tokens_per_step", AUTO),
+    ("train.micro_batch_size", AUTO),
+    ("train.grad_accumulation", AUTO),
+    ("data.seq_len", AUTO),
+)
+"""What is the checkpoint's where it is left open."""
 
 
 def _default(config: Config, key: str) -> Any:

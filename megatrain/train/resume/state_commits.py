@@ -43,7 +43,8 @@ def tiers_of(config: Config, choice: Choice | None = None, *, resumes: bool = Fa
         choice: In force; None: what the settings say.
         resumes: To go on from what is committed there.
     """
-    memory, count = config.memory, config.train.grad_accumulation
+    memory = config.memory
+    count = config.train.grad_accumulation if config.is_decided else 1  # before, only places are asked for
     if not memory.drives:
         return None
     known = replace(Choice(lockstep=count), **(choice or config.choice).given)

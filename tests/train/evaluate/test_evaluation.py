@@ -20,9 +20,10 @@ from megatrain.errors import CheckpointError, ConfigError, DataError
 from megatrain.train import loop
 from megatrain.train.evaluate.losses import EvalSet, Evaluation, evaluate
 from megatrain.train.evaluate.standing import Standing
-from megatrain.train.inputs import make_eval_sets, pack_data, prepare_data
+from megatrain.train.inputs import pack_data, pack_eval_data, prepare_data
 from megatrain.train.loop import train
 from megatrain.train.outputs.export import export_run
+from megatrain.train.run_data import make_eval_sets
 from tests.stream.test_engine import start
 from tests.train.project import make_config, write_corpus
 from tests.train.test_loop import rows_of, state_of
@@ -96,7 +97,8 @@ def test_losses_are_those_of_the_resident_model_over_all_tokens(evaluated: Path)
     config = make_config(evaluated, data={**HELD_OUT, "eval_path": {"other": str(evaluated / "other.txt")}})
     model = AutoModelForCausalLM.from_pretrained(evaluated / "run/hf").eval()
     tokenizer = load_tokenizer(str(evaluated / "run/hf"))
-    sets = make_eval_sets(config, pack_data(config, tokenizer, model.config), tokenizer, model.config)
+    packed = pack_data(config, tokenizer, model.config)
+    sets = make_eval_sets(config, pack_eval_data(config, packed, tokenizer, model.config))
     assert [one.name for one in sets] == ["val", "other"]
     seen = {row["name"]: row for row in events_of(evaluated / "run", "evaluation") if row["step"] == 12}
     for one in sets:
@@ -126,14 +128,14 @@ def test_what_is_held_out_is_trained_on_by_nobody(evaluated: Path) -> None:
     tokenizer = load_tokenizer(str(evaluated / "run/hf"))
     model_config = AutoModelForCausalLM.from_pretrained(evaluated / "run/hf").config
     packed = pack_data(config, tokenizer, model_config)
-    (held_out,) = make_eval_sets(config, packed, tokenizer, model_config)
+    (held_out,) = make_eval_sets(config, pack_eval_data(config, packed, tokenizer, model_config))
     rows = torch.cat([batch["input_ids"] for batch in held_out.batches()])
     assert len(rows) == round(0.1 * len(packed.rows))
     meta = verify(max((evaluated / "run/checkpoints").iterdir())).meta
     kept = len(packed.rows) - len(rows)
     assert meta["data"]["fingerprint"].startswith(f"{kept}x32-")
     with pytest.raises(DataError, match="leaves 0 to evaluate on"):
-        make_eval_sets(make_config(evaluated, data={"val_size": 1e-9}), packed, tokenizer, model_config)
+        pack_eval_data(make_config(evaluated, data={"val_size": 1e-9}), packed, tokenizer, model_config)
 
 
 def test_what_is_held_out_of_examples_is_packed_as_the_others_are(evaluated: Path, tmp_path: Path) -> None:
@@ -145,7 +147,8 @@ def test_what_is_held_out_of_examples_is_packed_as_the_others_are(evaluated: Pat
     model_config = AutoModelForCausalLM.from_pretrained(evaluated / "run/hf").config
     for folder in (None, tmp_path, tmp_path):
         packed = pack_data(config, tokenizer, model_config, folder=folder)
-        (held_out,) = make_eval_sets(config, packed, tokenizer, model_config, folder=folder)
+        apart = pack_eval_data(config, packed, tokenizer, model_config, folder=folder)
+        (held_out,) = make_eval_sets(config, apart)
         assert (packed.packing, packed.counts.kept) == ("best_fit", 15)
         starts = [int((batch["position_ids"] == 0).sum()) for batch in held_out.batches()]
         filled = sum(int((batch["labels"] != -100).sum()) for batch in held_out.batches())

@@ -23,9 +23,12 @@ from megatrain.train.planning.counting import PlannedModel, count_once, shape_of
 from tests.families import FAMILIES
 from tests.forks import run_script
 from tests.plan.anatomies import llama_like
+from tests.train.project import decided
 
-CONFIG = build_config(
-    {"model": {"path": "none"}, "data": {"path": "none", "seq_len": 64}, "train": {"precision": "bf16"}}
+CONFIG = decided(
+    build_config(
+        {"model": {"path": "none"}, "data": {"path": "none", "seq_len": 64}, "train": {"precision": "bf16"}}
+    )
 )
 
 

@@ -15,6 +15,7 @@ from megatrain.plan.search.planner import make_plan
 from megatrain.train.planning import plan_run as planning
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.plan_run import Planned, device_type, make_request, plan_run
+from tests.train.project import decided
 
 SHARED = Path(__file__).parents[4] / "shared/data"
 CONFIGS = sorted((SHARED / "configs").glob("*/config.json")) if SHARED.is_dir() else []
@@ -46,7 +47,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(file: Path, machine: str, counts: Path) -> Planned:
     raw = {"model": {"path": str(file)}}
     spec = load_machine(machine)
-    return plan_run(raw, spec, source="test", hf_config=file, is_complete=False, counts=counts)
+    return plan_run(raw, spec, source="test", hf_config=file, counts=counts)
 
 
 def check(found: Planned) -> None:
@@ -98,7 +99,7 @@ def test_every_config_plans_on_every_machine(file: Path, machine: str, counts: P
 def check_bounds(name: str, machine: str, counts: Path, *, clips: bool, has_drives: bool) -> None:
     """What a search finds in a moment will do: each choice that it times is held against its bounds."""
     file = SHARED / "configs" / name / "config.json"
-    config = build_config(_with_a_large_batch(file, clips=clips), source="test")
+    config = decided(build_config(_with_a_large_batch(file, clips=clips), source="test"))
     model = PlannedModel(str(file), counts, lambda doing: None)
     spec = load_machine(machine)
     if not has_drives:
@@ -132,6 +133,6 @@ def _with_a_large_batch(file: Path, *, clips: bool) -> dict[str, dict[str, objec
     return {
         "model": {"path": str(file)},
         "data": {"path": "none", "seq_len": 1024 if file.parent.name == "gpt2" else 4096},
-        "train": {"precision": "bf16", "grad_accumulation": 32},
+        "train": {"precision": "bf16", "micro_batch_size": 1, "grad_accumulation": 32},
         "optim": {"max_grad_norm": 1.0 if clips else None, "updates": "deferred" if clips else "auto"},
     }

@@ -129,7 +129,12 @@ def test_policy_can_be_pasted_into_a_config_and_planned_again(
 ) -> None:
     arguments = ["--model", str(models / "small"), "--machine", "rtx-3080", "--seq-len", "1024"]
     found = plan_json(capsys, *arguments)
-    train = {"precision": "bf16", "grad_accumulation": 128}
+    batch = found["batch"]
+    train = {
+        "precision": "bf16",
+        "micro_batch_size": batch["micro_batch_size"],
+        "grad_accumulation": batch["num_micro_batches"],
+    }
     raw = {
         "model": {"path": str(models / "small")},
         "data": {"path": "none", "seq_len": 1024},
@@ -265,7 +270,17 @@ REFUSED: dict[str, tuple[tuple[str, ...], str, str]] = {
         "train.micro_batch_size=1",
     ),
     "fp32": (
-        (*_LARGE, "--machine", "h200", "--ram", "1050GiB", "--precision", "fp32", "--grad-accumulation", "1"),
+        (
+            *_LARGE,
+            "--machine",
+            "h200",
+            "--ram",
+            "1050GiB",
+            "--precision",
+            "fp32",
+            "--tokens-per-step",
+            "4096",
+        ),
         "host memory",
         "train.precision=bf16",
     ),
@@ -473,7 +488,7 @@ def test_every_setting_that_a_plan_names_exists() -> None:
 def test_settings_name_the_drives_on_which_only_gradients_wait(models: Path) -> None:
     """A commit after every step would write all of the state, which the plan leaves in RAM."""
     spec = load_machine("rtx-4090").with_drive_bytes(10**12)
-    found = plan_run({"model": {"path": str(models / "small")}}, spec, source="test", is_complete=False)
+    found = plan_run({"model": {"path": str(models / "small")}}, spec, source="test")
     layers = len(found.plan.choice.gradients)
     named = []
     for places in ("host", "nvme"):
@@ -512,7 +527,7 @@ def test_rows_that_need_a_long_mask_are_refused_by_plan_and_by_train(
 def test_what_a_deterministic_run_costs_is_in_its_time_or_said_to_be_unknown(
     capsys: pytest.CaptureFixture[str], models: Path
 ) -> None:
-    asked = ("--model", str(models / "small"), "--seq-len", "16384", "--machine")
+    asked = ("--model", str(models / "small"), "--seq-len=16384", "--micro-batch-size=1", "--machine")
     plain = plan_json(capsys, *asked, "h100")
     repeated = plan_json(capsys, *asked, "h100", "train.deterministic=true")
     assert not any("deterministic" in note for note in plain["notes"])

@@ -1,0 +1,181 @@
+"""What a run does where its settings leave it open: the rules, for every command, said once.
+
+Precision and the length of a row follow from the model and from whether a CPU computes, the size of a step
+from the data as well. Nothing here depends on a machine's memory, its speed or the number of its GPUs, so a
+run trains the same model wherever it runs. In how many micro-batches a step's rows pass is the planner's to
+choose, since that is what a machine is fast with.
+
+Loads neither pydantic nor torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatrain.config.choice import StepBatch
+from megatrain.errors import ConfigError
+
+_ROW_TOKENS, _ROW_TOKENS_ON_CPU = 4096, 1024
+"""Most tokens of a row."""
+
+_STEP_TOKENS, _STEP_TOKENS_ON_CPU = 131_072, 8192
+"""Of a step: on accelerators about what AdamW on the host hides behind, several times over."""
+
+_STEP_TOKENS_OF_ADAPTERS = 32_768
+"""Of a step that trains adapters: nothing waits for an optimizer then, and low-rank adapters learn less from
+large batches than whole models do. Source: Schulman et al., "LoRA Without Regret", 2025."""
+
+_LEAST_STEPS, _LEAST_STEPS_PER_EPOCH = 100, 32
+"""Steps that a run, and a pass over its data, have at least: with fewer, a schedule has nothing to do."""
+
+_MOST_ROWS = 64
+"""Of a micro-batch whose size is chosen."""
+
+
+def default_precision(*, on_cpu: bool) -> str:
+    """Return what a run computes in: bf16 with fp32 masters on accelerators, fp32 on a CPU."""
+    return "fp32" if on_cpu else "bf16"
+
+
+def default_seq_len(context: int | None, *, on_cpu: bool) -> int:
+    """Return the tokens of a row: as many as the model takes, but no more than are usual.
+
+    Args:
+        context: Most tokens of a row that the model takes; None: it names no limit.
+        on_cpu: A CPU computes.
+    """
+    most = _ROW_TOKENS_ON_CPU if on_cpu else _ROW_TOKENS
+    return min(most, context or most)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epochs:
+    """The data of a run, and how often it passes them."""
+
+    num_rows: int
+    """Of one pass, as they are packed."""
+    epochs: float | None
+    """Passes; None: the steps are given, and only a pass has to have enough of them."""
+
+    def steps_per_epoch(self, rows: int) -> int:
+        """Return the steps of so many rows that one pass takes; the last may reach into the next."""
+        return -(-self.num_rows // rows)
+
+    def are_enough(self, rows: int) -> bool:
+        """Whether steps of so many rows are enough of them."""
+        per_epoch = self.steps_per_epoch(rows)
+        if per_epoch < _LEAST_STEPS_PER_EPOCH:
+            return False
+        return self.epochs is None or math.ceil(self.epochs * per_epoch) >= _LEAST_STEPS
+
+
+def default_rows(row_tokens: int, *, on_cpu: bool, has_adapters: bool = False, data: Epochs | None) -> int:
+    """Return the rows of a step, a power of two, so that micro-batches and ranks can share them out.
+
+    Args:
+        row_tokens: Tokens of a row, both of its sequences where it has two.
+        on_cpu: A CPU computes.
+        has_adapters: Adapters are trained, and not the model.
+        data: None: they are not known, and taken for enough.
+    """
+    tokens = _STEP_TOKENS_ON_CPU if on_cpu else _STEP_TOKENS
+    if has_adapters:
+        tokens = min(tokens, _STEP_TOKENS_OF_ADAPTERS)
+    rows = 1 << max(0, (tokens // row_tokens).bit_length() - 1)
+    while rows > 1 and data is not None and not data.are_enough(rows):
+        rows //= 2
+    return rows
+
+
+def default_batch(context: int | None, *, on_cpu: bool) -> StepBatch:
+    """Return the batch of a step where nothing is known of the run: in micro-batches of one row."""
+    seq_len = default_seq_len(context, on_cpu=on_cpu)
+    rows = default_rows(seq_len, on_cpu=on_cpu, data=None)
+    return StepBatch(micro_batch_size=1, seq_len=seq_len, num_micro_batches=rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSize:
+    """What settings say of the rows of a step; None: left open."""
+
+    row_tokens: int
+    """Tokens of a row, both of its sequences where it has two."""
+    tokens_per_step: int | None = None
+    micro_batch_size: int | None = None
+    grad_accumulation: int | None = None
+    num_runs: int = 1
+    """Into which the micro-batches of a step are cut: `parallel.shards`."""
+
+    def rows(self, default: int) -> int:
+        """Return the rows of a step: as many as the settings say, or about as many as the default.
+
+        Args:
+            default: Rows, where neither tokens nor both other sizes are given.
+
+        Raises:
+            ConfigError: The settings contradict each other.
+        """
+        tokens, size, number = self.tokens_per_step, self.micro_batch_size, self.grad_accumulation
+        if size is not None and number is not None:
+            rows = size * number
+            if tokens is not None and tokens != rows * self.row_tokens:
+                raise ConfigError(
+                    f"{self._given()} contradict each other: {number:,} micro-batches of {size:,} rows of "
+                    f"{self.row_tokens:,} tokens are {rows * self.row_tokens:,}; leave one of them out"
+                )
+            return rows
+        unit = number if number is not None else (size or 1) * self.num_runs
+        wanted = default if tokens is None else tokens // self.row_tokens
+        if wanted < unit and tokens is not None:
+            raise ConfigError(
+                f"{self._given()} contradict each other: a step has at least {unit:,} "
+                f"{'row' if unit == 1 else 'rows'} of {self.row_tokens:,} tokens; use "
+                f"train.tokens_per_step={unit * self.row_tokens} or more, or auto"
+            )
+        return max(unit, wanted // unit * unit)
+
+    def sizes(self, rows: int, num_runs: int, least_number: int = 1) -> list[int]:
+        """List the sizes of micro-batches that a step of so many rows can have, the smallest first.
+
+        Args:
+            rows: Of a step, of all ranks.
+            num_runs: Equally long runs of micro-batches: `parallel.shards`, or one per rank.
+            least_number: Micro-batches of a run, at least.
+
+        Raises:
+            ConfigError: The rows cannot be shared out.
+        """
+        if self.micro_batch_size is not None:
+            return [self.micro_batch_size]
+        if self.grad_accumulation is not None:
+            return [rows // self.grad_accumulation]
+        if rows % num_runs:
+            more = -(-rows // num_runs) * num_runs
+            raise ConfigError(
+                f"a step of {rows:,} rows of {self.row_tokens:,} tokens (train.tokens_per_step) cannot be "
+                f"cut into {num_runs:,} equal runs (parallel.shards; one per rank, if left open); use "
+                f"train.tokens_per_step={more * self.row_tokens}"
+            )
+        most = rows // num_runs // least_number
+        found = [size for size in _powers(min(most, _MOST_ROWS)) if rows % (size * num_runs) == 0]
+        return found or [1]
+
+    def _given(self) -> str:
+        values = {
+            "train.tokens_per_step": self.tokens_per_step,
+            "train.micro_batch_size": self.micro_batch_size,
+            "train.grad_accumulation": self.grad_accumulation,
+            "parallel.shards": self.num_runs if self.num_runs > 1 else None,
+        }
+        given = [f"{key}={value}" for key, value in values.items() if value is not None]
+        given.append(f"rows of {self.row_tokens:,} tokens (data.seq_len)")
+        return f"{', '.join(given[:-1])} and {given[-1]}"
+
+
+def _powers(most: int) -> Iterator[int]:
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2

@@ -1,0 +1,59 @@
+"""The step of a run, and how many of them there are: the section `train`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatrain.config.choice import AUTO
+from megatrain.config.sections.preference import Loss
+from megatrain.config.sections.section import Section
+from megatrain.config.types import Count, Device, OpenCount, OpenPrecision, Patterns, Rate, Seed
+
+
+class TrainConfig(Section):
+    """The step, and how many of them."""
+
+    loss: Loss = "sft"
+    """What is learnt: to give the texts and answers of the data (`sft`), to prefer the better of two answers
+    (`dpo`), or to tell good answers from bad ones (`kto`); see `preference`."""
+    steps: Count | None = None
+    """Optimizer steps. null = `train.epochs`."""
+    epochs: Rate | None = None
+    """Passes over the data, such as 3 or 0.5, in place of `train.steps`. null = 1."""
+    tokens_per_step: OpenCount = AUTO
+    """Tokens per optimizer step, of all ranks, rounded down to whole rows; what fills rows up counts too, and
+    both sequences of a pair. `auto` = 131,072 (8,192 on a CPU, 32,768 where adapters are trained), halved
+    until the run has 100 steps and a pass over its data 32; if `train.steps` is given, only a pass counts."""
+    micro_batch_size: OpenCount = AUTO
+    """Rows of `data.seq_len` tokens in one forward and backward; with `train.loss` `dpo` or `kto` pairs or
+    answers, of two sequences each. `auto` = as planned: the fastest of 1, 2, 4, ... 64. It changes the last
+    bits of results, so it is chosen once, and a run that goes on keeps it."""
+    grad_accumulation: OpenCount = AUTO
+    """Micro-batches per optimizer step. `auto` = as many as make `train.tokens_per_step`."""
+    seed: Seed = 0
+    """Seed of random initialisation, dropout and the order of the data."""
+    precision: OpenPrecision = AUTO
+    """`fp32`, or `bf16` compute with exact fp32 master weights; both take 12 bytes per parameter. `auto` =
+    `bf16` on accelerators, `fp32` on a CPU."""
+    device: Device = "auto"
+    """Where blocks run. `auto` = the GPU if there is one; `emulated` = a simulated GPU, for tests, with the
+    rates of a JSON file if one is named."""
+    reproducible: bool = False
+    """Keep to the plan that was made at the start. false = plan anew between steps when the machine turns out
+    faster or slower; every choice is exact, but the times of steps then depend on the machine's mood."""
+    deterministic: bool = False
+    """Give the same bits in every run on the same device with the same software: operations take their
+    deterministic forms, attention is flash and not cuDNN, and one that has no such form stops the run. Slower
+    on a GPU, as `megatrain plan` says; no difference on a CPU."""
+    on_spike: Literal["warn", "skip", "stop"] = "warn"
+    """What to do when the loss jumps: above the median of the last 64 steps by more than a tenth, and by
+    more than 8 robust standard deviations. `warn` says so, `skip` makes no update, `stop` ends the run (exit
+    code 5)."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Run layers through `torch.compile`, one compilation for all of a kind: about a minute, in the first
+    step. `auto` = on a GPU, if torch has a compiler for it."""
+    freeze: Patterns = ()
+    """Shell patterns of the names of parameters that are not trained, such as `["model.embed_tokens*"]`. They
+    take 2 bytes each in bf16, and no gradient of theirs is made."""
+    only: Patterns = ()
+    """Shell patterns of the names of the parameters that are trained, and no others. [] = all."""

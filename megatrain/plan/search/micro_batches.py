@@ -1,0 +1,33 @@
+"""The size of micro-batches with which a step is fastest: what each size comes to is looked at, not planned.
+
+A size bears on everything: what a layer's products reach, what stays between forward and backward, how often
+weights are fetched. So each is asked what it could do by a search that ends soon, and the plan that follows
+is of the size that does best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatrain.plan.search.request import Request
+from megatrain.plan.search.search import search
+
+_LOOK_OPERATIONS = 1_000
+"""Of the search for each size."""
+
+_TOLERANCE = 0.01
+"""Of two sizes whose step times differ by less, the smaller one is taken."""
+
+
+def fastest(requests: Sequence[Request]) -> Request:
+    """Return the request whose plan should be the fastest; the first one if none fits.
+
+    Args:
+        requests: For the same step in micro-batches of another size each, the smallest first.
+    """
+    best, best_s = requests[0], float("inf")
+    for request in requests:
+        found = search(request, budget=_LOOK_OPERATIONS)
+        if found is not None and found.step.step_s < best_s * (1 - _TOLERANCE):
+            best, best_s = request, found.step.step_s
+    return best

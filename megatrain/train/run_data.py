@@ -1,0 +1,124 @@
+"""The data of a run, tokenised and packed, and the step that follows from it: for a run, and for its plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.config import Config
+from megatrain.config.decided import with_step
+from megatrain.data.cache import Rows
+from megatrain.data.loader import PackedLoader, in_batches
+from megatrain.data.prepare import Prepared
+from megatrain.data.tokens.template import template_source
+from megatrain.train.evaluate.losses import EvalSet
+from megatrain.train.inputs import (
+    choose_tokenizer,
+    hold_out,
+    is_on_cpu,
+    pack_data,
+    rows_of,
+    with_rows_for,
+)
+from megatrain.train.preference.objective import Preference
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunData:
+    """What a run is trained on, and how much of it is a step."""
+
+    config: Config
+    """In which rows and the step are decided."""
+    tokenizer: PreTrainedTokenizerBase
+    packed: Prepared
+    rows: Rows
+    """Those that are trained on: what is held out of joined text is not among them."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        train = self.config.train
+        per_epoch = -(-len(self.rows) // self.config.rows_per_step)
+        return train.steps or math.ceil((train.epochs or 1) * per_epoch)
+
+
+def read_data(
+    config: Config,
+    model_config: PretrainedConfig,
+    *,
+    checkpoint: Path | None = None,
+    folder: Path | None = None,
+    day: str | None = None,
+    on_cpu: bool | None = None,
+) -> RunData:
+    """Tokenise and pack what a run is trained on, or find it prepared, and decide what a step is.
+
+    Args:
+        config: Of the run; what it leaves open of rows and steps is decided.
+        model_config: Of its model, which gets as many words as its tokenizer needs.
+        checkpoint: That the run goes on from; None: none.
+        folder: As of `pack_data`, like `day`.
+        day: That the chat template was told before, in a run that is resumed.
+        on_cpu: A CPU computes; None: as `train.device` says.
+
+    Raises:
+        DataError: As of `pack_data`, or nothing is left to train on, or nothing is held out.
+        ConfigError: As of `pack_data`, or settings of the step contradict each other.
+    """
+    on_cpu = is_on_cpu(config) if on_cpu is None else on_cpu
+    config = with_rows_for(config, model_config, on_cpu=on_cpu)
+    tokenizer = choose_tokenizer(config, checkpoint, model_config)
+    if config.data.chat_template is not None:  # whoever talks to the model needs what it was trained with
+        tokenizer.chat_template = template_source(config.data.chat_template, tokenizer)
+    packed = pack_data(config, tokenizer, model_config, folder=folder, day=day)
+    rows = hold_out(config, packed)[0] if _holds_out(config, packed) else rows_of(packed)
+    config = with_step(config, on_cpu=on_cpu, num_rows=len(rows))
+    return RunData(config=config, tokenizer=tokenizer, packed=packed, rows=rows)
+
+
+def _holds_out(config: Config, packed: Prepared) -> bool:
+    return bool(config.data.val_size) and packed.packing == "join"
+
+
+def make_loader(data: RunData, config: Config) -> PackedLoader:
+    """Return the micro-batches of a run, in its order.
+
+    Args:
+        data: Of the run.
+        config: In which nothing is open.
+    """
+    packed, name = data.packed, data.packed.fingerprint
+    if _holds_out(config, packed):
+        name = f"{len(data.rows)}x{name.partition('x')[2]}-less-{config.data.val_size:g}"
+    return PackedLoader(
+        data.rows,
+        micro_batch_size=config.train.micro_batch_size,
+        num_micro_batches=config.train.grad_accumulation,
+        seed=config.data_seed,
+        shuffle=config.data.shuffle,
+        packing=packed.packing,
+        name=name,
+        day=packed.day,
+    )
+
+
+def make_eval_sets(config: Config, packed: Mapping[str, tuple[Rows, str]]) -> list[EvalSet]:
+    """Return sets in micro-batches as large as in training.
+
+    Args:
+        config: In which nothing is open.
+        packed: What `pack_eval_data` has returned.
+    """
+    judge = None if config.train.loss == "sft" else Preference(config.preference).evaluate
+    size = config.train.micro_batch_size
+    return [
+        EvalSet(name=name, batches=partial(in_batches, rows, size, way), judge=judge, rows=rows)
+        for name, (rows, way) in packed.items()
+    ]
