@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from megatrain.distributed.processes import how_ended, status_of
+from megatrain.distributed.signals import stop_signals
 from megatrain.distributed.watch import watch_idly
 from megatrain.errors import ConfigError, RankError, TornStateError
 from megatrain.hardware.accelerators import VENDORS, check_count
@@ -90,9 +91,9 @@ def run_ranks(
     """Run `megatrain` with these arguments once per rank, and return one exit code.
 
     Where a rank was killed, stopped or hung, the same run goes on from its newest checkpoint, to the same
-    bits, with the largest number of ranks that is left and shares out the step's runs. The first SIGINT or
-    SIGTERM lets the ranks finish their step and save, or ends them if they do not train yet; a second one
-    ends them at once. After either nothing goes on.
+    bits, with the largest number of ranks that is left and shares out the step's runs. The first signal of
+    `stop_signals` lets the ranks finish their step and save, or ends them if they do not train yet; a second
+    one ends them at once. After either nothing goes on.
 
     Args:
         num_ranks: How many: a power of two.
@@ -162,8 +163,9 @@ class _Stop:
         self._told: set[int] = set()
 
     def note(self, number: int, _: FrameType | None) -> None:
-        """Take a signal."""
-        self._is_second = self.number is not None
+        """Take a signal; that a terminal is closed may be said twice, and means it once."""
+        if self.number is not None and number != signal.SIGHUP:
+            self._is_second = True
         self.number = number
 
     def pass_on(self) -> None:
@@ -185,7 +187,7 @@ class _Stop:
 def _stopping() -> Iterator[_Stop]:
     """Take the signals that ask this process to end."""
     stop = _Stop()
-    previous = {number: signal.signal(number, stop.note) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, stop.note) for number in stop_signals()}
     try:
         yield stop
     finally:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from megatrain.distributed.signals import stop_signals
 from megatrain.errors import CallbackError
 from megatrain.train.run import Run
 
@@ -49,7 +50,7 @@ def end_early(run: Run, reason: str) -> None:
 
 @contextmanager
 def stop_flag(*, is_alone: bool = True) -> Iterator[threading.Event]:
-    """Let the first SIGINT or SIGTERM finish the step; a second one ends the process as it always does.
+    """Let the first signal that asks for it finish the step; a second one ends the process as it always does.
 
     Args:
         is_alone: There is one rank. Of several, the launcher decides what a second signal means: what ends a
@@ -59,7 +60,7 @@ def stop_flag(*, is_alone: bool = True) -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = stop_signals()
     previous = {number: signal.getsignal(number) for number in numbers}
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -67,8 +68,8 @@ def stop_flag(*, is_alone: bool = True) -> Iterator[threading.Event]:
             return
         stop.set()
         if is_alone:
-            for each in numbers:
-                signal.signal(each, previous[each])
+            for each in numbers:  # a terminal that is closed may say so twice, and means it once
+                signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else previous[each])
         _log.warning("asked to stop: finishing the step, then saving")
 
     for number in numbers:

@@ -25,6 +25,7 @@ from megatrain.config.decided import with_micro_batches
 from megatrain.config.read_choice import as_values, from_values
 from megatrain.distributed.processes import num_cores
 from megatrain.distributed.ranks import Ranks
+from megatrain.distributed.signals import stop_signals
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware.accelerators import VENDORS
 from megatrain.hardware.care import Care
@@ -236,10 +237,9 @@ def count_written(care: Care, ranks: Ranks) -> None:
 @contextmanager
 def signals_ignored() -> Iterator[None]:
     """Leave it to the first rank to finish a step and save after a signal: others end when it says so."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in stop_signals()}
     try:
         yield
     finally:
-        for number in numbers:
-            signal.signal(number, previous[number])
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megatrain.checkpoint.load import verify
 from megatrain.errors import CheckpointError, DivergedError, OutputError
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from megatrain.train import loop
+from megatrain.train.endings import stop_flag
 from megatrain.train.loop import train
 from megatrain.train.outputs.export import export_run
 from megatrain.train.outputs.sample import sample
@@ -202,7 +204,16 @@ def test_resume_with_other_settings_and_updates_in_the_background(
         assert row["loss"] == expected[row["step"]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.fixture
+def _hangs_up() -> Iterator[None]:
+    """Let SIGHUP be what it is in a terminal, though whoever runs the tests has it ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_hangs_up")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_finishes_the_step_saves_and_exits_75(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -225,6 +236,21 @@ def test_signal_finishes_the_step_saves_and_exits_75(
     monkeypatch.undo()
     train(make_config(tmp_path))
     assert_same_runs(tmp_path / "run", whole / "run")
+
+
+def test_a_closed_terminal_stops_a_run_once_and_not_under_nohup() -> None:
+    asked: list[bool] = []
+    for handler in (signal.SIG_DFL, signal.SIG_IGN):
+        before = signal.signal(signal.SIGHUP, handler)
+        try:
+            with stop_flag() as stop:
+                for _ in range(2):  # the kernel and the shell both say it
+                    os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is handler
+        finally:
+            signal.signal(signal.SIGHUP, before)
+        asked.append(stop.is_set())
+    assert asked == [True, False]
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "missing"])

@@ -7,8 +7,9 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from megatrain.train.records.metrics import StepMetrics, format_duration
 
@@ -19,6 +20,25 @@ _log = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 """Seconds between two lines, where there is no bar."""
+
+
+class _Lasting:
+    """A terminal that may be closed while a run goes on: what cannot be shown any more is not an error."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 class Progress:
@@ -106,7 +126,8 @@ def _make_bar(stream: TextIO) -> RichProgress:
     numbers = TextColumn(
         "{task.fields[text]}", markup=False, table_column=Column()
     )  # wraps: nothing is cut off
-    return RichProgress(MofNCompleteColumn(), BarColumn(bar_width=20), numbers, console=Console(file=stream))
+    console = Console(file=cast(TextIO, _Lasting(stream)))
+    return RichProgress(MofNCompleteColumn(), BarColumn(bar_width=20), numbers, console=console)
 
 
 def describe_step(row: StepMetrics, *, eta_s: float | None) -> str:

@@ -159,6 +159,7 @@ TRAPS = {
     ("way", "signals", "code", "codes"),
     [
         ("saves", [signal.SIGINT], 75, {"0": 75}),
+        ("saves", [signal.SIGHUP, signal.SIGHUP], 75, {"0": 75}),
         ("loads", [signal.SIGTERM], 143, {"0": -15, "1": -15}),
         ("hangs", [signal.SIGINT, signal.SIGINT], 130, {"0": -9, "1": -9}),
     ],
@@ -178,6 +179,7 @@ def _launch_and_signal(ranks: Any, *, root: str, trap: str, signals: list[int]) 
     rank.write_text(f"#!/bin/sh\ncd {root}\n{trap}\n{wait}\n")
     rank.chmod(0o700)
     sys.executable = str(rank)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have it ignored
 
     def send() -> None:
         while not all(Path(root, f"is{number}").exists() for number in range(2)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 from dataclasses import replace
@@ -102,3 +103,20 @@ def test_none_shows_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), Progress(num_steps=3, stream=terminal, mode="none") as progress:
         progress.update(ROW)
     assert (terminal.getvalue(), caplog.messages) == ("", [])
+
+
+def test_a_terminal_that_is_closed_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a connection is lost: the signal that comes with it lets the run save first."""
+    terminal = Terminal()
+    refused: list[str] = []
+
+    def refuse(text: str) -> int:
+        refused.append(text)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Progress(num_steps=4, stream=terminal) as progress:
+        progress.update(ROW)
+        assert "1/4" in terminal.getvalue()
+        monkeypatch.setattr(terminal, "write", refuse)
+        progress.update(replace(ROW, step=2))
+    assert any("2/4" in text for text in refused)
