@@ -54,6 +54,22 @@ def find(root: Path) -> list[Path]:
         return [path for _, path in sorted(found, reverse=True) if _is_directory(path)]
 
 
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint that `find` has listed."""
+    name = format.parse_directory_name(path.name)
+    assert name is not None, path
+    return name[0]
+
+
+def find_step(root: Path, step: int) -> Path | None:
+    """Return the newest checkpoint of a step, whole or not; None: there is none.
+
+    Raises:
+        CheckpointError: As `find`.
+    """
+    return next((path for path in find(root) if step_of(path) == step), None)
+
+
 def verify(path: Path, *, digests: bool = True) -> format.Manifest:
     """Compare every file of a checkpoint with the manifest, and return the manifest.
 

@@ -132,14 +132,13 @@ def retain(newest: Path, *, keep_last: int, keep_too: Collection[int] = ()) -> N
     kept_too: list[int] = []
     unnecessary = []
     for path in load.find(root):
-        name = format.parse_directory_name(path.name)
-        assert name is not None, path
-        if name[0] > saved[0] or path.is_symlink() or not _is_complete(path):
+        step = load.step_of(path)
+        if step > saved[0] or path.is_symlink() or not _is_complete(path):
             continue
-        if path == newest or (name[0] not in kept_steps and len(kept_steps) < keep_last):
-            kept_steps.append(name[0])
-        elif name[0] in keep_too and name[0] not in {*kept_steps, *kept_too}:
-            kept_too.append(name[0])
+        if path == newest or (step not in kept_steps and len(kept_steps) < keep_last):
+            kept_steps.append(step)
+        elif step in keep_too and step not in {*kept_steps, *kept_too}:
+            kept_too.append(step)
         else:
             unnecessary.append(path)
     trash = []

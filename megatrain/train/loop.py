@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -94,6 +95,7 @@ def train_step(run: Run) -> StepMetrics:
     run.tokens += num_tokens
     run.targets += sum(map(count_targets, micro_batches))
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_skipped else 0
+    run.last_good.take(is_skipped=is_skipped or not math.isfinite(loss_value))
     seconds = time.monotonic() - started
     if run.ranks is not None and run.config.memory.drives:
         count_written(run.care, run.ranks)
@@ -227,8 +229,8 @@ def train(
                     ranks.meet("orders")  # the others leave signals to this one from now on
                 with stop_flag(is_alone=ranks is None) as stop:
                     final = _train_until_done(run, directory, stop, own if step == run.step else None)
-                standing = {"evaluation": run.evaluator.standing.state()}
-                best = best_step(standing, loads_best=config.eval.load_best)
+                standing = run.evaluator.standing.state()
+                best = best_step({"evaluation": standing}, loads_best=config.eval.load_best)
                 if best is not None:
                     final = find_best(directory.checkpoints, best)
                 partial = directory.path / ".hf-partial"
@@ -379,6 +381,8 @@ def _evaluate(run: Run) -> bool:
 
 
 def _save(run: Run, directory: RunDirectory) -> Path:
+    keep_last = run.config.checkpoint.keep_last or sys.maxsize
+    run.last_good.save(run.step, keep_last)
     meta = run.meta()  # once the updates are done, which other threads make
     with run.moving(f"saving step {run.step}"):
         path = save(
@@ -386,12 +390,11 @@ def _save(run: Run, directory: RunDirectory) -> Path:
             step=run.step,
             write=run.write,
             meta=meta,
-            keep_last=run.config.checkpoint.keep_last or sys.maxsize,
-            keep_too=run.evaluator.kept_steps,
+            keep_last=keep_last,
+            keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
         )
     run.tell("checkpoint")
-    standing = run.evaluator.standing
-    if standing.best_step == run.step:
+    if (standing := run.evaluator.standing).best_step == run.step:
         run.callbacks.best(standing.best_loss, run.step, str(path))
     run.callbacks.call("on_save")
     return path

@@ -35,6 +35,7 @@ from megatrain.train.callbacks.calls import Callbacks
 from megatrain.train.engine import engine_of_base, make_engine, untouched
 from megatrain.train.evaluate.evaluator import Evaluator
 from megatrain.train.inputs import pack_eval_data
+from megatrain.train.last_good import LastGood
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.elastic import Elastic
@@ -88,6 +89,7 @@ class Run:
     """Plans anew between steps; None: the plan stays."""
     spikes: Spikes = field(default_factory=Spikes)
     """Knows the losses of the last steps."""
+    last_good: LastGood = field(default_factory=LastGood)
     events: EventLog | None = None
     """None: nothing is recorded, as in a dry run."""
     ranks: Ranks | None = None
@@ -137,6 +139,7 @@ class Run:
             "fragments": self.engine.choice.fragments,
             "evaluation": self.evaluator.standing.state(),
             "losses": self.spikes.state(),
+            "last_good": self.last_good.state(),
             "router_loss": "mean",  # of the micro-batches of a step; older runs have added them up
             "callbacks": self.callbacks.saved_state(),
             "config": self.config.model_dump(mode="json"),
@@ -182,6 +185,7 @@ class Run:
         self.loader.restore(meta["data"])
         self.evaluator.standing.restore(meta.get("evaluation", {}))
         self.spikes.restore(meta.get("losses", ()))
+        self.last_good.restore(meta.get("last_good", {"saved": [self.step]}))
         self.callbacks.restore(meta.get("callbacks", {}))
         restore_rng(meta["rng"])
         with warnings.catch_warnings():
@@ -279,13 +283,12 @@ def prepare(
     if ranks is None or ranks.rank == 0:
         planned = plan_memory(config, counted, measure, ranks)
         config = smallest_micro_batches(config) if planned is None else planned.config
-    first_step = 0 if earlier is None else int(earlier["step"])
     for line in start_lines(
         config,
         planned,
         data=data.packed.describe(),
         num_steps=num_steps,
-        first_step=first_step,
+        first_step=0 if earlier is None else int(earlier["step"]),
         now=datetime.now(),
         ranks=described(ranks, config.parallel.shards),
     ):
@@ -309,9 +312,8 @@ def prepare(
         require_same_run(ranks, config, facts)
     is_random = checkpoint is None and config.model.init == "random"
     vocab_size = model_config.get_text_config().vocab_size if config.model.new_tokens else None
-    computes = ranks is None or ranks.rank == 0
     if reference is not None and earlier is not None:
-        if computes and not reference.is_kept:
+        if (ranks is None or ranks.rank == 0) and not reference.is_kept:
             progress("computing the reference with the model that the run began with")
             reference.fill(lambda: engine_of_base(config, choice, vocab_size))
             gc.collect()  # its memory is the run's now

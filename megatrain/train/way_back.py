@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatrain.checkpoint.load import find
+from megatrain.checkpoint.load import find, find_step, step_of
 from megatrain.errors import DivergedError, MegatrainError, TornStateError
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import StepMetrics
@@ -45,7 +45,7 @@ def _newest(run: Run, directory: RunDirectory) -> str:
         held = held_by(run.config, num_nodes=1 if run.ranks is None else run.ranks.num_nodes)
     except MegatrainError:  # the command that goes on says what is wrong with it
         return "the newest checkpoint that is whole"
-    step = 0 if saved is None else int(saved.name.partition("-")[2])
+    step = 0 if saved is None else step_of(saved)
     if held[0] > step:
         return f"step {held[0]}, which is committed on the drives"
     return "the beginning, since nothing was saved before" if saved is None else str(saved)
@@ -81,6 +81,20 @@ def judge(run: Run, row: StepMetrics, directory: RunDirectory) -> None:
     if run.skipped_in_a_row >= optim.max_skipped_steps:
         raise DivergedError(
             f"{run.skipped_in_a_row} steps in a row were skipped, up to step {run.step}, for gradients that "
-            f"were not finite or jumps of the loss; nothing was updated in them. Lower optim.lr, or resume "
-            "from an earlier checkpoint"
+            "were not finite or jumps of the loss; nothing was updated in them. "
+            f"{_before_skips(run, directory)}"
         )
+
+
+def _before_skips(run: Run, directory: RunDirectory) -> str:
+    """Say what to do after steps that were skipped, and which checkpoint is surely sound."""
+    step = run.last_good.sound
+    sound = None if step is None else find_step(directory.checkpoints, step)
+    if sound is None:
+        return (
+            "No checkpoint is older than the first of them: look at the model and the data, or lower optim.lr"
+        )
+    return (
+        f"The newest checkpoint that is surely sound is {sound}: lower optim.lr, and go on from it with "
+        f"--resume {sound} and another --out"
+    )

@@ -195,7 +195,8 @@ class CheckpointConfig(Section):
     every: Count | None = 500
     """Steps between checkpoints. null = only at the end, or when stopped by a signal."""
     keep_last: Count | None = 2
-    """Newest checkpoints to keep. null = all."""
+    """Newest checkpoints to keep, and beside them what `eval.keep_best` says and, after skipped steps, the
+    newest from before the first of them, until the run is healthy again. null = all."""
     resume: Name = "auto"
     """`auto` continues from the newest whole checkpoint in `out`, `no` refuses to, a path names one."""
 

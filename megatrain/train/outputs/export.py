@@ -15,8 +15,8 @@ from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint.format import FileEntry, Manifest, parse_directory_name
-from megatrain.checkpoint.load import find, newest_whole, verify
+from megatrain.checkpoint.format import FileEntry, Manifest
+from megatrain.checkpoint.load import find_step, newest_whole, verify
 from megatrain.errors import CheckpointError, ConfigError, OutputError, os_errors
 from megatrain.files import (
     copy_file_durably,
@@ -80,10 +80,9 @@ def find_best(checkpoints: Path, step: int) -> Path:
     Raises:
         CheckpointError: It is gone.
     """
-    for path in find(checkpoints):
-        name = parse_directory_name(path.name)
-        if name is not None and name[0] == step:
-            return path
+    path = find_step(checkpoints, step)
+    if path is not None:
+        return path
     raise CheckpointError(
         f"{checkpoints} has no checkpoint of step {step}, the best one; put it back, or use "
         "eval.load_best=false to leave the last model in hf/"

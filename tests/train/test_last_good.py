@@ -1,0 +1,73 @@
+"""Retention keeps the newest checkpoint before steps that were skipped, until the run is healthy again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.errors import DivergedError
+from megatrain.train import loop
+from megatrain.train.last_good import LastGood
+from megatrain.train.loop import train
+from tests.train.project import make_config
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in (root / "run/checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("resumes", [False, True], ids=["in one go", "resumed"])
+def test_weights_that_went_wrong_do_not_cost_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool
+) -> None:
+    steps = loop.train_step
+
+    def poisoned(run: Any) -> Any:
+        row = steps(run)
+        if run.step == 3:  # its update destroys a weight, and it is saved: the steps after it are skipped
+            next(p for p in run.engine.model.parameters() if p.ndim == 2).data.fill_(float("nan"))
+        return row
+
+    monkeypatch.setattr(loop, "train_step", poisoned)
+    settings: dict[str, Any] = {"checkpoint": {"every": 1, "keep_last": 2}, "log": {"report": False}}
+    if resumes:
+        train(make_config(tmp_path, train={"steps": 5}, **settings))
+        monkeypatch.undo()
+    optim = {"max_skipped_steps": 7}
+    with pytest.raises(DivergedError) as diverged:
+        train(make_config(tmp_path, optim=optim, **settings))
+    left = [f"step-{step:08d}" for step in (2, 3, 8, 9)]
+    assert names(tmp_path) == left
+    sound = tmp_path / "run/checkpoints" / left[0]
+    assert f"go on from it with --resume {sound} and another --out" in str(diverged.value)
+
+
+def test_a_healthy_run_lets_go_of_it() -> None:
+    known = LastGood()
+    for step in range(1, 13):
+        known.take(is_skipped=step == 5)
+        if step % 2 == 0:
+            known.save(step, keep_last=2)
+            # 4 and 2 are the newest before step 5, none after 4; 8 and 10 had no skipped step before them
+            assert known.kept == ([2, 4] if step in (6, 8) else []), step
+    again = LastGood()
+    again.restore(known.state())
+    assert again == known
+
+
+def test_nothing_is_kept_where_nothing_was_saved_before() -> None:
+    known = LastGood()
+    known.take(is_skipped=True)
+    known.save(1, keep_last=2)
+    assert known.sound is None
+
+
+def test_a_checkpoint_after_which_a_step_was_sound_is_enough() -> None:
+    known = LastGood()
+    for step in range(1, 7):
+        known.take(is_skipped=step == 6)
+        if step in (2, 4):
+            known.save(step, keep_last=2)
+    assert (known.kept, known.sound) == ([4], 4)
