@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from transformers import PretrainedConfig
+
+_log = logging.getLogger(__name__)
 
 
 def make_engine(
@@ -68,7 +71,7 @@ def make_engine(
     )
     if committed is not None:
         restore_buffers(model, committed["buffers"])
-    return attach(
+    engine = attach(
         model.train(),
         choice,
         device=config.train.device,
@@ -77,6 +80,13 @@ def make_engine(
         device_limit=memory.device_budget,
         **settings,
     )
+    _log.debug(
+        "%s; compiled: %s; optimizer state: %s",
+        engine.choice.describe(),
+        "no" if engine.compiler is None else "yes",
+        engine.arrangement.moments.describe(),
+    )
+    return engine
 
 
 @contextmanager

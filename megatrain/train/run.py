@@ -45,6 +45,7 @@ from megatrain.train.preference.objective import Preference
 from megatrain.train.preference.reference import reference_for
 from megatrain.train.ranks import agreed, described, in_turn, require_same_run, settle_ranks
 from megatrain.train.records.events import EventLog
+from megatrain.train.records.shareable import shareable
 from megatrain.train.resume.changes import report_changes
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
 from megatrain.train.resume.state_commits import encode_buffers, laid_out_as, tiers_of
@@ -142,7 +143,7 @@ class Run:
             "last_good": self.last_good.state(),
             "router_loss": "mean",  # of the micro-batches of a step; older runs have added them up
             "callbacks": self.callbacks.saved_state(),
-            "config": self.config.model_dump(mode="json"),
+            "config": shareable(self.config.model_dump(mode="json")),
         } | {name: value for name in ("base", "reference") if (value := getattr(self, name)) is not None}
 
     def _counts(self) -> dict[str, Any]:
@@ -330,12 +331,6 @@ def prepare(
     )
     if reference is not None:
         reference.fill(lambda: untouched(engine), ranks)
-    _log.debug(
-        "%s; compiled: %s; optimizer state: %s",
-        engine.choice.describe(),
-        "no" if engine.compiler is None else "yes",
-        engine.arrangement.moments.describe(),
-    )
     optimizer = engine.adamw(
         lr=config.optim.lr,
         betas=config.optim.betas,

@@ -37,7 +37,11 @@ LORA: dict[str, Any] = {"r": 4, "dropout": 0.1, "modules_to_save": ["lm_head"]}
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with weights and a tokenizer."""
-    root = tmp_path_factory.mktemp("base")
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+def write_base(root: Path) -> Path:
+    """Write a model with weights and a tokenizer, and a corpus."""
     write_model_config(root / "plain")
     write_corpus(root / "corpus.txt")
     model = make_model(megatrain.model.weights.skeleton.read_config(root / "plain"))

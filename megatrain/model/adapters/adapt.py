@@ -9,8 +9,8 @@ has PEFT's name all the same.
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatrain.config.adaptation import ALL_LINEAR, Adaptation, LoraChoice
 from megatrain.errors import ConfigError, ModelError, os_errors
 from megatrain.files import open_safetensors
-from megatrain.model.adapters.files import CONFIG_NAME, WEIGHTS_NAME
+from megatrain.model.adapters.files import CONFIG_NAME, WEIGHTS_NAME, encode_config
 from megatrain.model.weights.skeleton import first_line, tied_names
 
 if TYPE_CHECKING:
@@ -140,6 +140,8 @@ def saved_config(directory: Path) -> Any:
         raise ModelError(f"{directory}: {CONFIG_NAME} cannot be read: {first_line(error)}") from error
     if getattr(config.peft_type, "value", config.peft_type) != "LORA":
         raise ModelError(f"{directory} has adapters of type {config.peft_type}; only LoRA is read")
+    if config.base_model_name_or_path:  # an export names a place in this user's home directory by ~
+        config.base_model_name_or_path = os.path.expanduser(config.base_model_name_or_path)
     return config
 
 
@@ -270,7 +272,7 @@ def adapter_config(model: PreTrainedModel, base: str) -> bytes:
     config = model.__dict__[_KEPT].peft_config[_NAME].to_dict()
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
     values |= {"inference_mode": True, "base_model_name_or_path": base}
-    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+    return encode_config(values)
 
 
 _SWITCH = "_disable_adapters"

@@ -6,10 +6,11 @@ and it is whole or absent.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial as partial_of
 from pathlib import Path
@@ -28,13 +29,14 @@ from megatrain.files import (
     rename,
     write_bytes_durably,
 )
-from megatrain.model.adapters.files import CONFIG_NAME
+from megatrain.model.adapters.files import CONFIG_NAME, encode_config
+from megatrain.train.records.shareable import without_home
 from megatrain.train.report.card import model_card
 
 _log = logging.getLogger(__name__)
 
 _STATE = "state/"
-_WRITTEN = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", CONFIG_NAME)
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", CONFIG_NAME)
 """Files that are made anew where weights are not copied."""
 
 SHARD_BYTES = 5 * 10**9
@@ -121,12 +123,28 @@ def export_run(run: Path, out: Path, *, merges: bool = False, max_shard_bytes: i
         if not out.absolute().parent.is_dir():
             make_directories(out.absolute().parent)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    write = None
+    write: Callable[[Path, Path], None] | None = _write_shareable if has_adapters else None
+    anew: Sequence[str] = (CONFIG_NAME,) if has_adapters else ()
     if merges or max_shard_bytes is not None:
         from megatrain.model.adapters.merge import write_model_of
 
-        write = partial_of(write_model_of, max_shard_bytes=max_shard_bytes or SHARD_BYTES)
-    export_model(source, out, partial, card=model_card(run, is_merged=merges), write=write)
+        write, anew = partial_of(write_model_of, max_shard_bytes=max_shard_bytes or SHARD_BYTES), _WEIGHTS
+    export_model(source, out, partial, card=model_card(run, is_merged=merges), write=write, anew=anew)
+
+
+def _write_shareable(source: Path, out: Path) -> None:
+    """Write the configuration of adapters, with a base named without this user's home directory."""
+    config = json.loads((source / CONFIG_NAME).read_bytes())
+    base = config["base_model_name_or_path"]
+    named = without_home(base)
+    if named != base:
+        _log.warning(
+            "%s names the base as %s, for others: write there what they know it by, or give it to PEFT",
+            CONFIG_NAME,
+            named,
+        )
+    encoded = encode_config(config | {"base_model_name_or_path": named})
+    write_bytes_durably(out / CONFIG_NAME, encoded)
 
 
 def _checkpoint(path: Path) -> Path:
@@ -138,7 +156,13 @@ def _checkpoint(path: Path) -> Path:
 
 
 def export_model(
-    source: Path, out: Path, partial: Path, *, card: str, write: Callable[[Path, Path], None] | None = None
+    source: Path,
+    out: Path,
+    partial: Path,
+    *,
+    card: str,
+    write: Callable[[Path, Path], None] | None = None,
+    anew: Sequence[str] = (),
 ) -> None:
     """Copy the model files of a whole checkpoint beside `out`, to `partial`, and then into its place.
 
@@ -149,7 +173,8 @@ def export_model(
         out: For the model.
         partial: A place beside it.
         card: The model card, its `README.md`.
-        write: Writes the weights and the configurations from `source` to a directory; None: they are copied.
+        write: Writes files of `source` in another form to a directory; None: all are copied.
+        anew: Patterns of the names of files that are not copied then.
 
     Raises:
         OutputError: It cannot be written.
@@ -165,7 +190,7 @@ def export_model(
         if write is not None:
             write(source, partial)
         for entry in _model_files(manifest):
-            if write is not None and any(fnmatch(entry.name, pattern) for pattern in _WRITTEN):
+            if any(fnmatch(entry.name, pattern) for pattern in anew):
                 continue
             target = partial / entry.name
             if not target.parent.exists():

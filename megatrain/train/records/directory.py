@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from megatrain.errors import OutputError, os_errors
 from megatrain.files import make_directories, system, temporary_of, write_bytes_durably
 from megatrain.hardware import host_memory
 from megatrain.hardware.accelerators import accelerator, check_accelerator, device_name
+from megatrain.train.records.shareable import without_home
 
 _log = logging.getLogger(__name__)
 
@@ -183,14 +183,14 @@ class RunDirectory:
         write_bytes_durably(self.config, dump_config(as_settings(config)).encode())
         write_bytes_durably(self.environment, (json.dumps(environment(), indent=2) + "\n").encode())
         if plan is not None:
-            write_bytes_durably(self.plan, (json.dumps(plan) + "\n").encode())
+            write_bytes_durably(self.plan, (json.dumps(without_home(plan)) + "\n").encode())
         else:
             with os_errors("remove", self.plan), suppress(FileNotFoundError):
                 system.unlink(self.plan)
 
 
 def environment() -> dict[str, Any]:
-    """Describe this machine and the versions in use; no names of users or hosts."""
+    """Describe this machine and the versions in use: no names of users or hosts, and no command line."""
     import torch
 
     packages = (
@@ -213,5 +213,4 @@ def environment() -> dict[str, Any]:
         "host_available_bytes": memory.available_bytes,
         "host_limit": memory.source,
         "gpu": None if kind is None else device_name(check_accelerator(kind)),
-        "arguments": sys.argv[1:],
     }

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any
 
-from megatrain.train.report.words import event_text, host_of
+from megatrain.train.records.shareable import host_of
+from megatrain.train.report.words import event_text
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from megatrain.errors import OutputError, os_errors
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.json_lines import read_rows
 from megatrain.train.records.metrics import AMONG_RANKS
-from megatrain.train.report.words import without_secrets
+from megatrain.train.records.shareable import shareable, without_home
 
 _ENDS = {"end": "done", "stop": "stopped", "error": "failed"}
 _BEGINS = ("start", "resume")
@@ -41,7 +41,7 @@ class RunFiles:
 
     path: Path
     config: Mapping[str, Any]
-    """By section, without secrets."""
+    """By section, as `shareable` shows them."""
     environment: Mapping[str, Any]
     plan: Mapping[str, Any]
     """Empty: there is none."""
@@ -138,14 +138,14 @@ def read_run(path: Path) -> RunFiles:
         written = [file.stat().st_mtime for file in (directory.metrics, directory.events) if file.exists()]
         return RunFiles(
             path=path,
-            config=without_secrets(
+            config=shareable(
                 {name: values for name, values in sections if isinstance(values, dict) or name == "out"}
             ),
-            environment=_json(directory.environment),
-            plan=_plan(directory.plan),
+            environment=_environment(directory.environment),
+            plan=without_home(_plan(directory.plan)),
             rows=_by_step(_known(row) for row in read_rows(directory.metrics) if _is_whole(row)),
             events=[
-                row
+                without_home(row)
                 for row in read_rows(directory.events)
                 if _is_whole(row) and isinstance(row.get("event"), str) and _is_time(row.get("time"))
             ],
@@ -207,6 +207,12 @@ def _plan(path: Path) -> dict[str, Any]:
         and is_number(model.get("num_params", 0))
     )
     return plan if is_sound else {}
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """Return what is known of the machine, without the command line that older versions have kept."""
+    known = {name: value for name, value in _json(path).items() if name != "arguments"}
+    return without_home(known)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -1,12 +1,10 @@
-"""Events in words, and settings without what is secret in them."""
+"""Events and names in words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from megatrain.distributed.processes import how_ended
 
@@ -59,20 +57,3 @@ def model_name(place: str) -> tuple[str, bool]:
     ):  # a user's name is none of a model
         path = path.parent
     return path.name, False
-
-
-def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as they may be shown to others: of an address only the host."""
-    log = config.get("log")
-    if not isinstance(log, Mapping) or not log.get("webhook"):
-        return dict(config)
-    return {**config, "log": {**log, "webhook": f"{host_of(str(log['webhook']))}/..."}}
-
-
-def host_of(address: str) -> str:
-    """Return the part of an address that is no secret."""
-    with suppress(ValueError):  # it was written by hand
-        parts = urlsplit(address)
-        if parts.hostname is not None:
-            return f"{parts.scheme}://{parts.hostname}"
-    return "an address"

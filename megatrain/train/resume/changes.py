@@ -10,6 +10,7 @@ from megatrain.config import Config
 from megatrain.config.choice import AUTO
 from megatrain.errors import CheckpointError
 from megatrain.model.shares import adds_router_loss
+from megatrain.train.records.shareable import shareable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -19,7 +20,8 @@ _log = logging.getLogger(__name__)
 
 def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
     """Name every setting that differs from a checkpoint's and bears on the numbers, as `key old -> new`."""
-    now = flatten(config.model_dump(mode="json"))
+    now = flatten(shareable(config.model_dump(mode="json")))
+    saved = shareable(saved)  # older ones have paths as they were given
     # older ones lack newer settings; the tokens of a step follow from others that they have
     derived = {"train.tokens_per_step": now["train.tokens_per_step"]}
     then = {key: _default(config, key) for key in now} | derived | flatten(saved)
