@@ -13,6 +13,10 @@ import os
 import re
 from collections.abc import Iterator
 
+_ON_DEVICE = re.compile(r"CUDA error: out of memory|CUDA out of memory|XPU out of memory")
+_PLACE = re.compile(r"^\[enforce fail at [^\]]*\][^.]*\. ")
+_SMALLER = "close what else takes memory, or use a smaller model, shorter sequences or fewer rows at a time"
+
 _NUMBER = re.compile(r"\(os error ([0-9]+)\)|: [^:]+ \(([0-9]+)\)$")
 """Of an error of the system, in the words of Rust and of torch."""
 
@@ -62,6 +66,8 @@ class TornStateError(MegatrainError):
     @classmethod
     def after(cls, first: BaseException, way_out: str) -> TornStateError:
         """Say what has failed first, and what to do; an error of the user's keeps its exit code."""
+        if exhausted_memory(first) is not None:
+            first = as_ours(first) or first
         is_ours = isinstance(first, MegatrainError)
         error = cls(f"{first if is_ours else f'{type(first).__name__}: {first}'}; {way_out}")
         if isinstance(first, MegatrainError):
@@ -105,6 +111,27 @@ def os_error_of(error: BaseException) -> OSError | None:
     return error if isinstance(error, OSError) else None
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, without torch's place in C++, or its class."""
+    lines = _PLACE.sub("", str(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def exhausted_memory(error: BaseException) -> str | None:
+    """Return which memory an error says is used up, `host` or `device`; None: it says something else.
+
+    Python, numpy and torch each have an error of their own for it, and torch's for the host is a RuntimeError
+    that has it in its text.
+    """
+    text = str(error)
+    if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__) or _ON_DEVICE.search(text):
+        return "device"
+    is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError) or is_system or "DefaultCPUAllocator" in text:
+        return "host"
+    return None
+
+
 def as_ours(error: BaseException) -> MegatrainError | None:
     """Return an error as one of ours, to be told in its sentence; None: nobody foresaw it.
 
@@ -112,6 +139,9 @@ def as_ours(error: BaseException) -> MegatrainError | None:
     """
     if isinstance(error, MegatrainError):
         return error
+    exhausted = exhausted_memory(error)
+    if exhausted is not None:
+        return CapacityError(f"{exhausted} memory ran out ({first_line(error)}); {_SMALLER}")
     refused = os_error_of(error)
     if refused is None:
         return None
@@ -164,6 +194,11 @@ def os_errors(action: str, path: object, kind: type[MegatrainError] = OutputErro
         raise
     except Exception as error:
         found = os_error_of(error)
+        exhausted = exhausted_memory(found or error)
+        if exhausted is not None:  # it says nothing of the path
+            raise CapacityError(
+                f"{exhausted} memory ran out, trying to {action} {path}; {_SMALLER}"
+            ) from error
         if found is None:
             raise
         raise kind(os_sentence(action, path, found)) from error

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.distributed.processes import machine, status_of
-from megatrain.errors import RankError
+from megatrain.errors import RankError, as_ours
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -143,7 +143,7 @@ class Watch:
         self._closed.set()
         with suppress(RuntimeError):  # the store is gone, and so are those who would read it
             if isinstance(error, Exception) and not isinstance(error, RankError):
-                self._store.set(_ended(self._rank), str(error) or type(error).__name__)
+                self._store.set(_ended(self._rank), str(as_ours(error) or error) or type(error).__name__)
             elif self._lost is None:
                 self._store.set(_left(self._rank), "")
         if self._thread.is_alive():

@@ -36,6 +36,7 @@ from megatrain.train.engine import engine_of_base, make_engine, untouched
 from megatrain.train.evaluate.evaluator import Evaluator
 from megatrain.train.inputs import pack_eval_data
 from megatrain.train.last_good import LastGood
+from megatrain.train.out_of_memory import memory_told
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.elastic import Elastic
@@ -113,6 +114,11 @@ class Run:
     def moving(self, what: str) -> AbstractContextManager[None]:
         """Let the other ranks wait for what this one does for any time, as long as it moves in it."""
         return nullcontext() if self.ranks is None else self.ranks.watch.moving(what)
+
+    def memory_told(self) -> AbstractContextManager[None]:
+        """Turn an allocation inside that fails into a sentence with the plan beside it."""
+        plan = None if self.planned is None else self.planned.plan
+        return memory_told(self.config, plan, lambda: f"in step {self.step + 1}")
 
     def meta(self) -> dict[str, Any]:
         """Return what a manifest keeps beside the tensors; plain values."""
@@ -320,15 +326,17 @@ def prepare(
             gc.collect()  # its memory is the run's now
         if ranks is not None:
             ranks.meet("orders")  # where others wait for as long as that takes
-    engine = make_engine(
-        config,
-        choice,
-        model_config if is_random else source,
-        adapter=None if base is None else checkpoint,
-        committed=committed,
-        vocab_size=vocab_size,
-        ranks=ranks,
-    )
+    plan = None if planned is None else planned.plan
+    with memory_told(config, plan, lambda: "while the model was loaded"):
+        engine = make_engine(
+            config,
+            choice,
+            model_config if is_random else source,
+            adapter=None if base is None else checkpoint,
+            committed=committed,
+            vocab_size=vocab_size,
+            ranks=ranks,
+        )
     if reference is not None:
         reference.fill(lambda: untouched(engine), ranks)
     optimizer = engine.adamw(

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.errors import MegatrainError
+from megatrain.errors import as_ours
 from tests.forks import run_script
 
 if TYPE_CHECKING:
@@ -78,12 +78,13 @@ def fork_ranks(name: str, ranks: str, place: str, settings: str) -> None:
             try:
                 _run(rank, sizes, Path(place), task, json.loads(settings))
                 code = 0
-            except MegatrainError as error:
-                code = error.exit_code
-                if not error.is_told:
-                    print(f"rank {rank}: {error}")
-            except BaseException:
-                traceback.print_exc()
+            except BaseException as error:  # told as the command line tells it
+                ours = as_ours(error)
+                code = 1 if ours is None else ours.exit_code
+                if ours is None:
+                    traceback.print_exc()
+                elif not ours.is_told:
+                    print(f"rank {rank}: {ours}")
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

@@ -22,10 +22,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from megatrain.config.adaptation import ALL_LINEAR, Adaptation, LoraChoice
-from megatrain.errors import ConfigError, ModelError, os_errors
+from megatrain.errors import ConfigError, ModelError, first_line, os_errors
 from megatrain.files import open_safetensors
 from megatrain.model.adapters.files import CONFIG_NAME, WEIGHTS_NAME, encode_config
-from megatrain.model.weights.skeleton import first_line, tied_names
+from megatrain.model.weights.skeleton import tied_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

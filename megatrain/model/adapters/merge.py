@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, first_line
 from megatrain.model.adapters.adapt import add_adapters, read_adapter, saved_config, saved_vocabulary
 from megatrain.model.adapters.files import CONFIG_NAME, is_adapter
 from megatrain.model.blocks import find_blocks
@@ -23,7 +23,7 @@ from megatrain.model.weights.export import export_weights
 from megatrain.model.weights.files import PlannedWeights, model_directory
 from megatrain.model.weights.generation import take_generation_config
 from megatrain.model.weights.on_demand import OnDemand
-from megatrain.model.weights.skeleton import build_skeleton, first_line, read_config
+from megatrain.model.weights.skeleton import build_skeleton, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import (
 from transformers.utils import import_utils
 
 from megatrain.config.adaptation import Adaptation
-from megatrain.errors import ConfigError, MegatrainError, ModelError
+from megatrain.errors import ConfigError, MegatrainError, ModelError, first_line
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.adapters.adapt import adapt
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
@@ -52,7 +52,7 @@ from megatrain.model.sequence.check import refuse_config
 from megatrain.model.sequence.shards import Counted
 from megatrain.model.shares import adds_router_loss
 from megatrain.model.text_config import Built, build_language_model, num_parameters
-from megatrain.model.weights.skeleton import first_line, skeleton_of
+from megatrain.model.weights.skeleton import skeleton_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

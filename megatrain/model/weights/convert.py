@@ -24,8 +24,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from megatrain.errors import ModelError
-from megatrain.model.weights.skeleton import first_line
+from megatrain.errors import ModelError, first_line
 
 Region = tuple[int | slice, ...]
 

@@ -22,11 +22,11 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from megatrain.errors import ModelError, os_errors
+from megatrain.errors import ModelError, first_line, os_errors
 from megatrain.files import open_safetensors
 from megatrain.model.weights.convert import Conversion, Region, Source, plan_conversions
 from megatrain.model.weights.generation import read_generation_config
-from megatrain.model.weights.skeleton import first_line, looks_like_a_path, persistent_buffers, tied_names
+from megatrain.model.weights.skeleton import looks_like_a_path, persistent_buffers, tied_names
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from megatrain.errors import ModelError
-from megatrain.model.weights.skeleton import first_line
+from megatrain.errors import ModelError, first_line
 
 
 def take_generation_config(model: PreTrainedModel, path: str | Path) -> None:

@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from megatrain.errors import ModelError, os_error_behind, os_sentence
+from megatrain.errors import ModelError, first_line, os_error_behind, os_sentence
 
 _log = logging.getLogger(__name__)
 
@@ -281,12 +281,6 @@ def _check_config_class(config: PretrainedConfig) -> None:
         raise ModelError(f"the {config.model_type} configuration is quantised; give an unquantised one")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"transformers has no causal language model for {type(config).__name__}")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 @contextlib.contextmanager

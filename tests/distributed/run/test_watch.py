@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from megatrain.distributed.watch import Watch
@@ -28,6 +29,8 @@ def fail(ranks: Any, *, rank: int, how: str) -> None:
     if ranks.rank == rank:
         if how == "error":
             raise ConfigError("there is no such thing")
+        if how == "memory":
+            torch.empty(1 << 60, dtype=torch.uint8)
         if how == "hang":
             threading.Event().wait()
         os.kill(os.getpid(), signal.Signals[how])
@@ -42,6 +45,7 @@ def fail(ranks: Any, *, rank: int, how: str) -> None:
         (2, 1, "hang", 7, "hangs: rank 0 waits for it in the norm of the gradient since "),
         (4, 1, "SIGKILL", -9, "has ended; it was last at step 3"),
         (2, 0, "error", 2, "rank 0: there is no such thing"),
+        (2, 0, "memory", 3, "rank 0: host memory ran out (DefaultCPUAllocator: can't allocate memory: "),
     ],
     ids=str,
 )
@@ -52,9 +56,10 @@ def test_a_rank_that_fails_is_named_once_and_the_others_end(
     assert codes.pop(rank) == code
     assert codes == [RankError.exit_code] * (size - 1)
     text = (tmp_path / "logs/errors").read_text()
-    assert text.count(f"rank {rank} (process ") == (how != "error"), text
+    says = how in ("error", "memory")  # by itself
+    assert text.count(f"rank {rank} (process ") == (not says), text
     assert text.count(said) == 1
-    assert ("last at step 3" in text) == (how != "error")
+    assert ("last at step 3" in text) == (not says)
     assert ("(parallel.timeout is 3)" in text) == (how in ("SIGSTOP", "hang"))
 
 

@@ -1,0 +1,109 @@
+"""Memory that runs out ends a run in one sentence with the plan beside it, and the state stays whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatrain.errors import CapacityError, DataError, as_ours, exhausted_memory, os_errors
+from megatrain.hardware import resident_bytes
+from megatrain.plan.search.sizes import binary
+from megatrain.train import loop, run
+from megatrain.train.loop import train
+from tests.train.project import make_config
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+EXHAUSTED: dict[str, tuple[str, Callable[[], object]]] = {
+    "python": ("host", lambda: bytearray(1 << 60)),
+    "numpy": ("host", lambda: np.empty(1 << 60, np.uint8)),
+    "torch": ("host", lambda: torch.empty(1 << 60, dtype=torch.uint8)),
+    "system": ("host", lambda: _fail(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))),
+    "device": (
+        "device",
+        lambda: _fail(torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.")),
+    ),
+    "driver": ("device", lambda: _fail(RuntimeError("CUDA error: out of memory\nCUDA kernel errors ..."))),
+}
+"""Which memory is used up, and what says so: all that allocates on the host does, really."""
+
+
+@pytest.mark.parametrize("name", EXHAUSTED)
+def test_every_way_in_which_memory_runs_out_is_known(name: str) -> None:
+    tier, allocate = EXHAUSTED[name]
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # whatever the library raises
+        allocate()
+    assert exhausted_memory(caught.value) == tier
+    ours = as_ours(caught.value)
+    assert isinstance(ours, CapacityError)
+    assert str(ours).startswith(f"{tier} memory ran out (")
+    said = pytest.raises(CapacityError, match=f"^{tier} memory ran out, trying to read x; close")
+    with said, os_errors("read", "x", DataError):
+        allocate()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes do not match"), OSError(errno.EIO, "x"), ValueError("x")]
+)
+def test_other_errors_are_not_memory(error: Exception) -> None:
+    assert exhausted_memory(error) is None
+
+
+def binary_bytes(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "device"])
+def test_a_run_whose_memory_runs_out_says_what_was_planned_and_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    tier, allocate = EXHAUSTED[name]
+    steps, planned = loop.train_step, []
+
+    def fails(run: Any) -> Any:
+        planned.append(run.planned.plan)
+        if run.step == 4:
+            run.engine.model.register_forward_hook(lambda *_: allocate())
+        return steps(run)
+
+    monkeypatch.setattr(loop, "train_step", fails)
+    config = make_config(tmp_path, checkpoint={"every": 2}, log={"report": False})
+    with pytest.raises(CapacityError) as caught:
+        train(config)
+    assert caught.value.exit_code == 3
+    text = str(caught.value)
+    assert text.startswith(f"{tier} memory ran out in step 5: the plan takes ")
+    assert text.endswith(f"Close what else takes memory, or have less planned, with memory.{tier}_limit")
+    plan = planned[0]
+    if tier == "host":
+        assert (
+            f"takes {binary(plan.tier_bytes('ram'))} of {binary(plan.limits['ram'])} that it may take" in text
+        )
+        held = re.search(r"this process holds ([0-9.,]+ [KMG]iB)", text)
+        assert held is not None
+        assert binary_bytes(held[1]) == pytest.approx(resident_bytes(), rel=0.2)
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1] == "step-00000004"
+    monkeypatch.undo()
+    train(config)
+    assert (tmp_path / "run/checkpoints/step-00000012").is_dir()
+
+
+def test_a_model_that_finds_no_room_is_told_with_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "make_engine", lambda *_, **__: EXHAUSTED["torch"][1]())
+    said = r"^host memory ran out while the model was loaded: the plan takes "
+    with pytest.raises(CapacityError, match=said):
+        train(make_config(tmp_path, log={"report": False}))
