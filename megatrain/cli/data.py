@@ -115,8 +115,8 @@ def data_clean(
     from megatrain.data.cache import remove_unused
 
     folder = prepared_folder() if cache is None else Path(cache).expanduser()
-    count, num_bytes = remove_unused(folder, 0, for_s=unused_days * 86400)
-    print(f"removed {count} sets of prepared data, {num_bytes / 2**30:.1f} GiB, from {folder}")
+    removed = remove_unused(folder, 0, for_s=unused_days * 86400)
+    print(f"removed {removed.describe() or 'nothing'} from {folder}")
 
 
 def _print_sets(sets: Mapping[str, Sequence[str]]) -> None:

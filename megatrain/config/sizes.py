@@ -1,4 +1,4 @@
-"""Sizes in bytes as a user writes them: `24GiB`, `8TB`, or a number. Loads no pydantic."""
+"""Sizes in bytes as a user writes and reads them: `24GiB`, `8TB`, or a number. Loads no pydantic."""
 
 from __future__ import annotations
 
@@ -36,3 +36,12 @@ def parse_bytes(value: object, what: str) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or size < 0 or is_part_of_a_byte:
         raise ConfigError(f"{what} is {value!r}; use bytes or a size such as 24GiB or 8TB")
     return size
+
+
+def binary(nbytes: float) -> str:
+    """Return bytes in the largest unit of which there is one: `1,368.1 GiB`, `9.37 GiB`, `8 bytes`."""
+    for name, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        value = nbytes / unit
+        if value >= 1:
+            return f"{value:,.1f} {name}" if value >= 10 else f"{value:.2f} {name}"
+    return f"{nbytes:.0f} bytes"

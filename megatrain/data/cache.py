@@ -25,6 +25,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from megatrain.config.sizes import binary
 from megatrain.errors import DataError, os_errors
 from megatrain.files import fsync_directory, make_directories, rename, seal_tree, write_bytes_durably
 
@@ -240,7 +241,26 @@ def find_rows(folder: Path, key: str, check: Check | None = None) -> Kept | None
         return None
 
 
-def remove_unused(folder: Path, most_bytes: int, *, for_s: float = 0.0) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What `remove_unused` has removed: folders of rows, and the bytes in them."""
+
+    num_sets: int
+    set_bytes: int
+    num_left_over: int
+    """What processes that were killed had begun."""
+    left_over_bytes: int
+
+    def describe(self) -> str:
+        """Say what it is; nothing: it is nothing."""
+        sets = f"{self.num_sets} set{'s' if self.num_sets != 1 else ''} of prepared data"
+        parts = [f"{sets} ({binary(self.set_bytes)})"] if self.num_sets else []
+        if self.num_left_over:
+            parts.append(f"what a killed process had begun to prepare ({binary(self.left_over_bytes)})")
+        return " and ".join(parts)
+
+
+def remove_unused(folder: Path, most_bytes: int, *, for_s: float = 0.0) -> Removed:
     """Remove rows, those first that were not used for longest, until the rest takes up so many bytes at most.
 
     What a process that was killed has left goes first. Rows that a process reads stay there for it.
@@ -249,9 +269,6 @@ def remove_unused(folder: Path, most_bytes: int, *, for_s: float = 0.0) -> tuple
         folder: Of all keys.
         most_bytes: May stay.
         for_s: What was used within so many seconds stays in any case.
-
-    Returns:
-        How many rows' folders were removed, and their bytes.
 
     Raises:
         OutputError: They cannot be removed.
@@ -264,7 +281,9 @@ def remove_unused(folder: Path, most_bytes: int, *, for_s: float = 0.0) -> tuple
                 if place.is_dir():
                     used[place] = place.stat().st_mtime
                     sizes[place] = sum(file.stat().st_size for file in place.iterdir())
-    total, num_removed, removed_bytes = sum(sizes.values()), 0, 0
+    total = sum(sizes.values())
+    sets: list[int] = []
+    left_over: list[int] = []
     for place in sorted(sizes, key=lambda place: (not place.name.startswith(_MAKING), used[place])):
         is_left_over = place.name.startswith(_MAKING)
         is_old = total > most_bytes and time.time() - used[place] >= for_s
@@ -275,8 +294,8 @@ def remove_unused(folder: Path, most_bytes: int, *, for_s: float = 0.0) -> tuple
                 with os_errors("remove", place):
                     shutil.rmtree(place)
                 total -= sizes[place]
-                num_removed, removed_bytes = num_removed + 1, removed_bytes + sizes[place]
-    return num_removed, removed_bytes
+                (left_over if is_left_over else sets).append(sizes[place])
+    return Removed(len(sets), sum(sets), len(left_over), sum(left_over))
 
 
 def _sound(place: Path, check: Check | None) -> Kept:

@@ -281,13 +281,10 @@ def _make_room(folder: Path | None, limit: int | None) -> None:
     """Keep what is prepared within its limit, and say what was removed."""
     if folder is None or limit is None:
         return
-    count, num_bytes = remove_unused(folder, limit, for_s=_IN_USE_S)
-    if count:
-        _log.info(
-            "removed %d sets of prepared data, %.1f GiB, that were not used for longest (data.cache_limit)",
-            count,
-            num_bytes / 2**30,
-        )
+    removed = remove_unused(folder, limit, for_s=_IN_USE_S)
+    if text := removed.describe():
+        why = ", beyond data.cache_limit what was not used for longest" if removed.num_sets else ""
+        _log.info("removed %s%s", text, why)
 
 
 def _first_day(folder: Path | None, name: str) -> date | None:

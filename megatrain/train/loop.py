@@ -223,7 +223,7 @@ def train(
             choose_best_anew(run.evaluator.standing, checkpoint.parent)
         directory.begin(run.config, None if run.planned is None else planned_run(run.planned, run.num_steps))
         is_done = False
-        with recorded(run, directory), way_back(run, directory), run.memory_told():
+        with recorded(run, directory), way_back(run, directory):
             try:
                 if ranks is not None:
                     ranks.meet("orders")  # the others leave signals to this one from now on
@@ -268,7 +268,7 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
         references=_references(config, prepared),
         ranks=ranks,
     )
-    with signals_ignored(), run.memory_told():
+    with signals_ignored():
         ranks.meet("orders")
         is_done = False
         try:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatrain.config import Config
 from megatrain.config.plan import Plan
+from megatrain.config.sizes import binary
 from megatrain.errors import CapacityError, exhausted_memory, first_line
 from megatrain.hardware import host_memory, resident_bytes
 from megatrain.hardware.accelerators import free_bytes, peak_bytes
-from megatrain.plan.search.sizes import binary
 from megatrain.stream.lanes.devices import compute_device
+from megatrain.train.planning.plan_run import Planned
 
 
 @contextmanager
-def memory_told(config: Config, plan: Plan | None, when: Callable[[], str]) -> Iterator[None]:
+def memory_told(config: Config, planned: Planned | None, when: str) -> Iterator[None]:
     """Turn an allocation inside that fails into one sentence with the plan beside it.
 
     Args:
         config: Of the run.
-        plan: In force; None: there is none.
-        when: Says what is done when it fails.
+        planned: What is in force; None: nothing was planned.
+        when: What is done inside.
 
     Raises:
         CapacityError: In place of the error of Python, numpy, torch or the system.
@@ -29,18 +30,20 @@ def memory_told(config: Config, plan: Plan | None, when: Callable[[], str]) -> I
     try:
         yield
     except Exception as error:
-        told = memory_error(error, config, plan, when())
+        told = memory_error(error, config, planned, when)
         if told is None:
             raise
         raise told from error
 
 
-def memory_error(error: BaseException, config: Config, plan: Plan | None, when: str) -> CapacityError | None:
-    """Return the sentence for an allocation that has failed; None: the error is another."""
+def memory_error(
+    error: BaseException, config: Config, planned: Planned | None, when: str
+) -> CapacityError | None:
+    """Return the sentence of `memory_told` for an allocation that has failed; None: it is another error."""
     tier = exhausted_memory(error)
     if tier is None:
         return None
-    facts = [] if plan is None else [_planned(plan, tier)]
+    facts = [] if planned is None else [_planned(planned.plan, tier)]
     device = compute_device(config.train.device)
     if tier == "host":
         limit = host_memory()

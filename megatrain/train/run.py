@@ -115,11 +115,6 @@ class Run:
         """Let the other ranks wait for what this one does for any time, as long as it moves in it."""
         return nullcontext() if self.ranks is None else self.ranks.watch.moving(what)
 
-    def memory_told(self) -> AbstractContextManager[None]:
-        """Turn an allocation inside that fails into a sentence with the plan beside it."""
-        plan = None if self.planned is None else self.planned.plan
-        return memory_told(self.config, plan, lambda: f"in step {self.step + 1}")
-
     def meta(self) -> dict[str, Any]:
         """Return what a manifest keeps beside the tensors; plain values."""
         self.engine.settle()  # updates in the background count themselves
@@ -326,8 +321,7 @@ def prepare(
             gc.collect()  # its memory is the run's now
         if ranks is not None:
             ranks.meet("orders")  # where others wait for as long as that takes
-    plan = None if planned is None else planned.plan
-    with memory_told(config, plan, lambda: "while the model was loaded"):
+    with memory_told(config, planned, "while the model was loaded"):
         engine = make_engine(
             config,
             choice,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from megatrain.checkpoint.load import find, find_step, step_of
 from megatrain.errors import DivergedError, MegatrainError, TornStateError
+from megatrain.train.out_of_memory import memory_error
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import StepMetrics
 from megatrain.train.resume.state_commits import held_by
@@ -23,13 +24,17 @@ def way_back(run: Run, directory: RunDirectory) -> Iterator[None]:
 
     Raises:
         TornStateError: In place of that error.
+        CapacityError: Memory has run out, and the state is whole.
     """
     try:
         yield
     except Exception as error:
         first = run.engine.arrangement.wholeness.cause
         if first is None:
-            raise
+            told = memory_error(error, run.config, run.planned, f"in step {run.step + 1}")
+            if told is None:
+                raise
+            raise told from error
         raise TornStateError.after(
             first,
             "so an update ended in the middle, and its state is lost; nothing of it was saved. Start the "

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from megatrain.cli import main
-from megatrain.data.cache import Kept, RowWriter, find_rows, kept_rows, remove_unused
+from megatrain.data.cache import Kept, Removed, RowWriter, find_rows, kept_rows, remove_unused
 from megatrain.data.loader import fingerprint
 
 ROWS = np.arange(12, dtype=np.int32).reshape(3, 4)
@@ -94,21 +94,24 @@ def test_what_was_not_used_for_longest_is_removed_first(tmp_path: Path, capsys: 
     for age, key in enumerate("dcba"):
         os.utime(tmp_path / key, (time.time() - 1000 * age,) * 2)
     size = sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
-    assert remove_unused(tmp_path, 4 * size) == (0, 0)
+    assert not remove_unused(tmp_path, 4 * size).describe()
     assert find_rows(tmp_path, "a") is not None  # and so it is no longer the oldest
     (tmp_path / ".making-x").mkdir()
     (tmp_path / ".making-x" / "rows.bin").write_bytes(b"1234")
     (tmp_path / "notes").mkdir()  # of a user
-    assert remove_unused(tmp_path, 3 * size, for_s=1500) == (2, size + 4)
+    removed = remove_unused(tmp_path, 3 * size, for_s=1500)
+    assert removed == Removed(1, size, 1, 4)
+    left_over = "what a killed process had begun to prepare (4 bytes)"
+    assert removed.describe() == f"1 set of prepared data ({size} bytes) and {left_over}"
     assert keys() == ["a", "c", "d", "notes"]
-    assert remove_unused(tmp_path, 0, for_s=1500) == (0, 0)
+    assert remove_unused(tmp_path, 0, for_s=1500) == Removed(0, 0, 0, 0)
     with (tmp_path / ".lock-c").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)  # somebody makes it
-        assert remove_unused(tmp_path, 0) == (2, 2 * size)
+        assert remove_unused(tmp_path, 0).describe() == f"2 sets of prepared data ({2 * size} bytes)"
     assert keys() == ["c", "notes"]
     assert np.array_equal(sets["a"].rows[range(3)], ROWS)
     with pytest.raises(SystemExit, match="0"):
         main(["data", "clean", "--cache", str(tmp_path)])
-    assert capsys.readouterr().out == f"removed 1 sets of prepared data, 0.0 GiB, from {tmp_path}\n"
+    assert capsys.readouterr().out == f"removed 1 set of prepared data ({size} bytes) from {tmp_path}\n"
     assert keys() == ["notes"]
-    assert remove_unused(tmp_path / "none", 0) == (0, 0)
+    assert remove_unused(tmp_path / "none", 0) == Removed(0, 0, 0, 0)

@@ -100,7 +100,8 @@ def test_what_is_kept_has_a_limit(
     assert kept("2026-02-04", 10**9) == [*days, "2026-02-04"]
     assert "removed" not in caplog.text
     kept("2026-02-05", 1)
-    assert "removed 5 sets of prepared data, 0.0 GiB, that were not used for longest" in caplog.text
+    assert "removed 5 sets of prepared data (" in caplog.text
+    assert "), beyond data.cache_limit what was not used for longest" in caplog.text
 
 
 def test_a_day_that_there_is_not_is_refused(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatrain.config.sizes import binary
 from megatrain.errors import CapacityError, DataError, as_ours, exhausted_memory, os_errors
 from megatrain.hardware import resident_bytes
-from megatrain.plan.search.sizes import binary
 from megatrain.train import loop, run
 from megatrain.train.loop import train
 from tests.train.project import make_config

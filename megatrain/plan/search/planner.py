@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from megatrain.config.choice import Activations, Choice
 from megatrain.config.plan import Plan, Pool
+from megatrain.config.sizes import binary
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.program.kinds import Kind
 from megatrain.plan.search.choices import least
 from megatrain.plan.search.request import Request, overflow, pools_of
 from megatrain.plan.search.search import SEARCH_OPERATIONS, search
-from megatrain.plan.search.sizes import binary
 
 _NAMES = {"device": "device memory", "ram": "host memory", "nvme": "drives"}
 

@@ -33,15 +33,6 @@ MEMORY_SIZES = _list_sizes([("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)
 DRIVE_SIZES = _list_sizes([("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12)], last_decades=5)
 
 
-def binary(nbytes: float) -> str:
-    """Return bytes in the largest unit of which there is one: `1,368.1 GiB`, `9.37 GiB`, `8 bytes`."""
-    for name, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        value = nbytes / unit
-        if value >= 1:
-            return f"{value:,.1f} {name}" if value >= 10 else f"{value:.2f} {name}"
-    return f"{nbytes:.0f} bytes"
-
-
 def round_down(nbytes: int, sizes: Sequence[Size]) -> Size:
     """Return the largest of the sizes that is not above so many bytes."""
     return sizes[max(0, bisect_left(sizes, Size(nbytes + 1, "")) - 1)]

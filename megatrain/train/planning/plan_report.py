@@ -12,13 +12,13 @@ from textwrap import wrap
 
 from megatrain.config.choice import KEYS
 from megatrain.config.plan import Plan, Pool
+from megatrain.config.sizes import binary
 from megatrain.errors import ConfigError
 from megatrain.hardware import GIB
 from megatrain.plan.cost.economics import Economics, economics
 from megatrain.plan.search.enough import enough_drives, enough_ram
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
-from megatrain.plan.search.sizes import binary
 from megatrain.train.planning.counting import Progress
 from megatrain.train.planning.plan_json import plan_json, policy
 from megatrain.train.planning.plan_run import Planned

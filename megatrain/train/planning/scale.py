@@ -9,10 +9,10 @@ from typing import Any
 
 from megatrain.config.choice import StepBatch
 from megatrain.config.plan import Plan
+from megatrain.config.sizes import binary
 from megatrain.hardware import HardwareSpec
 from megatrain.plan.search.planner import make_plan, plan_with_open_runs
 from megatrain.plan.search.request import Request
-from megatrain.plan.search.sizes import binary
 from megatrain.train.planning.counting import Progress
 from megatrain.train.planning.gpus import of_ranks
 from megatrain.train.planning.plan_run import Asked, ask

@@ -13,7 +13,7 @@ import pytest
 
 from megatrain.config import Config
 from megatrain.config.plan import Pool
-from megatrain.errors import ModelError
+from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import load_machine
 from megatrain.model.profile import count as counting_code
 from megatrain.model.profile.anatomy import Anatomy
@@ -108,7 +108,7 @@ def test_the_plan_is_said_before_memory_is_taken(
         raise MemoryError(str(len(said)))
 
     monkeypatch.setattr("megatrain.train.engine.load", no_memory)
-    with pytest.raises(MemoryError, match="4"):
+    with pytest.raises(CapacityError, match=r"\(4\)"):
         prepare(make_config(tmp_path), None, None, show=said.append)
 
     def uncountable(*_: object, **__: object) -> None:
@@ -116,9 +116,9 @@ def test_the_plan_is_said_before_memory_is_taken(
 
     said.clear()
     monkeypatch.setattr(allocation, "plan_training", uncountable)
-    with pytest.raises(MemoryError, match="3"):
+    with pytest.raises(CapacityError, match=r"\(3\)"):
         prepare(make_config(tmp_path), None, None, show=said.append)
-    with caplog.at_level(logging.DEBUG, logger="megatrain"), pytest.raises(MemoryError):
+    with caplog.at_level(logging.DEBUG, logger="megatrain"), pytest.raises(CapacityError):
         prepare(make_config(tmp_path), None, None)
     details = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
     assert any(message.startswith("matrix products: ") for message in details)
@@ -146,7 +146,7 @@ def plan_lines(config: Config, monkeypatch: pytest.MonkeyPatch, counts: Path | N
     """Return what a run says of its plan in a process that has counted nothing yet."""
     monkeypatch.setattr(counting, "_COUNTED", {})
     said: list[str] = []
-    with pytest.raises(MemoryError):
+    with pytest.raises(CapacityError):
         prepare(config, None, None, counts=counts, show=said.append)
     return said
 
