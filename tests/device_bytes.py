@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 import megatrain
+from megatrain.stream.evaluate import losses
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.lanes.base import InlineLanes
 from tests.reference import attach_plainly
@@ -74,6 +75,8 @@ class Measured:
     """All planes of state."""
     stash_bytes: int
     """Activations and boundaries on the host."""
+    passing_bytes: int
+    """Most bytes on the device while micro-batches pass together without gradients."""
 
 
 def measure(
@@ -86,9 +89,13 @@ def measure(
     max_grad_norm: float | None = 1.0,
     updates: str = "deferred",
     is_packed: bool = False,
+    num_passing: int = 1,
     **settings: Any,
 ) -> Measured:
-    """Attach an engine to a random model and run two steps; packed rows are of two documents each."""
+    """Attach an engine to a random model and run two steps; packed rows are of two documents each.
+
+    Then `num_passing` micro-batches pass together without gradients.
+    """
     model = megatrain.load(config=config, precision=precision, fragments=settings.get("fragments", False))
     model.train()
     generator = torch.Generator().manual_seed(0)
@@ -111,15 +118,22 @@ def measure(
             engine.forward_backward(batches)
             optimizer.step()
             engine.sync()
+        peak, dynamic = device.peak, device.peak_dynamic
+        device.peak = 0
+        engine.together.planned_tokens = num_passing * micro_batch_size * seq_len
+        passing = [batches[number % num_micro_batches] for number in range(num_passing)]
+        for _ in losses(engine, passing):
+            pass
     together = min(num_micro_batches, settings.get("lockstep", 1))
     # on a device, a round's tokens, labels and positions
-    ids_bytes = (16 + 8 * is_packed) * together * micro_batch_size * seq_len
+    ids_bytes = (16 + 8 * is_packed) * micro_batch_size * seq_len
     result = Measured(
-        peak_bytes=device.peak + ids_bytes,
-        dynamic_bytes=device.peak_dynamic + ids_bytes,
+        peak_bytes=peak + together * ids_bytes,
+        dynamic_bytes=dynamic + together * ids_bytes,
         allocated_bytes=lanes.peak_bytes,
         host_bytes=engine.host_bytes,
         stash_bytes=engine.arrangement.offloaded.host_bytes,
+        passing_bytes=device.peak + num_passing * ids_bytes,
     )
     engine.detach()
     return result

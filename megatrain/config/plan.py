@@ -52,6 +52,12 @@ class Plan:
     what ranks get of others or send them: `gathered`, `exchanged`, `spread`."""
     num_evaluated: int
     """Choices that the search has timed."""
+    together: int
+    """Micro-batches that pass together without gradients, as in an evaluation, in the memory of a step."""
+    pass_s: float
+    """Seconds of so many."""
+    pass_bytes: int
+    """Bytes that they fetch: all streamed blocks once."""
     plan_s: float
     is_cut_short: bool = False
     """The search ended with its budget: a choice that was not timed may be faster."""
@@ -71,6 +77,11 @@ class Plan:
     def host_plane_bytes(self) -> int:
         """Bytes of all of these."""
         return sum(self.host_planes.values())
+
+    @property
+    def tokens_together(self) -> int:
+        """Tokens that pass together without gradients."""
+        return self.together * self.batch.micro_batch_size * self.batch.seq_len // self.batch.sequence
 
     def tier_bytes(self, tier: str) -> int:
         """Return the bytes of all pools of a tier."""

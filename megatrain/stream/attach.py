@@ -139,7 +139,7 @@ def attach(
         num_drives=0 if tiers is None else len(tiers.nvme),
     )
     decided = choice.given
-    choice = resolve(model, choice, given)
+    choice, planned_tokens = resolve(model, choice, given)
     if (
         ranks is not None
     ):  # each has planned by what it has found free; what it was told stays, to be compared
@@ -178,6 +178,7 @@ def attach(
         compiles=compiles,
         deterministic=deterministic,
     )
+    engine.together.take_room(batch, planned_tokens)
     model.__dict__[_SETTINGS] = {
         "choice": asked,
         "device": device,

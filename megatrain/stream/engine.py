@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatrain.config.choice import Choice, Updates, read_member
+from megatrain.config.choice import Choice
 from megatrain.errors import ConfigError, ModelError
-from megatrain.layout.moments import MomentFormat
 from megatrain.store.state import HostState
 from megatrain.store.tiered import TieredState
-from megatrain.stream.arrange import as_placed, changed, check_change, check_choice
+from megatrain.stream.arrange import as_placed, changed, check_change
 from megatrain.stream.bind import room_for_activations
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.forward.arrangement import Arrangement
@@ -29,9 +27,10 @@ from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.model_forward import ModelForward
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.meter import StepMeter
-from megatrain.stream.optimizer import StepHooks, StreamedAdamW, check_moments, check_updates
+from megatrain.stream.optimizer import StepHooks, StreamedAdamW, check_updates, choose_moments, choose_updates
 from megatrain.stream.report import StepReport
 from megatrain.stream.steps import PassBefore, Steps
+from megatrain.stream.together import Together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,6 +79,8 @@ class Engine:
             micro_batch_size=micro_batch_size,
         )
         self._steps = Steps(model, self._model_forward, self.arrangement, self.meter, rows)
+        self.together = Together(self._steps, self.arrangement, self.require_attached)
+        """Runs passes without gradients, many at a time."""
         self._optimizer: StreamedAdamW | None = None
         self._model_forward.override(self.compiler, self.sync, StreamedAdamW)
         self._settings.enter_context(chosen_kernels(model, lanes.device, repeats=deterministic))
@@ -127,6 +128,7 @@ class Engine:
         self.settle()  # and not `sync`, which would read weights on drives into RAM
         self.lanes.drain()
         arrangement.change(choice, self._take_part)
+        self.together.planned_tokens = 0
         _log.info("the engine goes on with: %s", choice.describe())
 
     def _take_part(self) -> None:
@@ -249,14 +251,8 @@ class Engine:
         """
         if self._optimizer is not None:
             raise ConfigError("the engine has an optimizer already; one engine trains with one optimizer")
-        updates = read_member(Updates, updates or self.choice.updates, "updates").value
-        check_updates(updates, max_grad_norm)
-        choice = replace(self.choice, updates=updates)
-        check_choice(choice, self.arrangement.binding.blocks, compiles=self.compiler is not None)
-        moments = self.arrangement.moments if state is None else MomentFormat.read(state)
-        check_moments(self.executor, moments, self.arrangement.moments)
-        self.arrangement.choice = choice
-        self.executor.spec = replace(self.executor.spec, updates=updates)
+        moments, compiles = choose_moments(self.arrangement, state), self.compiler is not None
+        choose_updates(self.arrangement, updates, max_grad_norm=max_grad_norm, compiles=compiles)
         check, stepped = self._check_step, self.meter.stepped
         hooks = StepHooks(check=check, stepped=stepped, drop=self.zero_grad, fail=self._steps.drop)
         self._optimizer = StreamedAdamW(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,15 @@ if TYPE_CHECKING:
     from megatrain.stream.engine import Engine
 
 
+def ids_of(batch: Mapping[str, Any]) -> int:
+    """Return how many tokens a batch of the model's forward has, padding included."""
+    return int(batch["input_ids"].numel())
+
+
 def losses(engine: Engine, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Tensor, int]]:
     """Yield the mean loss of each batch, and over how many tokens it is the mean.
 
+    Batches pass together, as many as `Together.fit` allows, and each has the bits of a pass alone.
     The head runs in chunks where those of training do: the logits of a batch are never there as a whole. Call
     it between two steps. A batch without a token to train on is passed over.
 
@@ -28,20 +35,23 @@ def losses(engine: Engine, batches: Iterable[Mapping[str, Any]]) -> Iterator[tup
     """
     engine.require_attached()
     model, options = engine.model, _options(engine)
-    for batch in batches:
-        count = count_targets(batch)
-        if count == 0:
-            continue
-        with torch.no_grad(), engine._model_forward.over(Share(count, count)):
+
+    def loss_of(batch: Mapping[str, Any], count: int) -> Tensor:
+        with engine._model_forward.over(Share(count, count)):
             loss: Tensor = model(**{**batch, **options}).loss
-        yield loss, count
+        return loss
+
+    for group in engine.together.groups(batches, ids_of):
+        counted = [(batch, count) for batch in group if (count := count_targets(batch))]
+        found = engine.together.run([partial(loss_of, *each) for each in counted])
+        yield from zip(found, (count for _, count in counted), strict=True)
 
 
 def row_losses(engine: Engine, batch: Mapping[str, Any]) -> Tensor:
     """Return the loss of each row, summed over its labelled tokens: minus the log-probability of its answer.
 
-    It has gradients where they are wanted, as in a call of `Engine.run_losses`, and else is for the time
-    between two steps. The head runs row by row, each in chunks of tokens.
+    It has gradients where they are wanted, as in a call of `Engine.run_losses`, and else is for one of
+    `Together.run`. The head runs row by row, each in chunks of tokens.
 
     Args:
         engine: Its model is in the mode that is wanted.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.config.choice import Updates
+from megatrain.config.choice import Updates, read_member
 from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.block_bytes import aligned
 from megatrain.layout.blocks import Entry
@@ -23,9 +23,11 @@ from megatrain.optim.clip import global_norm
 from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.operations import Operation
 from megatrain.store.tiered import TieredState
+from megatrain.stream.arrange import check_choice
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.updates import BlockUpdate, StepStats, check_shares
+from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.overrides import USE_OURS
 
 
@@ -340,12 +342,32 @@ def check_updates(updates: str, max_grad_norm: float | None) -> None:
         )
 
 
-def check_moments(executor: Executor, moments: MomentFormat, planned: MomentFormat) -> None:
-    """Refuse moments that take more memory than was planned, or scales for which ranks have no whole shares.
+def choose_updates(
+    arrangement: Arrangement, updates: str | None, *, max_grad_norm: float | None, compiles: bool
+) -> None:
+    """Let blocks be updated when `updates` says; None: as was chosen before.
 
     Raises:
-        ConfigError: They do.
+        ConfigError: That is no schedule, or cannot be with the rest.
     """
+    updates = read_member(Updates, updates or arrangement.choice.updates, "updates").value
+    check_updates(updates, max_grad_norm)
+    choice = replace(arrangement.choice, updates=updates)
+    check_choice(choice, arrangement.binding.blocks, compiles=compiles)
+    arrangement.choice = choice
+    arrangement.executor.spec = replace(arrangement.executor.spec, updates=updates)
+
+
+def choose_moments(arrangement: Arrangement, state: str | None) -> MomentFormat:
+    """Return what to keep moments in; None: what memory was planned for.
+
+    Raises:
+        ConfigError: They would take more memory than was planned, or ranks would have no whole shares of
+            their scales.
+    """
+    planned = arrangement.moments
+    moments = planned if state is None else MomentFormat.read(state)
+    executor = arrangement.executor
     sizes = [layout.sizes for layout in executor.host.layouts]
     need, room = (sum(size.moment_bytes(kind) for size in sizes) for kind in (moments, planned))
     has_shares = executor.gradients.shared is not None and moments is MomentFormat.INT8
@@ -355,6 +377,7 @@ def check_moments(executor: Executor, moments: MomentFormat, planned: MomentForm
             f"{', which is smaller' if need > room else ', and shared out among ranks so'}; call "
             f"megatrain.attach with optimizer_state={moments.value!r}"
         )
+    return moments
 
 
 def _plan_updates(executor: Executor, moments: MomentFormat, *, clips: bool) -> None:

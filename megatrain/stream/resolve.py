@@ -56,8 +56,10 @@ class Conditions:
     """On which state is; 0: all of it is in RAM."""
 
 
-def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choice:
-    """Return a choice in which nothing is open.
+def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> tuple[Choice, int]:
+    """Return a choice in which nothing is open, and how many tokens may pass together without gradients.
+
+    The latter is 0 where nothing is planned: those of a round of training may.
 
     Args:
         model: As `attach` is given it. It is not changed, and what it has allocated stays.
@@ -71,7 +73,7 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choice
     num_layers = len(group_layers(find_blocks(model)))
     choice = choice.for_layers(num_layers)
     if choice.is_resolved:
-        return choice
+        return choice, 0
     choice = _as_held(model, choice, given)
     spec = machine_of(given.lanes, given.precision.value, num_drives=given.num_drives)
     usual = default_batch(context_length(model.config), on_cpu=spec.is_cpu)
@@ -85,7 +87,7 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choice
             "resident, one micro-batch at a time; give attach a choice to do better",
             error,
         )
-        return _conservative(model, choice, given)
+        return _conservative(model, choice, given), 0
     own = sum(parameter.nbytes for parameter in model.parameters())  # becomes part of the state, or is freed
     if isinstance(model.__dict__.get("_megatrain_host"), TieredState):
         given = replace(given, host_limit=None)  # `tiers.ram`, which the state has filled
@@ -94,7 +96,7 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choice
     if not plan.fits:
         raise CapacityError(with_ways_out(plan.problem, advise(request, count, is_running=True)))
     _report(plan)
-    return plan.choice
+    return plan.choice, plan.tokens_together
 
 
 def _count(
@@ -163,13 +165,15 @@ def _conservative(model: PreTrainedModel, choice: Choice, given: Conditions) -> 
 def _report(plan: Plan) -> None:
     batch = plan.batch
     _log.info(
-        "plan for steps of %d x %d x %d tokens: %.3g s, bound by %s; %.2f GiB on the host, %.2f GiB on the "
-        "device; %s",
+        "plan for steps of %d x %d x %d tokens: %.3g s, bound by %s; %s tokens of an evaluation or a "
+        "reference together: %.3g s; %.2f GiB on the host, %.2f GiB on the device; %s",
         batch.num_micro_batches,
         batch.micro_batch_size,
         batch.seq_len,
         plan.step_s,
         plan.bound,
+        f"{plan.tokens_together:,}",
+        plan.pass_s,
         plan.tier_bytes("ram") / GIB,
         plan.tier_bytes("device") / GIB,
         plan.choice.describe(),

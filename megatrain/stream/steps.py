@@ -112,6 +112,26 @@ class Steps:
                 raise instead from error
             raise
 
+    def run_passes(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Run calls without gradients that take turns at every layer; see `Together.run`.
+
+        Raises:
+            ConfigError: A step is going on, or one of these calls has begun this.
+        """
+        rounds = self._arrangement.rounds
+        if rounds.in_step or self._forward.lockstep.is_running:
+            raise ConfigError(
+                "engine.together.run was called within a step, or by one of its own calls; call the model "
+                "there"
+            )
+        if not calls:
+            return []
+        self._meter.pause()
+        rounds.foresee_passes(len(calls))
+        found = self._together(calls, range(len(calls)), None, with_gradients=False)
+        rounds.end_passes(len(calls))
+        return found
+
     def _run(
         self,
         losses: Sequence[Callable[[], Tensor]],

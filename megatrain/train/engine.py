@@ -34,6 +34,7 @@ def make_engine(
     committed: Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
     ranks: Ranks | None = None,
+    planned_tokens: int = 0,
 ) -> Engine:
     """Load the model of a run into host state, with its adapters, and attach it.
 
@@ -45,6 +46,8 @@ def make_engine(
         committed: What the commit on drives that it goes on from says of the run.
         vocab_size: Of the model with its new tokens; None: it has none.
         ranks: That train together and keep one state.
+        planned_tokens: That pass together without gradients, as the plan of this choice says; 0: as many as a
+            round of training has.
 
     Raises:
         MegatrainError: As `load` and `attach`.
@@ -86,14 +89,19 @@ def make_engine(
         "no" if engine.compiler is None else "yes",
         engine.arrangement.moments.describe(),
     )
+    engine.together.planned_tokens = planned_tokens
     return engine
 
 
 @contextmanager
-def engine_of_base(config: Config, choice: Choice, vocab_size: int | None) -> Iterator[Engine]:
+def engine_of_base(
+    config: Config, choice: Choice, vocab_size: int | None, planned_tokens: int
+) -> Iterator[Engine]:
     """Lend an engine of the model that a run began with, without dropout; its drives stay as they are."""
     with drives_apart(config) as apart:
-        engine = make_engine(apart, choice, config.model.path, vocab_size=vocab_size)
+        engine = make_engine(
+            apart, choice, config.model.path, vocab_size=vocab_size, planned_tokens=planned_tokens
+        )
         try:
             with untouched(engine):
                 yield engine

@@ -19,6 +19,7 @@ from megatrain.config import Config
 from megatrain.config.decided import as_begun, smallest_micro_batches
 from megatrain.config.sections.log import Event
 from megatrain.data.loader import PackedLoader
+from megatrain.data.pairs import JudgedRows
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import ConfigError
 from megatrain.hardware.care import Care
@@ -293,11 +294,16 @@ def prepare(
         first_step=0 if earlier is None else int(earlier["step"]),
         now=datetime.now(),
         ranks=described(ranks, config.parallel.shards),
+        evaluated=[len(rows) for rows, _ in held_out.values()],
+        judged=len(data.rows) if isinstance(data.rows, JudgedRows) else 0,
     ):
         show(line)
-    choice = config.choice if planned is None else planned.plan.choice
+    choice, planned_tokens = config.choice, 0
+    if planned is not None:
+        choice, planned_tokens = planned.plan.choice, planned.plan.tokens_together
     if ranks is not None:
         choice, config = agreed(ranks, choice, config)
+        planned_tokens = ranks.tell(planned_tokens)
     loader = make_loader(data, config)
     evaluator = Evaluator(
         config.eval,
@@ -317,7 +323,7 @@ def prepare(
     if reference is not None and earlier is not None:
         if (ranks is None or ranks.rank == 0) and not reference.is_kept:
             progress("computing the reference with the model that the run began with")
-            reference.fill(lambda: engine_of_base(config, choice, vocab_size))
+            reference.fill(lambda: engine_of_base(config, choice, vocab_size, planned_tokens))
             gc.collect()  # its memory is the run's now
         if ranks is not None:
             ranks.meet("orders")  # where others wait for as long as that takes
@@ -330,6 +336,7 @@ def prepare(
             committed=committed,
             vocab_size=vocab_size,
             ranks=ranks,
+            planned_tokens=planned_tokens,
         )
     if reference is not None:
         reference.fill(lambda: untouched(engine), ranks)

@@ -9,10 +9,11 @@ from dataclasses import replace
 from megatrain.config.choice import Activations, Choice
 from megatrain.config.plan import Plan, Pool
 from megatrain.config.sizes import binary
+from megatrain.plan.cost.passes import Passes
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.program.kinds import Kind
 from megatrain.plan.search.choices import least
-from megatrain.plan.search.request import Request, overflow, pools_of
+from megatrain.plan.search.request import Request, most_together, overflow, pools_of
 from megatrain.plan.search.search import SEARCH_OPERATIONS, search
 
 _NAMES = {"device": "device memory", "ram": "host memory", "nvme": "drives"}
@@ -60,6 +61,7 @@ def _describe(request: Request, step: Step, problem: str, num_evaluated: int, pl
     anatomy, batch, choice = request.anatomy, request.batch, step.choice
     bounds = step.bounds_s
     step_s = step.step_s
+    passes = Passes.of(step, most_together(request, choice))
     peak = request.spec.peak(anatomy.precision)
     flops = anatomy.model_flops_per_token * batch.tokens
     return Plan(
@@ -77,6 +79,9 @@ def _describe(request: Request, step: Step, problem: str, num_evaluated: int, pl
         hardware_mfu=_flops_done(step) / step_s / peak,
         bytes_per_step=_bytes(step),
         num_evaluated=num_evaluated,
+        together=passes.together,
+        pass_s=passes.seconds(passes.together),
+        pass_bytes=passes.fetched_bytes(passes.together),
         plan_s=plan_s,
     )
 

@@ -18,6 +18,7 @@ from megatrain.plan.cost.rates import Kernels, Rates
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.memory.device_pools import device_peak_bytes
 from megatrain.plan.memory.host_pools import drive_pools, host_pools, of_other_ranks
+from megatrain.plan.memory.passes import most_without_gradients
 
 USABLE_DEVICE = 0.95
 """Of an accelerator's memory: the rest is the allocator's, which gives out whole pages of several sizes."""
@@ -133,6 +134,18 @@ def _on_device(request: Request, choice: Choice) -> list[Pool]:
         choice,
         request.batch,
         state=request.moments,
+        overlaps=not spec.is_cpu,
+        has_scratch=spec.updates_with_scratch,
+    )
+
+
+def most_together(request: Request, choice: Choice) -> int:
+    """Return how many micro-batches pass together without gradients in the memory of a step."""
+    spec = request.spec
+    return most_without_gradients(
+        request.anatomy,
+        choice,
+        request.batch,
         overlaps=not spec.is_cpu,
         has_scratch=spec.updates_with_scratch,
     )

@@ -38,6 +38,7 @@ from megatrain.stream.forward.passes import (
     to_device,
 )
 from megatrain.stream.forward.rounds import Turn
+from megatrain.stream.forward.shared_state import SharedState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,16 +77,14 @@ class ModelForward:
             watcher: Measures the steps.
             rows: Those of a step that ranks share out; None: each has whole ones.
             head_chunk_tokens: Of the head and the loss.
-            micro_batch_size: Rows of a micro-batch into which a larger batch of `model(**batch)` is split;
-                None: never.
+            micro_batch_size: Rows into which a larger batch of `model(**batch)` is split; None: never.
         """
         self._model = model
         inside = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._decoder = inside.base_model
         modules = (model, model.base_model, inside, self._decoder)
         self._entries = list({id(module): module for module in modules}.values())
-        """Whose forwards begin a pass: of a PeftModel also the adapter's and that of the model inside, which
-        `generate` calls."""
+        """Whose forwards begin a pass: of a PeftModel also those inside, which `generate` calls."""
         self._device = arrangement.lanes.device
         self._arrangement = arrangement
         self._watcher = watcher
@@ -97,6 +96,7 @@ class ModelForward:
         self._turn: Turn | None = None
         """Of a step: the call that is running; None: the model was called by somebody else."""
         self._is_removed = False
+        self._shared_state = SharedState(model)
         self._head = Head(model, head_chunk_tokens, self._stream_again)
         self.lockstep = Lockstep(self, self._device)
         self._overrides = Overrides(model)
@@ -267,18 +267,19 @@ class ModelForward:
         """Take the loss of the coming pass as `share` says: its head is in chunks."""
         return self._head.over(share)
 
-    def put_away(self) -> tuple[Pass | None, Share | RowSums | None, Turn | None]:
+    def put_away(self) -> tuple[Pass | None, Share | RowSums | None, Turn | None, object]:
         """Take out what belongs to the running micro-batch: others run until `put_back`."""
-        kept = self._pass, self._head.share, self._turn
+        kept = self._pass, self._head.share, self._turn, self._shared_state.now()
         if self._pass is not None:
             self._pass.restore()
         self._pass = self._head.share = self._turn = None
         return kept
 
     def put_back(self, kept: object) -> None:
-        """Put in place what `put_away` returned."""
+        """Put in place what `put_away` returned; raises SharedStateError as `SharedState.require`."""
         assert isinstance(kept, tuple)
-        self._pass, self._head.share, self._turn = kept
+        self._shared_state.require(kept[-1])
+        self._pass, self._head.share, self._turn, _ = kept
         if self._pass is not None:
             self._pass.put()
 
@@ -313,6 +314,8 @@ class ModelForward:
         named = {"input_ids": args[0], **kwargs} if args else kwargs
         batch = MicroBatchSize.of(named, 1 if self._rows is None else self._rows.parts)
         if torch.is_grad_enabled():
+            if self._turn is not None:
+                self._turn.require_gradients()
             if not is_causal_lm:
                 self._overrides.require_own_forward()
             self._watcher.forward(named, batch)

@@ -21,6 +21,9 @@ from megatrain.store.state import Precision
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.ranks.same_step import SameStep
 
+_MOST_PASSES = 8
+"""Of a call without gradients, for the next one to be foreseen as it was."""
+
 
 @dataclass(slots=True)
 class Turn:
@@ -28,8 +31,19 @@ class Turn:
 
     place: int
     is_before: bool
-    """It comes before the losses of the round."""
+    """It has no gradients: it comes before the losses of the round, or there are none."""
     num_passes: int = 0
+
+    def require_gradients(self) -> None:
+        """Refuse a pass with gradients in a call that has none.
+
+        Raises:
+            ConfigError: It is one.
+        """
+        if self.is_before:
+            raise ConfigError(
+                "a pass without gradients has enabled them; give what has gradients to engine.run_losses"
+            )
 
     def number(self, num_together: int) -> int:
         """Return what names the coming pass; among others, one without gradients has no other's name."""
@@ -63,6 +77,8 @@ class Rounds:
         self._orders: dict[tuple[int, int], list[Visit]] = {}
         self._bare: dict[tuple[int, int], list[Visit]] = {}
         """What is expected to be seen of a round, by its number of micro-batches and of passes before it."""
+        self._passes: dict[int, list[Visit]] = {}
+        """What is expected of calls without gradients that pass together, by their number."""
         self._steps: dict[tuple[tuple[int, ...], int], list[Visit]] = {}
         """The visits of whole steps, by the micro-batches of their rounds and the passes before these."""
         self._passes_foreseen = 0
@@ -196,6 +212,26 @@ class Rounds:
             return
         self._executor.foresee(pass_visits(self.plans, ends=self._executor.spec.ends))
         self.micro_batch = 0
+
+    def foresee_passes(self, num_together: int) -> None:
+        """Foresee calls without gradients that pass all layers together, once, or as such calls last did."""
+        visits = self._passes.get(num_together)
+        if visits is None:
+            visits = pass_visits(self.plans, num_together, ends=self._executor.spec.ends)
+            self._passes[num_together] = visits
+        self._executor.foresee(visits)
+
+    def end_passes(self, num_together: int) -> None:
+        """Take note that these calls are over: if they went another way, the next ones are expected to."""
+        seen, ends = self._executor.take_seen(), self._executor.spec.ends
+        self.micro_batch = 0
+        if seen == [visit.bare for visit in self._passes[num_together]]:
+            return
+        once = len(pass_visits(self.plans, num_together, ends=ends))
+        if (
+            len(seen) <= _MOST_PASSES * once
+        ):  # a text that is generated passes once per token, and never again
+            self._passes[num_together] = marked(seen, loads=False, completes=True, heads=ends.heads)
 
     def begin_pass(self) -> None:
         """Count a pass with gradients; one that nobody has announced is a round of its own."""

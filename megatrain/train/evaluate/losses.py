@@ -16,6 +16,7 @@ from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.data.cache import Rows
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import DataError
+from megatrain.model.head import count_targets
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import losses
 
@@ -104,13 +105,16 @@ def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None, ranks: Ran
     numbers: list[int] = []
     parts: list[torch.Tensor] = []
     tokens: list[int] = []
-    for number, batch in enumerate(islice(one.batches(), most_batches)):
-        if number % size != rank:
-            continue
-        for loss, count in losses(engine, [batch]):
-            numbers.append(number)
-            parts.append(loss.double() * count)  # read only in the end: nobody waits for the device before
-            tokens.append(count)
+
+    def own() -> Iterator[Mapping[str, Any]]:
+        for number, batch in enumerate(islice(one.batches(), most_batches)):
+            if number % size == rank and count_targets(batch):
+                numbers.append(number)
+                yield batch
+
+    for loss, count in losses(engine, own()):
+        parts.append(loss.double() * count)  # read only in the end: nobody waits for the device before
+        tokens.append(count)
     sums = torch.stack(parts).tolist() if parts else []
     found = list(zip(numbers, sums, tokens, strict=True))
     if ranks is not None:

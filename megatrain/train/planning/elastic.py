@@ -75,6 +75,7 @@ class Elastic:
         if not best.fits or best.choice == self._choice or gain < GAIN:
             return ""
         self._engine.reconfigure(best.choice)
+        self._engine.together.planned_tokens = best.tokens_together
         message = (
             f"new plan ({self._reason}): {describe_change(self._choice, best.choice)}; a step should take "
             f"{best.step_s:.4g} s in place of {now.step_s:.4g} s"

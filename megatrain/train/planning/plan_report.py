@@ -188,6 +188,11 @@ def _step(planned: Planned) -> Iterator[str]:
     yield from _row("time", f"{lanes} -> {_seconds(plan.step_s)}, bound by {plan.bound}")
     again = f" ({plan.hardware_mfu:.1%} with what is computed again)"
     yield from _row("speed", f"{_number(plan.tokens_per_s)} tokens/s, MFU {plan.mfu:.1%}{again}")
+    yield from _row(
+        "eval",
+        f"{plan.tokens_together:,} tokens of an evaluation or a reference pass together: "
+        f"{_seconds(plan.pass_s)}, {binary(plan.pass_bytes)} to the device",
+    )
 
 
 def _total(money: Economics) -> Iterator[str]:

@@ -24,6 +24,7 @@ from megatrain.errors import ConfigError
 from megatrain.hardware import GIB, HardwareSpec, load_machine, machine_names
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.deterministic import copies_of_gradient, filled_share, is_priced
+from megatrain.plan.cost.passes import Passes
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import Remedy, advise
 from megatrain.plan.search.request import Request
@@ -55,6 +56,11 @@ class Planned:
     spares: tuple[str, ...] = ()
     """What would spare the drives, if it wears them out soon."""
     notes: tuple[str, ...] = ()
+
+    def evaluation_s(self, num_micro_batches: int) -> float:
+        """Return the seconds in which so many micro-batches pass without gradients."""
+        step = self.request.step(self.plan.choice)
+        return Passes(step, self.plan.together).seconds(num_micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from megatrain.config.runs import in_order
 from megatrain.config.sections.preference import PreferenceConfig
 from megatrain.distributed.ranks import Ranks
 from megatrain.stream.engine import Engine
-from megatrain.stream.evaluate import row_losses
+from megatrain.stream.evaluate import ids_of, row_losses
 from megatrain.train.evaluate.losses import Evaluation
 from megatrain.train.preference.losses import Shown, Tally, losses_of
 
@@ -77,10 +77,11 @@ class Preference:
         """Return the mean loss over all rows of a set; the model is in the mode that is wanted."""
         began_s = time.perf_counter()
         tally = Tally()
-        for batch in batches:
-            with torch.no_grad():
-                losses, shown = self._losses(engine, batch)
-            tally.add({"loss": losses, **shown})
+        for group in engine.together.groups(batches, ids_of):
+            for losses, shown in engine.together.run(
+                [partial(self._losses, engine, batch) for batch in group]
+            ):
+                tally.add({"loss": losses, **shown})
         means = tally.means()
         return Evaluation(
             name=name,

@@ -28,7 +28,7 @@ from megatrain.errors import CheckpointError, ConfigError
 from megatrain.model.weights.files import model_directory
 from megatrain.model.weights.fingerprint import fingerprint
 from megatrain.stream.engine import Engine
-from megatrain.stream.evaluate import row_losses
+from megatrain.stream.evaluate import ids_of, row_losses
 from megatrain.stream.lanes.devices import compute_device
 
 _log = logging.getLogger(__name__)
@@ -139,13 +139,14 @@ class Reference:
         _log.info(
             "computing the reference: what the model says of %s rows before it is trained", f"{len(rows):,}"
         )
+        batches = (
+            judged_batch(rows.rows[range(first, min(first + self._size, len(rows)))], "dpo")
+            for first in range(0, len(rows), self._size)
+        )
         with RowWriter(place, SIDES) as writer:
-            for first in range(0, len(rows), self._size):
-                words = rows.rows[range(first, min(first + self._size, len(rows)))]
-                batch = judged_batch(words, "dpo")
-                with torch.no_grad():
-                    found = -row_losses(engine, batch)
-                writer.write(found.view(-1, SIDES).cpu().numpy().astype("<f4").view(np.int32))
+            for group in engine.together.groups(batches, ids_of):
+                for found in engine.together.run([partial(row_losses, engine, batch) for batch in group]):
+                    writer.write((-found).view(-1, SIDES).cpu().numpy().astype("<f4").view(np.int32))
                 now_s = time.monotonic()
                 if now_s - shown_s > _PROGRESS_S:
                     shown_s = now_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 
 from megatrain.config import Config
@@ -23,6 +23,8 @@ def start_lines(
     first_step: int,
     now: datetime,
     ranks: str = "",
+    evaluated: Sequence[int] = (),
+    judged: int = 0,
 ) -> Iterator[str]:
     """Yield what is trained, what fits where, how fast it should be, and where results go.
 
@@ -34,6 +36,9 @@ def start_lines(
         first_step: Steps that an earlier process has done.
         now: In local time, from which the end is foreseen.
         ranks: That train together, in a few words; empty: there is one.
+        evaluated: Rows of each set that is evaluated on.
+        judged: Rows that are trained on, whose reference is computed before the first step unless it is kept,
+            and so is that of the others; 0: there is none.
     """
     size = "" if planned is None else f" ({format_count(planned.request.anatomy.num_params)} parameters)"
     start = "from random weights, " if config.model.init == "random" else ""
@@ -47,7 +52,8 @@ def start_lines(
         yield "memory and speed: not known before the first step, since this model cannot be counted"
     else:
         yield f"memory: {_memory(planned)}"
-        yield f"speed: {_speed(planned.plan, num_steps, first_step, now)}"
+        passes = "".join(_passes(planned, evaluated, judged))
+        yield f"speed: {_speed(planned.plan, num_steps, first_step, now)}{passes}"
     going_on = f"; going on from step {first_step} of {num_steps}" if first_step else ""
     yield f"results: in {config.out}, the model in {config.out}/hf at the end{going_on}"
 
@@ -76,8 +82,26 @@ def _speed(plan: Plan, num_steps: int, first_step: int, now: datetime) -> str:
     when = f"{end:%H:%M}" if end.date() == now.date() else f"{end:%Y-%m-%d %H:%M}"
     step_s = f"{plan.step_s:.3g} s" if plan.step_s >= 0.1 else f"{plan.step_s * 1e3:.3g} ms"
     limit = "" if plan.bound == _NO_OVERLAP else f" (what takes longest: {plan.bound})"
-    lasts = "less than a second" if left_s < 1 else f"{format_duration(left_s)}, until {when}"
+    lasts = _lasting(left_s) + ("" if left_s < 1 else f", until {when}")
     return f"about {plan.tokens_per_s:,.0f} tokens/s, {step_s} a step{limit}; {left:,} steps take {lasts}"
+
+
+def _passes(planned: Planned, evaluated: Sequence[int], judged: int) -> Iterator[str]:
+    """Yield what passes without gradients take, beside the steps."""
+
+    def seconds(rows: Sequence[int], most: int | None = None) -> str:
+        size = planned.config.train.micro_batch_size
+        counts = [-(-count // size) for count in rows]
+        return _lasting(planned.evaluation_s(sum(min(count, most or count) for count in counts)))
+
+    if evaluated:
+        yield f"; an evaluation takes {seconds(evaluated, planned.config.eval.batches)}"
+    if judged:
+        yield f"; the reference, before the first step, {seconds([judged, *evaluated])}"
+
+
+def _lasting(seconds: float) -> str:
+    return "less than a second" if seconds < 1 else format_duration(seconds)
 
 
 _NO_OVERLAP = "everything in turn"

@@ -27,6 +27,7 @@ from megatrain.model.profile.count import count_anatomy
 from megatrain.optim import device as device_adamw
 from megatrain.plan.cost.rates import DEVICE_UPDATE_BYTES
 from megatrain.plan.memory.device_pools import device_peak_bytes, host_planes
+from megatrain.plan.memory.passes import most_without_gradients
 from tests.device_bytes import measure
 
 WIDE = {"num_attention_heads": 8, "num_hidden_layers": 3, "vocab_size": 256}
@@ -171,6 +172,8 @@ def check(
         head_chunk_tokens=chunk,
     ).with_defaults(num_layers)
     batch = StepBatch(micro_batch_size=rows, seq_len=tokens, num_micro_batches=n or m)
+    num_passing = most_without_gradients(anatomy, choice, batch, overlaps=False)
+    assert num_passing >= m
     measured = measure(
         CONFIGS[family](),
         precision=precision,
@@ -188,10 +191,12 @@ def check(
         outer_streams=outer_streams,
         gradients=gradients,
         is_packed=is_packed,
+        num_passing=num_passing,
     )
     pools = device_peak_bytes(anatomy, choice, batch, overlaps=False)
     predicted = sum(pool.nbytes for pool in pools)
     assert measured.peak_bytes <= predicted <= 1.05 * measured.peak_bytes
+    assert measured.passing_bytes <= predicted
     assert sum(pool.nbytes for pool in pools if pool.is_exact) == measured.allocated_bytes
     planes = host_planes(anatomy, choice, batch)
     offloaded = planes.pop("boundaries") + planes.pop("activations")

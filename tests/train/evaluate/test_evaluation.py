@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.checkpoint.load import verify
+from megatrain.config.choice import StepBatch
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import CheckpointError, ConfigError, DataError
 from megatrain.train import loop
@@ -222,6 +223,26 @@ def test_tokens_have_equal_weight_and_batches_without_any_are_passed_over() -> N
     with pytest.raises(DataError, match="set a has no token with a label"):
         loss(12)
     assert Evaluation(name="a", loss=1e9, count=1, seconds=0.0).perplexity == math.inf
+
+
+def test_batches_of_a_set_fetch_each_layer_once_with_the_loss_of_single_ones() -> None:
+    """Seven batches of one row, in the memory of two micro-batches of four rows each."""
+    batch = StepBatch(micro_batch_size=4, seq_len=12, num_micro_batches=2)
+    ids = torch.randint(0, 128, (7, 1, 12), generator=torch.Generator().manual_seed(4))
+    sets = [EvalSet(name="a", batches=lambda: [{"input_ids": row, "labels": row} for row in ids])]
+    found = []
+    for planned_tokens in (96, 0):
+        _, _, engine, _ = start(lockstep=2, batch=batch)
+        engine.together.micro_batch_tokens, engine.together.planned_tokens = (
+            1,
+            planned_tokens,
+        )  # else one after the other
+        before = engine.counts.fetches
+        found.append((evaluate(engine, sets, most_batches=None)[0].loss, engine.counts.fetches - before))
+    assert found[0][0] == found[1][0]
+    num_layers = len(engine.arrangement.layers)
+    assert found[0][1] == num_layers
+    assert found[1][1] > 3 * num_layers
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:

@@ -66,6 +66,21 @@ def test_four_lines_say_what_where_how_fast_and_whereto(tmp_path: Path) -> None:
     ]
 
 
+def test_what_an_evaluation_and_a_reference_take_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections: dict[str, Any] = {"data": {"val_size": 0.1}, "eval": {"batches": 6}}
+    config = make_config(tmp_path, train={"micro_batch_size": 2}, **sections)
+    planned = planned_as(config, step_s=36.0)
+    monkeypatch.setattr(Planned, "evaluation_s", lambda self, count: 0.9 * count)
+    told: dict[str, Any] = {"data": "pairs", "num_steps": 100, "first_step": 0, "now": NOON}
+    _, _, speed, _ = start_lines(config, planned, **told, evaluated=[40, 3], judged=100)
+    # 6 of 20 micro-batches, and 2; of the reference all 50, 20 and 2
+    assert speed.endswith("; an evaluation takes 0m 07s; the reference, before the first step, 1m 05s")
+    _, _, speed, _ = start_lines(config, planned, **told, evaluated=[1])
+    assert speed.endswith("; an evaluation takes less than a second")
+
+
 def test_a_resumed_run_says_what_is_left(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     planned = planned_as(config, step_s=3600.0, tokens_per_s=1.0, bound="compute")

@@ -1,0 +1,39 @@
+"""How many micro-batches can pass together without gradients, in the memory that a step takes."""
+
+from __future__ import annotations
+
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy
+from megatrain.plan.memory.device_peaks import DevicePeaks
+
+
+def most_without_gradients(
+    anatomy: Anatomy,
+    choice: Choice,
+    batch: StepBatch,
+    *,
+    overlaps: bool = True,
+    has_scratch: bool = True,
+) -> int:
+    """Return how many micro-batches fit into what the largest moment of a step takes.
+
+    They leave nothing behind: each has the input of the layer that it comes to next, and what the model's own
+    forward holds. As many as a round has always fit.
+
+    Args:
+        anatomy: Of the model, for micro-batches as `batch` has them.
+        choice: Resolved.
+        batch: Of a step.
+        overlaps: As in `DevicePeaks`.
+        has_scratch: As there.
+    """
+    peaks = DevicePeaks(anatomy, choice, batch, overlaps=overlaps, has_scratch=has_scratch)
+    boundary = max(layer.boundary_bytes for layer in anatomy.layers)
+    each = anatomy.pass_bytes + boundary * (1 + anatomy.holds_embedding) + IDS_BYTES * anatomy.tokens
+    inside = [
+        layer.forward_peak_bytes["recompute"] + layer.saved_bytes["recompute"] - layer.boundary_bytes
+        for layer in anatomy.layers
+    ]
+    working = max(*inside, anatomy.head_forward_peak_bytes + anatomy.head_saved_bytes)
+    room = max(moment.nbytes for moment in peaks.all()) - peaks.constant - working
+    return max(min(choice.lockstep, batch.num_micro_batches), room // max(1, each))
