@@ -1,4 +1,4 @@
-"""Predictions of an evaluation, shared out among ranks: every rank gets all of them, as if it were alone."""
+"""Predictions of an evaluation, by groups of batches; ranks share them out, and each of them gets all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
+from megatrain.hf.ahead import Ahead, num_tokens
 from megatrain.hf.ranks import ReadBatches
 from megatrain.hf.traces import Traces
 
@@ -17,45 +18,77 @@ if TYPE_CHECKING:
     from megatrain.distributed.ranks import Ranks
 
 
-def shared_predictions(
-    trainer: Any, ranks: Ranks, batches: Iterable[Any], loss_only: bool, ignore_keys: Sequence[str] | None
-) -> Iterator[Any]:
-    """Predict every batch once, by one rank each; return what `prediction_step` of each returned.
+class Predictions:
+    """Predicts batches together, each by the trainer's own step, to the host."""
 
-    The metrics that TRL keeps have what all calls have left there.
+    def __init__(self, trainer: Any, loss_only: bool, ignore_keys: Sequence[str] | None) -> None:
+        """Take the step that `trainer` has now; the others are arguments of `prediction_step`."""
+        self._trainer, self._step = trainer, trainer.prediction_step
+        self.loss_only, self._ignore_keys = loss_only, ignore_keys
 
-    Args:
-        trainer: Whose step predicts.
-        ranks: That call this together.
-        batches: Of the whole evaluation; they are read once more by the trainer's loop.
-        loss_only: As in `prediction_step`.
-        ignore_keys: Likewise.
+    def of(self, numbers: Sequence[int], batches: Sequence[Any], traces: Traces) -> list[Any]:
+        """Return what the step returns of each batch; `traces` takes note of them by these numbers."""
 
-    Raises:
-        ConfigError: Ranks have read different batches.
-    """
-    trainer.model.eval()
-    traces, read, random = Traces(trainer, "eval"), ReadBatches(ranks), encode_rng()
-    mine: list[Any] = []
-    for number, batch in enumerate(batches):
-        read.add(batch)
-        if number % ranks.size == ranks.rank:
-            found = trainer.prediction_step(trainer.model, batch, loss_only, ignore_keys=ignore_keys)
-            traces.note(number)
-            mine.append((number, send_to_device(found, "cpu"), *traces.left[number]))
-    restore_rng(random)  # the loop reads the batches as if nobody had
-    read.require_same(trainer.state.global_step, 0)
-    tensors: dict[str, Tensor] = {}
-    told = ranks.gather_values([_apart(one, tensors) for one in mine], "orders")
-    files = ranks.gather_bytes(safetensors.torch.save(tensors), "orders")
-    everything: dict[int, Any] = {}
-    for values, file in zip(told, files, strict=True):
-        found = safetensors.torch.load(file)
-        for number, predicted, *left in (_together(value, found) for value in values):
-            everything[number] = predicted
-            traces.left[number] = tuple(left)
-    traces.put(traces.left)
-    return (send_to_device(everything[number], trainer.args.device) for number in sorted(everything))
+        def call(place: int, inputs: Any) -> Any:
+            found = self._step(self._trainer.model, inputs, self.loss_only, ignore_keys=self._ignore_keys)
+            traces.note(numbers[place])
+            return send_to_device(found, "cpu")
+
+        found: list[Any] = self._trainer.run_together(batches, call, traces)
+        return found
+
+    def ahead(self, loader: Any) -> Ahead:
+        """Return a loader whose batches are predicted a group ahead of the trainer's loop."""
+        trainer = self._trainer
+
+        def find(batches: Sequence[Any]) -> list[Any]:
+            traces = Traces(trainer, "eval")
+            found = self.of(range(len(batches)), batches, traces)
+            traces.put(traces.left)
+            return [send_to_device(each, trainer.args.device) for each in found]
+
+        return Ahead(trainer.engine, loader, find, with_logits=not self.loss_only)
+
+    def shared(self, ranks: Ranks, batches: Iterable[Any]) -> Iterator[Any]:
+        """Predict every batch once, by one rank each; return what `prediction_step` of each returned.
+
+        The metrics that TRL keeps have what all calls have left there.
+
+        Args:
+            ranks: That call this together.
+            batches: Of the whole evaluation; they are read once more by the trainer's loop.
+
+        Raises:
+            ConfigError: Ranks have read different batches.
+        """
+        trainer = self._trainer
+        trainer.model.eval()
+        traces, read, random = Traces(trainer, "eval"), ReadBatches(ranks), encode_rng()
+        mine: list[Any] = []
+
+        def own() -> Iterator[tuple[int, Any]]:
+            for number, batch in enumerate(batches):
+                read.add(batch)
+                if number % ranks.size == ranks.rank:
+                    yield number, batch
+
+        for group in trainer.engine.together.groups(own(), lambda each: num_tokens(each[1])):
+            numbers, own_batches = zip(*group, strict=True)
+            for number, found in zip(numbers, self.of(numbers, own_batches, traces), strict=True):
+                mine.append((number, found, *traces.left[number]))
+        restore_rng(random)  # the loop reads the batches as if nobody had
+        read.require_same(trainer.state.global_step, 0)
+        tensors: dict[str, Tensor] = {}
+        told = ranks.gather_values([_apart(one, tensors) for one in mine], "orders")
+        files = ranks.gather_bytes(safetensors.torch.save(tensors), "orders")
+        everything: dict[int, Any] = {}
+        for values, file in zip(told, files, strict=True):
+            found = safetensors.torch.load(file)
+            for number, prediction, *left in (_together(value, found) for value in values):
+                everything[number] = prediction
+                traces.left[number] = tuple(left)
+        traces.put(traces.left)
+        return (send_to_device(everything[number], trainer.args.device) for number in sorted(everything))
 
 
 def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -8,7 +8,7 @@ first, and their losses find the log-probabilities where those computed beforeha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from trl.trainer.utils import use_adapter
 
 from megatrain.errors import ConfigError
+from megatrain.hf.ahead import Ahead, instead
 from megatrain.hf.ranks import working_alone
 from megatrain.hf.steps import StepGroup
 from megatrain.hf.streaming import Streaming
@@ -60,22 +61,54 @@ class WithReference(Streaming):
         self._stream()  # the plain class computes them before it is complete
         ranks = self._ranks
         if ranks is None:
-            return super()._precompute_ref_logps(dataset, *args, **kwargs)
+            with self._references_together():
+                return super()._precompute_ref_logps(dataset, *args, **kwargs)
         if ranks.rank > 0:
             return concatenate_datasets([dataset, Dataset.from_dict(ranks.tell())], axis=1)
-        with working_alone():
+        with working_alone(), self._references_together():
             found = super()._precompute_ref_logps(dataset, *args, **kwargs)
         ranks.tell({name: found[name][:] for name in found.column_names if name not in dataset.column_names})
         return found
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a batch's loss; the log-probabilities of its reference are there when it is computed."""
+    @contextmanager
+    def _references_together(self) -> Iterator[None]:
+        """Let the plain class's loop find what the reference says of many batches at once."""
+        prepare, find = self.accelerator.prepare, self.compute_ref_log_probs
+        loaders: list[Ahead] = []
+
+        def find_all(batches: Sequence[Any]) -> list[Any]:
+            with self._as_reference() if hasattr(self.model, "peft_config") else nullcontext():
+                return self._turns.run([partial(find, self.model, batch) for batch in batches])
+
+        def prepared(loader: Any) -> Any:
+            loaders.append(Ahead(self.engine, prepare(loader), find_all))
+            return loaders[-1]
+
+        with (
+            instead(self.accelerator, "prepare", prepared),
+            instead(self, "compute_ref_log_probs", lambda *_: loaders[-1].take()),
+        ):
+            yield
+
+    @contextmanager
+    def _with_reference_before(self) -> Iterator[None]:
+        """Let losses find the log-probabilities of their reference, which passes before them have found."""
         held, self.precompute_ref_logps = self.precompute_ref_logps, True
         self._reference_is_in_step = not held
         try:
-            return super().training_step(*args, **kwargs)
+            yield
         finally:
             self.precompute_ref_logps = held
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a batch's loss; the log-probabilities of its reference are there when it is computed."""
+        with self._with_reference_before():
+            return super().training_step(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; the log-probabilities of each batch's reference are there when its loss is computed."""
+        with self._with_reference_before():
+            return super().evaluation_loop(*args, **kwargs)
 
     def _before(
         self,

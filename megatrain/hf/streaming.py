@@ -10,21 +10,23 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length
 
 from megatrain.config.read_choice import as_values
 from megatrain.errors import CheckpointError, ConfigError
+from megatrain.hf.ahead import Turns, instead
 from megatrain.hf.arguments import MegatrainArguments, mapped
 from megatrain.hf.control import FirstDecides
-from megatrain.hf.evaluation import shared_predictions
+from megatrain.hf.evaluation import Predictions
+from megatrain.hf.given import require_given
 from megatrain.hf.precision import precision_of
 from megatrain.hf.ranks import join
 from megatrain.hf.saved import read_weights
@@ -77,7 +79,7 @@ class Streaming(_Base):
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         self._megatrain = megatrain or MegatrainArguments()
         self._group = StepGroup([])
-        args = _require(given)
+        args = require_given(given)
         self._ranks = join(args)
         self._control = None if self._ranks is None else FirstDecides(self._ranks, self)
         self._args = given["args"] = mapped(args, self._ranks)
@@ -127,6 +129,7 @@ class Streaming(_Base):
             )
         engine.adopt_forward()
         self.engine = engine
+        self._turns = Turns(engine)
 
     @property
     def _num_runs(self) -> int:
@@ -247,19 +250,35 @@ class Streaming(_Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Evaluate as the plain trainer does; of several ranks each predicts its part of the batches."""
-        given = dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        ranks = self._ranks
-        if ranks is None or not has_length(dataloader):
-            return super().evaluation_loop(*given)
+        """Evaluate as the plain trainer does, batches together; ranks each predict their part of them."""
+        given = description, prediction_loss_only, ignore_keys, metric_key_prefix
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        ranks, predictions = self._ranks, Predictions(self, loss_only, ignore_keys)
+        if ranks is None or not has_length(dataloader):
+            ahead = predictions.ahead(dataloader)
+            with instead(self, "prediction_step", lambda *_, **__: ahead.take()):
+                return super().evaluation_loop(ahead, *given)
         with ranks.watch.moving(f"evaluating step {self.state.global_step}"):
-            found = shared_predictions(self, ranks, dataloader, loss_only, ignore_keys)
-            self.prediction_step = lambda *_, **__: next(found)
-            try:
-                return super().evaluation_loop(*given)
-            finally:
-                del self.prediction_step
+            found = predictions.shared(ranks, dataloader)
+            with instead(self, "prediction_step", lambda *_, **__: next(found)):
+                return super().evaluation_loop(dataloader, *given)
+
+    def run_together(
+        self, batches: Sequence[Any], call: Callable[[int, Any], Any], traces: Traces
+    ) -> list[Any]:
+        """Run a call without gradients for each batch, together, after the passes that come before them.
+
+        Args:
+            batches: As the trainer reads them.
+            call: Is given the place of a batch, and its inputs with what passes before it have found.
+            traces: Takes note of the calls.
+        """
+        group = StepGroup(batches)
+        for each in self._passes_before(group):
+            with each.around():
+                self._turns.run(each.calls)
+        calls = [lambda place=place: call(place, group.inputs[place]) for place in range(len(batches))]
+        return self._turns.run(calls, traces)
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
@@ -358,39 +377,6 @@ class Streaming(_Base):
         yield ranks is None or ranks.local_rank == 0
         if ranks is not None:
             ranks.meet("orders")
-
-
-def _require(given: dict[str, Any]) -> TrainingArguments:
-    """Return the arguments for training, after a check of what they come with.
-
-    Raises:
-        ConfigError: There are none, or what cannot be streamed.
-    """
-    args, optimizers = given.get("args"), given.get("optimizers") or (None, None)
-    optimizer = optimizers[0]
-    model = given.get("model")
-    problems = [
-        (args is None, "args is missing; pass TrainingArguments, or the config of TRL's trainer"),
-        (
-            given.get("model_init") is not None or model is None,
-            "model is missing; pass a model or a path, and no model_init: a model is attached once",
-        ),
-        (
-            given.get("optimizer_cls_and_kwargs") is not None
-            or not isinstance(optimizer, (StreamedAdamW, type(None))),
-            f"optimizers holds {type(optimizer).__name__}; a streamed model is trained by AdamW of its "
-            "engine: leave it out, or pass optimizers=(engine.adamw(...), None)",
-        ),
-        (
-            given.get("quantization_config") is not None,
-            "quantization_config: streamed weights are exact and need no room on the device; leave it out",
-        ),
-    ]
-    for is_wrong, message in problems:
-        if is_wrong:
-            raise ConfigError(message)
-    assert isinstance(args, TrainingArguments)
-    return args
 
 
 def _context_of(config: Any) -> int | None:

@@ -35,6 +35,15 @@ class Traces:
         self.left[number] = added, count - self._last_count
         self._last, self._last_count = now, count
 
+    def undo(self) -> None:
+        """Take out of the trainer what calls have left so far: they will be made again."""
+        for name, values in self._metrics.items():
+            del values[self._first.get(name, 0) :]
+        if hasattr(self._trainer, _COUNT):
+            setattr(self._trainer, _COUNT, self._first_count)
+        self._last, self._last_count = self._first, self._first_count
+        self.left.clear()
+
     def put(self, left: Mapping[int, tuple[Mapping[str, list[Any]], int]]) -> None:
         """Leave what calls have left, of this rank or of all, in the order of their numbers."""
         names = [*self._metrics, *(name for added, _ in left.values() for name in added)]
