@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -14,9 +15,13 @@ import pytest
 
 from megatrain.cli import main, read_settings
 from megatrain.cli.help import MOST_USED
+from megatrain.cli.importing import importing
 from megatrain.config import config_keys
 from megatrain.data.read.files import check_path
 from megatrain.errors import CapacityError, ConfigError, DataError, DivergedError, MegatrainError, OutputError
+
+LOADS = "train: loading torch and transformers\n"
+"""What a run says first."""
 
 
 def run(*arguments: str) -> int:
@@ -240,9 +245,9 @@ def test_error_is_one_line_with_its_exit_code(
 ) -> None:
     fail_with(monkeypatch, error)
     assert run("train", "--model", "m", "--data", "d") == code
-    assert capsys.readouterr().err == "error: what\n"
+    assert capsys.readouterr().err == f"{LOADS}error: what\n"
     assert run("--debug", "train", "--model", "m", "--data", "d") == code
-    shown = capsys.readouterr().err
+    _, _, shown = capsys.readouterr().err.partition("\n")
     assert shown.startswith("Traceback")
     assert shown.endswith("error: what\n")
 
@@ -271,8 +276,8 @@ def test_error_of_the_system_is_one_line_from_wherever_it_comes(
     fail_with(monkeypatch, error)
     assert run("train", "--model", "m", "--data", "d") == 2
     shown = capsys.readouterr().err
-    assert shown.startswith(f"error: {message}")
-    assert shown.count("\n") == 1
+    assert shown.startswith(f"{LOADS}error: {message}")
+    assert shown.count("\n") == 2
 
 
 def test_error_that_files_are_closed_behind_is_the_one_to_tell(
@@ -282,7 +287,7 @@ def test_error_that_files_are_closed_behind_is_the_one_to_tell(
     close.__context__ = OutputError("cannot write /x: Input/output error")
     fail_with(monkeypatch, close)
     assert run("train", "--model", "m", "--data", "d") == 2
-    assert capsys.readouterr().err == "error: cannot write /x: Input/output error\n"
+    assert capsys.readouterr().err == f"{LOADS}error: cannot write /x: Input/output error\n"
 
 
 def test_bug_met_while_a_file_was_missing_is_still_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +324,7 @@ def test_log_lines_go_to_whatever_standard_error_is_now(
     for _ in range(2):
         assert run("train", "--model", "m", "--data", "d") == 0
         shown = capsys.readouterr()
-        assert (shown.err, shown.out) == ("step 1\n", "")
+        assert (shown.err, shown.out) == (f"{LOADS}step 1\n", "")
 
 
 def test_plan_refuses_gpus_that_a_machine_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,3 +347,17 @@ def test_plan_takes_gpus_and_nodes_and_a_table_takes_every_number(
         run("plan", "--model", "none", "--machine", "8xh100", *more)
     assert asked == [(8, 1), (2, 4), (4, 1)]
     capsys.readouterr()
+
+
+def test_garbage_is_not_looked_for_while_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with importing():  # torch is here already
+        assert gc.isenabled()
+    before = gc.get_freeze_count()
+    monkeypatch.delitem(sys.modules, "torch")
+    try:
+        with importing():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > before + 10_000
+    finally:
+        gc.unfreeze()

@@ -26,6 +26,7 @@ from megatrain.cli import plan as plan_commands
 from megatrain.cli import runs as run_commands
 from megatrain.cli.folders import counts_folder, measured_file, prepared_folder
 from megatrain.cli.help import SettingsCommand, show_all_keys
+from megatrain.cli.importing import importing
 from megatrain.cli.log import log_to_stderr, showing
 from megatrain.cli.ranks import join_ranks, start_ranks
 from megatrain.distributed.watch import tell_launcher
@@ -166,13 +167,15 @@ def train(
         again = ["train", *(arguments or []), *overrides, *["--verbose"] * verbose]
         raise typer.Exit(start_ranks(config, ranks, ["--debug"] * _debug + again, dry_run=dry_run))
     with showing("train") as doing:
-        doing("loading torch and transformers")
+        doing.at_once("loading torch and transformers")
         if dry_run:
-            from megatrain.train.commands.dry_run import dry_run as try_out
+            with importing():
+                from megatrain.train.commands.dry_run import dry_run as try_out
 
             try_out(config, print, measure=_measure(), progress=doing)
             return
-        from megatrain.train.loop import train as run
+        with importing():
+            from megatrain.train.loop import train as run
 
         with join_ranks(config, doing) or nullcontext() as joined:
             run(

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from megatrain.cli.importing import importing
+
 runs = typer.Typer(no_args_is_help=True, help="List runs, show one, or compare several.")
 
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
@@ -33,7 +35,8 @@ def sample(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token.")] = 0.0,
 ) -> None:
     """Continue a text with a trained model."""
-    from megatrain.train.outputs.sample import sample as run
+    with importing():
+        from megatrain.train.outputs.sample import sample as run
 
     print(run(path, prompt, max_new_tokens=max_new_tokens, temperature=temperature))
 

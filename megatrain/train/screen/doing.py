@@ -26,7 +26,7 @@ class Doing:
         self._say = say
         self._began_s = time.perf_counter()
         self._lock = threading.Lock()
-        self._now = ""
+        self._now = self._told = ""
         self._is_late = False
         self._timer = threading.Timer(AFTER_S if after_s is None else after_s, self._speak_up)
         self._timer.daemon = True
@@ -53,10 +53,16 @@ class Doing:
             if self._is_late and doing:
                 self._print()
 
+    def at_once(self, doing: str) -> None:
+        """Take what is done now, and say it: it is known to take a while."""
+        with self._lock:
+            self._now = self._told = doing
+            self._say(f"{self._name}: {doing}")
+
     def _speak_up(self) -> None:
         with self._lock:
             self._is_late = True
-            if self._now:
+            if self._now != self._told:
                 self._print()
 
     def _print(self) -> None:

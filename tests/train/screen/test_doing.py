@@ -37,6 +37,17 @@ def test_what_goes_on_is_said_and_then_what_follows() -> None:
     assert [line.partition(" (")[0] for line in said] == ["plan: counting", "plan: searching"]
 
 
+def test_what_is_known_to_take_long_is_said_at_once_and_once() -> None:
+    said: list[str] = []
+    with Doing("train", said.append, after_s=0.01) as doing:
+        doing.at_once("loading torch")
+        assert said == ["train: loading torch"]
+        doing._timer.join(60)
+        assert said == ["train: loading torch"]
+        doing("reading the data")
+    assert [line.partition(" (")[0] for line in said[1:]] == ["train: reading the data"]
+
+
 def test_progress_is_on_standard_error_and_never_in_the_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
