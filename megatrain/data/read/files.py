@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from megatrain.data.read.arrow_rows import read_columnar, read_hub, read_saved
+from megatrain.data.read.csv_rows import read_csv
 from megatrain.data.read.json_rows import read_json
-from megatrain.data.read.text_rows import read_csv, read_txt
+from megatrain.data.read.text_rows import UTF_16, open_bytes, read_txt
 from megatrain.data.row import Row, Start
 from megatrain.errors import DataError, os_errors
 
@@ -127,11 +128,21 @@ def _file(path: str, how: Reading) -> RowFile:
     def read(start: Start) -> Iterator[Row]:
         try:
             with os_errors("read", path, DataError):
+                if kind in (".txt", ".json", ".jsonl"):
+                    _check_encoding(path)
                 yield from reader(path, start)
         except (EOFError, zlib.error) as error:
             raise DataError(f"{path}: the packed file is damaged ({error})") from error
 
     return RowFile(name=path, is_text=kind == ".txt", read=read)
+
+
+def _check_encoding(path: str) -> None:
+    with open_bytes(path) as file:
+        if file.read(2) in UTF_16:
+            raise DataError(
+                f"{path} is UTF-16, and text is read as UTF-8; convert it, as with iconv -f UTF-16 -t UTF-8"
+            )
 
 
 def _saved(path: str, how: Reading) -> Callable[[Start], Iterator[Row]]:

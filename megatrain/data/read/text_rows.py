@@ -1,18 +1,12 @@
-"""Rows of plain text files and of CSV.
-
-CSV goes through the `csv` module and not through `datasets`: pandas infers types (`007` becomes 7, `NA`
-nothing), loses a whole chunk to one ragged row, and knows no line numbers. Here a cell is the text it is.
-"""
+"""Rows of plain text files."""
 
 from __future__ import annotations
 
-import csv
 import gzip
 from collections.abc import Iterator
 from typing import IO, Any
 
 from megatrain.data.row import Row, RowError, Start
-from megatrain.errors import DataError
 
 MOST_DOCUMENT_BYTES = 16 * 2**20
 """Of a `.txt` file that is one document; a larger one is several, cut at ends of lines."""
@@ -21,7 +15,8 @@ _MOST_REST_BYTES = 2**20
 MOST_ROW_BYTES = 256 * 2**20
 """Of one row; a file without line ends is not read into memory as a whole."""
 TOO_LONG = f"a row of more than {MOST_ROW_BYTES / 2**20:g} MiB"
-_MOST_CELL_CHARACTERS = 256 * 2**20
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""What a file of UTF-16 begins with."""
 
 
 def open_bytes(path: str) -> IO[bytes]:
@@ -119,48 +114,3 @@ def _line_of_fault(raw: bytes) -> int:
     except UnicodeDecodeError as error:
         return 1 + raw.count(b"\n", 0, error.start)
     return 0
-
-
-def read_csv(path: str, start: Start, *, delimiter: str = ",") -> Iterator[Row]:
-    """Read the rows behind `start`; the first line names the columns."""
-    csv.field_size_limit(_MOST_CELL_CHARACTERS)
-    with open_bytes(path) as file:
-        lines = _csv_lines(file, path)
-        first = next(lines, "").removeprefix("\ufeff")
-        if delimiter not in first and ";" in first:  # as spreadsheets write it where a comma is in numbers
-            delimiter = ";"
-        header = next(csv.reader([first], delimiter=delimiter, strict=False), [])
-        rows = csv.reader(lines, delimiter=delimiter, strict=True)
-        while True:
-            number = rows.line_num + 2
-            try:
-                cells = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                fault = RowError("not readable as CSV", f"not readable as CSV ({error})")
-                yield Row(number, fault, "line")
-                continue
-            if cells and number > start.number:
-                yield Row(number, _cells(header, cells), "line")
-
-
-def _csv_lines(file: IO[bytes], path: str) -> Iterator[str]:
-    for number, (raw, _) in enumerate(lines_of(file), start=1):
-        if raw is None:
-            raise DataError(f"{path}, line {number}: {TOO_LONG}; this is no CSV, or it has no line ends")
-        yield raw.decode("utf-8", errors="surrogateescape")
-
-
-def _cells(header: list[str], cells: list[str]) -> dict[str, str] | RowError:
-    if len(cells) != len(header):
-        return RowError(
-            "another number of cells than the header",
-            f"{len(cells)} cells, but the header names {len(header)} columns",
-        )
-    for name, cell in zip(header, cells, strict=True):
-        if not cell.isascii() and any("\udc80" <= character <= "\udcff" for character in cell):
-            return RowError(
-                "not valid UTF-8", f'column "{name}" is not valid UTF-8; convert the file to UTF-8'
-            )
-    return dict(zip(header, cells, strict=True))

@@ -93,6 +93,49 @@ def test_csv_cells_are_the_text_they_are(tmp_path: Path) -> None:
         assert example.completion == "1,5"  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", b"prompt,completion\rp,c\rq,d\r"),  # line ends of an old Mac
+        ("a.csv", b"\n  \nprompt,completion\np,c\nq,d\n"),
+        ("a.csv", b"sep=;\r\nprompt;completion\r\np;c\r\nq;d\r\n"),
+        ("a.csv", b"SEP=|\nprompt|completion\np|c\nq|d\n"),
+        ("a.csv", b'prompt, completion\n"p", "c"\nq, d\n'),
+        ("a.csv", "prompt,completion\np,c\nq,d\n".encode("utf-16")),
+        ("a.tsv", "prompt\tcompletion\r\np\tc\r\nq\td\r\n".encode("utf-16")),
+    ],
+)
+def test_csv_is_read_as_spreadsheets_write_it(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    stream = read_examples(DataConfig(path=(str(tmp_path / name),)))
+    assert [(example.prompt, example.completion) for example in stream] == [("p", "c"), ("q", "d")]  # type: ignore[union-attr]
+    assert stream.report.num_dropped == 0
+
+
+def test_a_header_may_have_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('"the\nprompt",completion\np,c\n')
+    columns = {"prompt": "the\nprompt"}
+    (example,) = read_examples(DataConfig(path=(str(tmp_path / "a.csv"),), columns=columns))
+    assert (example.prompt, example.source.row) == ("p", 3)  # type: ignore[union-attr]
+
+
+def test_a_quote_in_tsv_is_a_quote_or_holds_a_cell(tmp_path: Path) -> None:
+    """A line with all its cells is a row, whatever quotes are in it."""
+    path = tmp_path / "a.tsv"
+    path.write_text(
+        'prompt\tcompletion\np\t"begins so\nq\tends so"\n"r"\t"said ""s"" and\nwent on"\n'
+        '"Hi" she said\tt\nu\tv "w"\n'
+    )
+    stream = read_examples(DataConfig(path=(str(path),)))
+    assert [(example.prompt, example.completion, example.source.row) for example in stream] == [  # type: ignore[union-attr]
+        ("p", '"begins so', 2),
+        ("q", 'ends so"', 3),
+        ("r", 'said "s" and\nwent on', 4),
+        ('"Hi" she said', "t", 6),
+        ("u", 'v "w"', 7),
+    ]
+
+
 def test_turns_in_csv_are_json(tmp_path: Path) -> None:
     import csv
 
