@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -14,12 +14,18 @@ class Message:
     role: str
     """`system`, `user`, `assistant` or `tool`."""
     content: str
+    parts: tuple[str, ...] = ()
+    """The content as typed parts, for templates that take them; empty: it came whole."""
     reasoning: str | None = None
     """What the assistant thought before it answered, for templates that show it."""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
-    """Each `{"type": "function", "function": {"name": ..., "arguments": {...}}}`."""
+    """Each `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, its `id` if it has one."""
     name: str | None = None
-    """Of the tool that answers."""
+    """Of the tool that answers, or of another who speaks."""
+    tool_call_id: str | None = None
+    """Of the call that it answers."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What else the turn holds, for templates that read it: `tool_plan`, `channel`."""
     loss_weight: float | None = None
     """1 trains on this message, 0 does not; None: as the settings say for its role."""
 
@@ -55,6 +61,10 @@ class ChatExample:
     source: Source
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Other variables of the chat template, such as `enable_thinking`."""
+    num_prompt: int = 0
+    """So many of the first messages are a prompt, and the others its completion; 0: nothing says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +85,7 @@ class PreferenceExample:
     chosen: Turns
     rejected: Turns
     tools: tuple[Mapping[str, Any], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +97,7 @@ class KtoExample:
     completion: Turns
     is_good: bool
     tools: tuple[Mapping[str, Any], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -146,7 +146,7 @@ def _add_tokens(
         except DataError as error:
             found.report.drop(pair.source, str(error).removeprefix(f"{pair.source}: "))
             continue
-        found.lengths.append(judged.length)
+        found.lengths.append(max(judged.lengths))
         found.num_trained += sum(map(len, judged.answers))
         if len(found.samples) < num_samples:
             found.samples.append((str(pair.source), judged.show(tokenizer)))

@@ -30,43 +30,42 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A prompt and the answers to it, as token ids."""
+    """Answers and the prompt of each, as token ids."""
 
-    prompt: Sequence[int]
+    prompts: tuple[Sequence[int], ...]
+    """One for each answer: the same one, unless the answers begin with system prompts of their own."""
     answers: tuple[Sequence[int], ...]
     """The chosen and the rejected one (DPO), or one (KTO)."""
     is_good: bool = False
     """The one answer is."""
 
     @property
-    def length(self) -> int:
-        """Tokens of the longest sequence."""
-        return len(self.prompt) + max(map(len, self.answers))
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all its sequences."""
-        return len(self.prompt) * len(self.answers) + sum(map(len, self.answers))
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        pairs = zip(self.prompts, self.answers, strict=True)
+        return [len(prompt) + len(answer) for prompt, answer in pairs]
 
     @property
     def max_id(self) -> int:
         """Largest token id."""
-        return max(itertools.chain(self.prompt, *self.answers))
+        return max(itertools.chain(*self.prompts, *self.answers))
 
     def sides(self, seq_len: int) -> list[Words]:
-        """Return each answer behind the prompt, cut at the end."""
-        return [self._side(answer)[:seq_len] for answer in self.answers]
-
-    def _side(self, answer: Sequence[int]) -> Words:
-        ids = np.array([*self.prompt, *answer], dtype=np.int32)
-        return join_words(ids, np.arange(len(ids)) >= len(self.prompt))
+        """Return each answer behind its prompt, cut at the end."""
+        found = []
+        for prompt, answer in zip(self.prompts, self.answers, strict=True):
+            ids = np.array([*prompt, *answer], dtype=np.int32)
+            found.append(join_words(ids, np.arange(len(ids)) >= len(prompt))[:seq_len])
+        return found
 
     def show(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
         """Decode it in pieces; return each with whether it is trained on."""
         names = ("chosen", "rejected") if len(self.answers) > 1 else ("good" if self.is_good else "bad",)
-        pieces = [(tokenizer.decode(list(self.prompt)), False)]
-        for name, answer in zip(names, self.answers, strict=True):
-            pieces += [(f"\n<{name}> ", False), (tokenizer.decode(list(answer)), True)]
+        is_shared = len({tuple(prompt) for prompt in self.prompts}) == 1
+        pieces = [(tokenizer.decode(list(self.prompts[0])), False)] if is_shared else []
+        for name, prompt, answer in zip(names, self.prompts, self.answers, strict=True):
+            own = "" if is_shared else tokenizer.decode(list(prompt))
+            pieces += [(f"\n<{name}> {own}", False), (tokenizer.decode(list(answer)), True)]
         return pieces
 
 
@@ -109,7 +108,7 @@ class PairPacker:
         if self._rotates:
             others = [*group[-1:], *group[:-1]]
             group = [
-                Judged(example.prompt, (*example.answers, *other.answers), example.is_good)
+                Judged(example.prompts * SIDES, (*example.answers, *other.answers), example.is_good)
                 for example, other in zip(group, others, strict=True)
             ]
         return np.stack([self._row(example) for example in group])

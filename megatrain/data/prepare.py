@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.cache import Kept, RowFile, RowWriter, find_rows, kept_rows
-from megatrain.data.example import ChatExample, Example, TextExample
-from megatrain.data.packing import BestFit, Joining, OnePerRow, Packer, split_long
+from megatrain.data.example import ChatExample
+from megatrain.data.fitting import JUDGED_WAYS, Counts, Packing, fit
+from megatrain.data.packing import BestFit, Joining, OnePerRow, Packer
 from megatrain.data.pairs import SIDES, Judged, PairPacker
 from megatrain.data.read.examples import ExampleStream
 from megatrain.data.read.report import ReadReport
-from megatrain.data.tokens.encode import EncoderRecipe, Refused, show
+from megatrain.data.tokens.encode import EncoderRecipe, show
 from megatrain.data.tokens.processes import encode_all
-from megatrain.data.words import IDS, Words, num_trained
+from megatrain.data.words import Words
 from megatrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -31,55 +32,6 @@ _SHOWN_CHARACTERS = 300
 _PROGRESS_S = 10.0
 _MOST_CUT_OFF = 0.05
 """Of the examples, that pass without a warning."""
-
-JUDGED_WAYS = ("dpo", "kto")
-"""Of packing, for judged answers, by the loss that takes them."""
-
-ALL_MASKED = "no token of it is trained on"
-
-
-class NotTextError(DataError):
-    """Documents are to be joined, and one is not plain text."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Packing:
-    """How examples become rows."""
-
-    seq_len: int
-    """Tokens of a row."""
-    way: str
-    """`join`, `best_fit` or `pad`; `dpo` and `kto` for judged answers."""
-    too_long: str
-    """`split`, `truncate`, `drop`, or `auto`: text is split, all else truncated."""
-    fill_id: int
-    """Of the token that fills rows up."""
-
-    @property
-    def width(self) -> int:
-        """Words of a row in the file."""
-        return self.seq_len * (SIDES if self.way in JUDGED_WAYS else 1)
-
-
-@dataclass(kw_only=True, slots=True)
-class Counts:
-    """What became of the examples."""
-
-    examples: int = 0
-    kept: int = 0
-    tokens: int = 0
-    """Of the documents in the rows; joined, of all documents."""
-    trained: int = 0
-    """Of these, on how many the loss averages."""
-    too_long: int = 0
-    """Examples of more tokens than a row has."""
-    cut_tokens: int = 0
-    """Of these, and of pieces without a token to train on."""
-    cut_off: int = 0
-    """Examples whose tokens to train on all lie behind the end of a row."""
-    filled: int = 0
-    """Tokens of the rows that belong to no document."""
-    max_id: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,7 +205,7 @@ def _make(
         for example, encoded in encode_all(examples, recipe, workers):
             counts.examples += 1
             has_chats = has_chats or isinstance(example, ChatExample)
-            pieces = _pieces(example, encoded, packing, counts, examples.report)
+            pieces = fit(example, encoded, packing, counts, examples.report)
             if pieces and not sample:
                 sample = _show(pieces[0], recipe.tokenizer)
             for piece in pieces:
@@ -292,6 +244,11 @@ def _warning(counts: Counts, packing: Packing, more: str | None) -> str | None:
             f"{counts.cut_off:,} of {counts.examples:,} examples are left out, since what is trained on "
             f"begins behind data.seq_len {packing.seq_len:,}; raise data.seq_len to train on them"
         )
+    if packing.too_long == "drop" and counts.too_long > counts.examples * _MOST_CUT_OFF:
+        warnings.append(
+            f"{counts.too_long:,} of {counts.examples:,} examples are left out, since they are longer than "
+            f"data.seq_len {packing.seq_len:,}; raise data.seq_len, or cut them with data.too_long=truncate"
+        )
     return "\n".join(warnings) or None
 
 
@@ -302,72 +259,6 @@ def _packer(packing: Packing) -> Packer | PairPacker:
         return Joining(packing.seq_len)
     kind = {"best_fit": BestFit, "pad": OnePerRow}[packing.way]
     return kind(packing.seq_len, packing.fill_id)
-
-
-def _pieces(
-    example: Example,
-    encoded: Words | Judged | Refused,
-    packing: Packing,
-    counts: Counts,
-    report: ReadReport,
-) -> list[Any]:
-    """Return what of an example goes into rows, and count it."""
-    if isinstance(encoded, Refused):
-        report.drop(example.source, encoded.reason)
-        return []
-    if isinstance(encoded, Judged):
-        return _judged(example, encoded, packing, counts, report)
-    counts.max_id = max(counts.max_id, int((encoded & IDS).max()))
-    if packing.way == "join":
-        if not isinstance(example, TextExample):
-            raise NotTextError(
-                f"{example.source}: data.packing=join is for plain text, and this row is none; use best_fit"
-            )
-        counts.kept += 1
-        counts.tokens += len(encoded)
-        counts.trained += len(encoded)
-        return [encoded & IDS]
-    way = packing.too_long
-    if way == "auto":
-        way = "split" if isinstance(example, TextExample) else "truncate"
-    pieces, num_cut = split_long(encoded, packing.seq_len, way)
-    is_long = len(encoded) > packing.seq_len
-    counts.too_long += is_long
-    if pieces:
-        counts.kept += 1
-        counts.tokens += sum(map(len, pieces))
-        counts.trained += sum(map(num_trained, pieces))
-        counts.cut_tokens += num_cut
-    elif is_long and way == "drop":
-        counts.cut_tokens += num_cut
-    elif is_long and num_trained(encoded):
-        counts.cut_off += 1
-        report.drop(example.source, f"{ALL_MASKED} within data.seq_len")
-    else:
-        report.drop(example.source, ALL_MASKED)
-    return pieces
-
-
-def _judged(
-    example: Example, judged: Judged, packing: Packing, counts: Counts, report: ReadReport
-) -> list[Judged]:
-    """Return an example if each of its answers has tokens to train on, and count it."""
-    counts.max_id = max(counts.max_id, judged.max_id)
-    sides = judged.sides(packing.seq_len)
-    is_long = judged.length > packing.seq_len
-    counts.too_long += is_long
-    if is_long and packing.too_long == "drop":
-        counts.cut_tokens += judged.num_tokens
-        return []
-    if not all(map(num_trained, sides)):
-        counts.cut_off += is_long
-        report.drop(example.source, f"{ALL_MASKED} within data.seq_len" if is_long else ALL_MASKED)
-        return []
-    counts.kept += 1
-    counts.tokens += sum(map(len, sides))
-    counts.trained += sum(map(num_trained, sides))
-    counts.cut_tokens += judged.num_tokens - sum(map(len, sides))
-    return [judged]
 
 
 def _show(piece: Words | Judged, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

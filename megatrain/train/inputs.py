@@ -20,9 +20,10 @@ from megatrain.config.sections.data import SourceConfig
 from megatrain.data.cache import FORMAT, Rows, SomeRows, remove_unused
 from megatrain.data.context import check_seq_len, context_length
 from megatrain.data.example import texts_of
+from megatrain.data.fitting import JUDGED_WAYS, NotTextError, Packing
 from megatrain.data.loader import epoch_order
 from megatrain.data.pairs import JudgedRows
-from megatrain.data.prepare import JUDGED_WAYS, NotTextError, Packing, Prepared, find_prepared, prepare_rows
+from megatrain.data.prepare import Prepared, find_prepared, prepare_rows
 from megatrain.data.read.content import content_of
 from megatrain.data.read.examples import ExampleStream, read_eval_examples, read_examples
 from megatrain.data.tokenizer import (

@@ -18,8 +18,9 @@ import pytest
 
 from megatrain.config.sections.data import DataConfig
 from megatrain.data.cache import RowFile, SomeRows, find_rows
+from megatrain.data.fitting import NotTextError, Packing
 from megatrain.data.loader import PackedLoader, fingerprint
-from megatrain.data.prepare import NotTextError, Packing, Prepared, prepare_rows
+from megatrain.data.prepare import Prepared, prepare_rows
 from megatrain.data.read.examples import read_examples
 from megatrain.data.tokenizer import train_tokenizer
 from megatrain.data.tokens.encode import EncoderRecipe
@@ -58,11 +59,15 @@ def prepare(tokenizer: Any, file: Path, folder: Path | None = None, **more: Any)
     packing: dict[str, Any] = {"seq_len": 32, "way": "best_fit", "too_long": "auto", "fill_id": 0}
     packing |= {name: more.pop(name) for name in list(more) if name in packing}
     train_on = TrainOn(last_only=more.pop("last_only", False))
-    data = DataConfig(path=str(file))  # type: ignore[arg-type]
+    data = more.pop("data", DataConfig(path=str(file)))  # type: ignore[arg-type]
     return prepare_rows(
         lambda: read_examples(data),
         EncoderRecipe(
-            tokenizer=tokenizer, template=TEMPLATE, train_on=train_on, end_id=tokenizer.eos_token_id
+            tokenizer=tokenizer,
+            template=TEMPLATE,
+            train_on=train_on,
+            end_id=tokenizer.eos_token_id,
+            loss=more.pop("loss", "sft"),
         ),
         Packing(**packing),
         folder=folder,
@@ -325,6 +330,30 @@ def test_some_rows_are_those_of_their_numbers(tmp_path: Path) -> None:
     assert some[range(2)].tolist() == rows[[3, 1]].tolist()
     with pytest.raises(DataError, match="48 bytes, not those of 5 rows"):
         RowFile(tmp_path / "rows.bin", (5, 3))
+
+
+def test_examples_that_are_dropped_for_their_length_are_counted_and_warned_of(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    file = write_chats(tmp_path, 70)
+    dropped = prepare(tokenizer, file, seq_len=20, too_long="drop")
+    count = 70 - dropped.counts.kept
+    assert 0 < count == dropped.counts.too_long
+    assert dropped.read[0].endswith(f"{70 - count} examples kept, {count} dropped")
+    assert f"dropped: longer than data.seq_len (data.too_long=drop): {count} (" in dropped.read[1]
+    assert dropped.warning is not None
+    assert f"{count} of 70 examples are left out, since they are longer than" in dropped.warning
+    stops = DataConfig(path=str(file), on_bad_row="stop")  # type: ignore[arg-type]
+    assert prepare(tokenizer, file, data=stops, seq_len=20, too_long="drop").counts == dropped.counts
+
+
+def test_a_pair_that_is_equal_as_far_as_it_fits_is_dropped(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rows = [("hello hello good", "hello hello bad"), ("good", "bad")]
+    file.write_text("\n".join(json.dumps({"prompt": "x", "chosen": a, "rejected": b}) for a, b in rows))
+    prepared = prepare(tokenizer, file, way="dpo", loss="dpo", seq_len=4)
+    assert (prepared.counts.kept, prepared.rows.shape[0]) == (1, 1)
+    assert "dropped: chosen and rejected are the same within data.seq_len: 1" in prepared.read[1]
 
 
 def test_answers_behind_the_end_of_a_row_are_warned_of(tokenizer: Any, tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatrain.data.example import ChatExample, CompletionExample, Message, Source, TextExample
-from megatrain.data.formats.fields import Fields, unicode_text
+from megatrain.data.formats.fields import Fields, parse, unicode_text
 from megatrain.data.formats.turns import Spelling, tools_of
-from megatrain.data.row import RowError
+from megatrain.data.row import RowError, kind
 
 
 def text(fields: Fields, place: Source) -> list[TextExample]:
@@ -28,7 +28,7 @@ def conversation(fields: Fields, place: Source, spelling: Spelling) -> list[Chat
     """Read turns."""
     messages = turns_of(fields, spelling)
     check_answered(messages)
-    return [ChatExample(source=place, messages=messages, tools=tools_of(fields))]
+    return [ChatExample(source=place, messages=messages, tools=tools_of(fields), options=options_of(fields))]
 
 
 def turns_of(fields: Fields, spelling: Spelling) -> tuple[Message, ...]:
@@ -77,8 +77,17 @@ def instruction_of(fields: Fields) -> tuple[Message, ...]:
     return (*messages, Message(role="user", content="\n".join(parts)))
 
 
-def alpaca(fields: Fields, place: Source) -> list[ChatExample]:
+def alpaca(fields: Fields, place: Source, spelling: Spelling) -> list[ChatExample]:
     """Read an instruction with its answer, or with several in `instances` (self-instruct)."""
+    for name in ("instruction", "output"):
+        value = fields.get(name)
+        if value is not None and spelling.is_of_turns(spelling.parsed(value, fields, f'column "{name}"')):
+            column = fields.column(name)
+            raise RowError(
+                f'column "{column}" holds turns, not text',
+                f'column "{column}" holds turns, not text; use data.format=prompt_completion, and say with '
+                "data.columns in which columns prompt and completion are",
+            )
     instances = fields.row.get("instances")
     if isinstance(instances, list) and fields.get("output") is None:
         return [_answered(fields, place, one) for one in instances] or _refuse_no_instance()
@@ -104,14 +113,14 @@ def _answered(fields: Fields, place: Source, instance: Any) -> ChatExample:
     if not answer.strip():
         raise RowError("an empty answer", f'column "{fields.column("output")}" is empty')
     messages = (*messages, Message(role="assistant", content=answer))
-    return ChatExample(source=place, messages=messages, tools=tools)
+    return ChatExample(source=place, messages=messages, tools=tools, options=options_of(fields))
 
 
 def prompt_completion(
     fields: Fields, place: Source, spelling: Spelling
 ) -> list[CompletionExample] | list[ChatExample]:
     """Read a prompt and what should follow it: plain text, or turns if one of them is."""
-    prompt, completion = (present(fields, name) for name in ("prompt", "completion"))
+    prompt, completion = (value_or_turns(fields, spelling, name) for name in ("prompt", "completion"))
     if not (spelling.is_of_turns(prompt) or spelling.is_of_turns(completion)):
         end = fields.as_text(completion, f'column "{fields.column("completion")}"')
         if not end.strip():
@@ -121,30 +130,49 @@ def prompt_completion(
     asked = side(prompt, "user", fields, spelling, "prompt")
     answer = side(completion, "assistant", fields, spelling, "completion")
     check_answered(answer)
-    messages = (*_weighted(asked, 0.0), *_weighted(answer, 1.0))
-    return [ChatExample(source=place, messages=messages, tools=tools_of(fields))]
+    return [
+        ChatExample(
+            source=place,
+            messages=(*asked, *answer),
+            tools=tools_of(fields),
+            options=options_of(fields),
+            num_prompt=len(asked),
+        )
+    ]
 
 
-def present(fields: Fields, name: str) -> Any:
-    """Return a field that must be there."""
+def value_or_turns(fields: Fields, spelling: Spelling, name: str) -> Any:
+    """Return a field that must be there, parsed if it is JSON text of turns."""
     value = fields.get(name)
     if value is None:
         raise fields.missing(name)
-    return value
+    return spelling.parsed(value, fields, f'column "{fields.column(name)}"')
 
 
 def side(value: Any, role: str, fields: Fields, spelling: Spelling, field: str) -> tuple[Message, ...]:
     """Return turns, or text as the one turn of `role`."""
     what = f'column "{fields.column(field)}"'
-    if isinstance(value, str) and not value.lstrip().startswith("["):
+    if isinstance(value, str):
         return (Message(role=role, content=fields.as_text(value, what)),)
     return spelling.messages(value, fields, what)
 
 
-def _weighted(messages: tuple[Message, ...], weight: float) -> tuple[Message, ...]:
-    from dataclasses import replace
+_RENDERED_WITH = ("messages", "tools", "add_generation_prompt")
+"""Variables of a template that are ours to give."""
 
-    return tuple(
-        message if message.loss_weight is not None else replace(message, loss_weight=weight)
-        for message in messages
-    )
+
+def options_of(fields: Fields) -> dict[str, Any]:
+    """Return other variables of the chat template that a row gives, as TRL's rows do.
+
+    Raises:
+        RowError: They are none.
+    """
+    what = f'column "{fields.column("chat_template_kwargs")}"'
+    value = fields.get("chat_template_kwargs")
+    options = parse(value, what) if isinstance(value, str) and value.strip() else value or {}
+    if not isinstance(options, dict):
+        raise RowError(f"{what} is not an object", f"{what} holds {kind(options)}, not an object")
+    taken = next((name for name in _RENDERED_WITH if name in options), None)
+    if taken is not None:
+        raise RowError(f"{what} gives {taken}", f"{what} gives {taken}, which the row has a column for")
+    return options

@@ -18,7 +18,8 @@ from megatrain.data.row import RowError
 Columns = dict[str, str]
 _TURNS = ("messages", "conversations", "conversation")
 _ASKED = ("instruction", "question", "query", "prompt", "input", "problem")
-_ANSWERED = ("output", "response", "answer", "completion", "target", "solution")
+_ANSWERED = ("output", "response", "solution", "answer", "completion", "target")
+"""Where a solution stands beside an answer (NuminaMath), that is the bare number which it comes to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class Converter:
         spelling = Spelling(recipe.tags)
         converters: dict[str, Callable[[Fields, Source], Iterable[Example]]] = {
             "text": text,
-            "alpaca": alpaca,
+            "alpaca": partial(alpaca, spelling=spelling),
             "sharegpt": partial(conversation, spelling=spelling),
             "messages": partial(conversation, spelling=spelling),
             "prompt_completion": partial(prompt_completion, spelling=spelling),

@@ -24,6 +24,10 @@ class Fields:
         """
         self.row: Mapping[str, Any] = {}
         self.repairs: list[str] = []
+        self.read_columns = set(MEDIA)
+        """Of all rows, the columns that were looked at."""
+        self.turn_keys: set[str] = set()
+        """Of all rows, keys of turns that are left to the chat template."""
         self._columns, self._is_closed = columns, is_closed
 
     def take(self, row: Mapping[str, Any]) -> None:
@@ -36,7 +40,11 @@ class Fields:
 
     def get(self, field: str) -> Any:
         """Return a field; None: the row has none."""
-        return None if self._is_closed and field not in self._columns else self.row.get(self.column(field))
+        if self._is_closed and field not in self._columns:
+            return None
+        column = self.column(field)
+        self.read_columns.add(column)
+        return self.row.get(column)
 
     def media(self) -> str:
         """Return the first column that holds images, video or sound; empty: none does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatrain.data.example import KtoExample, Message, PreferenceExample, Source, Turns
-from megatrain.data.formats.chat import instruction_of, present, side, system_of, turns_of
+from megatrain.data.formats.chat import instruction_of, options_of, side, system_of, turns_of, value_or_turns
 from megatrain.data.formats.fields import Fields
 from megatrain.data.formats.turns import Spelling, tools_of
 from megatrain.data.row import RowError, kind
@@ -17,7 +17,7 @@ def preference(fields: Fields, place: Source, spelling: Spelling) -> list[Prefer
     The prompt is a column of text or turns, a conversation up to the answer, an instruction, or what both
     answers begin with. Text stays text only where all three are.
     """
-    chosen, rejected = present(fields, "chosen"), present(fields, "rejected")
+    chosen, rejected = (value_or_turns(fields, spelling, name) for name in ("chosen", "rejected"))
     prompt: Turns
     good: Turns
     bad: Turns
@@ -44,21 +44,27 @@ def preference(fields: Fields, place: Source, spelling: Spelling) -> list[Prefer
         raise RowError("chosen and rejected are the same")
     for answer, name in ((good, "chosen"), (bad, "rejected")):
         _check_answer(answer, name)
-    return [PreferenceExample(source=place, prompt=prompt, chosen=good, rejected=bad, tools=tools_of(fields))]
+    return [
+        PreferenceExample(
+            source=place,
+            prompt=prompt,
+            chosen=good,
+            rejected=bad,
+            tools=tools_of(fields),
+            options=options_of(fields),
+        )
+    ]
 
 
 def _is_whole(value: Any, spelling: Spelling) -> bool:
     """Tell whether an answer is a conversation from its beginning."""
-    return (
-        isinstance(value, list)
-        and spelling.is_of_turns(value)
-        and spelling.role_of(value[0]) in ("user", "system")
-    )
+    turns = value if isinstance(value, list) else []
+    return spelling.is_of_turns(turns) and spelling.role_of(turns[0]) in ("user", "system")
 
 
 def _prompt(fields: Fields, spelling: Spelling) -> Turns | None:
-    value = fields.get("prompt")
-    if value is not None:
+    if fields.get("prompt") is not None:
+        value = value_or_turns(fields, spelling, "prompt")
         if spelling.is_of_turns(value):
             return side(value, "user", fields, spelling, "prompt")
         return fields.text("prompt")
@@ -105,8 +111,8 @@ def kto(fields: Fields, place: Source, spelling: Spelling) -> list[KtoExample]:
     is_good = _label(fields)
     prompt: Turns
     completion: Turns
-    asked, answer = fields.get("prompt"), fields.get("completion")
-    if asked is not None and answer is not None:
+    if fields.get("prompt") is not None and fields.get("completion") is not None:
+        asked, answer = (value_or_turns(fields, spelling, name) for name in ("prompt", "completion"))
         if spelling.is_of_turns(asked) or spelling.is_of_turns(answer):
             prompt = side(asked, "user", fields, spelling, "prompt")
             completion = side(answer, "assistant", fields, spelling, "completion")
@@ -123,7 +129,12 @@ def kto(fields: Fields, place: Source, spelling: Spelling) -> list[KtoExample]:
     _check_answer(completion, "judged")
     return [
         KtoExample(
-            source=place, prompt=prompt, completion=completion, is_good=is_good, tools=tools_of(fields)
+            source=place,
+            prompt=prompt,
+            completion=completion,
+            is_good=is_good,
+            tools=tools_of(fields),
+            options=options_of(fields),
         )
     ]
 
@@ -137,7 +148,9 @@ def as_label(value: Any) -> bool | None:
 
 
 def _label(fields: Fields) -> bool:
-    value = present(fields, "label")
+    value = fields.get("label")
+    if value is None:
+        raise fields.missing("label")
     label = as_label(value)
     if label is None:
         raise RowError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from megatrain.data.example import Source, TokensExample
 from megatrain.data.formats.fields import Fields
 from megatrain.data.row import RowError
@@ -14,35 +16,84 @@ _MASKS = ("completion_mask", "assistant_masks")
 
 
 def tokens(fields: Fields, place: Source) -> list[TokensExample]:
-    """Read token ids, and which are trained on: `labels`, or a mask of 1 and 0."""
+    """Read token ids, and which are trained on: `labels`, and masks of 1 and 0, all that are there.
+
+    A row of several documents that were packed becomes as many examples, so that none sees another.
+    """
     ids = _numbers(fields, "input_ids")
     if not ids:
         raise RowError("no tokens", f'column "{fields.column("input_ids")}" is empty', is_fault=False)
     if min(ids) < 0:
         raise RowError("a negative token id")
-    labels = _numbers(fields, "labels") if fields.get("labels") is not None else None
-    for name in _MASKS:
-        if labels is None and fields.get(name) is not None:
-            mask = _numbers(fields, name)
-            _check_length(mask, ids, name)
-            labels = tuple(token if kept else _IGNORED for token, kept in zip(ids, mask, strict=True))
-    if labels is not None:
-        _check_length(labels, ids, fields.column("labels"))
-    if fields.get("attention_mask") is not None:
-        attended = _numbers(fields, "attention_mask")
-        _check_length(attended, ids, "attention_mask")
-        if not all(attended):
-            fields.repairs.append("padding left out")
-            ids = tuple(token for token, seen in zip(ids, attended, strict=True) if seen)
-            labels = labels and tuple(label for label, seen in zip(labels, attended, strict=True) if seen)
-    return [TokensExample(source=place, input_ids=ids, labels=labels)]
+    labels = _optional(fields, "labels", len(ids))
+    for mask in (_optional(fields, name, len(ids)) for name in _MASKS):
+        if mask is not None:
+            given = ids if labels is None else labels
+            labels = tuple(label if kept else _IGNORED for label, kept in zip(given, mask, strict=True))
+    positions = _optional(fields, "position_ids", len(ids))
+    attended = _optional(fields, "attention_mask", len(ids))
+    if attended is not None and not all(attended):
+        fields.repairs.append("padding left out")
+        seen = [place for place, number in enumerate(attended) if number]
+        ids, attended = tuple(ids[place] for place in seen), tuple(attended[place] for place in seen)
+        labels = labels and tuple(labels[place] for place in seen)
+        positions = positions and tuple(positions[place] for place in seen)
+    if not ids:
+        raise RowError("no tokens", "attention_mask leaves no token", is_fault=False)
+    starts = _starts(fields, len(ids), positions, attended)
+    if len(starts) > 1:
+        fields.repairs.append("documents that share a row taken apart")
+    return [
+        TokensExample(source=place, input_ids=ids[start:end], labels=labels and labels[start:end])
+        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True)
+    ]
 
 
-def _check_length(values: tuple[int, ...], ids: tuple[int, ...], name: str) -> None:
-    if len(values) != len(ids):
-        raise RowError(
-            f"{name} of another length than input_ids", f"{len(values)} {name} for {len(ids)} tokens"
-        )
+def _starts(
+    fields: Fields, count: int, positions: tuple[int, ...] | None, attended: tuple[int, ...] | None
+) -> list[int]:
+    """Return where the documents of a row begin, by all columns that tell.
+
+    Raises:
+        RowError: They do not tell, or tell differently.
+    """
+    found: dict[str, list[int]] = {}
+    if positions is not None:
+        found["position_ids"] = [place for place, position in enumerate(positions) if position == 0]
+        starts = np.zeros(count, dtype=np.int64)
+        starts[found["position_ids"]] = found["position_ids"]
+        if positions != tuple(np.arange(count) - np.maximum.accumulate(starts)) or positions[0] != 0:
+            raise RowError("position_ids that do not count from 0 in each document")
+    if fields.get("seq_lengths") is not None:
+        lengths = _numbers(fields, "seq_lengths")
+        if sum(lengths) != count or min(lengths, default=0) < 1:
+            raise RowError(
+                "seq_lengths that are not those of the tokens",
+                f"seq_lengths add up to {sum(lengths):,}, and there are {count:,} tokens",
+            )
+        found["seq_lengths"] = [sum(lengths[:number]) for number in range(len(lengths))]
+    if attended is not None and set(attended) != {1}:  # a number for each document
+        found["attention_mask"] = [
+            place for place in range(count) if not place or attended[place] != attended[place - 1]
+        ]
+    (name, starts_of), *others = [*found.items()] or [("input_ids", [0])]
+    for other, starts_of_other in others:
+        if starts_of_other != starts_of:
+            raise RowError(f"{other} and {name} tell of different documents")
+    return starts_of
+
+
+def _optional(fields: Fields, name: str, count: int) -> tuple[int, ...] | None:
+    if fields.get(name) is None:
+        return None
+    values = _numbers(fields, name)
+    _check_length(values, count, fields.column(name))
+    return values
+
+
+def _check_length(values: tuple[int, ...], count: int, name: str) -> None:
+    if len(values) != count:
+        raise RowError(f"{name} of another length than input_ids", f"{len(values)} {name} for {count} tokens")
 
 
 def _numbers(fields: Fields, field: str) -> tuple[int, ...]:

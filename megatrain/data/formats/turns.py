@@ -7,7 +7,9 @@ or typed parts; reasoning in `reasoning_content`, `reasoning`, `thinking` or typ
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +37,12 @@ _CONTENT_KEYS = ("content", "value")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _WEIGHT_KEYS = ("loss_weight", "weight", "train")
 _MEDIA_PARTS = ("image", "video", "audio")
+_OF_CALLS = ("tool_calls", "function_call", "tool_call_id", "name")
+_LIKE_TURNS = re.compile(
+    r"""\s*\[\s*\{.{0,2000}['"](?:role|from)['"]\s*:\s*['"](?:system|user|human|assistant|gpt)['"]""",
+    re.DOTALL,
+)
+"""A list of turns as text: in JSON, or as Python prints it, which is what pandas writes into a CSV file."""
 
 
 class Spelling:
@@ -45,6 +53,8 @@ class Spelling:
         self.roles = {**_ROLES, **own}
         self.role_keys = (tags["role_tag"],) if "role_tag" in tags else _ROLE_KEYS
         self.content_keys = (tags["content_tag"],) if "content_tag" in tags else _CONTENT_KEYS
+        own_keys = (*self.role_keys, *self.content_keys)
+        self._known = {*own_keys, *_REASONING_KEYS, *_WEIGHT_KEYS, *_OF_CALLS}
 
     def messages(self, value: Any, fields: Fields, what: str) -> tuple[Message, ...]:
         """Read turns.
@@ -62,6 +72,28 @@ class Spelling:
             raise RowError(f"{what} has no turn")
         names: dict[str, str] = {}
         return tuple(self._message(turn, fields, f"turn {n}", names) for n, turn in enumerate(turns, start=1))
+
+    def parsed(self, value: Any, fields: Fields, what: str) -> Any:
+        """Return a value, and the turns in its place if it is JSON text of them, as CSV files have it.
+
+        Raises:
+            RowError: It looks like turns, and is not JSON.
+        """
+        if not isinstance(value, str) or not value.lstrip().startswith("["):
+            return value
+        try:
+            turns = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            if _LIKE_TURNS.match(value):
+                raise RowError(
+                    f"{what} holds turns that are not valid JSON",
+                    f"{what} holds turns that are not valid JSON ({error}); write them with json.dumps",
+                ) from error
+            return value
+        if not self.is_of_turns(turns) or self.role_of(turns[0]) is None:
+            return value  # an answer may be JSON too
+        fields.repairs.append("a list taken from JSON text")
+        return turns
 
     def is_of_turns(self, value: Any) -> bool:
         """Tell whether a value is a list of turns, or one."""
@@ -89,34 +121,46 @@ class Spelling:
             )
         content = next((turn[key] for key in self.content_keys if turn.get(key) is not None), None)
         calls = _calls_of(turn, what)
-        for call, one in zip(calls, _listed(turn.get("tool_calls")), strict=False):
-            if isinstance(one, dict) and isinstance(one.get("id"), str):
-                names[one["id"]] = call["function"]["name"]
+        names.update({call["id"]: call["function"]["name"] for call in calls if "id" in call})
         reasoning = [fields.as_text(turn[key], what) for key in _REASONING_KEYS if turn.get(key)]
+        parts: list[str] = []
         if role == _CALL:
             role, calls, content = "assistant", _calls_in_text(content, what), ""
+        if role == "tool" and _is_result(content):
+            content = json.dumps(content, ensure_ascii=False)
+            fields.repairs.append("what a tool returned taken as JSON text")
         if isinstance(content, list):
-            content, parts_reasoning, parts_calls = _parts(content, fields, what)
-            reasoning, calls = reasoning + parts_reasoning, calls + parts_calls
+            parts, parts_reasoning, parts_calls = _parts(content, fields, what)
+            content, reasoning, calls = "".join(parts), reasoning + parts_reasoning, calls + parts_calls
         if content is None and not calls:
             raise RowError("a turn without content", f"{what} has no content")
-        name = turn.get("name") or names.get(str(turn.get("tool_call_id")))
+        answered = turn.get("tool_call_id")
+        name = turn.get("name") or (names.get(str(answered)) if role == "tool" else None)
+        more = {key: value for key, value in turn.items() if key not in self._known and value is not None}
+        fields.turn_keys.update(more)
         return Message(
             role=role,
             content="" if content is None else fields.as_text(content, what),
+            parts=tuple(parts),
             reasoning="\n".join(reasoning) or None,
             tool_calls=tuple(calls),
-            name=str(name) if name and role == "tool" else None,
+            name=str(name) if name else None,
+            tool_call_id=str(answered) if answered is not None and role == "tool" else None,
             loss_weight=_weight(turn, what),
+            more=more,
         )
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _is_result(content: Any) -> bool:
+    """Tell whether what a tool returned is neither text nor typed parts."""
+    parts = content if isinstance(content, list) else []
+    return isinstance(content, dict) or any(
+        not isinstance(part, str) and not (isinstance(part, dict) and "type" in part) for part in parts
+    )
 
 
-def _parts(parts: list[Any], fields: Fields, what: str) -> tuple[str, list[str], list[dict[str, Any]]]:
-    """Return the text, the reasoning and the tool calls of typed parts."""
+def _parts(parts: list[Any], fields: Fields, what: str) -> tuple[list[str], list[str], list[dict[str, Any]]]:
+    """Return the texts, the reasoning and the tool calls of typed parts."""
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -141,7 +185,7 @@ def _parts(parts: list[Any], fields: Fields, what: str) -> tuple[str, list[str],
             calls += _calls_in_text(value, what)
         else:
             raise RowError("a part of a type that is not known", f"{what} has a part of type {form}")
-    return "".join(texts), reasoning, calls
+    return texts, reasoning, calls
 
 
 def _calls_in_text(value: Any, what: str) -> list[dict[str, Any]]:
@@ -166,7 +210,8 @@ def _call(call: Any, what: str) -> dict[str, Any]:
         arguments = parse(arguments, "arguments of a tool call") if arguments.strip() else {}
     if not isinstance(arguments or {}, dict):
         raise RowError("arguments of a tool call are not an object", f"{what}: {name} has {kind(arguments)}")
-    return {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
+    given = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**given, "type": "function", "function": {"name": name, "arguments": arguments or {}}}
 
 
 def _weight(turn: Mapping[str, Any], what: str) -> float | None:

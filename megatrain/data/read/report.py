@@ -55,6 +55,16 @@ class SourceReport:
     repaired: dict[str, Tally] = field(default_factory=dict)
     """By what was done."""
     files: set[str] = field(default_factory=set)
+    columns: set[str] = field(default_factory=set)
+    """That rows have."""
+    read_columns: set[str] = field(default_factory=set)
+    turn_keys: set[str] = field(default_factory=set)
+    """Keys of turns that only the chat template may read."""
+
+    @property
+    def unread_columns(self) -> list[str]:
+        """Columns that nothing was taken from."""
+        return sorted(self.columns - self.read_columns)
 
     @property
     def num_dropped(self) -> int:
@@ -77,7 +87,12 @@ class SourceReport:
             f"{other}, {self.num_dropped:,} dropped"
         ]
         lines += [f"  dropped: {reason}: {tally}" for reason, tally in self.dropped.items()]
-        return lines + [f"  repaired: {what}: {tally}" for what, tally in self.repaired.items()]
+        lines += [f"  repaired: {what}: {tally}" for what, tally in self.repaired.items()]
+        if self.unread_columns:
+            lines.append(f"  columns that are not read: {', '.join(self.unread_columns)}")
+        if self.turn_keys:
+            lines.append(f"  keys of turns for the chat template alone: {', '.join(sorted(self.turn_keys))}")
+        return lines
 
     def json(self) -> dict[str, Any]:
         """Return the counts and first places as plain values."""
@@ -89,6 +104,8 @@ class SourceReport:
             "other_part": self.num_other_part,
             "dropped": {reason: _json(tally) for reason, tally in self.dropped.items()},
             "repaired": {what: _json(tally) for what, tally in self.repaired.items()},
+            "unread_columns": self.unread_columns,
+            "turn_keys": sorted(self.turn_keys),
         }
 
 
@@ -119,13 +136,18 @@ class ReadReport:
         """Rows or examples left out."""
         return sum(source.num_dropped for source in self.sources)
 
-    def drop(self, place: Source, reason: str) -> None:
+    def drop(self, place: Source, reason: str, *, is_fault: bool = True) -> None:
         """Count an example that was read and cannot be used after all, or stop.
 
+        Args:
+            place: Of it.
+            reason: Why.
+            is_fault: False where the settings ask for it.
+
         Raises:
-            DataError: `data.on_bad_row` is `stop`.
+            DataError: `data.on_bad_row` is `stop`, and it is a fault.
         """
-        if self.stops:
+        if self.stops and is_fault:
             raise DataError(f"{place}: {reason}")
         source = self._source_of(place)
         source.num_kept -= 1

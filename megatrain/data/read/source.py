@@ -123,7 +123,10 @@ class SourceReader:
                 raise DataError(f"{file.name}, {row.unit} {row.number}: {error.detail}") from error
             report.drop(place, error.reason, f"{row.unit} {row.number}: {error.detail}")
             return []
-        for what in dict.fromkeys(converter.fields.repairs):
+        fields = converter.fields
+        report.columns.update(row.value)
+        report.read_columns, report.turn_keys = fields.read_columns, fields.turn_keys
+        for what in dict.fromkeys(fields.repairs):
             report.repair(place, what)
         return examples
 

@@ -111,6 +111,8 @@ class Encoder:
         self._template = template
         self._train_on = train_on
         self._end_id = end_id
+        self._is_checked = False
+        """That the template can be told apart: the first chat asks for it, since texts need none."""
 
     def encode(self, examples: Sequence[Example]) -> list[Words | Refused]:
         """Return each example's words, with its first token's START, or why there are none.
@@ -169,34 +171,51 @@ class Encoder:
         return None
 
     def encode_pair(self, example: PreferenceExample | KtoExample) -> Judged:
-        """Return a prompt and the answers to it, ended by the template or by the token that ends a document.
+        """Return answers with their prompts, ended by the template or by the token that ends a document.
 
         Raises:
             ConfigError: A chat, and no template.
-            DataError: The template refuses it, or the prompt reads otherwise before another answer.
+            DataError: The template refuses it.
         """
         answers: tuple[Turns, ...]
         if isinstance(example, KtoExample):
             answers, is_good = (example.completion,), example.is_good
         else:
             answers, is_good = (example.chosen, example.rejected), False
-        found: list[list[int]] = []
-        asked: list[int] | None = None
-        for answer in answers:
+        if isinstance(example.prompt, str) and all(isinstance(answer, str) for answer in answers):
+            sides = self._plain_sides(
+                example.prompt, [answer for answer in answers if isinstance(answer, str)]
+            )
+        else:
             try:
-                text = self._answer(example.prompt, answer, example.tools)
+                sides = [self._chat_side(example, answer) for answer in answers]
             except RenderError as error:
                 raise DataError(f"{example.source}: {error}") from error
-            (words,) = self._tokenise([text], text.is_rendered)
-            first = int(np.argmax(words & TRAINED != 0)) if (words & TRAINED).any() else len(words)
-            prompt, ids = (words[:first] & IDS).tolist(), (words[first:] & IDS).tolist()
-            if asked not in (None, prompt):
-                raise DataError(
-                    f"{example.source}: the prompt is tokenised otherwise before the other answer"
-                )
-            asked = prompt
-            found.append(ids)
-        return Judged(asked or [], tuple(found), is_good)
+        prompts, answered = zip(*sides, strict=True)
+        return Judged(prompts, answered, is_good)
+
+    def _plain_sides(self, prompt: str, answers: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        """Split answers from their prompt where the tokens of that alone go on otherwise, as TRL does."""
+        texts = [
+            _Text(text, [(0, len(text))], False) for text in (prompt, *(prompt + one for one in answers))
+        ]
+        alone, *whole = [(words & IDS).tolist() for words in self._tokenise(texts, False)]
+        shared = min(_num_shared(alone, ids) for ids in whole)
+        return [(ids[:shared], ids[shared:]) for ids in whole]
+
+    def _chat_side(
+        self, example: PreferenceExample | KtoExample, answer: Turns
+    ) -> tuple[list[int], list[int]]:
+        """Split an answer from its prompt where the template begins it."""
+        prompt = example.prompt
+        asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+        told = (Message(role="assistant", content=answer),) if isinstance(answer, str) else answer
+        text, start = self._require_template().answer(
+            (*asked, *told), example.tools, num_prompt=len(asked), options=example.options
+        )
+        (words,) = self._tokenise([_Text(text, [(start, len(text))], True)], True)
+        first = int(np.argmax(words & TRAINED != 0)) if (words & TRAINED).any() else len(words)
+        return (words[:first] & IDS).tolist(), (words[first:] & IDS).tolist()
 
     def encode_judged(self, examples: Sequence[Example]) -> list[Judged | Refused]:
         """Return each example's prompt and answers, or why there are none.
@@ -246,26 +265,22 @@ class Encoder:
             start = 0 if self._train_on.everything else len(example.prompt)
             return _Text(text, [(start, len(text))], False)
         if isinstance(example, ChatExample):
-            text, spans = self._require_template().spans(example.messages, example.tools, self._train_on)
+            text, spans = self._require_template().spans(
+                example.messages,
+                example.tools,
+                self._train_on,
+                num_prompt=example.num_prompt,
+                options=example.options,
+            )
             return _Text(text, spans, True)
         raise AssertionError(f"{type(example).__name__} has no one text")
-
-    def _answer(
-        self,
-        prompt: str | tuple[Message, ...],
-        answer: str | tuple[Message, ...],
-        tools: Sequence[Mapping[str, Any]],
-    ) -> _Text:
-        if isinstance(prompt, str) and isinstance(answer, str):
-            return _Text(prompt + answer, [(len(prompt), len(prompt) + len(answer))], False)
-        asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
-        told = (Message(role="assistant", content=answer),) if isinstance(answer, str) else answer
-        text, start = self._require_template().answer(asked, told, tools)
-        return _Text(text, [(start, len(text))], True)
 
     def _require_template(self) -> ChatTemplate:
         if self._template is None:
             raise ConfigError(_NO_TEMPLATE)
+        if not self._is_checked and not (self._train_on.everything and self._loss == "sft"):
+            self._template.check()
+        self._is_checked = True
         return self._template
 
     # -- tokens ----------------------------------------------------------------------------------------------
@@ -287,14 +302,28 @@ class Encoder:
             verbose=False,
         )
         for text, encoding in zip(texts, encoded.encodings, strict=True):
-            ids = np.array(encoding.ids, dtype=np.int32)
+            ids, offsets = np.array(encoding.ids, dtype=np.int32), encoding.offsets
+            if not is_rendered and _adds_first_again(encoding):
+                ids, offsets = ids[1:], offsets[1:]
             if text.spans == [(0, len(text.text))]:
                 trained = np.ones(len(ids), dtype=np.bool_)
             else:
-                trained = _trained(encoding.offsets, text.spans, len(ids))
+                trained = _trained(offsets, text.spans, len(ids))
             if not is_rendered and (len(ids) == 0 or ids[-1] != self._end_id):
                 ids, trained = np.append(ids, np.int32(self._end_id)), np.append(trained, True)
             yield join_words(ids, trained)
+
+
+def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many numbers two sequences begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _adds_first_again(encoding: Any) -> bool:
+    """Tell whether the tokenizer has put its first token before a text that begins with it already."""
+    ids, offsets = encoding.ids[:2], encoding.offsets[:2]
+    return len(ids) == 2 and ids[0] == ids[1] and offsets[0] == (0, 0) and offsets[1][1] > 0
 
 
 def _trained(offsets: Sequence[Span], spans: Sequence[Span], count: int) -> NDArray[np.bool_]:

@@ -1,30 +1,26 @@
-"""Chat templates that say which characters of the text they wrote for which message.
+"""Chat templates that say for which message they wrote each character, and what of that message it repeats.
 
-A template is compiled a second time, with marks put into its syntax tree: at the start of every loop's body,
-after every loop, and around `{% generation %}` blocks. A mark writes two noncharacters of Unicode and a
-number into the text, from which it is then taken out again, so one rendering gives the text and the exact
-span of each message in it, whatever the template makes of the messages before and after. The sandbox, the
-filters and the functions of templates are those of transformers.
+A template is compiled twice. As it is, it gives the text, which is that of transformers: the sandbox, the
+filters and the functions of templates are its own. The second time it is changed so that what it writes
+bears the name of the message that it is written for (`naming`), and the messages hold traced strings, which
+carry that name and their own through captured blocks, macros and filters (`traced`). The two texts are
+compared each time, and must be equal.
 """
 
 from __future__ import annotations
 
-import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date, datetime, time
-from typing import Any
+from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, nodes
-from jinja2.visitor import NodeTransformer
+from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from megatrain.data.tokens.naming import Owned, name_owners
+from megatrain.data.tokens.traced import Runs, Traced, runs_of
 from megatrain.errors import ConfigError
-
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Noncharacters: no text has them. One that does is refused (`check_no_marks`): it could pass for ours."""
-_MARK = re.compile(f"{_OPEN}([a-z])([0-9]+):([0-9]+){_CLOSE}")
-_CALL = "megatrain_mark"
 
 Span = tuple[int, int]
 
@@ -33,42 +29,75 @@ class RenderError(Exception):
     """A template cannot render these messages, or what it wrote cannot be attributed."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a template renders, in plain values."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Other variables of the template, such as `enable_thinking`."""
+
+    def before(self, number: int) -> Conversation:
+        """Return the conversation up to a message, without it."""
+        return replace(self, messages=self.messages[:number])
+
+
+class Value(NamedTuple):
+    """A string in a message."""
+
+    message: int
+    path: tuple[str | int, ...]
+    """Keys and places from the message to it: `("tool_calls", 0, "function", "name")`."""
+
+
+class Piece(NamedTuple):
+    """Characters of a text that have one origin."""
+
+    start: int
+    end: int
+    message: int | None
+    """For which message they were written; None: for none."""
+    is_generated: bool
+    """They were written inside of `{% generation %}`."""
+    value: Value | None
+    """The string that they repeat; None: they are the template's own."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rendered:
     """A conversation as text."""
 
     text: str
-    segments: dict[int, list[Span]] = field(default_factory=dict)
-    """By message, the characters that were written for it."""
-    generated: dict[int, list[Span]] = field(default_factory=dict)
-    """By message, the characters inside of `{% generation %}`."""
-    marked: list[Span] = field(default_factory=list)
-    """What `marked` was put around and the template has written."""
+    pieces: Sequence[Piece]
+    """All of it, in order."""
+    written: Mapping[int, Sequence[Piece]]
+    """By message, what was written for it."""
 
+    def spans(self, message: int, *, generated_only: bool = False) -> list[Span]:
+        """Return what was written for a message, as spans that do not touch each other."""
+        spans: list[Span] = []
+        for piece in self.written.get(message, ()):
+            if piece.is_generated or not generated_only:
+                start = spans.pop()[0] if spans and spans[-1][1] == piece.start else piece.start
+                spans.append((start, piece.end))
+        return spans
 
-def check_no_marks(value: object) -> None:
-    """Check that nothing in plain values could be taken for a mark.
+    def text_of(self, message: int) -> str:
+        """Return what was written for a message, in one piece."""
+        return "".join(self.text[piece.start : piece.end] for piece in self.written.get(message, ()))
 
-    Raises:
-        RenderError: Something could.
-    """
-    if isinstance(value, str):
-        if _OPEN in value or _CLOSE in value:
-            raise RenderError("a text holds U+FDD0 or U+FDD1, which stand for no character")
-    elif isinstance(value, Mapping):
-        check_no_marks([*value.keys(), *value.values()])
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            check_no_marks(item)
-
-
-def marked(text: str) -> str:
-    """Put marks around a text of a message, so that it is found again where the template writes it."""
-    return f"{_OPEN}r0:0{_CLOSE}{text}{_OPEN}s0:0{_CLOSE}"
+    def repeated(self, message: int, *keys: str) -> list[Piece]:
+        """Return what was written for a message and repeats what it holds under one of these keys."""
+        return [
+            piece
+            for piece in self.written.get(message, ())
+            if piece.value is not None and piece.value.message == message and piece.value.path[0] in keys
+        ]
 
 
 class Rendering:
-    """A chat template, compiled with marks."""
+    """A chat template, compiled as it is and with names on what it writes."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any], day: date) -> None:
         """Compile.
@@ -82,140 +111,106 @@ class Rendering:
             ConfigError: It is not a template.
         """
         try:
-            environment = _compile_jinja_template(source).environment
-            tree = environment.parse(source)
-            marked = _Marking().visit(tree)
-            marked.set_environment(environment)
-            self._template = environment.from_string(marked)
             self._plain = _compile_jinja_template(source)
+            self._named, self.has_generation = name_owners(self._plain.environment, source)
         except TemplateError as error:
             raise ConfigError(f"the chat template is not one: {error}; check data.chat_template") from error
-        self.has_generation = any(
-            _is_generation(block) for block in environment.parse(source).find_all(nodes.CallBlock)
-        )
-        self._names = {**special_tokens, "strftime_now": datetime.combine(day, time()).strftime}
-        self.bos = str(self._names.get("bos_token") or "")
+        self.source = source
+        self._variables = {**special_tokens, "strftime_now": datetime.combine(day, time()).strftime}
+        self.bos, self.eos = (str(special_tokens.get(name) or "") for name in ("bos_token", "eos_token"))
 
-    def text(self, messages: Sequence[Mapping[str, Any]], *, prompts: bool = False, tools: Any = None) -> str:
-        """Render without marks, as transformers does.
+    def text(self, conversation: Conversation, *, prompts: bool = False) -> str:
+        """Render as transformers does.
 
         Args:
-            messages: Plain mappings.
+            conversation: In plain values.
             prompts: Let the template begin the assistant's next turn.
-            tools: Plain mappings; None: none.
 
         Raises:
             RenderError: The template refuses the messages.
         """
-        return self._render(self._plain, messages, tools, prompts)
+        return self._render(self._plain, conversation, prompts=prompts)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> Rendered:
+    def render(self, conversation: Conversation) -> Rendered:
         """Render, and say which characters are whose.
 
         Raises:
-            RenderError: The template refuses the messages, or takes marks away.
+            RenderError: The template refuses the messages, or writes another text where it is traced.
         """
-        numbers = {id(message): number for number, message in enumerate(messages)}
-        count = 0
+        text = self.text(conversation)
+        messages, values = _traced_messages(conversation.messages)
+        traced = self._render(self._named, replace(conversation, messages=messages))
+        if traced != text:
+            raise RenderError("the chat template writes another text where it is told whose text it writes")
+        pieces, written = _pieces(runs_of(traced), values), defaultdict(list)
+        for piece in pieces:
+            if piece.message is not None:
+                written[piece.message].append(piece)
+        return Rendered(text, pieces, written)
 
-        def mark(kind: str, loop: int, value: object = None) -> str:
-            nonlocal count
-            number = numbers.get(id(value)) if kind == "b" else 0
-            if number is None:
-                return ""
-            count += 1
-            return f"{_OPEN}{kind}{loop}:{number}{_CLOSE}"
-
-        raw = self._render(self._template, messages, tools, False, mark)
-        kinds = [found[1] for found in _MARK.finditer(raw)]
-        own = sum(kind in "begh" for kind in kinds)
-        if own != count or raw.count(_OPEN) != len(kinds) or raw.count(_CLOSE) != len(kinds):
-            raise RenderError("the chat template changes what it has written")
-        return _read_marks(raw)
-
-    def _render(self, template: Any, messages: Any, tools: Any, prompts: bool, mark: Any = None) -> str:
-        given = {**self._names, _CALL: mark}
+    def _render(self, template: Any, given: Conversation, *, prompts: bool = False) -> str:
+        variables = {**self._variables, **given.options}
+        variables |= {"messages": given.messages, "tools": given.tools, "add_generation_prompt": prompts}
         try:
-            return str(
-                template.render(
-                    messages=messages, tools=tools, documents=None, add_generation_prompt=prompts, **given
-                )
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
+            text: str = template.render({"documents": None, **variables})
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RenderError(f"the chat template refuses it ({reason})") from error
+        return text
 
 
-def _read_marks(raw: str) -> Rendered:
-    """Take the marks out of a text, and note where they were."""
-    parts: list[str] = []
-    rendered = Rendered("")
-    open_loops: list[tuple[int, int]] = []
-    place = last = start = generation_start = thought_start = 0
-
-    def close_segment() -> None:
-        if open_loops and place > start:
-            rendered.segments.setdefault(open_loops[-1][1], []).append((start, place))
-
-    for found in _MARK.finditer(raw):
-        piece = raw[last : found.start()]
-        parts.append(piece)
-        place, last = place + len(piece), found.end()
-        kind, loop, number = found[1], int(found[2]), int(found[3])
-        if kind == "g":
-            generation_start = place
-            continue
-        if kind == "r":
-            thought_start = place
-            continue
-        if kind == "s":
-            rendered.marked.append((thought_start, place))
-            continue
-        if kind == "h":
-            if open_loops:
-                rendered.generated.setdefault(open_loops[-1][1], []).append((generation_start, place))
-            continue
-        close_segment()
-        start = place
-        if loop in [inner for inner, _ in open_loops]:
-            while open_loops[-1][0] != loop:
-                open_loops.pop()
-            open_loops.pop()
-        if kind == "b":
-            open_loops.append((loop, number))
-    parts.append(raw[last:])
-    rendered.text = "".join(parts)
-    return rendered
+# -- traces ----------------------------------------------------------------------------------------------
 
 
-class _Marking(NodeTransformer):
-    """Puts marks into a template's syntax tree."""
-
-    def __init__(self) -> None:
-        self._num_loops = 0
-
-    def visit_For(self, node: nodes.For) -> Any:
-        self._num_loops += 1
-        number = self._num_loops
-        self.generic_visit(node)
-        if not isinstance(node.target, nodes.Name):
-            return node
-        node.body.insert(0, _mark("b", number, node.lineno, nodes.Name(node.target.name, "load")))
-        return [node, _mark("e", number, node.lineno)]
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> Any:
-        self.generic_visit(node)
-        if not _is_generation(node):
-            return node
-        line = node.lineno
-        return [_mark("g", 0, line), nodes.Scope(node.body, lineno=line), _mark("h", 0, line)]
+def _traced_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Owned], list[Value]]:
+    """Return messages whose strings are traced, and what each number of a value stands for, from 1 on."""
+    found, values = [], [_NO_VALUE]
+    for number, message in enumerate(messages):
+        found.append(Owned({key: _traced(value, values, number, (key,)) for key, value in message.items()}))
+        found[-1].owner = 2 * number + 2
+    return found, values
 
 
-def _is_generation(block: nodes.CallBlock) -> bool:
-    return isinstance(block.call.node, nodes.ExtensionAttribute) and "generation" in block.call.node.name
+_NO_VALUE = Value(-1, ())
+"""In the place of value 0, which is none."""
 
 
-def _mark(kind: str, loop: int, line: int, *values: nodes.Expr) -> nodes.Output:
-    given = [nodes.Const(kind), nodes.Const(loop), *values]
-    call = nodes.Call(nodes.Name(_CALL, "load"), given, [], None, None)
-    return nodes.Output([call], lineno=line)
+def _traced(value: Any, values: list[Value], number: int, path: tuple[str | int, ...]) -> Any:
+    """Return a part of a message with its strings traced; each is added to `values`."""
+    if isinstance(value, str):
+        values.append(Value(number, path))
+        return Traced(value, ((len(value), 0, len(values) - 1),))
+    if isinstance(value, Mapping):
+        return {key: _traced(inner, values, number, (*path, key)) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_traced(inner, values, number, (*path, place)) for place, inner in enumerate(value)]
+    return value
+
+
+def _pieces(runs: Runs, values: Sequence[Value]) -> list[Piece]:
+    """Return the pieces of a text; what follows each other and has one origin is one."""
+    pieces: list[Piece] = []
+    start = end = 0
+    last: tuple[int, int] | None = None
+
+    def close() -> None:
+        if last is not None and end > start:
+            owner, value = last
+            message = owner // 2 - 1 if owner > 1 else None
+            pieces.append(Piece(start, end, message, bool(owner % 2), values[value] if value else None))
+
+    for length, owner, value in runs:
+        if last != (owner, value):
+            close()
+            start, last = end, (owner, value)
+        end += length
+    close()
+    return pieces

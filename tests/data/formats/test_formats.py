@@ -31,8 +31,8 @@ def system(content: str) -> Message:
     return Message(role="system", content=content)
 
 
-def user(content: str, weight: float | None = None) -> Message:
-    return Message(role="user", content=content, loss_weight=weight)
+def user(content: str, weight: float | None = None, **more: Any) -> Message:
+    return Message(role="user", content=content, loss_weight=weight, **more)
 
 
 def assistant(content: str, weight: float | None = None, **more: Any) -> Message:
@@ -133,8 +133,8 @@ CASES: dict[str, tuple[dict[str, Any], str, type, dict[str, Any]]] = {
             "messages": (
                 system("s"),
                 user("q"),
-                assistant("", tool_calls=(call("search", n=1), call("open"))),
-                Message(role="tool", content="opened", name="open"),
+                assistant("", tool_calls=({"id": "c1"} | call("search", n=1), {"id": "c2"} | call("open"))),
+                Message(role="tool", content="opened", name="open", tool_call_id="c2"),
                 assistant("a", 0.0, reasoning="hm"),
             ),
             "tools": (SEARCH,),
@@ -160,8 +160,8 @@ CASES: dict[str, tuple[dict[str, Any], str, type, dict[str, Any]]] = {
         ChatExample,
         {
             "messages": (
-                user("q", 0.0),
-                assistant("ab", 0.5, reasoning="hm", tool_calls=(call("search"),)),
+                user("q", 0.0, parts=("q",)),
+                assistant("ab", 0.5, parts=("a", "b"), reasoning="hm", tool_calls=(call("search"),)),
             )
         },
     ),
@@ -175,7 +175,86 @@ CASES: dict[str, tuple[dict[str, Any], str, type, dict[str, Any]]] = {
         {"prompt": ASKED, "completion": [GOOD], "tools": [SEARCH]},
         "prompt_completion",
         ChatExample,
-        {"messages": (user("q", 0.0), assistant("good", 1.0)), "tools": (SEARCH,)},
+        {"messages": (user("q"), assistant("good")), "num_prompt": 1, "tools": (SEARCH,)},
+    ),
+    "a solution beside the number that it comes to": (
+        {"problem": "1 + 1", "solution": "One and one is 2.", "answer": "2"},
+        "alpaca (instruction in problem, output in solution)",
+        ChatExample,
+        {"messages": (user("1 + 1"), assistant("One and one is 2."))},
+    ),
+    "prompt and completion of turns as JSON text": (
+        {"prompt": json.dumps(ASKED), "completion": json.dumps([GOOD])},
+        "prompt_completion",
+        ChatExample,
+        {"messages": (user("q"), assistant("good")), "num_prompt": 1},
+    ),
+    "preference of turns as JSON text": (
+        {"prompt": json.dumps(ASKED), "chosen": json.dumps([GOOD]), "rejected": json.dumps([BAD])},
+        "preference",
+        PreferenceExample,
+        {"prompt": (user("q"),), "chosen": (assistant("good"),), "rejected": (assistant("bad"),)},
+    ),
+    "preference of whole conversations as JSON text": (
+        {"chosen": json.dumps([*ASKED, GOOD]), "rejected": json.dumps([*ASKED, BAD])},
+        "preference",
+        PreferenceExample,
+        {"prompt": (user("q"),), "chosen": (assistant("good"),), "rejected": (assistant("bad"),)},
+    ),
+    "judged turns as JSON text": (
+        {"prompt": json.dumps(ASKED), "completion": json.dumps([GOOD]), "label": True},
+        "kto",
+        KtoExample,
+        {"prompt": (user("q"),), "completion": (assistant("good"),), "is_good": True},
+    ),
+    "answers that begin with a bracket are text": (
+        {"prompt": ASKED, "chosen": "[1, 2]", "rejected": "[link](there)"},
+        "preference",
+        PreferenceExample,
+        {"prompt": (user("q"),), "chosen": (assistant("[1, 2]"),), "rejected": (assistant("[link](there)"),)},
+    ),
+    "an answer that is JSON is text": (
+        {"prompt": ASKED, "completion": '[{"role": "cook", "content": "soup"}]'},
+        "prompt_completion",
+        ChatExample,
+        {"messages": (user("q"), assistant('[{"role": "cook", "content": "soup"}]')), "num_prompt": 1},
+    ),
+    "conversations with system prompts of their own": (
+        {
+            "chosen": [{"role": "system", "content": "s"}, *ASKED, GOOD],
+            "rejected": [{"role": "system", "content": "t"}, *ASKED, BAD],
+        },
+        "preference",
+        PreferenceExample,
+        {
+            "prompt": (),
+            "chosen": (system("s"), user("q"), assistant("good")),
+            "rejected": (system("t"), user("q"), assistant("bad")),
+        },
+    ),
+    "what only the chat template reads": (
+        {
+            "messages": [*ASKED, {**GOOD, "tool_plan": "p", "channel": None}],
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+        "messages",
+        ChatExample,
+        {
+            "messages": (user("q"), assistant("good", more={"tool_plan": "p"})),
+            "options": {"enable_thinking": False},
+        },
+    ),
+    "a tool that returns an object": (
+        {"messages": [*ASKED, {"role": "tool", "name": "f", "content": {"n": 1, "s": "\u00e9"}}, GOOD]},
+        "messages",
+        ChatExample,
+        {
+            "messages": (
+                user("q"),
+                Message(role="tool", content='{"n": 1, "s": "\u00e9"}', name="f"),
+                assistant("good"),
+            )
+        },
     ),
     "preference of text": (
         {"prompt": "p", "chosen": "good", "rejected": "bad"},
@@ -247,6 +326,17 @@ CASES: dict[str, tuple[dict[str, Any], str, type, dict[str, Any]]] = {
         TokensExample,
         {"input_ids": (1, 2, 3), "labels": (-100, 2, 3)},
     ),
+    "token ids with labels and both of TRL's masks": (
+        {
+            "input_ids": [1, 2, 3, 4, 5],
+            "labels": [1, -100, 3, 4, 5],
+            "completion_mask": [0, 1, 1, 1, 1],
+            "assistant_masks": [1, 1, 1, 0, 1],
+        },
+        "tokens",
+        TokensExample,
+        {"input_ids": (1, 2, 3, 4, 5), "labels": (-100, -100, 3, -100, 5)},
+    ),
 }
 
 
@@ -263,6 +353,41 @@ def test_a_row_means_what_its_columns_say(tmp_path: Path, case: str) -> None:
     examples, found = read(tmp_path, row)
     assert found == name
     assert examples == [form(source=Source(file=str(tmp_path / "a.jsonl"), row=1), **fields)]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"position_ids": [0, 1, 2, 0, 1]},
+        {"seq_lengths": [3, 2]},
+        {"attention_mask": [1, 1, 1, 2, 2]},
+        {"position_ids": [0, 1, 2, 0, 1], "seq_lengths": [3, 2], "attention_mask": [1, 1, 1, 1, 1]},
+    ],
+)
+def test_packed_token_rows_are_taken_apart(tmp_path: Path, told: dict[str, Any]) -> None:
+    """As TRL and LLaMA-Factory pack them: no document may see another."""
+    row = {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, 7, -100, 9], **told}
+    padded = {name: [*values, *[0] * (name != "seq_lengths")] for name, values in row.items()}
+    if "attention_mask" not in padded:
+        padded["attention_mask"] = [1, 1, 1, 1, 1, 0]
+    for one in (row, padded):
+        examples, _ = read(tmp_path, one)
+        assert [(example.input_ids, example.labels) for example in examples] == [  # type: ignore[union-attr]
+            ((5, 6, 7), (-100, 6, 7)),
+            ((8, 9), (-100, 9)),
+        ]
+
+
+def test_what_is_not_read_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    turn = {"role": "assistant", "content": "a", "tool_plan": "p", "channel": "final"}
+    path.write_text(json.dumps({"messages": [*ASKED, turn], "mask": [1], "id": 7, "images": []}))
+    stream = read_examples(DataConfig(path=(str(path),)))
+    assert len(list(stream)) == 1
+    assert stream.report.lines()[1:] == [
+        "  columns that are not read: id, mask",
+        "  keys of turns for the chat template alone: channel, tool_plan",
+    ]
 
 
 def test_a_class_label_is_no_judgement(tmp_path: Path) -> None:

@@ -375,6 +375,77 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         {"padding left out": [2]},
     ),
     "no tokens": ("a.jsonl", lines(TOKENS, {"input_ids": []}), 1, {"no tokens": [2]}, {}),
+    "documents that share a row": (
+        "a.jsonl",
+        lines(
+            {"input_ids": [1, 2, 3], "position_ids": [0, 1, 2]},
+            {"input_ids": [1, 2, 3], "position_ids": [2, 3, 4]},
+            {"input_ids": [1, 2, 3], "seq_lengths": [2, 2]},
+            {"input_ids": [1, 2, 3], "seq_lengths": [2, 1], "position_ids": [0, 0, 1]},
+        ),
+        1,
+        {
+            "position_ids that do not count from 0 in each document": [2],
+            "seq_lengths that are not those of the tokens": [3],
+            "seq_lengths and position_ids tell of different documents": [4],
+        },
+        {},
+    ),
+    "masks of other lengths": (
+        "a.jsonl",
+        lines(TOKENS, {"input_ids": [1, 2], "completion_mask": [1], "labels": [1, 2]}),
+        1,
+        {"completion_mask of another length than input_ids": [2]},
+        {},
+    ),
+    "turns of Python": (
+        "a.jsonl",
+        lines(
+            {"prompt": "p", "completion": "c"},
+            {"prompt": "[{'role': 'user', 'content': 'q'}]", "completion": "[{'role': 'assistant'}]"},
+        ),
+        1,
+        {'column "prompt" holds turns that are not valid JSON': [2]},
+        {},
+    ),
+    "turns where text should be": (
+        "a.jsonl",
+        lines(
+            {"prompt": "p", "response": "c"},
+            {"prompt": '[{"role": "user", "content": "q"}]', "response": "c"},
+        ),
+        1,
+        {'column "prompt" holds turns, not text': [2]},
+        {},
+    ),
+    "variables of a template": (
+        "a.jsonl",
+        lines(
+            {**GOOD, "chat_template_kwargs": {"enable_thinking": False}},
+            {**GOOD, "chat_template_kwargs": [1]},
+            {**GOOD, "chat_template_kwargs": '{"tools": []}'},
+        ),
+        1,
+        {
+            'column "chat_template_kwargs" is not an object': [2],
+            'column "chat_template_kwargs" gives tools': [3],
+        },
+        {},
+    ),
+    "a tool that returns an object": (
+        "a.jsonl",
+        lines(turns(("user", "q"), ("tool", {"n": 1}), ASSISTANT)),
+        1,
+        {},
+        {"what a tool returned taken as JSON text": [1]},
+    ),
+    "a quote in TSV that stays open": (
+        "a.tsv",
+        b'prompt\tcompletion\np\tc\n"p\nq\n',
+        1,
+        {"not readable as CSV": [3], "another number of cells than the header": [4]},
+        {},
+    ),
     "too few cells": (
         "a.csv",
         b"prompt,completion\np,c\np\n",
@@ -475,7 +546,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
         "line 2: not valid UTF-8",
     ),
     "an object over many lines": ("a.json", b'{\n  "text": "x"\n}\n', "line 1: not valid JSON"),
-    "UTF-16": ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "byte 0 is not valid UTF-8"),
+    "UTF-16": ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "a.jsonl is UTF-16, and text is read as UTF-8"),
     "bytes of a program": ("a.jsonl", b"\x7fELF\x02\x01\x01" + bytes(200), "line 1: not valid JSON"),
     "a header alone": ("a.csv", b"prompt,completion\n", "has no rows"),
     "no column that is known": (

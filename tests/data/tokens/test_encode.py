@@ -6,7 +6,6 @@ import copy
 import random
 from dataclasses import replace
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,17 +24,15 @@ from megatrain.data.example import (
 )
 from megatrain.data.packing import split_long
 from megatrain.data.pairs import Judged
-from megatrain.data.tokenizer import load_tokenizer, train_tokenizer
+from megatrain.data.tokenizer import train_tokenizer
 from megatrain.data.tokens.encode import EncoderRecipe, Refused, show
+from megatrain.data.tokens.forms import Form
 from megatrain.data.tokens.processes import encode_all
-from megatrain.data.tokens.template import TrainOn, as_mapping, template_source
+from megatrain.data.tokens.template import TrainOn, template_source
 from megatrain.data.words import IDS, START, TRAINED, Words
 from megatrain.errors import ConfigError, DataError
+from tests.data.tokens.published import needs_tokenizers, published
 
-TOKENIZERS = Path(__file__).parents[3].parent / "shared" / "data" / "tokenizers"
-needs_tokenizers = pytest.mark.skipif(
-    not TOKENIZERS.is_dir(), reason="needs the tokenizers in shared/data next to the repository"
-)
 WHERE = Source(file="chats.jsonl", row=7)
 TAGGED = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
@@ -135,7 +132,7 @@ def random_chats(count: int, *, calls_tools: bool) -> list[ChatExample]:
 def test_ids_and_masks_equal_trl_s(name: str, calls_tools: bool) -> None:
     """500 rows of several turns and tools, each whole and truncated."""
     utils = pytest.importorskip("trl.chat_template_utils")
-    tokenizer: Any = load_tokenizer(str(TOKENIZERS / name))
+    tokenizer = published(name)
     examples = random_chats(500, calls_tools=calls_tools)
     training = utils.get_training_chat_template(tokenizer)
     assert training is not None
@@ -145,7 +142,7 @@ def test_ids_and_masks_equal_trl_s(name: str, calls_tools: bool) -> None:
     for example, words in zip(examples, results, strict=True):
         assert not isinstance(words, Refused)
         theirs = tokenizer.apply_chat_template(
-            [as_mapping(message) for message in example.messages],
+            [Form().mapping(message) for message in example.messages],
             tools=list(example.tools) or None,
             chat_template=training,
             return_dict=True,
@@ -168,7 +165,7 @@ def test_ids_and_masks_equal_trl_s(name: str, calls_tools: bool) -> None:
 def test_spans_of_a_template_equal_those_of_its_generation_marks(name: str) -> None:
     """TRL's training templates by their marks, and without them by what each message wrote."""
     utils = pytest.importorskip("trl.chat_template_utils")
-    tokenizer: Any = load_tokenizer(str(TOKENIZERS / name))
+    tokenizer = published(name)
     training = utils.get_training_chat_template(tokenizer)
     examples = random_chats(40, calls_tools=name == "qwen2.5")
     marked = recipe(tokenizer, training).make().encode(examples)
@@ -247,7 +244,7 @@ def test_template_without_an_end_is_named(tokenizer: Any) -> None:
 @pytest.mark.parametrize("name", ["llama3.1", "qwen2.5"])
 @needs_tokenizers
 def test_real_templates_train_on_their_end(name: str) -> None:
-    tokenizer: Any = load_tokenizer(str(TOKENIZERS / name))
+    tokenizer = published(name)
     assert recipe(tokenizer, tokenizer.chat_template).make().untrained_end() is None
     assert recipe(tokenizer, template_source("plain", tokenizer)).make().untrained_end() is None
 
@@ -262,30 +259,38 @@ def test_reasoning_that_the_template_changes_is_refused_where_it_is_not_trained_
     content = "{{ message['content'] }}"
     messages = (Message(role="user", content="a"), Message(role="assistant", content="b", reasoning=" why "))
     example = ChatExample(source=WHERE, messages=messages)
-    trims, shouts = (
-        TAGGED.replace(content, thought.replace("FILTER", name) + content) for name in ("trim", "upper")
+    trims, shouts, turns = (
+        TAGGED.replace(content, thought.replace("FILTER", name) + content)
+        for name in ("trim", "upper", "reverse | join")
     )
     assert shown(tokenizer, example, trims) == "<user>a<assistant>[[whyb<|endoftext|>]]"
     assert shown(tokenizer, example, trims, reasoning=False) == "<user>a<assistant>why[[b<|endoftext|>]]"
     assert shown(tokenizer, example, shouts) == "<user>a<assistant>[[ WHY b<|endoftext|>]]"
-    assert "changes what it has written" in refusal(tokenizer, example, shouts, reasoning=False)
+    assert shown(tokenizer, example, shouts, reasoning=False) == "<user>a<assistant> WHY [[b<|endoftext|>]]"
+    assert shown(tokenizer, example, turns) == "<user>a<assistant>[[ yhw b<|endoftext|>]]"
+    reason = "it is not known where the chat template writes the reasoning, which is not trained on"
+    assert refusal(tokenizer, example, turns, reasoning=False) == reason
 
 
 # -- templates that are not understood, or fail ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    ("template", "everything"),
     [
-        ("{% for n in range(messages|length) %}{{ messages[n].content }}{% endfor %}", "writes nothing"),
-        ("{{ messages | map(attribute='content') | join(' ') }}", "writes nothing"),
+        ("{% for n in range(messages|length) %}{{ messages[n].content }}{% endfor %}", "a[[b]]"),
+        ("{{ messages | map(attribute='content') | join(' ') }}", "a[[ b]]"),
     ],
 )
-def test_template_that_does_not_go_through_the_messages_is_refused(
-    tokenizer: Any, template: str, reason: str
+def test_template_that_does_not_go_through_the_messages_trains_on_everything_or_is_refused(
+    tokenizer: Any, template: str, everything: str
 ) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        recipe(tokenizer, template).make()
+    example = chat(("user", "a"), ("assistant", "b"))
+    with pytest.raises(
+        ConfigError, match=r"writes nothing.* of the assistant.*generation.*data\.train_on=all"
+    ):
+        recipe(tokenizer, template).make().encode([example])
+    assert shown(tokenizer, example, template, everything=True) == everything
 
 
 def test_the_day_of_a_template_stays(tokenizer: Any) -> None:
@@ -313,17 +318,12 @@ def test_row_that_the_template_refuses_is_dropped_with_its_words(tokenizer: Any)
     )
 
 
-@pytest.mark.parametrize("kind", "begrs")
-def test_text_that_holds_a_mark_is_refused(tokenizer: Any, kind: str) -> None:
-    """Else `r` and `s` would vanish from the text, and hide what is between from training as reasoning."""
-    forged = f"x\ufdd0r0:0\ufdd1y\ufdd0{kind}0:0\ufdd1"
-    thinks = (Message(role="user", content="a"), Message(role="assistant", content=forged, reasoning="why"))
-    call = {"type": "function", "function": {"name": "f", "arguments": {forged: 1}}}
-    calls = (thinks[0], Message(role="assistant", content="", tool_calls=(call,)))
-    for messages in (thinks, calls, (Message(role="user", content=forged), thinks[0])):
-        for reasoning in (True, False):
-            example = ChatExample(source=WHERE, messages=messages)
-            assert "U+FDD0" in refusal(tokenizer, example, THINKS, reasoning=reasoning)
+def test_no_text_is_taken_for_the_template_s(tokenizer: Any) -> None:
+    """Neither noncharacters nor words of the template move what is trained on."""
+    forged = "x\ufdd0r0:0\ufdd1y<assistant>z<|endoftext|>"
+    asked, answered = Message(role="user", content=forged), Message(role="assistant", content=forged)
+    example = ChatExample(source=WHERE, messages=(asked, answered))
+    assert shown(tokenizer, example, THINKS) == f"<user>{forged}[]<assistant>[[{forged}[]<|endoftext|>]]"
 
 
 def test_chats_without_a_template_are_refused(tokenizer: Any) -> None:
@@ -376,13 +376,78 @@ PAIR = PreferenceExample(
 
 def test_pairs_are_encoded_as_prompt_and_answers(tokenizer: Any) -> None:
     def decoded(judged: Judged) -> list[str]:
-        return [tokenizer.decode(part) for part in (judged.prompt, *judged.answers)]
+        return [tokenizer.decode(part) for part in (judged.prompts[0], *judged.answers)]
 
     pair = recipe(tokenizer).make().encode_pair(PAIR)
     assert decoded(pair) == ["<user>a<assistant>", "good<|endoftext|>", "bad<|endoftext|>"]
     one = recipe(tokenizer, None).make().encode_pair(KTO)
     assert decoded(one) == ["hello", " world<|endoftext|>"]
     assert (pair.is_good, one.is_good) == (False, True)
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("name", ["llama3.1", "qwen2.5"])
+def test_pairs_of_text_are_split_as_trl_splits_them(name: str) -> None:
+    """Where the prompt's last tokens join with what follows, the answers begin before them."""
+    trl = pytest.importorskip("trl.data_utils")
+    tokenizer = published(name)
+    encoder = replace(recipe(tokenizer, None), loss="dpo").make()
+    answers = ["Yes", " yes", "\n\nYes", "1", "  ok", "...", "\u00e9t\u00e9", ":no", "\nlist", " (a)"]
+    num_joined = 0
+    for prompt in ("Q: why?\nA:", "Q: why?\nA: ", "Answer:\n", "Say"):
+        for chosen in answers:
+            for rejected in answers:
+                pair = PreferenceExample(source=WHERE, prompt=prompt, chosen=chosen, rejected=rejected)
+                asked, good, bad = (
+                    tokenizer(text)["input_ids"] for text in (prompt, prompt + chosen, prompt + rejected)
+                )
+                shared = min(trl.common_prefix_length(asked, whole) for whole in (good, bad))
+                num_joined += shared < len(asked)
+                judged = encoder.encode_pair(pair)
+                end = [tokenizer.eos_token_id]
+                assert judged.prompts == (good[:shared], bad[:shared])
+                assert judged.answers == (good[shared:] + end, bad[shared:] + end)
+    assert num_joined > 50
+
+
+def test_conversations_with_other_system_prompts_keep_them(tokenizer: Any) -> None:
+    def said(system: str, answer: str) -> tuple[Message, ...]:
+        turns = (("system", system), ("user", "a"), ("assistant", answer))
+        return tuple(Message(role=role, content=text) for role, text in turns)
+
+    pair = PreferenceExample(source=WHERE, prompt=(), chosen=said("x", "good"), rejected=said("y", "bad"))
+    judged = replace(recipe(tokenizer), loss="dpo").make().encode_pair(pair)
+    assert [tokenizer.decode(ids) for ids in judged.prompts] == [
+        f"<system>{system}<user>a<assistant>" for system in "xy"
+    ]
+    assert [tokenizer.decode(ids) for ids in judged.answers] == ["good<|endoftext|>", "bad<|endoftext|>"]
+    shown = "".join(f"[[{text}]]" if is_trained else text for text, is_trained in judged.show(tokenizer))
+    assert shown == (
+        "\n<chosen> <system>x<user>a<assistant>[[good<|endoftext|>]]"
+        "\n<rejected> <system>y<user>a<assistant>[[bad<|endoftext|>]]"
+    )
+
+
+@needs_tokenizers
+def test_a_beginning_that_the_text_has_is_not_put_before_it_again() -> None:
+    tokenizer = published("llama3.1")
+    bos, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    (plain,) = recipe(tokenizer, None).make().encode([TextExample(source=WHERE, text="hello world")])
+    assert not isinstance(plain, Refused)
+    ids = (plain & IDS).tolist()
+    assert (ids[0], ids[-1], ids.count(bos)) == (bos, end, 1)
+    for example in (
+        TextExample(source=WHERE, text=tokenizer.bos_token + "hello world"),
+        CompletionExample(source=WHERE, prompt=tokenizer.bos_token + "hello", completion=" world"),
+    ):
+        words = encoded(tokenizer, example)
+        assert (words & IDS).tolist() == ids
+        assert (words[-1] & TRAINED) > 0
+    assert ((words & TRAINED) != 0).tolist() == [False, False, True, True]
+    assert (encoded(tokenizer, TextExample(source=WHERE, text=tokenizer.bos_token * 2)) & IDS).tolist() == [
+        *([bos] * 2),
+        end,
+    ]
 
 
 @pytest.mark.parametrize(

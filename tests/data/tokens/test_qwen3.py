@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
 
 from megatrain.data.example import ChatExample, Message, Source
-from megatrain.data.tokenizer import load_tokenizer
-from megatrain.data.tokens.encode import EncoderRecipe, show
+from megatrain.data.tokens.encode import Encoder, EncoderRecipe, show
 from megatrain.data.tokens.template import TrainOn
+from tests.data.tokens.published import FOLDER, needs_tokenizers, published
 
-TOKENIZERS = Path(__file__).parents[3].parent / "shared" / "data" / "tokenizers"
-pytestmark = pytest.mark.skipif(
-    not TOKENIZERS.is_dir(), reason="needs the tokenizers in shared/data next to the repository"
-)
+pytestmark = needs_tokenizers
 
 CALL = ({"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}},)
 ADD = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
@@ -225,12 +222,17 @@ EXPECTED: list[tuple[str, list[Message], Any, TrainOn, str]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    found: Any = load_tokenizer(str(TOKENIZERS / "qwen2.5"))
-    settings = json.loads((TOKENIZERS / "qwen3-config-only" / "tokenizer_config.json").read_text())
-    found.chat_template = settings["chat_template"]
-    return found
+@cache
+def encoder(train_on: TrainOn) -> Encoder:
+    settings = json.loads((FOLDER / "qwen3-config-only" / "tokenizer_config.json").read_text())
+    tokenizer = published("qwen2.5")
+    recipe = EncoderRecipe(
+        tokenizer=tokenizer,
+        template=settings["chat_template"],
+        train_on=train_on,
+        end_id=tokenizer.eos_token_id,
+    )
+    return recipe.make()
 
 
 def test_there_are_twenty() -> None:
@@ -241,17 +243,10 @@ def test_there_are_twenty() -> None:
     ("messages", "tools", "train_on", "expected"),
     [pytest.param(*rest, id=name) for name, *rest in EXPECTED],
 )
-def test_as_written_by_hand(
-    tokenizer: Any, messages: list[Message], tools: Any, train_on: TrainOn, expected: str
-) -> None:
-    recipe = EncoderRecipe(
-        tokenizer=tokenizer,
-        template=tokenizer.chat_template,
-        train_on=train_on,
-        end_id=tokenizer.eos_token_id,
-    )
+def test_as_written_by_hand(messages: list[Message], tools: Any, train_on: TrainOn, expected: str) -> None:
+    tokenizer = published("qwen2.5")
     example = ChatExample(source=Source(file="chats.jsonl", row=1), messages=tuple(messages), tools=tools)
-    (words,) = recipe.make().encode([example])
+    (words,) = encoder(train_on).encode([example])
     assert not isinstance(words, str)
     shown = "".join(f"[[{text}]]" if is_trained else text for text, is_trained in show(words, tokenizer))  # type: ignore[arg-type]
     assert shown == expected

@@ -29,12 +29,13 @@ def judged(count: int) -> list[Judged]:
     def ids(number: int) -> list[int]:
         return torch.randint(3, VOCAB_SIZE, (number,), generator=generator).tolist()
 
-    return [Judged(ids(2 + n), (ids(3 + n % 3), ids(7 - n)), is_good=n % 3 == 0) for n in range(count)]
+    pairs = [(ids(2 + n), (ids(3 + n % 3), ids(7 - n))) for n in range(count)]
+    return [Judged((prompt, prompt), both, is_good=n % 3 == 0) for n, (prompt, both) in enumerate(pairs)]
 
 
 def batch_of(loss: str, examples: list[Judged], reference: Tensor) -> dict[str, Tensor]:
     if loss == "kto":
-        examples = [Judged(one.prompt, one.answers[:1], one.is_good) for one in examples]
+        examples = [Judged(one.prompts[:1], one.answers[:1], one.is_good) for one in examples]
     packer = PairPacker(SEQ_LEN, 2, rotates=loss == "kto")
     (rows,) = [rows for one in examples for rows in packer.add(one)] + list(packer.finish())
     return judged_batch(rows, loss, reference.numpy())
@@ -170,7 +171,7 @@ def test_a_smoothed_loss_by_hand() -> None:
 def test_the_other_answers_of_kto_go_round_in_groups() -> None:
     """Whole groups of 64 as they are full, and a last one that is never a single row."""
     packer = PairPacker(4, 0, rotates=True)
-    examples = [Judged((1,), ((100 + n,),)) for n in range(129)]
+    examples = [Judged(((1,),), ((100 + n,),)) for n in range(129)]
     groups = [rows for one in examples for rows in packer.add(one)] + list(packer.finish())
     assert [len(rows) for rows in groups] == [64, 65]
     batch = judged_batch(groups[1], "kto")

@@ -1,0 +1,152 @@
+"""How an example fits into rows: whole, cut, in pieces or not at all, and counted either way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatrain.data.example import Example, TextExample
+from megatrain.data.packing import split_long
+from megatrain.data.pairs import SIDES, Judged
+from megatrain.data.read.report import ReadReport
+from megatrain.data.tokens.encode import Refused
+from megatrain.data.words import IDS, Words, num_trained
+from megatrain.errors import DataError
+
+JUDGED_WAYS = ("dpo", "kto")
+"""Of packing, for judged answers, by the loss that takes them."""
+
+ALL_MASKED = "no token of it is trained on"
+TOO_LONG = "longer than data.seq_len (data.too_long=drop)"
+
+
+class NotTextError(DataError):
+    """Documents are to be joined, and one is not plain text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """How examples become rows."""
+
+    seq_len: int
+    """Tokens of a row."""
+    way: str
+    """`join`, `best_fit` or `pad`; `dpo` and `kto` for judged answers."""
+    too_long: str
+    """`split`, `truncate`, `drop`, or `auto`: text is split, all else truncated."""
+    fill_id: int
+    """Of the token that fills rows up."""
+
+    @property
+    def width(self) -> int:
+        """Words of a row in the file."""
+        return self.seq_len * (SIDES if self.way in JUDGED_WAYS else 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class Counts:
+    """What became of the examples."""
+
+    examples: int = 0
+    kept: int = 0
+    tokens: int = 0
+    """Of the documents in the rows; joined, of all documents."""
+    trained: int = 0
+    """Of these, on how many the loss averages."""
+    too_long: int = 0
+    """Examples of more tokens than a row has."""
+    cut_tokens: int = 0
+    """Of these, and of pieces without a token to train on."""
+    cut_off: int = 0
+    """Examples whose tokens to train on all lie behind the end of a row."""
+    filled: int = 0
+    """Tokens of the rows that belong to no document."""
+    max_id: int = 0
+
+
+def fit(
+    example: Example,
+    encoded: Words | Judged | Refused,
+    packing: Packing,
+    counts: Counts,
+    report: ReadReport,
+) -> list[Any]:
+    """Return what of an example goes into rows, and count it.
+
+    Args:
+        example: As it was read.
+        encoded: As it was encoded.
+        packing: How it becomes rows.
+        counts: Of all examples; this one is added.
+        report: Is told why it is left out, if it is.
+
+    Returns:
+        Words, or judged answers; nothing if it is left out.
+
+    Raises:
+        NotTextError: It is to be joined, and is no plain text.
+        DataError: It is left out, and `data.on_bad_row` is `stop`.
+    """
+    if isinstance(encoded, Refused):
+        report.drop(example.source, encoded.reason)
+        return []
+    if isinstance(encoded, Judged):
+        return _judged(example, encoded, packing, counts, report)
+    counts.max_id = max(counts.max_id, int((encoded & IDS).max()))
+    if packing.way == "join":
+        if not isinstance(example, TextExample):
+            raise NotTextError(
+                f"{example.source}: data.packing=join is for plain text, and this row is none; use best_fit"
+            )
+        counts.kept += 1
+        counts.tokens += len(encoded)
+        counts.trained += len(encoded)
+        return [encoded & IDS]
+    way = packing.too_long
+    if way == "auto":
+        way = "split" if isinstance(example, TextExample) else "truncate"
+    pieces, num_cut = split_long(encoded, packing.seq_len, way)
+    is_long = len(encoded) > packing.seq_len
+    counts.too_long += is_long
+    if pieces:
+        counts.kept += 1
+        counts.tokens += sum(map(len, pieces))
+        counts.trained += sum(map(num_trained, pieces))
+        counts.cut_tokens += num_cut
+    elif is_long and way == "drop":
+        counts.cut_tokens += num_cut
+        report.drop(example.source, TOO_LONG, is_fault=False)
+    elif is_long and num_trained(encoded):
+        counts.cut_off += 1
+        report.drop(example.source, f"{ALL_MASKED} within data.seq_len")
+    else:
+        report.drop(example.source, ALL_MASKED)
+    return pieces
+
+
+def _judged(
+    example: Example, judged: Judged, packing: Packing, counts: Counts, report: ReadReport
+) -> list[Judged]:
+    """Return an example if each of its answers has tokens to train on, and count it."""
+    counts.max_id = max(counts.max_id, judged.max_id)
+    sides = judged.sides(packing.seq_len)
+    num_tokens, is_long = sum(judged.lengths), max(judged.lengths) > packing.seq_len
+    counts.too_long += is_long
+    if is_long and packing.too_long == "drop":
+        counts.cut_tokens += num_tokens
+        report.drop(example.source, TOO_LONG, is_fault=False)
+        return []
+    if packing.way == "dpo" and np.array_equal(sides[0], sides[1]):
+        report.drop(example.source, "chosen and rejected are the same within data.seq_len")
+        return []
+    if not all(map(num_trained, sides)):
+        counts.cut_off += is_long
+        report.drop(example.source, f"{ALL_MASKED} within data.seq_len" if is_long else ALL_MASKED)
+        return []
+    counts.kept += 1
+    counts.tokens += sum(map(len, sides))
+    counts.trained += sum(map(num_trained, sides))
+    counts.cut_tokens += num_tokens - sum(map(len, sides))
+    return [judged]

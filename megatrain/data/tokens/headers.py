@@ -1,0 +1,145 @@
+"""Where a turn of the assistant's begins to be the model's own: behind what a prompt gives it.
+
+When the model is asked, the template ends the prompt with the beginning of the assistant's turn. What a turn
+and the prompt for it have in common there is given, and is not trained on. It is found by rendering that
+prompt, once for each opening: for what a turn has before the first word of its message.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cached_property
+
+from megatrain.data.tokens.rendering import Conversation, Rendered, RenderError, Rendering, Span
+
+_ROLE_ALONE = re.compile(r"""\{\{-?\s*'<\|im_start\|>'\s*\+\s*message\.role\s*-?\}\}""")
+"""Qwen 2.5's template begins a turn that calls tools with the role alone: the line break after it belongs to
+what follows. So it does in TRL's training template, which trains on it, and masks agree."""
+
+_WORDS = re.compile(r"<[^<>]*>|\w+|.", re.DOTALL)
+"""What is given ends with one of these: half a tag in common is nothing in common."""
+
+_NOT_SAID = ("role", "name", "tool_call_id")
+"""Keys of a message that are not its words."""
+
+
+class Headers:
+    """Finds the beginnings of the assistant's turns that are given."""
+
+    def __init__(self, rendering: Rendering, plain: Conversation) -> None:
+        """Take a template, and a question with its answer in the form that it takes."""
+        self._rendering = rendering
+        self._plain = plain
+        self._known: dict[tuple[str, str, str], int] = {}
+        """Characters that are given, by opening, role before it and options."""
+
+    def begin(self, conversation: Conversation, rendered: Rendered, number: int) -> int:
+        """Return the place behind what is given of a message of the assistant's.
+
+        Raises:
+            RenderError: It is not known.
+        """
+        start, end = self._opening(rendered, number)
+        opening = rendered.text[start:end]
+        before = str(conversation.messages[number - 1]["role"]) if number else ""
+        key = (opening, before, repr(conversation.options))
+        if key not in self._known:
+            length = len(opening) and self._length(conversation, number, opening)
+            if _ROLE_ALONE.search(self._rendering.source) and opening[:length].endswith("\n"):
+                length -= 1
+            self._known[key] = length
+        return start + self._known[key]
+
+    def _opening(self, rendered: Rendered, number: int) -> Span:
+        """Return what was written for a message before the first of its words."""
+        start, end = rendered.spans(number)[0]
+        words = (
+            piece.start
+            for piece in rendered.written[number]
+            if piece.value is not None and piece.value.path[0] not in _NOT_SAID
+        )
+        return start, min(end, next(words, end))
+
+    def _length(self, conversation: Conversation, number: int, opening: str) -> int:
+        """Return how many characters of an opening are given."""
+        if number == 0:
+            return self._length_of_first(conversation, opening)
+        usual = self._usually_given
+        given = self._prompt(conversation, number) if self._has_prompts else usual
+        for beginning in (given or "", usual):
+            words = beginning.strip()  # a template file may have other white space here and there
+            if words and words in opening:
+                end = opening.index(words) + len(words)
+                return end + len(_common(beginning[len(beginning.rstrip()) :], opening[end:]))
+        prompt = usual if given is None else given
+        common = _common(prompt.lstrip(), opening.lstrip())
+        if prompt.strip() and not common:
+            raise RenderError(
+                f"the chat template begins a turn of the assistant's with {opening!r} and a prompt for it "
+                f"with {prompt!r}, so it is not known where the model's own text begins"
+            )
+        return len(opening) - len(opening.lstrip()) + len(common) if common else 0
+
+    def _length_of_first(self, conversation: Conversation, opening: str) -> int:
+        """Return how many characters are given of a first message of the assistant's.
+
+        Templates may begin the text with the first message, whosever it is. What the model writes of it is
+        what it writes where a question comes first.
+        """
+        asked = replace(conversation, messages=[self._plain.messages[0], *conversation.messages])
+        rendered = self._rendering.render(asked)
+        start, end = self._opening(rendered, 1)
+        model_text = rendered.text[self.begin(asked, rendered, 1) : end]
+        if not opening.endswith(model_text):
+            raise RenderError(
+                f"the chat template begins a first message with {opening!r}, and with "
+                f"{rendered.text[start:end]!r} where a question comes before it, so it is not known where "
+                "the model's own text begins"
+            )
+        return len(opening) - len(model_text)
+
+    @cached_property
+    def _has_prompts(self) -> bool:
+        """Whether the template begins the assistant's turn when it is asked to."""
+        asked = self._plain.before(1)
+        return self._rendering.text(asked, prompts=True) != self._rendering.text(asked)
+
+    @cached_property
+    def _usually_given(self) -> str:
+        """What is given of a plain answer."""
+        rendered = self._rendering.render(self._plain)
+        start, end = self._opening(rendered, 1)
+        opening = rendered.text[start:end]
+        if not self._has_prompts:
+            if not rendered.repeated(1, "content"):
+                raise RenderError("the chat template does not tell where an answer begins")
+            return opening.rstrip(" ")  # the words alone are the model's
+        given = self._prompt(self._plain, 1)
+        if given is None:  # a question reads otherwise where it is the last: how does the prompt end?
+            prompt = self._rendering.text(self._plain.before(1), prompts=True)
+            ends = (opening[:place] for place in range(len(opening), -1, -1))
+            given = next(end for end in ends if prompt.endswith(end))
+        return given
+
+    def _prompt(self, conversation: Conversation, number: int) -> str | None:
+        """Return how the prompt for a message goes on where that begins; None: it differs before."""
+        try:
+            prompt = self._rendering.text(conversation.before(number), prompts=True)
+            rendered = self._rendering.render(conversation.before(number + 1))
+        except RenderError:
+            return None  # as where there is nothing before an assistant's message
+        if not rendered.spans(number):
+            return None
+        start, _ = self._opening(rendered, number)
+        return prompt[start:] if prompt.startswith(rendered.text[:start]) else None
+
+
+def _common(one: str, other: str) -> str:
+    """Return the words that two texts begin with."""
+    length = 0
+    for first, second in zip(_WORDS.findall(one), _WORDS.findall(other), strict=False):
+        if first != second:
+            break
+        length += len(first)
+    return one[:length]
