@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from megatrain.errors import ConfigError, DataError
@@ -86,6 +86,12 @@ class _Captured(BaseException):
         self.output = output
 
 
+def chunk_tokens_of(config: PretrainedConfig) -> int:
+    """Return the tokens of an automatic chunk."""
+    vocab_size = int(getattr(config.get_text_config(), "vocab_size", 0) or 1)
+    return max(1, LOGITS_BYTES // (4 * vocab_size))
+
+
 class Head:
     """Stands between the engine and the model's loss."""
 
@@ -106,8 +112,7 @@ class Head:
         """
         self._model = model
         self._stream_again = stream_again
-        vocab_size = int(getattr(model.config.get_text_config(), "vocab_size", 0) or 1)
-        self.chunk_tokens = chunk_tokens or max(1, LOGITS_BYTES // (4 * vocab_size))
+        self.chunk_tokens = chunk_tokens or chunk_tokens_of(model.config)
         self._is_explicit = chunk_tokens is not None
         # An adapter's wrapper passes reads of loss_function on to the model inside, but keeps what is set.
         self._owner = model.get_base_model() if hasattr(model, "get_base_model") else model

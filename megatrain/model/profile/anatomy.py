@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatrain.layout.block_bytes import BlockBytes
 
@@ -53,17 +54,21 @@ class Cost:
             swapped_bytes=self.swapped_bytes + factor * other.swapped_bytes,
         )
 
-    def scaled(self, factor: float) -> Cost:
-        """Return this work that many times."""
+    def scaled(self, factor: Any) -> Cost:
+        """Return this work that many times; a number for each of several sizes gives as many."""
         return Cost(
             matmul_flops=self.matmul_flops * factor,
             attention_flops=self.attention_flops * factor,
             moved_bytes=self.moved_bytes * factor,
-            num_operations=round(self.num_operations * factor),
+            num_operations=_whole(self.num_operations * factor),
             fused_bytes=self.fused_bytes * factor,
-            num_kernels=round(self.num_kernels * factor),
+            num_kernels=_whole(self.num_kernels * factor),
             swapped_bytes=self.swapped_bytes * factor,
         )
+
+
+def _whole(number: Any) -> Any:
+    return round(number) if isinstance(number, float) else number.round()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

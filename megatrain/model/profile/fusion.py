@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatrain.model.profile.rows import Rows
+
 _Source: TypeAlias = tuple[int, int]
 """The name of a tensor in memory, and the bytes that reading it takes."""
 
@@ -46,7 +48,9 @@ _OWN = frozenset(
 class Fusion:
     """Follows which tensors are in memory, and which are only made inside kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Rows) -> None:
+        """Follow nothing yet; `rows` says what of the bytes grows with a micro-batch."""
+        self._rows = rows
         self._known: dict[int, tuple[StorageWeakRef, frozenset[_Source] | int]] = {}
         """By address, which a later storage may have again: what a tensor is made of that no kernel has
         written yet, or the name of one that is in memory."""
@@ -56,7 +60,7 @@ class Fusion:
         self.num_kernels = 0
         self._in_group = False
 
-    def add(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor], *, is_own: bool) -> int:
+    def add(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor], *, is_own: bool) -> Any:
         """Return the bytes that an operation adds.
 
         Args:
@@ -67,7 +71,7 @@ class Fusion:
         """
         if is_own or func._overloadpacket in _OWN:
             written = self.write_all(given)
-            touched = 0 if is_own else sum(touched_bytes(tensor) for tensor in (*given, *made))
+            touched = 0 if is_own else sum(self._touched(tensor) for tensor in (*given, *made))
             self._read.clear()
             self._in_group = False
             self.num_kernels += 1
@@ -81,22 +85,25 @@ class Fusion:
         sources = frozenset(pair for tensor in given for pair in self._sources(tensor))
         new = sources - self._read
         self._read |= new
-        changed = 0
+        changed: Any = 0
         for tensor in made:
             if _key(tensor) in in_place:
-                changed += touched_bytes(tensor)
+                changed = changed + self._touched(tensor)
             else:
                 self._note(tensor, sources)
-        return changed + sum(nbytes for _, nbytes in new)
+        return changed + sum(self._rows.of(nbytes) for _, nbytes in new)
 
-    def write_all(self, tensors: Iterable[Tensor]) -> int:
+    def write_all(self, tensors: Iterable[Tensor]) -> Any:
         """Put tensors into memory that are only made inside kernels so far; return the bytes written."""
-        written = 0
+        written: Any = 0
         for tensor in tensors:
             if isinstance(self._state(tensor), frozenset):
                 self._put(tensor)
-                written += touched_bytes(tensor)
+                written = written + self._touched(tensor)
         return written
+
+    def _touched(self, tensor: Tensor) -> Any:
+        return self._rows.of(touched_bytes(tensor))
 
     def _put(self, tensor: Tensor) -> None:
         self._note(tensor, next(self._names))

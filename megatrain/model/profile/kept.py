@@ -40,7 +40,7 @@ _BUILDERS = (
 )
 """Packages whose version, or absence, may change what a model's own modules run."""
 
-_MOST_ENTRIES = 256
+_MOST_ENTRIES = 1024
 
 
 class KeptCounts:
@@ -66,6 +66,10 @@ class KeptCounts:
             _log.warning("%s is damaged, so the model is counted anew", file)
             return None
         return entry["body"]
+
+    def has(self, key: str) -> bool:
+        """Whether something was kept under a key, sound or damaged."""
+        return self._file(key).exists()
 
     def save(self, key: str, body: Any) -> None:
         """Keep plain values under a key; those that were kept first go when there are many."""

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from megatrain.model.masks import check_pairs
 from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.fusion import Fusion, touched_bytes
+from megatrain.model.profile.rows import Rows, is_more, most
 
 _SHADOW = "_megatrain_value"
 _SHADOW_ELEMENTS = 1 << 21
@@ -36,18 +37,24 @@ _device_of = torch.ops.prim.device.default
 
 
 class Meter(TorchDispatchMode):
-    """Counts work, and follows storages from the operation that makes them until nobody holds them."""
+    """Counts work, and follows storages from the operation that makes them until nobody holds them.
 
-    def __init__(self) -> None:
+    Numbers of bytes and FLOPs are one for each size of micro-batches that is wanted, if there are several.
+    """
+
+    def __init__(self, rows: Rows | None = None) -> None:
+        """Count nothing yet; `rows` says what of the numbers grows with a micro-batch, None: nothing."""
         super().__init__()
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.live_bytes = 0
+        self.rows = rows or Rows(1)
+        self._live: dict[int, tuple[StorageWeakRef, int, Any]] = {}
+        """By address: the storage, its bytes as it runs, and those that are counted."""
+        self.live_bytes: Any = 0
         """With what is gone since it was last looked for; `settle` leaves that out."""
-        self.peak_bytes = 0
-        self.young_peak_bytes = 0
+        self.peak_bytes: Any = 0
+        self.young_peak_bytes: Any = 0
         """Most bytes at a time of what was made since `settle`."""
         self._old: set[int] = set()
-        self._young_bytes = 0
+        self._young_bytes: Any = 0
         self.cost = Cost()
         """Of everything so far."""
         self.head_dim = 0
@@ -55,7 +62,7 @@ class Meter(TorchDispatchMode):
         self.num_heads = 0
         """And the most heads."""
         self.is_paused = False
-        self._fusion = Fusion()
+        self._fusion = Fusion(self.rows)
 
     def write(self, tensors: Iterable[Tensor]) -> None:
         """Note that something outside reads these: a compiled kernel has to write them."""
@@ -65,9 +72,9 @@ class Meter(TorchDispatchMode):
     def swapped(self, nbytes: int) -> None:
         """Take note of bytes that go to other ranks."""
         if not self.is_paused:
-            self.cost += Cost(swapped_bytes=nbytes)
+            self.cost += Cost(swapped_bytes=self.rows.of(nbytes))
 
-    def settle(self, *, ages: bool = True) -> int:
+    def settle(self, *, ages: bool = True) -> Any:
         """Return the bytes that are alive now, and let the peaks begin anew from there.
 
         Args:
@@ -90,16 +97,20 @@ class Meter(TorchDispatchMode):
         self._sweep()
         return {id(entry): entry for key, entry in self._live.items() if key != but.untyped_storage()._cdata}
 
-    def bytes_since(self, mark: object) -> int:
+    def bytes_since(self, mark: object) -> Any:
         """Return the bytes that are alive and were not at a mark."""
         assert isinstance(mark, dict)
         self._sweep()
-        return sum(entry[1] for entry in self._live.values() if id(entry) not in mark)
+        return sum(entry[2] for entry in self._live.values() if id(entry) not in mark)
 
-    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
+    def storage_bytes(self, tensor: Tensor) -> Any:
+        """Return the bytes of a tensor's storage."""
+        return self.rows.of(tensor.untyped_storage().nbytes())
+
+    def bytes_of(self, tensors: Iterable[Tensor]) -> Any:
         """Return the bytes of these tensors' storages, as far as they were made under the meter."""
         keys = {tensor.untyped_storage()._cdata for tensor in tensors}
-        return sum(self._live[key][1] for key in keys if key in self._live)
+        return sum(self._live[key][2] for key in keys if key in self._live)
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -141,23 +152,24 @@ class Meter(TorchDispatchMode):
             key = storage._cdata
             if key not in before or (key in self._live and self._live[key][1] != storage.nbytes()):
                 self._forget(key)  # one that was freed at the same address, or another size of the same
-                self._live[key] = (StorageWeakRef(storage), storage.nbytes())
+                nbytes = self.storage_bytes(leaf)
+                self._live[key] = (StorageWeakRef(storage), storage.nbytes(), nbytes)
                 self._old.discard(key)
-                self.live_bytes += storage.nbytes()
-                self._young_bytes += storage.nbytes()
-        if self.live_bytes > self.peak_bytes or self._young_bytes > self.young_peak_bytes:
+                self.live_bytes = self.live_bytes + nbytes
+                self._young_bytes = self._young_bytes + nbytes
+        if is_more(self.live_bytes, self.peak_bytes) or is_more(self._young_bytes, self.young_peak_bytes):
             self._sweep()  # of what is gone, some was still counted
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            self.young_peak_bytes = max(self.young_peak_bytes, self._young_bytes)
+            self.peak_bytes = most(self.peak_bytes, self.live_bytes)
+            self.young_peak_bytes = most(self.young_peak_bytes, self._young_bytes)
 
     def _forget(self, key: int) -> None:
         held = self._live.pop(key, None)
         if held is not None:
-            self.live_bytes -= held[1]
-            self._young_bytes -= 0 if key in self._old else held[1]
+            self.live_bytes = self.live_bytes - held[2]
+            self._young_bytes = self._young_bytes - (0 if key in self._old else held[2])
 
     def _sweep(self) -> None:
-        for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
+        for key in [key for key, (reference, *_) in self._live.items() if reference.expired()]:
             self._forget(key)
 
     def _count(
@@ -169,21 +181,24 @@ class Meter(TorchDispatchMode):
         made: list[Tensor],
         output: Any,
     ) -> None:
-        matmul = attention = moved = 0.0
+        matmul: Any = 0.0
+        attention: Any = 0.0
+        moved: Any = 0.0
         flops = _attention_flops(func, args, kwargs)
         is_own = True
         if flops is not None:
-            attention = flops
+            number, share = flops
+            attention = share * self.rows.of(number)
             self.head_dim = max(self.head_dim, given[0].shape[-1])
             self.num_heads = max(self.num_heads, given[0].shape[1])
         elif func._overloadpacket is _aten._grouped_mm:
-            matmul = _grouped_flops(args[0], args[1], output)
+            matmul = 1.0 * self.rows.of(_grouped_flops(args[0], args[1], output))
         elif func._overloadpacket in flop_registry:
-            matmul = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=output))
+            matmul = 1.0 * self.rows.of(flop_registry[func._overloadpacket](*args, **kwargs, out_val=output))
         else:
             if func._overloadpacket in _SOFTMAX:
                 check_pairs(given)
-            moved = float(sum(map(touched_bytes, (*given, *made))))
+            moved = 1.0 * sum(self.rows.of(touched_bytes(tensor)) for tensor in (*given, *made))
             is_own = False
         kernels = self._fusion.num_kernels
         fused = self._fusion.add(func, given, made, is_own=is_own)
@@ -243,8 +258,10 @@ def _is_attention(func: Any) -> bool | None:
     return "backward" in name
 
 
-def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """Count an attention kernel's FLOPs, causal at half; None: the operation is none.
+def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, float] | None:
+    """Count an attention kernel's FLOPs without a mask, and the share of them that counts: causal half.
+
+    None: the operation is none.
 
     With a mask, a kernel computes what it masks too.
 
@@ -264,15 +281,15 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if is_backward:
         gradient = given.get("grad_out", given.get("grad_out_"))
         assert gradient is not None
-        return share * float(sdpa_backward_flop_count(gradient.shape, *shapes))
-    return share * float(sdpa_flop_count(*shapes))
+        return int(sdpa_backward_flop_count(gradient.shape, *shapes)), share
+    return int(sdpa_flop_count(*shapes)), share
 
 
-def _grouped_flops(left: Tensor, right: Tensor, output: Tensor) -> float:
+def _grouped_flops(left: Tensor, right: Tensor, output: Tensor) -> int:
     """Count the FLOPs of grouped products: of rows with a matrix each, or of two matrices' columns."""
     if left.ndim == right.ndim == 2:
-        return 2.0 * left.shape[0] * left.shape[1] * right.shape[1]
-    return 2.0 * output.numel() * left.shape[-1]
+        return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+    return 2 * output.numel() * left.shape[-1]
 
 
 def _grouped_output(func: Any, args: tuple[Any, ...]) -> Tensor | None:

@@ -17,6 +17,7 @@ from transformers import masking_utils
 from megatrain.model.head import Head
 from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.metering import Meter
+from megatrain.model.profile.rows import most
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace
 from megatrain.model.shares import Share
 
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 Traces: TypeAlias = Mapping[str, Trace]
 """A layer's traces by policy."""
 
-_CHUNKS = 3
+NOT_COUNTED = ("calls", "others")
+"""Fields of a pass and of a trace that hold no numbers."""
+
+CHUNKS = 3
 """Chunks of the head that are run: one more changes nothing but the number of losses."""
 
 _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_index"})
@@ -44,7 +48,7 @@ class WholePass:
     """One call per kind."""
     traces: list[Traces] = field(default_factory=list)
     """And what came of it."""
-    forward_bytes: int = 0
+    forward_bytes: Any = 0
     """Held by the model's forward while layers run: rotary tables, masks."""
     graph_bytes: int = 0
     """Of these, what layers are given, which the graph holds until the backward ends."""
@@ -98,10 +102,10 @@ class WholePassTracer:
         self._kinds: dict[Hashable, int] = {}
         self._numbers: dict[int, int] = {}
         self._embedded: StorageWeakRef | None = None
-        self._embedded_bytes = 0
+        self._embedded_bytes: Any = 0
         self._chunk_start: Cost | None = None
         self._head_start = Cost()
-        self._head_base = 0
+        self._head_base: Any = 0
         self._head_mark: object = None
         self.result = WholePass()
 
@@ -113,7 +117,7 @@ class WholePassTracer:
         head = Head(self._model, self._chunk_tokens, lambda: self._stream_again)
         head._adds_up = True
         num_tokens = micro_batch_size * seq_len
-        num_labels = min(num_tokens, _CHUNKS * head.chunk_tokens)
+        num_labels = min(num_tokens, CHUNKS * head.chunk_tokens)
         with meter.pausing():
             ids = torch.zeros((micro_batch_size, seq_len), dtype=torch.int64)
             batch = {"input_ids": ids, "labels": ids, "return_dict": True}
@@ -132,7 +136,7 @@ class WholePassTracer:
             loss = share.scaled(output.loss)
         result.is_chunked = head.chunked_tokens > 0
         result.head_forward_peak_bytes = meter.peak_bytes - self._head_base
-        self._note_head_cost(num_tokens / num_labels)
+        self._note_head_cost(meter.rows.of(num_tokens) / num_labels)
         head.remove()
         del output
         result.graph_bytes = meter.bytes_of(
@@ -176,7 +180,7 @@ class WholePassTracer:
     def _note_norm(self, hidden: Tensor) -> None:
         if self._head_mark is not None:
             made = self._meter.bytes_since(self._head_mark)
-            self.result.norm_saved_bytes = max(0, made - hidden.untyped_storage().nbytes())
+            self.result.norm_saved_bytes = most(0, made - self._meter.storage_bytes(hidden))
             self._head_mark = None
 
     @contextmanager
@@ -219,22 +223,22 @@ class WholePassTracer:
         if is_last:
             del hidden, call
             self._head_start = self._meter.cost
-            self._head_base = self._meter.settle() - output.untyped_storage().nbytes()
+            self._head_base = self._meter.settle() - self._meter.storage_bytes(output)
             self._head_mark = self._meter.mark(but=output)
         return self.result.traces[self._kinds[key]]["keep"].result(output)
 
     def _note_what_is_held(self, number: int, hidden: Tensor) -> None:
-        live = self._meter.settle() - hidden.untyped_storage().nbytes()
+        live = self._meter.settle() - self._meter.storage_bytes(hidden)
         if number == 0:
             self._embedded = StorageWeakRef(hidden.untyped_storage())
-            self._embedded_bytes = hidden.untyped_storage().nbytes()
+            self._embedded_bytes = self._meter.storage_bytes(hidden)
             self.result.forward_bytes = live
         elif number == 1:
             assert self._embedded is not None
             self.result.holds_embedding = not self._embedded.expired()
             self.result.forward_bytes = live - self._embedded_bytes * self.result.holds_embedding
 
-    def _note_head_cost(self, share: float) -> None:
+    def _note_head_cost(self, share: Any) -> None:
         whole = self._meter.cost - self._head_start
         chunks = Cost() if self._chunk_start is None else self._meter.cost - self._chunk_start
         self.result.head_forward = whole - chunks + chunks.scaled(share)
@@ -243,7 +247,7 @@ class WholePassTracer:
         """The backward has come to the last layer's output."""
         meter, result = self._meter, self.result
         result.head_backward_peak_bytes = meter.peak_bytes - result.graph_bytes
-        left = meter.settle() - result.graph_bytes - grad.untyped_storage().nbytes()
+        left = meter.settle() - result.graph_bytes - meter.storage_bytes(grad)
         result.head_gradient_bytes = left
 
 

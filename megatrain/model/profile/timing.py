@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatrain.config.adaptation import Adaptation
 from megatrain.model.caches import with_own_caches
-from megatrain.model.profile.count import Counter
+from megatrain.model.profile.counter import Counter
 from megatrain.model.profile.metering import known_value
 from megatrain.model.profile.tracing import FakeBlock, LayerCall
 
@@ -79,8 +79,8 @@ def time_layers(
         precision=precision,
         attn_implementation=attn_implementation,
         adaptation=adaptation,
+        sequence=sequence,
     )
-    counter.sequence = sequence
     whole = counter.run(None, device_type="cpu", policies=("keep",))
     found = []
     with torch.random.fork_rng(devices=[]):

@@ -6,8 +6,7 @@ which is where their gradients end; recomputation is torch's checkpoint; caches 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,13 +18,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES, OFFLOAD_ALIGNMENT
 from megatrain.model.blocks import Block
 from megatrain.model.caches import with_own_caches
 from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.metering import Meter
+from megatrain.model.profile.rows import most
+from megatrain.model.profile.saved import SavedTensors
 from megatrain.model.selective import cheap_contexts
 
 Collect: TypeAlias = Callable[[Sequence[Tensor | None]], None]
@@ -189,7 +188,7 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: str, meter
     """Run a layer forward and backward under a policy: `keep`, `recompute_cheap` or `recompute`."""
     trace = Trace()
     base = meter.settle()
-    saved = _Saved(meter, blocks)
+    saved = SavedTensors(meter, (key for block in blocks for key in block.storages()))
     entered = _Entered(call.module, blocks, meter)
     hidden = _Source.apply(torch.zeros((), requires_grad=call.hidden.requires_grad), call.hidden)
     if hidden.requires_grad:
@@ -198,13 +197,12 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: str, meter
     trace.forward_peak_bytes = meter.peak_bytes - base
     trace.forward = entered.take_costs()
     held = StorageWeakRef(hidden.untyped_storage())
-    trace.input_bytes = hidden.untyped_storage().nbytes()
+    trace.input_bytes = meter.storage_bytes(hidden)
     del hidden
     trace.saved_bytes = meter.settle() - base
     trace.holds_input = not held.expired()
     if policy == "keep":
-        spans, own_bytes = saved.offloaded()
-        trace.offloaded_bytes, trace.offload_copied_bytes = pools.saved_visit(spans), sum(spans)
+        trace.offloaded_bytes, trace.offload_copied_bytes, own_bytes = saved.offloaded()
         trace.offload_left_bytes = trace.saved_bytes - own_bytes
     start = meter.cost
     entered.begin_backward()
@@ -213,7 +211,7 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: str, meter
     fragment, whole = entered.peaks()
     trace.fragment_peak_bytes, trace.fragment_made_bytes = fragment.alive - base, fragment.made
     trace.backward_peak_bytes, trace.backward_made_bytes = whole.alive - base, whole.made
-    trace.collect_bytes = tuple(max(0, alive - base) for alive in entered.collected.values())
+    trace.collect_bytes = tuple(most(0, alive - base) for alive in entered.collected.values())
     trace.whole_collect_bytes = entered.whole_collected - base
     return trace
 
@@ -222,15 +220,15 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: str, meter
 class _Peak:
     """Most bytes at a time."""
 
-    alive: int = 0
-    made: int = 0
+    alive: Any = 0
+    made: Any = 0
     """Since the backward began."""
 
-    def raise_to(self, alive: int, made: int) -> None:
-        self.alive, self.made = max(self.alive, alive), max(self.made, made)
+    def raise_to(self, alive: Any, made: Any) -> None:
+        self.alive, self.made = most(self.alive, alive), most(self.made, made)
 
 
-def _run(call: LayerCall, hidden: Tensor, policy: str, entered: _Entered, saved: _Saved) -> Any:
+def _run(call: LayerCall, hidden: Tensor, policy: str, entered: _Entered, saved: SavedTensors) -> Any:
     args, kwargs = call.given(hidden)
     if policy == "keep":
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held):
@@ -265,11 +263,11 @@ class _Entered:
         self._entered: FakeBlock | None = None
         self._spent = dict.fromkeys((block.name for block in blocks), Cost())
         self._start = Cost()
-        self._gone_bytes = 0
+        self._gone_bytes: Any = 0
         self._fragment_peak, self._whole_peak = _Peak(), _Peak()
-        self.collected = dict.fromkeys((block.name for block in blocks), 0)
+        self.collected: dict[str, Any] = dict.fromkeys((block.name for block in blocks), 0)
         """Bytes alive when a fragment's gradients are complete."""
-        self.whole_collected = 0
+        self.whole_collected: Any = 0
         """With those of all fragments before."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -333,63 +331,11 @@ class _Entered:
         self._meter.write(grad for grad in grads if grad is not None)
         self.collected[block.name] = self._meter.live_bytes
         self.whole_collected = self._meter.live_bytes + self._gone_bytes
-        self._gone_bytes += self._meter.bytes_of(grad for grad in grads if grad is not None)
+        gone = self._meter.bytes_of(grad for grad in grads if grad is not None)
+        self._gone_bytes = self._gone_bytes + gone
 
     def _settle_peaks(self) -> None:
         alive, made, gone = self._meter.peak_bytes, self._meter.young_peak_bytes, self._gone_bytes
         self._fragment_peak.raise_to(alive, made)
         self._whole_peak.raise_to(alive + gone, made + gone)
         self._meter.settle(ages=False)
-
-
-class _Saved:
-    """What autograd saves of a layer, and which of it `offload` would take to the host."""
-
-    def __init__(self, meter: Meter, blocks: Sequence[FakeBlock]) -> None:
-        self._meter = meter
-        self._weights = {key for block in blocks for key in block.storages()}
-        self._before = meter.storages()
-        self._held: list[weakref.ref[Tensor]] = []
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Keep a saved tensor."""
-        tensor = tensor.detach()
-        self._held.append(weakref.ref(tensor))
-        return tensor
-
-    def offloaded(self) -> tuple[list[int], int]:
-        """Return the bytes of each piece that goes to the host, and those that this frees on the device."""
-        groups: dict[int, list[tuple[int, int]]] = {}
-        sizes: dict[int, int] = {}
-        for reference in self._held:
-            tensor = reference()
-            if tensor is None or not self._is_offloaded(tensor):
-                continue
-            storage = tensor.untyped_storage()
-            start = int(tensor.storage_offset()) * tensor.dtype.itemsize
-            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-            groups.setdefault(storage._cdata, []).append((start, start + (last + 1) * tensor.dtype.itemsize))
-            sizes[storage._cdata] = 0 if storage._cdata in self._before else storage.nbytes()
-        spans = [span for group in groups.values() for span in _joined(group)]
-        return [stop - start for start, stop in spans], sum(sizes.values())
-
-    def _is_offloaded(self, tensor: Tensor) -> bool:
-        storage = tensor.untyped_storage()
-        return (
-            tensor.is_floating_point()
-            and tensor.ndim > 0
-            and tensor.numel() > 0
-            and storage.nbytes() >= LEAST_OFFLOADED_BYTES
-            and storage._cdata not in self._weights
-        )
-
-
-def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join spans of one storage that overlap or touch, each from an aligned start."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
-        else:
-            found.append((start // OFFLOAD_ALIGNMENT * OFFLOAD_ALIGNMENT, stop))
-    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -77,9 +77,7 @@ class PlannedModel:
             ModelError: It cannot be read, built or counted.
         """
         shape = shape_of(config, device_type, packing=self._packing, **changes)
-        adaptation = shape.get("adaptation")
-        plain = shape if adaptation is None else {**shape, "adaptation": asdict(adaptation)}
-        key, kept = self._load(plain)
+        key, kept = self._load(_plain(shape))
         if kept is not None:
             return _remembered((key,), partial(_read, kept))
         model_config = self.config
@@ -90,6 +88,39 @@ class PlannedModel:
         anatomy = count_once(model_config, shape)
         self._save(key, anatomy_json(anatomy))
         return anatomy
+
+    def count_each(self, configs: Sequence[Config], device_type: str) -> list[Anatomy]:
+        """Count the model for settings that differ in the size of micro-batches, alike ones in one run.
+
+        Raises:
+            ModelError: As `count`.
+        """
+        shapes = [shape_of(config, device_type, packing=self._packing) for config in configs]
+        missing = [shape for shape in shapes if not self._is_known(shape)]
+        if len(missing) > 1:
+            self._count_alike({shape["micro_batch_size"]: shape for shape in missing})
+        return [self.count(config, device_type) for config in configs]
+
+    def _is_known(self, shape: dict[str, Any]) -> bool:
+        if self._kept is not None and self._source is not None:
+            return self._kept.has(key_of(self._source, **_plain(shape)))
+        return _key_of_process(self.config, shape) in _COUNTED
+
+    def _count_alike(self, shapes: Mapping[int, dict[str, Any]]) -> None:
+        """Count for shapes by their rows, in as few runs as can be, so that `count` knows them."""
+        model_config, (shape, *_) = self.config, shapes.values()
+        self._progress(f"counting the model for rows of {shape['seq_len']:,} tokens in {shape['precision']}")
+        from megatrain.model.profile.count import alike, count_sizes
+
+        own_len = -(-shape["seq_len"] // shape.get("sequence", 1))
+        rest = {name: value for name, value in shape.items() if name != "micro_batch_size"}
+        groups = alike(model_config, shapes, seq_len=own_len, head_chunk_tokens=shape["head_chunk_tokens"])
+        for sizes in groups:
+            if len(sizes) == 1:
+                continue
+            for size, anatomy in zip(sizes, count_sizes(model_config, sizes=sizes, **rest), strict=True):
+                _remember(_key_of_process(model_config, shapes[size]), anatomy)
+                self._save(self._load(_plain(shapes[size]))[0], anatomy_json(anatomy))
 
     @cached_property
     def config(self) -> PretrainedConfig:
@@ -141,9 +172,18 @@ def count_once(model_config: PretrainedConfig, shape: dict[str, Any]) -> Anatomy
     """
     from megatrain.model.profile.count import count_anatomy
 
+    return _remembered(_key_of_process(model_config, shape), partial(count_anatomy, model_config, **shape))
+
+
+def _key_of_process(model_config: PretrainedConfig, shape: dict[str, Any]) -> tuple[object, ...]:
     described = {**model_config.to_dict(), "_name_or_path": ""}
-    key = (json.dumps(described, sort_keys=True, default=str), *sorted(shape.items()))
-    return _remembered(key, partial(count_anatomy, model_config, **shape))
+    return (json.dumps(described, sort_keys=True, default=str), *sorted(shape.items()))
+
+
+def _plain(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return a shape as plain values, which name a count that is kept."""
+    adaptation = shape.get("adaptation")
+    return shape if adaptation is None else {**shape, "adaptation": asdict(adaptation)}
 
 
 def _read(kept: Any) -> Anatomy:
@@ -156,15 +196,18 @@ def _read(kept: Any) -> Anatomy:
 
 def _remembered(key: tuple[object, ...], count: Callable[[], Anatomy]) -> Anatomy:
     """Return what this process knows under a key: what is known of a model hangs on its one anatomy."""
-    if key not in _COUNTED:
-        if len(_COUNTED) >= _MOST_COUNTED:
-            _COUNTED.clear()
-        _COUNTED[key] = count()
-    return _COUNTED[key]
+    return _COUNTED[key] if key in _COUNTED else _remember(key, count())
+
+
+def _remember(key: tuple[object, ...], anatomy: Anatomy) -> Anatomy:
+    if len(_COUNTED) >= _MOST_COUNTED:
+        _COUNTED.clear()
+    _COUNTED[key] = anatomy
+    return anatomy
 
 
 _COUNTED: dict[tuple[object, ...], Anatomy] = {}
-_MOST_COUNTED = 16
+_MOST_COUNTED = 64
 
 
 def _read_source(place: Path) -> bytes | None:

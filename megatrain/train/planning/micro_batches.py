@@ -33,5 +33,6 @@ def with_fastest_size(
     decided = [with_micro_batches(config, size) for size in sizes]
     if len(decided) == 1:
         return decided[0]
-    requests = [ask(each, model.count(each, device_type)) for each in decided]
+    anatomies = model.count_each(decided, device_type)
+    requests = [ask(each, anatomy) for each, anatomy in zip(decided, anatomies, strict=True)]
     return decided[requests.index(fastest(requests))]

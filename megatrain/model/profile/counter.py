@@ -1,0 +1,249 @@
+"""A model without weights, cut into blocks and run on fake tensors: whole, and one layer of every kind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from transformers.utils import import_utils
+
+from megatrain.config.adaptation import Adaptation
+from megatrain.errors import ConfigError, ModelError
+from megatrain.model.adapters.adapt import adapt
+from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
+from megatrain.model.blocks import find_blocks, group_layers
+from megatrain.model.head import chunk_tokens_of
+from megatrain.model.kernels import accelerator_attention
+from megatrain.model.layouts import lay_out_blocks
+from megatrain.model.masks import LongAttentionError, long_masks_refused, refused, without_mask
+from megatrain.model.profile.anatomy import Cost, Layer
+from megatrain.model.profile.fragments import fragment, kind_of_fragment, largest_run
+from megatrain.model.profile.metering import Meter
+from megatrain.model.profile.passing import Traces, WholePass, WholePassTracer
+from megatrain.model.profile.rows import Rows, prime_beside
+from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_layer
+from megatrain.model.sequence.attention import rows_shared
+from megatrain.model.sequence.shards import Counted
+from megatrain.model.shares import adds_router_loss
+from megatrain.model.text_config import Built, build_language_model, num_parameters
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_log = logging.getLogger(__name__)
+
+_TRACED = ("keep", "recompute_cheap", "recompute")
+_AFTER = {"offload": "keep", "drop_boundary": "recompute"}
+"""Policies that run as another one does, and keep what it keeps elsewhere."""
+
+
+def _leave_out_router_loss(model: PreTrainedModel) -> tuple[str, ...]:
+    """Switch off the auxiliary loss of routers; return what to say of it."""
+    if not adds_router_loss(model.config):
+        return ()
+    model.config.get_text_config().output_router_logits = False
+    warning = (
+        f"the {model.config.model_type} model is counted without its router loss, whose memory grows with "
+        "layers, tokens and experts"
+    )
+    _warn_once(warning)
+    return (warning,)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let no garbage collection run: it finds nothing here, and takes a fifth of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class Counter:
+    """A model without weights, cut into blocks, whose parts are run in one fake mode."""
+
+    def __init__(
+        self, built: Built, *, micro_batch_size: int, seq_len: int, precision: Literal["fp32", "bf16"]
+    ) -> None:
+        """Cut a model into blocks; see `count_anatomy` for what is raised."""
+        if micro_batch_size < 1 or seq_len < 1:
+            raise ConfigError(
+                f"a micro-batch of {micro_batch_size} rows of {seq_len} tokens; both must be 1 or more"
+            )
+        self.built = built
+        self.model = built.model.train()
+        self.warnings = _leave_out_router_loss(self.model)
+        self.shape = micro_batch_size, seq_len
+        self.rows = Rows(micro_batch_size)
+        self.is_packed = False
+        self.sequence = 1
+        self.blocks = find_blocks(self.model, fragments=True)
+        self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
+        self.groups = group_layers(self.blocks)
+        """Blocks of each layer."""
+        whole = lay_out_blocks(self.model, find_blocks(self.model), splits=precision == "bf16")
+        self.largest_runs = [largest_run(layout) for layout in whole[: len(self.groups)]]
+        """Of each layer that streams as one block."""
+        self.layers = [
+            module for group in self.groups if (module := self.blocks[group[0]].module) is not None
+        ]
+
+    @classmethod
+    def of(
+        cls,
+        config: PretrainedConfig,
+        *,
+        micro_batch_size: int,
+        seq_len: int,
+        precision: Literal["fp32", "bf16"],
+        attn_implementation: str | None = None,
+        adaptation: Adaptation | None = None,
+        is_packed: bool = False,
+        sequence: int = 1,
+    ) -> Counter:
+        """Build a model; see `count_anatomy` for the arguments and what is raised."""
+        if precision not in ("fp32", "bf16"):
+            raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        built = build_language_model(config, dtype=dtype, attn_implementation=attn_implementation)
+        if adaptation is not None:
+            before = num_parameters(built.model)
+            adapt(built.model, adaptation)
+            added = num_parameters(built.model) - before
+            built = replace(built, num_params=built.num_params + added)
+        counter = cls(built, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
+        counter.is_packed, counter.sequence = is_packed, sequence
+        return counter
+
+    def let_run(self, sizes: Sequence[int], head_chunk_tokens: int | None) -> int:
+        """Let a prime number of rows run, of which all tensors are that are made of rows, and no others.
+
+        Args:
+            sizes: For which the count is wanted, a group of `alike`.
+            head_chunk_tokens: As in `attach`.
+
+        Returns:
+            Tokens of a chunk of the head, with which these rows run as those of all sizes do.
+        """
+        seq_len = self.shape[1]
+        own_len = -(-seq_len // self.sequence)
+        chunk = head_chunk_tokens or chunk_tokens_of(self.model.config)
+        lengths = {seq_len, own_len, chunk}
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            lengths.update(tensor.shape)
+        settings = self.model.config.get_text_config().to_dict().values()
+        lengths.update(value for value in settings if isinstance(value, int))
+        self.rows = Rows(prime_beside(lengths), sizes)
+        self.shape = self.rows.counted, seq_len
+        is_whole = max(sizes) * own_len <= chunk
+        return self.rows.counted * own_len if is_whole else chunk
+
+    def run(
+        self, head_chunk_tokens: int | None, *, device_type: str, policies: Sequence[str] = _TRACED
+    ) -> WholePass:
+        """Run the whole model, with one layer of every kind under some policies; `keep` is one of them."""
+        kernels = nullcontext() if device_type == "cpu" else accelerator_attention()
+        try:
+            with kernels, _no_collection(), long_masks_refused(self.model):
+                return self._run(head_chunk_tokens, policies)
+        except LongAttentionError as error:
+            cause = "its attention makes them on this device"
+            raise refused(self.model, error.queries, error.keys, cause, *without_mask(self.model)) from error
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise ModelError(
+                f"the {self.model.config.model_type} model decides by the values of its activations what it "
+                f"computes ({error.func}), so its cost cannot be counted before a run"
+            ) from error
+
+    def group_of(self, module: nn.Module) -> Sequence[int]:
+        """Return the blocks of a layer."""
+        return self.groups[[id(layer) for layer in self.layers].index(id(module))]
+
+    def _run(self, head_chunk_tokens: int | None, policies: Sequence[str]) -> WholePass:
+        # transformers would take another way for fake tensors than for real ones: whole masks
+        as_real = mock.patch.object(import_utils, "is_fake_tensor", return_value=False)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_real, torch.enable_grad():
+            for module in self.model.modules():
+                for leaf, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[leaf] = mode.from_tensor(buffer)
+            for module, activate in adapters_of_parameters(self.model):
+                module.__dict__[ATTRIBUTE] = activate
+            outer = [self._fake(n) for n, block in enumerate(self.blocks) if block.module is None]
+            with Meter(self.rows) as meter:
+
+                def trace(call: LayerCall) -> dict[str, Trace]:
+                    with meter.pausing():
+                        fakes = [self._fake(number) for number in self.group_of(call.module)]
+                    return {policy: trace_layer(call, fakes, policy, meter) for policy in policies}
+
+                tracer = WholePassTracer(self.model, self.layers, outer, meter, head_chunk_tokens, trace)
+                rows, seq_len = self.shape
+                with self.rows_shared(meter.swapped):
+                    own_len = -(-seq_len // self.sequence)
+                    return tracer.run(rows, own_len, is_packed=self.is_packed, shares=self.sequence > 1)
+
+    @contextmanager
+    def rows_shared(self, note: Callable[[int], object] = lambda _: None) -> Iterator[None]:
+        """Let the model compute what one of the ranks that share out its rows does, if any do."""
+        if self.sequence == 1:
+            yield
+            return
+        with rows_shared(self.model, Counted(self.sequence), note) as rows, rows.active():
+            yield
+
+    def _fake(self, number: int) -> FakeBlock:
+        return FakeBlock(self.blocks[number], self.layouts[number])
+
+    def describe(self, whole: WholePass) -> tuple[Layer, ...]:
+        """Describe every layer by the trace of its kind."""
+        return tuple(self._layer(number, whole.traces[kind]) for number, kind in enumerate(whole.kinds))
+
+    def _layer(self, number: int, traces: Traces) -> Layer:
+        group = self.groups[number]
+        costs = traces["keep"].forward
+        keep = traces["keep"]
+        fragments = tuple(
+            fragment(self.blocks[n], self.layouts[n], kind_of_fragment(self.blocks[n]), cost)
+            for n, cost in zip(group, costs, strict=True)
+        )
+        every = dict(traces) | {policy: traces[source] for policy, source in _AFTER.items()}
+        saved = {policy: trace.saved_bytes for policy, trace in every.items()}
+        return Layer(
+            fragments=fragments,
+            forward=sum(costs, Cost()),
+            backward=keep.backward,
+            boundary_bytes=keep.input_bytes,
+            saved_bytes={**saved, "offload": keep.offloaded_bytes, "drop_boundary": 0},
+            forward_peak_bytes={p: t.forward_peak_bytes - t.saved_bytes for p, t in every.items()},
+            backward_peak_bytes={p: t.backward_peak_bytes - t.saved_bytes for p, t in every.items()},
+            holds_input={policy: trace.holds_input for policy, trace in every.items()},
+            fragment_peak_bytes={p: t.fragment_peak_bytes - t.saved_bytes for p, t in every.items()},
+            collect_bytes={p: (*t.collect_bytes, t.whole_collect_bytes) for p, t in every.items()},
+            largest_run=self.largest_runs[number],
+            offload_copied_bytes=keep.offload_copied_bytes,
+            offload_left_bytes=keep.offload_left_bytes,
+            made_bytes=(keep.backward_made_bytes, keep.fragment_made_bytes),
+            rerun_peak_bytes=traces["recompute"].forward_peak_bytes - traces["recompute"].saved_bytes,
+        )
