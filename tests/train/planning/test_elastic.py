@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ class Engine:
     """Takes note of what it is told."""
 
     given: list[Choice] = field(default_factory=list)
+    together: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(planned_tokens=0))
 
     def reconfigure(self, choice: Choice) -> None:
         self.given.append(choice)
@@ -111,6 +113,7 @@ def test_a_throttled_link_is_planned_around(monkeypatch: pytest.MonkeyPatch) -> 
     assert after < (1 - GAIN) * before
     best = make_plan(slow, budget=TO_THE_END).step_s
     assert best >= 0.95 * after
+    assert engine.together.planned_tokens == plan_of(slow, choice).tokens_together > 0
     assert "GB/s" in message
     assert "activations" in message
     assert elastic.num_changes == 1
