@@ -195,7 +195,7 @@ def test_export_and_quickstart_are_called(calls: list[tuple[Any, ...]]) -> None:
         (["sample", "m"], "--prompt"),
         (["sample", "m", "--prompt", "x", "--temperature", "-1"], "--temperature"),
         (["export", "a"], "OUT"),
-        (["trace", "nothing"], "error: nothing is neither a run directory (one with a config.yaml) nor a"),
+        (["trace", "nothing"], "error: there is no file and no recipe 'nothing'; bundled are 120b-h200, "),
         (["trace", "a", "--steps", "0"], "--steps"),
         (["train", "nothing.yaml"], "error: nothing.yaml: cannot read the configuration"),
         (["train", "my.txt"], "error: my.txt is no CONFIG, which is YAML; data is given as --data my.txt"),

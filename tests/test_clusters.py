@@ -14,7 +14,7 @@ import yaml
 
 from megatrain.config import combine_settings
 
-FOLDER = Path(__file__).parents[1] / "configs/clusters"
+FOLDER = Path(__file__).parents[1] / "megatrain/recipes/clusters"
 SLURM = FOLDER / "slurm.sh"
 TRAINJOB = FOLDER / "trainjob.yaml"
 

@@ -28,13 +28,14 @@ from megatrain.config import Config, build_config, config_keys, load_config
 from megatrain.config.yaml12 import parse_yaml
 from megatrain.errors import MegatrainError
 from megatrain.hardware import load_machine
+from megatrain.recipes import recipes
 from megatrain.train.endings import EXIT_STOPPED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     ROOT.glob("docs/*.md")
 )
-CONFIGS = sorted({*(ROOT / "configs").rglob("*.yaml")} - {*(ROOT / "configs/clusters").iterdir()})
+CONFIGS = [*recipes().values()]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -145,10 +146,9 @@ def test_command_parses(
 ) -> None:
     """The real command line, with its library calls replaced; a run gets its checked settings."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
     for run in ("runs/mine", "RUN"):
         (tmp_path / run).mkdir(parents=True)
-        shutil.copy(ROOT / "configs/finetune.yaml", tmp_path / run / "config.yaml")
+        shutil.copy(recipes()["finetune"], tmp_path / run / "config.yaml")
     (tmp_path / "my.jsonl").write_text('{"text": "looked at by data inspect"}')
     with pytest.raises(SystemExit) as ended:
         main(words)
@@ -321,7 +321,7 @@ def test_names_and_files_of_the_code_exist(page: Path) -> None:
                 assert match[2] in classes[match[1]], span
         elif re.fullmatch(r"test_\w+", span):
             assert f"def {span}(" in tests, span
-        elif re.fullmatch(r"(megatrain|tests|benchmarks|configs|docs)/[\w/]+\.\w+", span):
+        elif re.fullmatch(r"(megatrain|tests|benchmarks|docs)/[\w/]+\.\w+", span):
             is_example = page.name == "CONTRIBUTING.md" and span.startswith("tests/store/")
             assert is_example or (ROOT / span).exists(), span
 

@@ -21,7 +21,6 @@ FEWER = {"--steps": "3", "--max-new-tokens": "4"}
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the pages take for granted: a model, a text, and the checkout's configurations."""
     write_model_config(tmp_path / "DIR", max_position_embeddings=256)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
     write_corpus(tmp_path / "my.txt")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

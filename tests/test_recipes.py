@@ -11,6 +11,7 @@ import pytest
 
 from megatrain.config import load_config, read_config
 from megatrain.hardware import load_machine
+from megatrain.recipes import recipes, shapes
 from megatrain.train.planning.plan_report import report
 from megatrain.train.planning.plan_run import plan_run
 
@@ -22,7 +23,7 @@ TOLERANCE = 0.02
 RECIPES = {
     match[1]: {"shape": match[2], "machine": match[3], "ram": match[4], "nvme": match[5]}
     for match in re.finditer(
-        r"^megatrain plan configs/recipes/(\S+)\.yaml --hf-config (\S+) --machine (\S+) --ram (\S+)"
+        r"^megatrain plan (\S+) --hf-config (\S+) --machine (\S+) --ram (\S+)"
         r" --nvme (\S+)$",
         re.sub(r"\s*\\\n\s*", " ", PAGE.read_text(encoding="utf-8")),
         re.MULTILINE,
@@ -35,8 +36,8 @@ def numbers(name: str) -> dict[str, Any]:
     recipe = RECIPES[name]
     spec = load_machine(recipe["machine"]).with_ram(int(recipe["ram"].removesuffix("GiB")) << 30)
     spec = spec.with_drive_bytes(int(float(recipe["nvme"].removesuffix("TB") or 0) * 1e12))
-    file = ROOT / f"configs/recipes/{name}.yaml"
-    planned = plan_run(read_config(file), spec, source=str(file), hf_config=ROOT / recipe["shape"])
+    file = recipes()[name]
+    planned = plan_run(read_config(file), spec, source=str(file), hf_config=shapes()[recipe["shape"]])
     found = json.loads(report(planned, as_json=True))
     assert found["fits"], found["problem"]
     gib = {
@@ -75,8 +76,7 @@ def shown(name: str) -> list[str]:
 
 
 def test_every_recipe_has_a_plan_and_a_row() -> None:
-    files = {path.stem for path in (ROOT / "configs/recipes").glob("*.yaml")}
-    assert files == RECIPES.keys()
+    assert recipes().keys() - {"dpo", "finetune", "lora", "pretrain", "sft"} == RECIPES.keys()
     for name in RECIPES:
         assert len(shown(name)) == 9
 
@@ -97,7 +97,7 @@ def test_numbers_are_the_planner_s(name: str) -> None:
 
 def test_recipes_clip_and_are_exact() -> None:
     for name in RECIPES:
-        config = load_config(ROOT / f"configs/recipes/{name}.yaml")
+        config = load_config(name)
         assert (config.optim.max_grad_norm, config.optim.state, config.train.precision) == (
             1.0,
             "fp32",

@@ -31,6 +31,7 @@ from megatrain.cli.log import log_to_stderr, showing
 from megatrain.cli.ranks import join_ranks, start_ranks
 from megatrain.distributed.watch import tell_launcher
 from megatrain.errors import ConfigError, as_ours
+from megatrain.recipes import place, recipes
 
 if TYPE_CHECKING:
     from megatrain.config import Config
@@ -265,8 +266,8 @@ def doctor(
 
 
 def _config_file(path: Path) -> Path:
-    """Return the configuration of a run directory, or the file itself."""
-    file = path / "config.yaml" if path.is_dir() else path
+    """Return the configuration of a run directory, or the file itself, which may be a bundled recipe."""
+    file = path / "config.yaml" if path.is_dir() else Path(place(str(path), recipes()))
     if not file.is_file():
         raise ConfigError(
             f"{path} is neither a run directory (one with a config.yaml) nor a configuration file; give one "

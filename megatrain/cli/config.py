@@ -1,4 +1,4 @@
-"""Commands about configuration files: `import`."""
+"""Commands about configuration files: `import`, `recipe`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 def add_to(app: typer.Typer) -> None:
     """Give the command line these commands."""
     app.command("import")(import_)
+    app.command()(recipe)
 
 
 def import_(
@@ -33,3 +34,23 @@ def import_(
     for line in imported.left_out:
         print(f"left out: {line}")
     print(out)
+
+
+def recipe(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Of a recipe; without it, all are listed.")
+    ] = None,
+) -> None:
+    """Print a bundled configuration, to be changed: `megatrain recipe finetune > my.yaml`.
+
+    Train and plan take the name of one in the place of a CONFIG. Shapes of models, as llama-8b, and files for
+    clusters, as slurm.sh, have names too.
+    """
+    from megatrain.recipes import bundled, described, find, shapes
+
+    if name is not None:
+        print(find(name, bundled()).read_text(encoding="utf-8"), end="")
+        return
+    for each, line in described():
+        print(f"{each:<16} {line}")
+    print(f"\nshapes of models, for plan --hf-config: {', '.join(shapes())}")

@@ -11,6 +11,7 @@ from megatrain.cli.folders import counts_folder, measured_file
 from megatrain.cli.help import SettingsCommand
 from megatrain.cli.log import showing
 from megatrain.errors import CapacityError, ConfigError
+from megatrain.recipes import place, shapes
 
 if TYPE_CHECKING:
     from megatrain.hardware import HardwareSpec
@@ -28,7 +29,8 @@ def plan(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model directory or hub id (model.path).")] = None,
     hf_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A file like a model directory's config.json.")
+        str | None,
+        typer.Option(metavar="FILE|NAME", help="Like a model's config.json, or a bundled shape: llama-8b."),
     ] = None,
     machine: Annotated[
         str | None,
@@ -89,7 +91,7 @@ def plan(
 
     asked: dict[str, Any] = {
         "source": source or "command line",
-        "hf_config": hf_config,
+        "hf_config": None if hf_config is None else Path(place(hf_config, shapes())),
         "counts": counts_folder(),
     }
     with showing("plan") as progress:

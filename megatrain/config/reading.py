@@ -16,6 +16,7 @@ from megatrain.config.keys import describe, given
 from megatrain.config.sections.config import Config, conflicts
 from megatrain.config.yaml12 import dump_yaml, parse_yaml, read_yaml
 from megatrain.errors import ConfigError
+from megatrain.recipes import place, recipes
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +27,9 @@ _OF_DATA = (".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz")
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a YAML configuration file as nested keys, aliases replaced; `build_config` checks them.
 
+    Args:
+        path: Of a file, or the name of a bundled recipe.
+
     Raises:
         ConfigError: not readable, not YAML, a key given twice, or not a mapping.
     """
@@ -33,7 +37,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is no CONFIG, which is YAML; data is given as --data {path}, or as data.path"
         )
-    raw = read_yaml(path, "configuration")
+    raw = read_yaml(place(os.fspath(path), recipes()), "configuration")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected sections ({', '.join(Config.model_fields)}), found {given(raw)}")
     trainer = trainer_of(raw)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on nodes of SLURM: sbatch configs/clusters/slurm.sh CONFIG [section.key=value]...
+# Trains on nodes of SLURM: sbatch slurm.sh CONFIG [section.key=value]...
 #
 # CONFIG, the model, the data and the run directory are on a file system of all nodes. The same command, or a
 # requeued job, goes on from the newest checkpoint. Fix parallel.shards, so that another number of nodes may.
