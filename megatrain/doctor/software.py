@@ -117,7 +117,7 @@ def check_updates(device: torch.device) -> Check:
         level=Level.WARN,
         text=f"torch's operations, {MOVED_BYTES} bytes per parameter where Triton's kernel moves "
         f"{fused_bytes}: {reason}",
-        fix="pip install 'megatrain[triton]' where it is not installed; else nothing is to be done",
+        fix="pip install triton where it is not installed; else nothing is to be done",
     )
 
 

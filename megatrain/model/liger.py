@@ -31,8 +31,8 @@ def uses_liger(setting: str, device_type: str) -> bool:
     for package in ("liger_kernel", "triton"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"model.kernels is liger, but {package} is not installed; run pip install 'megatrain[gpu]', "
-                "or use model.kernels=torch"
+                f"model.kernels is liger, but {package} is not installed; run pip install liger-kernel "
+                "triton, or use model.kernels=torch"
             )
     return True
 

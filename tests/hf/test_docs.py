@@ -11,7 +11,7 @@ import pytest
 from tests.hf.setups import tiny, tokenizer
 from tests.test_docs import ROOT, blocks
 
-pytest.importorskip("trl", reason="TRL is not installed: pip install 'megatrain[trl]'")
+pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
 
 EXAMPLES = blocks(ROOT / "docs/huggingface.md", "python")
 

@@ -187,7 +187,7 @@ def test_an_evaluation_in_training_changes_no_bit_and_fetches_each_layer_once(tm
 
 def test_references_of_many_pairs_fetch_each_layer_once(tmp_path: Path) -> None:
     """Those of DPO and KTO, computed before the first step: TRL's own numbers, in a few passes."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'megatrain[trl]'")
+    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
     from megatrain.hf import StreamingDPOTrainer, StreamingKTOTrainer
     from tests.hf.test_preferences import rows as answers
 

@@ -58,7 +58,7 @@ def test_a_model_in_bf16_is_trained_as_with_the_flag(
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")  # TRL sets it
 def test_a_path_is_read_in_the_dtype_of_its_class(tmp_path: Path) -> None:
     """Trainer takes that of the checkpoint, as from_pretrained does; TRL takes fp32, or what it is told."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'megatrain[trl]'")
+    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
     path = tmp_path / "model"
     tiny().to(torch.bfloat16).save_pretrained(path)
     own, of_trl = arguments(tmp_path), arguments(tmp_path, trl.SFTConfig, bf16=False)

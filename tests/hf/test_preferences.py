@@ -24,8 +24,8 @@ from tests.hf.setups import (
     weights,
 )
 
-trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'megatrain[trl]'")
-peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'megatrain[lora]'")
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
+peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
 
 from datasets import Dataset  # noqa: E402
 

@@ -24,7 +24,7 @@ from tests.hf.setups import (
 from tests.reference import attach_plainly, make_model
 from tests.stream.runs import HYPER
 
-trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'megatrain[trl]'")
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
 
 from datasets import Dataset  # noqa: E402
 

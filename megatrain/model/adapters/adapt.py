@@ -311,5 +311,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ModelError("lora.r needs peft, which is not installed: pip install 'megatrain[hf]'") from error
+        raise ModelError("lora.r needs peft, which is not installed: pip install peft") from error
     return peft

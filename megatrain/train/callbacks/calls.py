@@ -191,7 +191,7 @@ def training_arguments(config: Config, num_steps: int) -> TrainingArguments:
         )
     except ImportError as error:
         raise ConfigError(
-            "callbacks and log.to need accelerate, which is not installed; pip install 'megatrain[hf]'"
+            "callbacks and log.to need accelerate, which is not installed; pip install accelerate"
         ) from error
     # Set behind its checks: those are of a Trainer that does not keep its best checkpoint by itself.
     arguments.run_name = config.out

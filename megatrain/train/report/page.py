@@ -51,7 +51,7 @@ def plotly_file() -> Path:
         file = Path(place) / "package_data" / "plotly.min.js"
         if file.is_file():
             return file
-    raise ConfigError("the report needs plotly; install it with: pip install 'megatrain[report]'")
+    raise ConfigError("the report needs plotly; install it with: pip install plotly")
 
 
 def write_report(path: Path, out: Path) -> None:
@@ -67,7 +67,7 @@ def write_report(path: Path, out: Path) -> None:
 def leave_report(directory: RunDirectory) -> None:
     """Write the report; a run is as good without it."""
     if not is_plotly_there():
-        _log.info("no report.html: plotly is not installed (pip install 'megatrain[report]')")
+        _log.info("no report.html: plotly is not installed (pip install plotly)")
         return
     try:
         write_report(directory.path, directory.report)
