@@ -1,4 +1,4 @@
-"""Says on standard error what a command takes its time for, once it has taken some."""
+"""Says on standard error what a command takes its time for, after a while and again every few seconds."""
 
 from __future__ import annotations
 
@@ -10,44 +10,56 @@ from types import TracebackType
 AFTER_S = 2.0
 """Seconds in which nothing is said: most of it is done by then."""
 
+EVERY_S = 10.0
+"""Seconds after which what still goes on is said again."""
+
 
 class Doing:
     """Takes what is being done now, and says it if that still goes on after a while; later steps at once."""
 
-    def __init__(self, name: str, say: Callable[[str], None], *, after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        say: Callable[[str], None],
+        *,
+        after_s: float | None = None,
+        every_s: float | None = None,
+    ) -> None:
         """Begin to count the seconds.
 
         Args:
             name: What all lines begin with: the command.
             say: Prints a line, on another thread too.
             after_s: Seconds in which nothing is said; None: `AFTER_S`.
+            every_s: Seconds after which a line is said again; None: `EVERY_S`.
         """
         self._name = name
         self._say = say
-        self._began_s = time.perf_counter()
+        self._after_s = AFTER_S if after_s is None else after_s
+        self._every_s = EVERY_S if every_s is None else every_s
+        self._began_s = self._said_s = time.perf_counter()
         self._lock = threading.Lock()
         self._now = self._told = ""
         self._is_late = False
-        self._timer = threading.Timer(AFTER_S if after_s is None else after_s, self._speak_up)
-        self._timer.daemon = True
+        self._has_ended = threading.Event()
 
     def __enter__(self) -> Doing:
         """Wait for the time to speak."""
-        self._timer.start()
+        threading.Thread(target=self._watch, name="progress", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Say no more."""
-        self._timer.cancel()
+        self._has_ended.set()
         with self._lock:
             self._now = ""
 
     def __call__(self, doing: str) -> None:
         """Take what is done now; nothing: there is no more to say."""
         if not doing:
-            self._timer.cancel()
+            self._has_ended.set()
         with self._lock:
             self._now = doing
             if self._is_late and doing:
@@ -57,13 +69,21 @@ class Doing:
         """Take what is done now, and say it: it is known to take a while."""
         with self._lock:
             self._now = self._told = doing
+            self._said_s = time.perf_counter()
             self._say(f"{self._name}: {doing}")
 
-    def _speak_up(self) -> None:
-        with self._lock:
-            self._is_late = True
-            if self._now != self._told:
-                self._print()
+    def _watch(self) -> None:
+        wait_s = self._after_s
+        while not self._has_ended.wait(wait_s):
+            with self._lock:
+                silent_s = time.perf_counter() - self._said_s
+                is_new = not self._is_late and self._now != self._told
+                if self._now and (is_new or silent_s >= self._every_s):
+                    self._print()
+                    silent_s = 0.0
+                self._is_late = True
+                wait_s = self._every_s - silent_s if silent_s < self._every_s else self._every_s
 
     def _print(self) -> None:
-        self._say(f"{self._name}: {self._now} ({time.perf_counter() - self._began_s:.0f} s so far)")
+        self._said_s = time.perf_counter()
+        self._say(f"{self._name}: {self._now} ({self._said_s - self._began_s:.0f} s so far)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -42,10 +43,43 @@ def test_what_is_known_to_take_long_is_said_at_once_and_once() -> None:
     with Doing("train", said.append, after_s=0.01) as doing:
         doing.at_once("loading torch")
         assert said == ["train: loading torch"]
-        doing._timer.join(60)
+        deadline_s = time.monotonic() + 60
+        while not doing._is_late and time.monotonic() < deadline_s:
+            time.sleep(0.001)
         assert said == ["train: loading torch"]
         doing("reading the data")
     assert [line.partition(" (")[0] for line in said[1:]] == ["train: reading the data"]
+
+
+def test_what_is_said_at_once_is_said_again_when_it_goes_on() -> None:
+    said: list[str] = []
+    again = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 2:
+            again.set()
+
+    with Doing("train", say, after_s=0.0, every_s=0.01) as doing:
+        doing.at_once("loading torch")
+        assert again.wait(60)
+    assert said[1].partition(" (")[0] == "train: loading torch"
+
+
+def test_what_takes_long_is_said_again_until_it_is_over() -> None:
+    """Nobody is left without a line for more than so many seconds, however long one thing takes."""
+    said: list[str] = []
+    third = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 3:
+            third.set()
+
+    with Doing("plan", say, after_s=0.0, every_s=0.01) as doing:
+        doing("searching")
+        assert third.wait(60)
+    assert {line.partition(" (")[0] for line in said} == {"plan: searching"}
 
 
 def test_progress_is_on_standard_error_and_never_in_the_json(
