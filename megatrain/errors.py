@@ -75,6 +75,12 @@ class TornStateError(MegatrainError):
         return error
 
 
+class WearError(MegatrainError):
+    """A run that would use up the rated endurance of its drives: names the day, and the ways out."""
+
+    exit_code = 9
+
+
 class CallbackError(MegatrainError):
     """A callback of the run has raised; what was trained is saved."""
 

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 
 from megatrain.model.profile import timing
+from megatrain.plan.search import verdict
 from megatrain.plan.search.planner import make_plan
 from megatrain.stream import resolve
 from megatrain.train.planning import allocation, elastic
@@ -25,7 +26,7 @@ BUDGET = 400
 def searched_for_a_moment() -> Iterator[None]:
     """Let runs and engines of this process search no longer, before their steps and between them."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (resolve, allocation):
+        for module in (resolve, allocation, verdict):
             patch.setattr(module, "make_plan", partial(make_plan, budget=BUDGET))
         patch.setattr(elastic, "SEARCH_OPERATIONS", BUDGET)
         patch.setattr(elastic, "MOST_BUDGET", BUDGET)

@@ -115,7 +115,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         examine=lambda *_, **__: report, keep=None, this_machine=lambda *_: load_machine("cpu-laptop")
     )
     monkeypatch.setitem(sys.modules, "megatrain.doctor", doctor)
-    planned = types.SimpleNamespace(plan=types.SimpleNamespace(fits=True))
+    fits = types.SimpleNamespace(fits=True)
+    planned = types.SimpleNamespace(plan=fits, verdict=types.SimpleNamespace(exit_code=0))
     monkeypatch.setattr(
         sys.modules["megatrain.train.planning.plan_run"], "plan_run", lambda *_, **__: planned
     )

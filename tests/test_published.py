@@ -11,7 +11,8 @@ import pytest
 from benchmarks.published.predict import MEDIAN, WORST, Prediction, machine_rows, prediction, predictions
 from benchmarks.published.rows import Row, rows, scaling_rows, system_of
 from benchmarks.published.scaling import OFF, scaled, scaled_rows
-from megatrain.hardware import machine_names
+from megatrain.hardware import load_machine, machine_names
+from megatrain.train.planning.plan_run import rates_note
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 
@@ -33,6 +34,17 @@ def key(row: Row) -> tuple[str, str, int]:
 
 def errors(found: list[Prediction]) -> list[float]:
     return [abs(one.error) for one in found if not one.row.is_fitted]
+
+
+def test_a_plan_says_of_every_other_machine_that_no_published_run_backs_its_rates() -> None:
+    """A node of several GPUs has the rates of one of them."""
+    for name in machine_names():
+        (note,) = rates_note(load_machine(name), "bf16")
+        is_backed = name.lstrip("0123456789").removeprefix("x") in machine_rows()
+        assert ("no published run backs them" in note) == (not is_backed), name
+        assert name in note
+        (note,) = rates_note(load_machine(name), "fp32")
+        assert "no published run backs them" in note, "rates of fp32 are assumed everywhere"
 
 
 def test_rows_left_out_say_why_and_all_others_have_a_machine() -> None:

@@ -66,7 +66,9 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Say why, and what would be faster.")] = False,
 ) -> None:
-    """Say whether a run fits a machine, how fast it is and what it costs; exit 3 if it does not fit.
+    """Say whether a run fits a machine, how fast it is and what it costs.
+
+    It exits with 3 if the run does not fit, and with 9 if it wears out a drive.
 
     No GPU is needed. Settings that are not given are as train has them, and the rest is chosen.
     """
@@ -82,6 +84,7 @@ def plan(
     if clip is not None:
         given["optim.max_grad_norm"] = 1.0 if clip else None
     from megatrain.config import combine_settings
+    from megatrain.config.sizes import parse_tokens
 
     raw, source = combine_settings(arguments or [], given)
     spec = _machine(machine, ram, nvme)
@@ -94,26 +97,28 @@ def plan(
         "hf_config": None if hf_config is None else Path(place(hf_config, shapes())),
         "counts": counts_folder(),
     }
+    num_tokens = None if tokens is None else parse_tokens(tokens)
     with showing("plan") as progress:
         if scale:
             from megatrain.train.planning.scale import plan_scale, scale_report
 
             found = plan_scale(raw, with_gpus(spec, gpus, 1), progress=progress, **asked)
-            text, fits = scale_report(found, as_json=as_json), found.fits
+            text = scale_report(found, as_json=as_json)
+            exit_code = 0 if found.fits else CapacityError.exit_code
         else:
-            planned = plan_run(raw, with_gpus(spec, gpus, nodes), progress=progress, **asked)
-            fits = planned.plan.fits
+            planned = plan_run(
+                raw, with_gpus(spec, gpus, nodes), tokens=num_tokens, progress=progress, **asked
+            )
+            exit_code = planned.verdict.exit_code
             text = report(
                 planned,
-                tokens=tokens,
                 price_per_hour_usd=price_per_hour,
                 as_json=as_json,
                 explains=explain,
                 progress=progress,
             )
     print(text)
-    if not fits:  # the report has said what is too small, and what would help
-        raise typer.Exit(CapacityError.exit_code)
+    raise typer.Exit(exit_code)  # the report has said why, and what would help
 
 
 def _machine(name: str | None, ram: str | None, nvme: str | None) -> HardwareSpec:

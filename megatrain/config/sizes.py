@@ -1,4 +1,4 @@
-"""Sizes in bytes as a user writes and reads them: `24GiB`, `8TB`, or a number. Loads no pydantic."""
+"""Sizes as a user writes and reads them: `24GiB`, `8TB`, a number; numbers of tokens. Loads no pydantic."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ _BYTES_PER_UNIT = {
     **{prefix + "B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
     **{prefix + "iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
+_NUMBER = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([KMBTkmbt]?)")
+_MANY = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*")
 
 
@@ -36,6 +38,19 @@ def parse_bytes(value: object, what: str) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or size < 0 or is_part_of_a_byte:
         raise ConfigError(f"{what} is {value!r}; use bytes or a size such as 24GiB or 8TB")
     return size
+
+
+def parse_tokens(text: str) -> int:
+    """Read a number of tokens: `2e9`, `20B`, `1.5T`, `1_000_000`.
+
+    Raises:
+        ConfigError: It is none, or below 1.
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    count = float(match[1].replace("_", "")) * _MANY[match[2].upper()] if match else 0.0
+    if not 1 <= count < 1e18:
+        raise ConfigError(f"--tokens is {text!r}; give a number of tokens such as 2e9, 500M or 20B")
+    return round(count)
 
 
 def binary(nbytes: float) -> str:

@@ -184,15 +184,10 @@ class HardwareSpec:
     def with_drive_bytes(self, nbytes: int) -> HardwareSpec:
         """Return the machine with another amount of free space on its drives; 0: none.
 
-        A machine without drives gets one of a common kind: 6 GB/s read, 3 GB/s written, 0.6 of its
-        capacity written per day for five years.
+        A machine without drives gets one of a common kind, 6 GB/s read and 3 GB/s written; how much it bears
+        is not known.
         """
         if nbytes == 0:
             return replace(self, drives=None)
-        drives = self.drives or Drives(
-            nbytes=nbytes,
-            read_bytes_per_s=6e9,
-            write_bytes_per_s=3e9,
-            rated_bytes_written=0.6 * 5 * 365 * nbytes,
-        )
+        drives = self.drives or Drives(nbytes=nbytes, read_bytes_per_s=6e9, write_bytes_per_s=3e9)
         return replace(self, drives=replace(drives, nbytes=nbytes))

@@ -114,6 +114,8 @@ def common_gpu(device: torch.device, precision: str) -> HardwareSpec:
         matmul_flops_per_s={**spec.matmul_flops_per_s, precision: flops},
         h2d_bytes_per_s=down,
         d2h_bytes_per_s=up,
+        # at the rates of its kind's drives; what these drives bear is for their owner to say
+        drives=None if spec.drives is None else replace(spec.drives, rated_bytes_written=None),
         sources={**dict.fromkeys(_MEASURED, "measured"), "others": spec.name},
         **_own_host(),
     )

@@ -284,7 +284,7 @@ def prepare(
     planned = None
     settle_ranks(config, ranks)
     if ranks is None or ranks.rank == 0:
-        planned = plan_memory(config, counted, measure, ranks)
+        planned = plan_memory(config, counted, measure, ranks, num_steps=num_steps, earlier=earlier)
         config = smallest_micro_batches(config) if planned is None else planned.config
     for line in start_lines(
         config,

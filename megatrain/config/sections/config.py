@@ -154,7 +154,8 @@ class MemoryConfig(Section):
     head_chunk_tokens: Annotated[int, Field(ge=0)] = 0
     """Tokens per chunk of head and loss. 0 = chosen from the vocabulary size; small batches are one chunk."""
     host_limit: Bytes | None = None
-    """Host memory the run may take. null = what the machine or container has."""
+    """Host memory the run may take. null = what the machine or container has, of which the smaller of 8 GiB
+    and 5 % stays free."""
     device_limit: Bytes | None = None
     """Device memory the run may take. null = what the device has."""
     tiers: Annotated[TiersConfig | Literal["auto"], BeforeValidator(_tiers), reads_as(_TIERS)] = "auto"
@@ -165,6 +166,9 @@ class MemoryConfig(Section):
     """Steps between commits of state on drives: a crash goes back to the last one. Each writes the weights,
     2 bytes per parameter more, and all that lives in RAM. null = never, so back to the newest checkpoint;
     the drives then hold only what RAM does not."""
+    accept_wear: bool = False
+    """Start a run though it will use up the rated endurance of its drives before it ends. false = such a run
+    does not start (exit code 9), and what would spare the drives is said."""
     on_mismatch: Literal["warn", "stop"] = "warn"
     """What to do if the first step has allocated other bytes than planned: go on with a warning, or stop."""
 
@@ -208,8 +212,9 @@ class HardwareConfig(Section):
     """Watts that the device should take at most. A run compares the device's limit with it and says which
     command sets it. null = no wish."""
     rated_bytes_written: Bytes | None = None
-    """Endurance of the drives that the run writes to (TBW of their datasheet). A run that has written a
-    tenth of it says so. null = not known."""
+    """Endurance of all drives that the run writes to (TBW of their datasheet). A run that would use it up
+    does not start (`memory.accept_wear`), and one that has written a tenth of it says so. null = as the
+    machine file of a plan says, or not known."""
 
 
 class Config(Section):

@@ -37,9 +37,9 @@ class Economics:
     checkpoint_s: float | None
     """Seconds in which the machine's drives take a checkpoint; None: it has no drives."""
     drive_written_per_day: float
-    """Bytes of state; checkpoints are apart."""
+    """Bytes that a node writes of state and activations; checkpoints are apart."""
     drive_written: float
-    """Bytes of state that all steps write."""
+    """Bytes that all steps write so."""
     drive_days: float | None
     """Days of such training until the drives' rated endurance is used up; None: not known, or no wear."""
 
@@ -61,7 +61,7 @@ def economics(
     price, source = hourly_price(spec, price_per_hour_usd)
     usd = None if price is None else price * seconds / _HOUR_S
     watts = machine_watts(spec)
-    written = plan.bytes_per_step.get("drive_written", 0)
+    written = plan.batch.ranks_of_node * plan.bytes_per_step.get("drive_written", 0)
     per_day = written * DAY_S / plan.step_s
     rated = None if spec.drives is None else spec.drives.rated_bytes_written
     drives = spec.drives

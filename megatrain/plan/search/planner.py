@@ -19,15 +19,16 @@ from megatrain.plan.search.search import SEARCH_OPERATIONS, search
 _NAMES = {"device": "device memory", "ram": "host memory", "nvme": "drives"}
 
 
-def make_plan(request: Request, *, budget: int = SEARCH_OPERATIONS) -> Plan:
+def make_plan(request: Request, *, budget: int = SEARCH_OPERATIONS, enough_s: float = 0.0) -> Plan:
     """Return the plan of the fastest choice that fits; one that does not fit says what is too small.
 
     Args:
         request: What is asked for.
         budget: Operations that are placed before the best choice so far is taken; see `search`.
+        enough_s: Seconds of a step that are few enough to look no further.
     """
     began_s = time.perf_counter()
-    found = search(request, budget=budget)
+    found = search(request, budget=budget, enough_s=enough_s)
     if found is None:
         choice = least(request)
         problem = _problem(request, choice)

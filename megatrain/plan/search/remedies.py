@@ -1,4 +1,4 @@
-"""What would make a model fit that does not: settings that cost least first, then memory, then a machine.
+"""What would make a model fit that does not: settings that cost least first, then memory, then a device.
 
 A remedy is what a user would type, and the request that it makes. It is only proposed when that request, with
 the number as it is written, has a choice that fits. A number is the least of its kind: see `sizes`.
@@ -6,19 +6,18 @@ the number as it is written, has a choice that fits. A number is the least of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from megatrain.config.choice import AUTO, KEYS, Choice
-from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.choices import first_fit, least_bytes, least_held
 from megatrain.plan.search.enough import enough_drives, enough_ram, fits
 from megatrain.plan.search.request import Request
-from megatrain.plan.search.sizes import DRIVE_SIZES, MEMORY_SIZES, Size, least_size, round_down
+from megatrain.plan.search.sizes import DRIVE_SIZES, MEMORY_SIZES, Size, least_size
 
 _SHORTEST = 256
 """Tokens: shorter sequences are not proposed."""
@@ -40,7 +39,6 @@ def advise(
     request: Request,
     recount: Callable[..., Anatomy],
     *,
-    machines: Iterable[HardwareSpec] = (),
     is_running: bool = False,
 ) -> list[Remedy]:
     """Return what a user could change so that a model fits: one line each, settings before hardware.
@@ -48,13 +46,12 @@ def advise(
     Args:
         request: What does not fit.
         recount: Counts the model anew with another `precision`, `micro_batch_size` or `seq_len`.
-        machines: That could be used instead, the smallest device first; looked at if nothing else helps.
         is_running: A run is about to begin, on a machine that is as it is: only settings can be changed.
     """
     found = list(islice(list_settings(request, recount), _MOST_SETTINGS))
     memory = list(islice(list_memory(request, is_running=is_running), _MOST_MEMORY))
-    if not memory and not is_running:
-        memory = list(islice(list_machines(request, machines), 1))
+    if not (found or memory or is_running):
+        return list(islice(list_devices(request), 1))
     return found + memory
 
 
@@ -62,7 +59,7 @@ def with_ways_out(problem: str, remedies: list[Remedy]) -> str:
     """Return one sentence for a run that cannot begin: what is too small, and what would help."""
     if remedies:
         return f"{problem}; use {', or '.join(remedy.text for remedy in remedies)}"
-    return f"{problem}; no other setting is enough, nor are drives: megatrain plan finds a machine that is"
+    return f"{problem}; no other setting is enough, nor are drives: megatrain plan says what a machine needs"
 
 
 def list_settings(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Remedy]:
@@ -94,9 +91,18 @@ def _settings(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Rem
         choice = replace(request.choice, updates="immediate")
         unclipped = replace(request, clips=False, choice=choice)
         yield Remedy("optim.max_grad_norm=null optim.updates=immediate", unclipped)
-    if request.state == "fp32":
-        for state in ("bf16", "int8"):
-            yield Remedy(f"optim.state={state}", replace(request, state=state))
+    yield from list_states(request)
+
+
+def list_states(request: Request) -> Iterator[Remedy]:
+    """Yield moments in fewer bytes: not exact, and in RAM, so that no drives are named."""
+    for state in ("bf16", "int8") if request.state == "fp32" else ():
+        changed = replace(request, state=state)
+        if not request.names_drives:
+            yield Remedy(f"optim.state={state}", changed)
+            continue
+        changed = replace(changed, names_drives=False, commit_every=None)
+        yield Remedy(f"optim.state={state} memory.tiers=auto", changed)
 
 
 def _limits(request: Request) -> Iterator[Remedy]:
@@ -211,22 +217,25 @@ def _ram_and_drives(request: Request, alone: Size) -> Iterator[Remedy]:
         yield Remedy(text, replace(with_ram, spec=spec, drive_limit=None))
 
 
-def list_machines(request: Request, machines: Iterable[HardwareSpec]) -> Iterator[Remedy]:
-    """Yield other machines that a model fits: with this one's memory and drives, as it is, or with more."""
-    own = request.spec
-    ram = round_down(own.host_bytes, MEMORY_SIZES)
-    drives = None if own.drives is None else round_down(own.drives.nbytes, DRIVE_SIZES)
-    sizes = f"--ram {ram.text} --nvme {'0' if drives is None else drives.text}"
-    bundled = []
-    for machine in machines:
-        with_own = machine.with_ram(ram.nbytes).with_drive_bytes(0 if drives is None else drives.nbytes)
-        named = {f"--machine {machine.name} {sizes}": with_own, f"--machine {machine.name}": machine}
-        asked = [Remedy(text, replace(request, spec=spec)) for text, spec in named.items()]
-        yield from [remedy for remedy in asked if fits(remedy.request)][:1]
-        bundled += asked[1:]
-    for remedy in bundled:
-        for more in list_memory(remedy.request):
-            yield replace(more, text=f"{remedy.text} {more.text}")
+def list_devices(request: Request) -> Iterator[Remedy]:
+    """Yield the least memory of a device with which a model fits: with other memory as it is, or with more.
+
+    It is said as what a machine needs, since no setting and no option gives a machine another device.
+    """
+    if request.spec.device_bytes is None or request.spec.is_cpu:
+        return
+
+    def with_device(asked: Request, nbytes: int) -> Request:
+        return replace(asked, spec=replace(asked.spec, device_bytes=nbytes), device_limit=None)
+
+    endless = with_device(request, MEMORY_SIZES[-1].nbytes)
+    beside = [Remedy("", endless)] if fits(endless) else list(list_memory(endless))
+    for more in beside:
+        make = partial(with_device, more.request)
+        size = _least(make, MEMORY_SIZES, guess=request.spec.device_bytes)
+        if size is not None:
+            text = f"a machine with {size.text} on its device" + (f", and {more.text}" if more.text else "")
+            yield Remedy(text, make(size.nbytes))
 
 
 def _lengths(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Remedy]:

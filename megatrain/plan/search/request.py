@@ -26,6 +26,10 @@ USABLE_DEVICE = 0.95
 USABLE_HOST = 0.98
 """Of host memory: page tables and the kernel's buffers grow with what is used."""
 
+_FREE_SHARE, _FREE_BYTES = 0.05, 8 << 30
+"""Of host memory, the smaller of the two: it stays free for whatever else runs there, unless the run is given
+a limit of its own. Otherwise a browser that is opened beside the run would end it."""
+
 PROGRAM_BYTES = 512 << 20
 """What each rank's program takes beside state and activations after its plan: compiled kernels, threads, a
 batch."""
@@ -56,6 +60,7 @@ class Request:
     device_limit: int | None = None
     """Bytes of the device that the run may take; None: what the machine has."""
     host_limit: int | None = None
+    """Bytes of host memory that it may take; None: what the machine has but for what stays free."""
     drive_limit: int | None = None
     choice: Choice = field(default_factory=Choice)
     """What is decided already; the planner decides what is open."""
@@ -78,7 +83,7 @@ class Request:
         if spec.has_accelerator and usable is not None:
             usable = int(USABLE_DEVICE * usable)
         device = _least(usable, self.device_limit)
-        host = max(0, int(USABLE_HOST * spec.host_bytes) - self._program_bytes)
+        host = max(0, int(USABLE_HOST * spec.host_bytes) - self._free_bytes - self._program_bytes)
         drive = 0 if spec.drives is None else spec.drives.nbytes
         return {
             "device": device,
@@ -106,8 +111,17 @@ class Request:
         return self.anatomy.num_heads * self.anatomy.micro_batch_size
 
     def machine_bytes(self, need: int) -> int:
-        """Return the host memory of a machine of which so many bytes may be taken."""
-        return math.ceil((need + self._program_bytes) / USABLE_HOST)
+        """Return the least host memory of a machine of which so many bytes may be taken."""
+        need += self._program_bytes
+        if self.host_limit is not None:
+            return math.ceil(need / USABLE_HOST)
+        small, large = need / (USABLE_HOST - _FREE_SHARE), (need + _FREE_BYTES) / USABLE_HOST
+        return math.ceil(min(small, large))
+
+    @property
+    def _free_bytes(self) -> int:
+        """Bytes of host memory that stay free."""
+        return 0 if self.host_limit is not None else int(min(_FREE_SHARE * self.spec.host_bytes, _FREE_BYTES))
 
     @property
     def _program_bytes(self) -> int:

@@ -50,8 +50,8 @@ class Found:
     """The budget ended before every promising choice was timed."""
 
 
-def search(request: Request, *, budget: int = SEARCH_OPERATIONS) -> Found | None:
-    """Return the fastest choice that fits; None: none does.
+def search(request: Request, *, budget: int = SEARCH_OPERATIONS, enough_s: float = 0.0) -> Found | None:
+    """Return the fastest choice that fits, or the first one that is fast enough; None: none fits.
 
     From the best of a few that differ much, everything is tried that can be changed about it, as long as it
     gets better. Then the main questions are asked with all their answers, and what can be changed about the
@@ -59,9 +59,14 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS) -> Found | None
     rounds on the device, and then, with as much to spend again, for sums on the host, which have to be faster
     than what was found: so they never cost a plan its speed. Where state is on drives anyway, activations on
     drives are tried last: a step in one round may then need no sums of rounds, which take RAM from the state.
+
+    Args:
+        request: What is asked for.
+        budget: Operations that are placed before the best choice so far is taken.
+        enough_s: Seconds of a step with which the search ends.
     """
     first, *others = values_of(request.choice.sums, sum_options(request))
-    race = _Race(_with_sums(request, first), budget)
+    race = _Race(_with_sums(request, first), budget, enough_s)
     race.run_all()
     is_cut_short = race.is_over
     for sums in others if race.best is not None and request.batch.num_micro_batches > 1 else ():
@@ -84,9 +89,10 @@ def _with_sums(request: Request, sums: str) -> Request:
 class _Race:
     """Times choices, the most promising first, and keeps the best."""
 
-    def __init__(self, request: Request, budget: int) -> None:
+    def __init__(self, request: Request, budget: int, enough_s: float) -> None:
         self._request = request
         self._budget = budget
+        self._enough_s = enough_s
         self._seen: set[Choice] = set()
         self._timed: dict[Choice, float] = {}
         self._started: set[Choice] = set()
@@ -183,8 +189,8 @@ class _Race:
                 self.best = step
 
     def _has_ended(self) -> bool:
-        """Whether the budget is spent: not before there is a choice to take."""
-        self.is_over = self.best is not None and self._budget <= 0
+        """Whether the budget is spent, or the best is fast enough: not before there is a choice to take."""
+        self.is_over = self.best is not None and (self._budget <= 0 or self.best.step_s <= self._enough_s)
         return self.is_over
 
 

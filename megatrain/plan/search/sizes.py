@@ -33,11 +33,6 @@ MEMORY_SIZES = _list_sizes([("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)
 DRIVE_SIZES = _list_sizes([("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12)], last_decades=5)
 
 
-def round_down(nbytes: int, sizes: Sequence[Size]) -> Size:
-    """Return the largest of the sizes that is not above so many bytes."""
-    return sizes[max(0, bisect_left(sizes, Size(nbytes + 1, "")) - 1)]
-
-
 def least_size(sizes: Sequence[Size], fits: Callable[[int], bool], *, guess: int) -> Size | None:
     """Return the size that is enough while the one before it is not; None: none is.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatrain.config import Config
-from megatrain.config.plan import Plan
 from megatrain.hardware import GIB, resident_bytes
 from megatrain.stream.machine import Measure
 from megatrain.stream.report import StepReport
 from megatrain.train.loop import train_step
+from megatrain.train.planning.plan_run import Planned
 from megatrain.train.resume.state_commits import drives_apart
 from megatrain.train.run import Run, prepare
 
@@ -63,16 +63,17 @@ def _try(
             show("no plan: the model cannot be counted; two steps were taken as rules of thumb say")
             show(f"step      {row.seconds:.4g} s, {row.tokens_per_s:,.0f} tokens/s")
             return
-        for line in _compare(run, run.planned.plan, report, row.seconds, resident_bytes() - began):
+        for line in _compare(run, run.planned, report, row.seconds, resident_bytes() - began):
             show(line)
     finally:
         run.engine.close(removes=True)
 
 
-def _compare(run: Run, plan: Plan, report: StepReport, seconds: float, grown: int) -> list[str]:
+def _compare(run: Run, planned: Planned, report: StepReport, seconds: float, grown: int) -> list[str]:
     """Return a table of what was planned and what was seen."""
-    engine = run.engine
+    engine, plan, verdict = run.engine, planned.plan, planned.verdict
     lines = [
+        f"{'verdict':<26}{verdict.sentence}",
         f"{'':<26}{'planned':>12}{'seen':>12}",
         _row("host planes", plan.host_plane_bytes, engine.host_bytes),
         _row("process memory", plan.tier_bytes("ram"), grown) + "   (grown since the start)",
@@ -84,8 +85,8 @@ def _compare(run: Run, plan: Plan, report: StepReport, seconds: float, grown: in
     lines.append(f"{'step':<26}{plan.step_s:>10.4g} s{seconds:>10.4g} s   ({_ratio(seconds, plan.step_s)})")
     for lane, name in _LANES.items():
         if name in plan.bounds_s and lane in report.lane_seconds:
-            planned, seen = plan.bounds_s[name], report.lane_seconds[lane]
-            lines.append(f"  {name:<24}{planned:>10.4g} s{seen:>10.4g} s")
+            expected, seen = plan.bounds_s[name], report.lane_seconds[lane]
+            lines.append(f"  {name:<24}{expected:>10.4g} s{seen:>10.4g} s")
     for name, seen in (("fetched", report.fetch_bytes), ("offloaded", report.offload_bytes)):
         lines.append(_row(f"  {name}", plan.bytes_per_step[name], seen))
     lines.append(f"bound: planned {plan.bound}, seen {report.bound}")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from megatrain.config import Config
 from megatrain.config.plan import Plan
-from megatrain.errors import CapacityError, ModelError
+from megatrain.errors import CapacityError, ModelError, WearError
 from megatrain.hardware import GIB, HardwareSpec
 from megatrain.hardware.accelerators import can_compile
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, with_ways_out
 from megatrain.plan.search.request import Request
+from megatrain.plan.search.verdict import judge
+from megatrain.plan.search.wear import spare_drives
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
@@ -33,6 +37,9 @@ def plan_memory(
     model: PlannedModel,
     measure: Measure | None,
     ranks: Ranks | None = None,
+    *,
+    num_steps: int = 0,
+    earlier: Mapping[str, Any] | None = None,
 ) -> Planned | None:
     """Plan a run; None if the model cannot be counted: what `attach` then does is said there.
 
@@ -41,14 +48,17 @@ def plan_memory(
         model: That will be trained.
         measure: As in `machine_for`.
         ranks: That train together; the plan is of one rank's part.
+        num_steps: Of the whole run.
+        earlier: What a checkpoint or a commit says of the run, if it goes on.
 
     Raises:
         ConfigError: Ranks cannot do what the settings ask for.
         CapacityError: It does not fit; nothing was allocated.
+        WearError: It uses up its drives, and the settings do not accept that.
     """
     spec = machine_for(config, measure)
     try:
-        planned = plan_training(config, model, spec, ranks)
+        planned = plan_training(config, model, spec, ranks, num_steps=num_steps, earlier=earlier)
     except ModelError:
         return None
     plan = planned.plan
@@ -69,6 +79,9 @@ def plan_training(
     model: PlannedModel,
     spec: HardwareSpec,
     ranks: Ranks | None = None,
+    *,
+    num_steps: int = 0,
+    earlier: Mapping[str, Any] | None = None,
 ) -> Planned:
     """Plan a run that is about to begin.
 
@@ -77,9 +90,11 @@ def plan_training(
         model: That will be trained.
         spec: The machine.
         ranks: As in `plan_memory`.
+        num_steps: As in `plan_memory`.
+        earlier: As in `plan_memory`.
 
     Raises:
-        ConfigError, CapacityError: As `plan_memory`.
+        ConfigError, CapacityError, WearError: As `plan_memory`.
         ModelError: A model that cannot be counted.
     """
     began_s = time.perf_counter()
@@ -101,7 +116,26 @@ def plan_training(
     plan = make_plan(request)
     if not plan.fits:
         raise CapacityError(with_ways_out(plan.problem, advise(request, recount, is_running=True)))
-    return Planned(plan=plan, request=request, config=config, model=config.model.path, count_s=count_s)
+    done, written_bytes = 0, 0
+    if earlier is not None:
+        done, written_bytes = int(earlier["step"]), int(earlier.get("drive_written_bytes") or 0)
+    tokens = max(0, num_steps - done) * plan.batch.step_tokens
+    verdict = judge(request, plan, tokens=tokens, written_bytes=written_bytes)
+    if verdict.wear is not None and not config.memory.accept_wear:
+        ways = spare_drives(request, plan, tokens=tokens, written_bytes=written_bytes, is_running=True)
+        raise WearError(f"{verdict.text}; use {', or '.join([*ways, _ALL_THE_SAME])}")
+    return Planned(
+        plan=plan,
+        request=request,
+        config=config,
+        model=config.model.path,
+        count_s=count_s,
+        tokens=tokens,
+        verdict=verdict,
+    )
+
+
+_ALL_THE_SAME = "memory.accept_wear=true to train all the same"
 
 
 def check_allocated(engine: Engine, plan: Plan, on_mismatch: str) -> None:

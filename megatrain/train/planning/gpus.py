@@ -29,8 +29,8 @@ def with_gpus(spec: HardwareSpec, gpus: int | None, nodes: int | None) -> Hardwa
         )
     if gpus > spec.num_gpus:
         raise ConfigError(
-            f"--gpus is {gpus}, but {spec.name} has {spec.num_gpus}; use at most that, or a machine with "
-            "more, such as --machine 8xh100"
+            f"--gpus is {gpus}, but {spec.name} has {spec.num_gpus}; use at most that, or a machine file "
+            "with more (num_gpus)"
         )
     if nodes > 1 and spec.network_bytes_per_s is None:
         raise ConfigError(

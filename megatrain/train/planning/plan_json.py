@@ -25,6 +25,7 @@ def plan_json(planned: Planned, money: Economics, lines: list[str]) -> dict[str,
     spec, anatomy = request.spec, request.anatomy
     return {
         "fits": plan.fits,
+        "verdict": planned.verdict.json(),
         "problem": plan.problem or None,
         "remedies": [remedy.text for remedy in planned.remedies],
         "machine": spec.name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ from textwrap import wrap
 from megatrain.config.choice import KEYS
 from megatrain.config.plan import Plan, Pool
 from megatrain.config.sizes import binary
-from megatrain.errors import ConfigError
 from megatrain.hardware import GIB
 from megatrain.plan.cost.economics import Economics, economics
 from megatrain.plan.search.enough import enough_drives, enough_ram
@@ -25,9 +23,6 @@ from megatrain.train.planning.plan_run import Planned
 from megatrain.train.records.metrics import format_count, format_duration
 
 _WIDTH = 110
-_TOKENS = 10**9
-_NUMBER = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([KMBTkmbt]?)")
-_MANY = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _TINY = 1e-3
 """Of what a tier needs: pools that are smaller are not listed one by one."""
 _TIERS = {"device": "device", "ram": "host", "nvme": "drives"}
@@ -37,7 +32,6 @@ _MEMORIES = {"device": "device memory", "ram": "host memory", "nvme": "room on d
 def report(
     planned: Planned,
     *,
-    tokens: str | None = None,
     price_per_hour_usd: float | None = None,
     as_json: bool = False,
     explains: bool = False,
@@ -47,23 +41,18 @@ def report(
 
     Args:
         planned: The plan.
-        tokens: To train on, such as `20B` or `2e9`. None: those of the run, or 1e9 if it has no steps.
         price_per_hour_usd: Of the whole machine; None: see `economics`.
         as_json: One JSON object instead of text.
         explains: Add why the choice was made, and what would be faster.
         progress: Is told what takes time, before it begins.
-
-    Raises:
-        ConfigError: `tokens` is no number of tokens.
     """
-    config = planned.config
-    steps = config.train.steps
-    budget = config.train.tokens_per_step * steps if steps else _TOKENS
-    if tokens is not None:
-        budget = parse_tokens(tokens)
     request = planned.request
     money = economics(
-        planned.plan, request.spec, request.anatomy, tokens=budget, price_per_hour_usd=price_per_hour_usd
+        planned.plan,
+        request.spec,
+        request.anatomy,
+        tokens=planned.tokens,
+        price_per_hour_usd=price_per_hour_usd,
     )
     lines = []
     if explains:
@@ -72,25 +61,14 @@ def report(
     return json.dumps(plan_json(planned, money, lines)) if as_json else plan_text(planned, money, lines)
 
 
-def parse_tokens(text: str) -> int:
-    """Read a number of tokens: `2e9`, `20B`, `1.5T`, `1_000_000`.
-
-    Raises:
-        ConfigError: It is none, or below 1.
-    """
-    match = _NUMBER.fullmatch(text.strip())
-    count = float(match[1].replace("_", "")) * _MANY[match[2].upper()] if match else 0.0
-    if not 1 <= count < 1e18:
-        raise ConfigError(f"--tokens is {text!r}; give a number of tokens such as 2e9, 500M or 20B")
-    return round(count)
-
-
 def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
     """Return a plan as a page of text; the arguments are those of `plan_json`."""
     plan = planned.plan
     rows = [*_head(planned), "", *_tiers(planned)]
     if plan.fits:  # the least that does not fit is not what would run
-        rows += [*_step(planned), *_total(money), *_ways("spare", planned.spares)]
+        rows += [*_step(planned), *_total(money)]
+        if planned.verdict.wear is None:
+            rows += _ways("spare", planned.spares)
     rows += _verdict(planned)
     if plan.fits:
         rows += _row("setting", _settings(planned))
@@ -223,17 +201,21 @@ def _verdict(planned: Planned) -> Iterator[str]:
     if not plan.fits:
         over = {tier: plan.tier_bytes(tier) - limit for tier, limit in plan.limits.items()}
         short = [f"{binary(over[tier])} too little {_MEMORIES[tier]}" for tier in over if over[tier] > 0]
-        yield from _row("verdict", f"DOES NOT FIT: {' and '.join(short)}")
+        yield from _row("verdict", f"{planned.verdict.text}: {' and '.join(short)}")
         yield from _ways("use", [remedy.text for remedy in planned.remedies])
         if not planned.remedies:
-            yield from _row("use", "nothing that can be set, and no bundled machine, makes it fit")
+            yield from _row("use", "nothing that can be set makes it fit, nor does more memory or a drive")
         return
     spare = [
         f"{binary(limit - plan.tier_bytes(tier))} of {_MEMORIES[tier]}"
         for tier, limit in plan.limits.items()
         if tier != "nvme"
     ]
-    yield from _row("verdict", f"FITS, with {' and '.join(spare)} to spare")
+    yield from _row("verdict", f"{planned.verdict.text}, with {' and '.join(spare)} to spare")
+    if planned.verdict.wear is not None:
+        yield from _ways("use", [*planned.spares, "memory.accept_wear=true, to train all the same"])
+    for reason in planned.verdict.reasons:
+        yield from _row("but", reason)
 
 
 def _settings(planned: Planned) -> str:

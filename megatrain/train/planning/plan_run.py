@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,14 @@ from megatrain.config.plan import Plan
 from megatrain.config.runs import num_places
 from megatrain.data.context import check_seq_len
 from megatrain.errors import ConfigError
-from megatrain.hardware import GIB, HardwareSpec, load_machine, machine_names
+from megatrain.hardware import GIB, HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.deterministic import copies_of_gradient, filled_share, is_priced
 from megatrain.plan.cost.passes import Passes
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import Remedy, advise
 from megatrain.plan.search.request import Request
+from megatrain.plan.search.verdict import Verdict, judge
 from megatrain.plan.search.wear import spare_drives
 from megatrain.train.planning.counting import PlannedModel, Progress
 from megatrain.train.planning.gpus import of_ranks
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _NO_DATA = "not needed for a plan"
+_TOKENS = 10**9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +53,13 @@ class Planned:
     """As it was given."""
     count_s: float
     """Seconds that counting the model took, and timing its layers on a CPU, beside `plan.plan_s`."""
+    tokens: int = 0
+    """That the run still trains on, by which its days and the wear of drives are counted."""
+    verdict: Verdict
     remedies: tuple[Remedy, ...] = ()
     """What would make it fit, if it does not."""
     spares: tuple[str, ...] = ()
-    """What would spare the drives, if it wears them out soon."""
+    """What would spare the drives, if it wears them out soon, each with the days that it gives."""
     notes: tuple[str, ...] = ()
 
     def evaluation_s(self, num_micro_batches: int) -> float:
@@ -135,28 +140,42 @@ def plan_run(
     raw: Mapping[str, Any],
     spec: HardwareSpec,
     *,
+    tokens: int | None = None,
     progress: Progress = lambda doing: None,
     **given: Any,
 ) -> Planned:
-    """Plan a run, of which every GPU of the machine is a rank; arguments and errors are those of `ask`."""
+    """Plan a run, of which every GPU of the machine is a rank; other arguments and errors are those of `ask`.
+
+    Args:
+        raw: As in `ask`.
+        spec: As in `ask`.
+        tokens: To train on; None: those of the run, or 1e9 if it has no steps.
+        progress: As in `ask`.
+        given: Other arguments of `ask`.
+    """
     asked = ask(raw, spec, progress=progress, **given)
     gathers = asked.config.parallel.gathers
     request = of_ranks(asked.request, spec.num_ranks, spec.num_nodes, gathers=gathers)
     progress("searching choices")
     plan = make_plan(request)
+    if tokens is None:
+        tokens = (asked.config.train.steps or 0) * asked.config.train.tokens_per_step or _TOKENS
     remedies: list[Remedy] = []
     spares: tuple[str, ...] = ()
     if not plan.fits:
         progress("looking for what would make it fit")
-        remedies = advise(request, asked.recount, machines=_machines(spec))
-    elif plan.bytes_per_step["drive_written"]:
+        remedies = advise(request, asked.recount)
+    verdict = judge(request, plan, tokens=tokens, progress=progress)
+    if plan.fits and plan.bytes_per_step["drive_written"]:
         progress("looking for what would spare the drives")
-        spares = tuple(spare_drives(request, plan))
+        spares = tuple(spare_drives(request, plan, tokens=tokens))
     return Planned(
         plan=plan,
         request=request,
         config=asked.config,
         model=asked.model,
+        tokens=tokens,
+        verdict=verdict,
         remedies=tuple(remedies),
         spares=spares,
         notes=(*asked.notes, *_notes(request)),
@@ -194,6 +213,9 @@ def make_request(
     Raises:
         ConfigError: More resident layers than the model has.
     """
+    drives, rated = spec.drives, config.hardware.rated_bytes_written
+    if drives is not None and rated is not None:
+        spec = replace(spec, drives=replace(drives, rated_bytes_written=float(rated)))
     return Request(
         spec=spec,
         anatomy=anatomy,
@@ -261,20 +283,6 @@ def device_type(spec: HardwareSpec) -> str:
     return "accelerator" if spec.has_accelerator else "cpu"
 
 
-def _machines(own: HardwareSpec) -> Iterator[HardwareSpec]:
-    """Yield the bundled machines with as many GPUs as one has, those with least memory first."""
-    machines = [load_machine(name) for name in machine_names()]
-    alike = [
-        machine
-        for machine in machines
-        if not machine.is_cpu
-        and (machine.num_gpus, machine.num_nodes) == (own.num_gpus, 1)
-        and (own.num_nodes == 1 or machine.network_bytes_per_s is not None)
-    ]
-    for machine in sorted(alike, key=lambda machine: machine.device_bytes or 0):
-        yield machine.with_ranks(own.num_gpus, own.num_nodes)
-
-
 def _notes(request: Request) -> list[str]:
     anatomy, spec = request.anatomy, request.spec
     notes = []
@@ -290,16 +298,29 @@ def _notes(request: Request) -> list[str]:
             f"a token passes {format_count(anatomy.num_active_params)} of {format_count(anatomy.num_params)} "
             "parameters; the model's experts are counted as evenly used, and all of them stream and update"
         )
-    if "assumed" in spec.sources.get("matmul_flops_per_s", ""):
-        notes.append(
-            f"rates of {spec.name} are vendors' figures times assumed shares, not measured; on the machine "
-            "itself, megatrain doctor --bench measures them"
-        )
+    notes += rates_note(spec, anatomy.precision)
     if request.deterministic and spec.has_accelerator and anatomy.num_heads:
         notes.append(_deterministic_note(request))
     if request.state != "fp32":
         notes.append(f"moments in {request.state} are not exact: the result differs from AdamW's")
     return notes
+
+
+def rates_note(spec: HardwareSpec, precision: str) -> list[str]:
+    """Say what is behind the rates of a machine, if it is less than a measurement."""
+    source = spec.sources.get("matmul_flops_per_s", "")
+    if source.startswith("measured"):
+        return []
+    measure = "on the machine itself, megatrain doctor --bench measures them"
+    if source.startswith(f"{precision}: fitted"):
+        return [
+            f"of the rates of {spec.name}, that of {precision} products is fitted to another system's "
+            f"published run, and all others are vendors' or assumed: megatrain has not run there; {measure}"
+        ]
+    return [
+        f"nobody has measured the rates of {spec.name}, and no published run backs them: they are vendors' "
+        f"figures, or assumed; {measure}"
+    ]
 
 
 def _deterministic_note(request: Request) -> str:

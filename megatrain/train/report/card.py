@@ -149,6 +149,9 @@ def plan_and_fact(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     if not plan or not run.rows:
         return
     yield "time of a step", _seconds(plan.get("step_s")), _seconds(run.step_s)
+    verdict = plan.get("verdict")
+    if isinstance(verdict, Mapping):
+        yield "verdict", str(verdict.get("text")), ""
     yield "tokens/s", f"{plan.get('tokens_per_s', 0):,.0f}", f"{run.tokens_per_s:,.0f}"
     yield "bound by", str(plan.get("bound")), str(run.rows[-1].get("bound") or "-")
     planned = plan.get("host_plane_bytes", 0)

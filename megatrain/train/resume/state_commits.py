@@ -63,7 +63,10 @@ def tiers_of(config: Config, choice: Choice | None = None, *, resumes: bool = Fa
 
 @contextmanager
 def drives_apart(config: Config) -> Iterator[Config]:
-    """Give a run that nobody keeps directories of its own on the drives, and remove them in the end."""
+    """Give a run that nobody keeps directories of its own on the drives, and remove them in the end.
+
+    Its few steps wear out nothing, however many the settings have.
+    """
     if not config.memory.drives:
         yield config
         return
@@ -75,7 +78,8 @@ def drives_apart(config: Config) -> Iterator[Config]:
                 made.append(Path(tempfile.mkdtemp(prefix="trace-", dir=directory)))
         assert config.memory.tiers != "auto"
         tiers = config.memory.tiers.model_copy(update={"nvme": tuple(map(str, made))})
-        yield config.model_copy(update={"memory": config.memory.model_copy(update={"tiers": tiers})})
+        memory = config.memory.model_copy(update={"tiers": tiers, "accept_wear": True})
+        yield config.model_copy(update={"memory": memory})
     finally:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)

@@ -51,7 +51,7 @@ def start_lines(
     if planned is None:
         yield "memory and speed: not known before the first step, since this model cannot be counted"
     else:
-        yield f"memory: {_memory(planned)}"
+        yield f"memory: {_memory(planned)}: {planned.verdict.sentence}"
         passes = "".join(_passes(planned, evaluated, judged))
         yield f"speed: {_speed(planned.plan, num_steps, first_step, now)}{passes}"
     going_on = f"; going on from step {first_step} of {num_steps}" if first_step else ""

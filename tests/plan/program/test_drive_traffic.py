@@ -231,7 +231,7 @@ def test_only_commits_write_what_lives_in_ram() -> None:
     drives = Drives(nbytes=1 << 40, read_bytes_per_s=2e9, write_bytes_per_s=1e9)
     batch = StepBatch(micro_batch_size=1, seq_len=512, num_micro_batches=2)
     asked = Request(
-        spec=machine(host_bytes=590 << 20, drives=drives, flops=1e11),
+        spec=machine(host_bytes=622 << 20, drives=drives, flops=1e11),
         anatomy=anatomy,
         batch=batch,
         choice=Choice(fragments=False, sums="device", boundaries="device"),

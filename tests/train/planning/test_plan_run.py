@@ -15,17 +15,19 @@ from transformers import LlamaConfig, MistralConfig, ViTConfig
 
 from megatrain.cli import main
 from megatrain.config import build_config, config_keys
+from megatrain.config.sizes import parse_bytes, parse_tokens
 from megatrain.errors import ConfigError
 from megatrain.hardware import load_machine, save_machine
 from megatrain.model import masks
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.economics import economics
+from megatrain.plan.search import verdict
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_DEVICE, USABLE_HOST
 from megatrain.train.loop import train
 from megatrain.train.planning import plan_report
 from megatrain.train.planning import plan_run as planning
-from megatrain.train.planning.plan_report import parse_tokens, plan_text
+from megatrain.train.planning.plan_report import plan_text
 from megatrain.train.planning.plan_run import plan_run
 from megatrain.train.screen import doing
 from tests.plan.anatomies import Shape, llama_like
@@ -43,7 +45,7 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best choice that is found soon."""
-    for module in (planning, plan_report):
+    for module in (planning, plan_report, verdict):
         monkeypatch.setattr(module, "make_plan", partial(make_plan, budget=1_000))
 
 
@@ -201,10 +203,11 @@ def test_a_config_is_planned_as_it_would_run(
 def test_options_change_the_machine(capsys: pytest.CaptureFixture[str], models: Path, tmp_path: Path) -> None:
     save_machine(load_machine("rtx-4090").with_ram(77 << 30), tmp_path / "mine.json")
     found = plan_json(capsys, "--model", str(models / "small"), "--machine", str(tmp_path / "mine.json"))
-    assert found["limits"]["ram"] == int(USABLE_HOST * (77 << 30)) - PROGRAM_BYTES
+    free = int(0.05 * (77 << 30))
+    assert found["limits"]["ram"] == int(USABLE_HOST * (77 << 30)) - free - PROGRAM_BYTES
     found = plan_json(capsys, "--model", str(models / "small"), "--machine", "8xh100", "--gpus", "4")
     host = load_machine("8xh100").host_bytes
-    assert found["limits"]["ram"] == int(USABLE_HOST * host) - 4 * PROGRAM_BYTES
+    assert found["limits"]["ram"] == int(USABLE_HOST * host) - (8 << 30) - 4 * PROGRAM_BYTES
     found = plan_json(
         capsys,
         *("--model", str(models / "small"), "--machine", "rtx-4090", "--ram", "1.5TiB", "--nvme", "3TB"),
@@ -287,7 +290,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str, str]] = {
     "too small a device": (
         ("--model", "large", "--machine", "rtx-3080", "--seq-len", "256", "--ram", "4TiB"),
         "device memory",
-        "--machine",
+        "a machine with 15GiB on its device",
     ),
 }
 SLOW = ("RAM limit", "too little RAM to clip")
@@ -317,6 +320,11 @@ def test_refusal_names_pool_need_limit_and_an_option_that_fits(
     assert rows == ways
     assert any(way.startswith(option) for way in ways), ways
     for way in ways:
+        device = re.fullmatch(r"a machine with (\S+) on its device", way)
+        if device is not None:
+            larger = replace(load_machine("rtx-3080"), device_bytes=parse_bytes(device[1], "the device"))
+            save_machine(larger, models / "larger.json")
+            way = "--machine larger.json"
         again = plan_json(capsys, *changed(arguments, shlex.split(way)))
         assert again["fits"], way
 

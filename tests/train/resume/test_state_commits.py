@@ -339,7 +339,7 @@ def test_gradients_wait_on_drives_beside_state_in_ram(tmp_path: Path) -> None:
 def test_a_run_that_does_not_fit_is_told_of_settings_not_of_other_machines(tmp_path: Path) -> None:
     config = make_config(tmp_path, train={"precision": "bf16", "device": "emulated"})
     model_config = AutoConfig.from_pretrained(config.model.path)
-    ram = int((PROGRAM_BYTES + 560_000) / USABLE_HOST)
+    ram = int((PROGRAM_BYTES + 560_000) / (USABLE_HOST - 0.05))
     spec = replace(emulated_spec(EmulatedMachine(), common_cpu("bf16")).with_ram(ram), drives=None)
     with pytest.raises(CapacityError, match=r"host memory") as caught:
         plan_training(config, PlannedModel(config.model.path, None, print, model_config), spec)

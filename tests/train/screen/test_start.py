@@ -59,7 +59,7 @@ def test_four_lines_say_what_where_how_fast_and_whereto(tmp_path: Path) -> None:
     assert lines_of(config, planned) == [
         f"training: {config.model.path} ({count / 1000:.1f} K parameters), from random weights, in fp32, on "
         "5 documents",
-        "memory: 3.50 GiB of 20.00 GiB in RAM",
+        "memory: 3.50 GiB of 20.00 GiB in RAM: FITS",
         "speed: about 12,346 tokens/s, 36 s a step (what takes longest: compute); 100 steps take "
         "1h 00m, until 13:00",
         f"results: in {config.out}, the model in {config.out}/hf at the end",
@@ -94,7 +94,7 @@ def test_every_tier_is_named(tmp_path: Path) -> None:
     pools = tuple(Pool(tier, "some", size * GIB) for tier, size in (("ram", 1), ("device", 2), ("nvme", 3)))
     planned = planned_as(config, device=True, pools=pools, limits={"ram": 4 * GIB, "nvme": 5 * GIB})
     training, memory, _, _ = lines_of(config, planned)
-    assert memory == "memory: 1.00 GiB of 4.00 GiB in RAM, 2.00 GiB on rtx-3090, 3.00 GiB on drives"
+    assert memory == "memory: 1.00 GiB of 4.00 GiB in RAM, 2.00 GiB on rtx-3090, 3.00 GiB on drives: FITS"
     assert "in bf16 with fp32 masters, optimizer state: int8 (not exact), on" in training
 
 
