@@ -30,12 +30,12 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from megatrain.errors import ModelError, first_line, os_error_behind, os_sentence
+from megatrain.model.weights.quantised import refuse_quantised
 
 _log = logging.getLogger(__name__)
 
 _OTHER_TASK = re.compile(r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w*$")
 _SMALL_ELEMENTS = 1 << 16
-_QUANTISATION_KEYS = ("quantization_config", "compression_config")
 
 
 def read_config(path_or_id: str | Path) -> PretrainedConfig:
@@ -243,9 +243,7 @@ def _check_config_values(values: dict[str, Any], where: str, *, allows_images: b
                 f"{where}: config.json asks for remote code (auto_map), which is never executed; "
                 f"use a model type that transformers implements"
             )
-        for key in _QUANTISATION_KEYS:
-            if level.get(key):
-                raise ModelError(f"{where}: config.json has a {key}; give an unquantised checkpoint")
+        refuse_quantised(level, where)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ModelError(f"{where}: config.json has no model_type")
