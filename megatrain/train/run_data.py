@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from megatrain.config.decided import with_step
 from megatrain.data.cache import Rows
 from megatrain.data.loader import PackedLoader, in_batches
 from megatrain.data.prepare import Prepared
+from megatrain.data.templates import why_not_suited
 from megatrain.data.tokens.template import template_source
 from megatrain.train.evaluate.losses import EvalSet
 from megatrain.train.inputs import (
@@ -28,6 +30,8 @@ from megatrain.train.preference.objective import Preference
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +81,8 @@ def read_data(
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
     if config.data.chat_template is not None:  # whoever talks to the model needs what it was trained with
         tokenizer.chat_template = template_source(config.data.chat_template, tokenizer)
+        if (why := why_not_suited(config.data.chat_template, tokenizer)) is not None:
+            _log.warning("%s", why)
     packed = pack_data(config, tokenizer, model_config, folder=folder, day=day)
     rows = hold_out(config, packed)[0] if _holds_out(config, packed) else rows_of(packed)
     config = with_step(config, on_cpu=on_cpu, num_rows=len(rows))

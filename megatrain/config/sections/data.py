@@ -201,8 +201,9 @@ class DataConfig(Section):
     seed: Seed | None = None
     """Seed of the order of the data. null = `train.seed`."""
     chat_template: LocalPath | None = None
-    """Jinja file of the chat template, or `plain` for one that needs no special tokens. null = the
-    tokenizer's own."""
+    """Jinja file of the chat template, or a name: `alpaca`, `chatml`, `gemma`, `llama2`, `llama3`, `mistral`,
+    `phi3`, `qwen2.5`, `qwen3`, `vicuna`, or `plain`, which needs no special tokens. null = the tokenizer's
+    own."""
     day: Day | None = None
     """Day that a chat template is told which asks for the time (`strftime_now`), such as `2026-11-23`. null =
     the one on which this data was first prepared; a run that is resumed keeps it."""

@@ -9,21 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.example import Message
+from megatrain.data.templates import named_template, template_names
 from megatrain.data.tokens.model_text import WAYS_OUT, ModelText, less, reasoning_in
 from megatrain.data.tokens.rendering import Rendered, RenderError, Rendering, Span
 from megatrain.errors import ConfigError, os_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-PLAIN = "plain"
-_PLAIN = (
-    "{% if bos_token is defined and bos_token %}{{ bos_token }}{% endif %}"
-    "{% for message in messages %}{{ '### ' + message['role'] | capitalize + ':\\n' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %}{{ '\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '### Assistant:\\n' }}{% endif %}"
-)
-"""For models whose tokenizer has no template: it needs no token but those of begin and end."""
 
 _PROBE = (("user", "Alpha"), ("assistant", "Bravo"), ("user", "Golf"), ("assistant", "Tango"))
 
@@ -205,7 +197,7 @@ def _everything(rendered: Rendered, messages: Sequence[Message], train_on: Train
 
 
 def template_source(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> str | dict[str, str] | None:
-    """Return the template of a file, the plain one, or the tokenizer's own; None: it has none.
+    """Return the template of a name or a file, or the tokenizer's own; None: it has none.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -213,12 +205,14 @@ def template_source(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> 
     if setting is None:
         own: Any = tokenizer.chat_template
         return own or None
-    if setting == PLAIN:
-        return _PLAIN
+    named = named_template(setting)
+    if named is not None:
+        return named
     if not Path(setting).exists():
         raise ConfigError(
-            f"data.chat_template is {setting}, which is no file; it takes a file of Jinja, or plain, "
-            "and the tokenizer's own template where it is not set"
+            f"data.chat_template is {setting}, which is no file and no template that has a name here; give a "
+            f"file of Jinja, or one of {', '.join(template_names())}; where it is not set, the tokenizer's "
+            "own is used"
         )
     with os_errors("read the chat template", setting, ConfigError):
         try:

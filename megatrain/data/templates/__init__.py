@@ -1,0 +1,58 @@
+"""Chat templates that go by a name, for models whose tokenizer has none; `NAME.jinja` beside this file.
+
+Each is written anew from the form that the models of that name were trained with, and takes what their own
+template takes: where a tokenizer has that, both write the same text (`tests/data/tokens/test_named.py`).
+
+Sources: the model cards and tokenizers of Llama 2 and 3, Mistral Instruct v0.3, Gemma, Phi-3, Qwen2.5 and
+Qwen3; ChatML as of OpenAI; Stanford's Alpaca and LMSYS's Vicuna v1.1.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PLAIN = "plain"
+"""Needs no token but those of begin and end."""
+
+_SUFFIX = ".jinja"
+
+SPECIAL_TOKENS = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "qwen2.5": ("<|im_start|>", "<|im_end|>"),
+    "qwen3": ("<|im_start|>", "<|im_end|>"),
+}
+"""By template, the words of its own that are to be one token each."""
+
+
+@cache
+def template_names() -> tuple[str, ...]:
+    """Return the names, in order."""
+    here = (entry.name for entry in files(__name__).iterdir())
+    return tuple(sorted(name.removesuffix(_SUFFIX) for name in here if name.endswith(_SUFFIX)))
+
+
+def named_template(name: str) -> str | None:
+    """Return a template as Jinja; None: there is none of that name."""
+    if name not in template_names():
+        return None
+    return (files(__name__) / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
+
+
+def why_not_suited(name: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Say which words of a named template the tokenizer has no token for; None: none, or no such template."""
+    missing = [token for token in SPECIAL_TOKENS.get(name, ()) if token not in tokenizer.get_vocab()]
+    if not missing:
+        return None
+    return (
+        f"data.chat_template={name} writes {', '.join(missing)}, for which this tokenizer has no token, so the "
+        "model learns and writes them in pieces; let it have them with model.new_tokens="
+        f"[{','.join(map(repr, missing))}], or take data.chat_template=plain, which needs none"
+    )
