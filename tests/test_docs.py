@@ -284,7 +284,7 @@ def test_worked_program_is_what_the_code_prints() -> None:
 
 
 def test_loop_in_the_design_is_the_loop_s() -> None:
-    loop = (ROOT / "megatrain/train/loop.py").read_text(encoding="utf-8")
+    loop = (ROOT / "megatrain/train/step.py").read_text(encoding="utf-8")
     (shown,) = (block for block in blocks(ROOT / "docs/design.md", "python") if "run.loader" in block)
     code = " ".join(loop.split())
     for part in shown.split("\n\n"):

@@ -152,7 +152,7 @@ _REFUSED: Mapping[str, str] = {
     "neftune_noise_alpha": "megatrain train adds no noise to embeddings; leave it out",
     "overwrite_output_dir": "a run is never overwritten; give a new directory with out=DIR",
     "push_to_hub": "a run is pushed when it is done: megatrain export RUN OUT --push REPO",
-    "save_strategy": "use checkpoint.every=STEPS, or null for the end of the run only",
+    "save_strategy": "use checkpoint.every=STEPS or epoch, or null for the end of the run only",
 }
 """Names that have no meaning here unless they are switched off, and the way out."""
 

@@ -52,6 +52,10 @@ Steps = Annotated[
     Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)],
     reads_as("a whole number (0 or more), or a share of all steps below 1"),
 ]
+Every = Annotated[
+    Count | Annotated[str, Field(pattern=r"^epoch(/[1-9]\d{0,3})?$")],
+    reads_as("a number of steps (1 or more), epoch, or epoch/4 for four times in each"),
+]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Device = Annotated[
     str,
@@ -79,6 +83,20 @@ TrainedPart = Annotated[
     BeforeValidator(as_tuple),
     reads_as("assistant | last | all | a list of roles (system, user, assistant, tool)"),
 ]
+
+
+def steps_between(every: int | str | None, steps_per_epoch: int) -> int | None:
+    """Return after how many steps something is due again; None: never.
+
+    Args:
+        every: A value of `Every`. Parts of an epoch that are no whole number of steps are rounded up.
+        steps_per_epoch: Of one pass over the data.
+    """
+    if not isinstance(every, str):
+        return every
+    _, _, times = every.partition("/")
+    return -(-steps_per_epoch // int(times or 1))
+
 
 if TYPE_CHECKING:  # what is decided: `auto` is there only until `megatrain.config.decided` has decided
     OpenCount = int

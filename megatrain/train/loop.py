@@ -1,35 +1,30 @@
-"""The training loop: the whole step in one screen, and what surrounds it."""
+"""The training loop: what surrounds its steps, and what follows from them."""
 
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.format import fingerprint
 from megatrain.checkpoint.save import save
 from megatrain.config import Config
+from megatrain.config.types import steps_between
 from megatrain.distributed.ranks import Ranks
-from megatrain.model.head import count_targets
 from megatrain.stream.machine import Measure
-from megatrain.stream.report import StepReport
 from megatrain.train.callbacks.named import trackers
 from megatrain.train.endings import end_early, refuse_failed_callback, stop_flag
 from megatrain.train.going_on import choose_best_anew, find_checkpoint, is_finished
 from megatrain.train.outputs.export import best_step, export_model, find_best
-from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.planning.timeline import planned_run
 from megatrain.train.ranks import (
     COMMIT,
     END,
     EVALUATE,
     STEP,
-    count_written,
     lend,
     read_alone,
     require_checkpoint,
@@ -38,97 +33,20 @@ from megatrain.train.ranks import (
     with_shards,
 )
 from megatrain.train.records.directory import RunDirectory
-from megatrain.train.records.measured import measured
-from megatrain.train.records.metrics import MetricsLog, StepMetrics
+from megatrain.train.records.metrics import MetricsLog
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
 from megatrain.train.resume.changes import changed_settings
 from megatrain.train.resume.state_commits import find_commit, held_by_nodes
 from megatrain.train.run import Run, prepare
 from megatrain.train.screen.progress import Progress
+from megatrain.train.step import train_step
 from megatrain.train.way_back import judge, way_back
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 _log = logging.getLogger(__name__)
-
-
-def train_step(run: Run) -> StepMetrics:
-    """Do one optimizer step."""
-    started = time.monotonic()
-    callbacks, policy = run.callbacks, run.config.train.on_spike
-    run.doing(f"at step {run.step + 1}")
-    micro_batches = next(run.loader)
-    seeds = run.micro_batch_seeds()
-
-    callbacks.call("on_step_begin")
-    loss, shown = run.forward_backward(micro_batches, seeds)
-    callbacks.call("on_pre_optimizer_step")
-    lr = float(run.optimizer.param_groups[0]["lr"])  # the schedule's, unless a callback has changed it
-    # With `warn`, the loss is looked at behind the step: until then the device is still at work.
-    highest = None if policy == "warn" else run.spikes.take(float(loss))
-    grad_norm, is_skipped = None, highest is not None
-    if is_skipped:
-        run.engine.zero_grad()
-    else:
-        stats = run.optimizer.step()
-    run.scheduler.step()
-    # Here, where the step is over but for its updates, the launching thread waits for what compute has made.
-    loss_value = float(loss)
-    if not is_skipped:
-        grad_norm, is_skipped = stats.grad_norm, stats.skipped
-        if policy == "warn":
-            highest = run.spikes.take(loss_value)
-    callbacks.call("on_optimizer_step")
-    report = None if highest is not None and policy != "warn" else run.engine.last_step
-    if run.planned is not None and not run.is_checked:
-        check_allocated(run.engine, run.planned.plan, run.config.memory.on_mismatch)
-        run.is_checked = True
-    if run.elastic is not None and report is not None:
-        change = run.elastic.after_step(report)
-        if change:
-            run.tell("replan", reason=change)
-
-    num_tokens = run.loader.num_tokens
-    run.step += 1
-    run.tokens += num_tokens
-    run.targets += sum(map(count_targets, micro_batches))
-    run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_skipped else 0
-    run.last_good.take(is_skipped=is_skipped or not math.isfinite(loss_value))
-    seconds = time.monotonic() - started
-    if run.ranks is not None and run.config.memory.drives:
-        count_written(run.care, run.ranks)
-    vitals = run.care.sample()
-    return StepMetrics(
-        step=run.step,
-        loss=loss_value,
-        grad_norm=grad_norm,
-        lr=lr,
-        tokens=run.tokens,
-        targets=run.targets,
-        tokens_per_s=num_tokens / seconds,
-        seconds=seconds,
-        skipped=is_skipped,
-        shown=shown,
-        spike_above=highest,
-        host_bytes=run.engine.host_bytes,
-        device_bytes=run.engine.device_bytes_peak,
-        **({} if report is None else _measured(run, report, num_tokens)),
-        power_w=vitals.power_w,
-        temperature_c=vitals.temperature_c,
-        throttled=vitals.throttled,
-        energy_j_per_token=None if vitals.energy_j is None else vitals.energy_j / max(1, num_tokens),
-        ecc_errors=vitals.ecc_errors,
-        swap_bytes=vitals.swap_bytes,
-        drive_written_bytes=vitals.drive_written_bytes,
-    )
-
-
-def _measured(run: Run, report: StepReport, num_tokens: int) -> dict[str, Any]:
-    flops = run.engine.arrangement.flops.model_flops(run.config.data.seq_len)
-    num_ranks = 1 if run.ranks is None else run.ranks.size
-    return measured(report, model_flops=num_tokens * flops, num_ranks=num_ranks)
 
 
 def train(
@@ -294,7 +212,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
         The checkpoint of the last step.
     """
     settings, callbacks = run.config, run.callbacks
-    every, commit_every = settings.checkpoint.every, settings.memory.commit_every
+    every = steps_between(settings.checkpoint.every, run.loader.steps_per_epoch)
+    commit_every = settings.memory.commit_every
     progress = Progress(num_steps=run.num_steps, first_step=run.step, mode=settings.log.progress)
     run.care.begin()
     with MetricsLog(directory.metrics, resume_step=run.step) as metrics, progress:

@@ -12,6 +12,7 @@ from megatrain.config.foreign.translation import (
     ONE_DEVICE,
     QUANTISED,
     Translation,
+    chat_template,
     common,
     lora_modules,
     optimizer,
@@ -30,7 +31,8 @@ _REASONS = {
     "eval_sample_packing": "data.packing is for evaluation too",
     "pad_to_sequence_len": "sequences are as long as what is in them",
     "group_by_length": "sequences are full, so there is nothing to group",
-    "special_tokens": "tokens are the tokenizer's own; change them there",
+    "special_tokens": "the tokens that begin, end and fill are the tokenizer's own: change them in a copy of "
+    "it, and give that as data.tokenizer; what fills a row is neither seen nor trained on",
     "gradient_checkpointing": NEEDLESS_MEMORY,
     "gradient_checkpointing_kwargs": NEEDLESS_MEMORY,
     "activation_offloading": NEEDLESS_MEMORY,
@@ -51,7 +53,7 @@ _REASONS = {
     "wandb_watch": "gradients are not there to be watched",
     "wandb_log_model": "WANDB_LOG_MODEL in the environment says it",
     "hub_model_id": "megatrain export has the switch for it",
-    "save_first_step": "checkpoint.every is a number of steps",
+    "save_first_step": "checkpoint.every is a number of steps, or epoch/N",
     "save_safetensors": "files are always safetensors",
     "train_on_eos": "the end of each turn that is trained on is trained on",
     "lora_model_dir": "adapters begin anew; merge the old ones into the model first",
@@ -86,6 +88,13 @@ _METHODS = {
     },
 }
 """Settings of their losses of judged answers."""
+_TEMPLATES = {name: name for name in ("alpaca", "chatml", "gemma", "llama3", "qwen3")} | {
+    "mistral_v2v3": "mistral",
+    "phi_3": "phi3",
+    "phi_35": "phi3",
+    "qwen_25": "qwen2.5",
+}
+"""Their templates by the names that they have here."""
 _TAGS = {"role": "role_tag", "content": "content_tag"}
 
 
@@ -133,6 +142,14 @@ def translate(t: Translation) -> None:
     _data(t)
     _adapters(t)
     least = t.take("cosine_min_lr_ratio")
+    watchdog = [t.take(key) for key in ("loss_watchdog_threshold", "loss_watchdog_patience")]
+    if watchdog != [None, None]:
+        t.set("train.on_spike", "stop")
+        t.leave_out(
+            "loss_watchdog_threshold",
+            "given",
+            "train.on_spike=stop is set: it ends the run at a loss far above the last 64",
+        )
     schedule(t, "lr_scheduler")
     if least is not None and t.settings["optim.schedule"] == "cosine":
         t.set("optim.schedule", "cosine_with_min_lr")
@@ -160,11 +177,13 @@ def _data(t: Translation) -> None:
         t.set("data.eval_path", {f"eval{n}": _source(t, source) for n, source in enumerate(held_out)})
     if t.take("train_on_inputs"):
         t.set("data.train_on", "all")
-    template = t.take("chat_template")
-    jinja = t.take("chat_template_jinja")
-    if template not in (None, "tokenizer_default"):
-        t.leave_out("chat_template", template, "the tokenizer's own is used; data.chat_template takes a file")
-    t.leave_out("chat_template_jinja", jinja, "data.chat_template takes a file with it")
+    template, jinja = t.take("chat_template"), t.take("chat_template_jinja")
+    if jinja is not None and str(jinja).endswith(".jinja"):
+        t.set("data.chat_template", jinja)
+    else:
+        t.leave_out("chat_template_jinja", jinja, "write it to a file, and give that as data.chat_template")
+        if template not in (None, "tokenizer_default", "jinja"):
+            chat_template(t, "chat_template", template, _TEMPLATES)
 
 
 def _source(t: Translation, source: Any) -> dict[str, Any]:
@@ -231,10 +250,8 @@ def _adapters(t: Translation) -> None:
 
 
 def _times(t: Translation) -> None:
-    """Read how often in an epoch to save and evaluate; here that is said in steps."""
-    saves, evaluations = t.take("saves_per_epoch"), t.take("evals_per_epoch")
-    t.leave_out("saves_per_epoch", saves, "checkpoint.every is a number of steps; the last one is saved")
-    if evaluations:
-        t.set("eval.every", "epoch")
-        if evaluations != 1:
-            t.leave_out("evals_per_epoch", evaluations, "eval.every is epoch, or a number of steps")
+    """Read how often in an epoch to save and evaluate."""
+    for key, name in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "eval.every")):
+        times = t.take(key)
+        if times:
+            t.set(name, "epoch" if times == 1 else f"epoch/{times}")

@@ -12,6 +12,7 @@ from megatrain.config.foreign.translation import (
     ONE_DEVICE,
     QUANTISED,
     Translation,
+    chat_template,
     common,
     lora_modules,
     optimizer,
@@ -21,7 +22,6 @@ from megatrain.config.foreign.translation import (
 from megatrain.errors import ConfigError
 
 _REASONS = {
-    "template": "the tokenizer's own chat template is used; data.chat_template takes a file, or plain",
     "trust_remote_code": "code in a model directory is never run",
     "overwrite_cache": "prepared data is found again by what it was made of",
     "overwrite_output_dir": "a run that is there is gone on with; give another directory for a new one",
@@ -69,6 +69,10 @@ _OF_LOSS = {
     },
 }
 """Settings of their losses of judged answers."""
+_TEMPLATES = {
+    name: name for name in ("alpaca", "chatml", "gemma", "llama2", "llama3", "mistral", "qwen3", "vicuna")
+} | {"gemma2": "gemma", "phi": "phi3", "qwen": "qwen2.5"}
+"""Their templates by the names that they have here."""
 _ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager"}
 
 
@@ -148,6 +152,9 @@ def _data(t: Translation, stage: str) -> None:
     held_out = lora_modules(t.take("eval_dataset", []))
     if held_out:
         t.set("data.eval_path", {name: {"path": registry, "dataset": name} for name in held_out})
+    template = t.take("template")
+    if template is not None and stage != "pt":  # texts have none
+        chat_template(t, "template", template, _TEMPLATES)
     if t.take("train_on_prompt"):
         t.set("data.train_on", "all")
     elif t.take("mask_history"):

@@ -123,21 +123,23 @@ def _checkpoints(t: Translation) -> None:
     strategy, every = t.take("save_strategy", "steps"), t.take("save_steps")
     if strategy == "no":
         t.set("checkpoint.every", None)
+    elif strategy == "epoch":
+        t.set("checkpoint.every", "epoch")
     elif isinstance(every, int) and every >= 1:
         t.set("checkpoint.every", every)
     elif every is not None:
-        t.leave_out("save_steps", every, "checkpoint.every is a number of steps")
-    if strategy not in ("steps", "no"):
-        t.leave_out("save_strategy", strategy, "checkpoint.every is a number of steps; the last one is saved")
+        t.leave_out("save_steps", every, "checkpoint.every is a number of steps, or epoch/N")
+    if strategy not in ("steps", "no", "epoch"):
+        t.leave_out("save_strategy", strategy, "checkpoint.every is a number of steps, or epoch/N")
     strategy, every = t.take("eval_strategy", t.take("evaluation_strategy")), t.take("eval_steps")
     if strategy == "epoch":
         t.set("eval.every", "epoch")
     elif isinstance(every, int) and every >= 1 and strategy != "no":
         t.set("eval.every", every)
     elif every is not None and strategy != "no":
-        t.leave_out("eval_steps", every, "eval.every is a number of steps, or epoch")
+        t.leave_out("eval_steps", every, "eval.every is a number of steps, or epoch/N")
     if strategy not in (None, "no", "steps", "epoch"):
-        t.leave_out("eval_strategy", strategy, "eval.every is a number of steps, or epoch")
+        t.leave_out("eval_strategy", strategy, "eval.every is a number of steps, or epoch/N")
     resume = t.take("resume_from_checkpoint")
     if isinstance(resume, str) and resume != "auto":
         t.leave_out("resume_from_checkpoint", resume, "only checkpoints of megatrain can be gone on from")
@@ -163,6 +165,26 @@ def schedule(t: Translation, key: str) -> None:
     arguments = t.take("lr_scheduler_kwargs")
     if arguments:
         t.set("optim.schedule_args", arguments)
+
+
+def chat_template(t: Translation, key: str, name: Any, names: Mapping[str, str]) -> None:
+    """Translate the name of a chat template.
+
+    Args:
+        t: The file.
+        key: Of theirs that names it.
+        name: That they have for it.
+        names: Those of theirs that are here, by the name that they have here.
+    """
+    if name in names:
+        t.set("data.chat_template", names[name])
+        return
+    t.leave_out(
+        key,
+        name,
+        "there is no template of that name here, and the tokenizer's own is used; data.chat_template takes a "
+        "file of Jinja, and names: see docs/data.md",
+    )
 
 
 def lora_modules(value: Any) -> list[str]:

@@ -32,6 +32,7 @@ from megatrain.config.types import (
     Betas,
     Bytes,
     Count,
+    Every,
     LocalPath,
     Name,
     Paths,
@@ -196,8 +197,9 @@ class MemoryConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints and resuming."""
 
-    every: Count | None = 500
-    """Steps between checkpoints. null = only at the end, or when stopped by a signal."""
+    every: Every | None = 500
+    """Steps between checkpoints; `epoch` = after each pass over the data, `epoch/4` = four times in each.
+    null = only at the end, or when stopped by a signal."""
     keep_last: Count | None = 2
     """Newest checkpoints to keep, and beside them what `eval.keep_best` says and, after skipped steps, the
     newest from before the first of them, until the run is healthy again. null = all."""

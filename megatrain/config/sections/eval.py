@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
 from megatrain.config.sections.section import Section
-from megatrain.config.types import Count, Name, as_tuple, reads_as
+from megatrain.config.types import Count, Every, Name, as_tuple, reads_as
 
 
 class EvalConfig(Section):
     """Evaluation on the data of `data.val_size` and `data.eval_path`; it changes no bit of training."""
 
-    every: Count | Literal["epoch"] | None = "epoch"
-    """Steps between evaluations; `epoch` = after each pass over the data. null = only as `eval.at_start` and
-    `eval.at_end` say."""
+    every: Every | None = "epoch"
+    """Steps between evaluations; `epoch` = after each pass over the data, `epoch/4` = four times in each.
+    null = only as `eval.at_start` and `eval.at_end` say."""
     batches: Count | None = None
     """Micro-batches of each set that are evaluated. null = all."""
     at_start: bool = False

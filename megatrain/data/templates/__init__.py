@@ -52,7 +52,7 @@ def why_not_suited(name: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
     if not missing:
         return None
     return (
-        f"data.chat_template={name} writes {', '.join(missing)}, for which this tokenizer has no token, so the "
-        "model learns and writes them in pieces; let it have them with model.new_tokens="
+        f"data.chat_template={name} writes {', '.join(missing)}, for which this tokenizer has no token, so "
+        "the model learns and writes them in pieces; let it have them with model.new_tokens="
         f"[{','.join(map(repr, missing))}], or take data.chat_template=plain, which needs none"
     )

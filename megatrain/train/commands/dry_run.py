@@ -8,10 +8,10 @@ from megatrain.config import Config
 from megatrain.hardware import GIB, resident_bytes
 from megatrain.stream.machine import Measure
 from megatrain.stream.report import StepReport
-from megatrain.train.loop import train_step
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.resume.state_commits import drives_apart
 from megatrain.train.run import Run, prepare
+from megatrain.train.step import train_step
 
 _LANES = {
     "compute": "compute",

@@ -22,11 +22,11 @@ from megatrain.errors import ConfigError, OutputError
 from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.stream.lanes import Record, Span, Wait
 from megatrain.stream.report import StepReport
-from megatrain.train.loop import train_step
 from megatrain.train.ranks import with_shards
 from megatrain.train.records.metrics import format_bytes
 from megatrain.train.resume.state_commits import drives_apart
 from megatrain.train.run import prepare
+from megatrain.train.step import train_step
 
 _DRIVES = (Lane.READ, Lane.PAGE, Lane.RECALL, Lane.WRITE, Lane.STOW)
 _RANKS = (Lane.GATHER, Lane.EXCHANGE, Lane.SPREAD)

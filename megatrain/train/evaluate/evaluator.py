@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain.config.sections.eval import EvalConfig
+from megatrain.config.types import steps_between
 from megatrain.data.cache import Rows
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import ConfigError
@@ -63,7 +64,7 @@ class Evaluator:
         self._settings = settings
         self._sets = sets
         self._num_steps = num_steps
-        self._every = steps_per_epoch if settings.every == "epoch" else settings.every
+        self._every = steps_between(settings.every, steps_per_epoch)
         names = [one.name for one in sets]
         if settings.metric is not None and settings.metric not in names:
             raise ConfigError(f"eval.metric is {settings.metric}; the eval sets are {', '.join(names)}")

@@ -169,6 +169,7 @@ def test_llamafactory_full() -> None:
         "data.val_size": 0.1,
         "data.workers": 16,
         "data.train_on": "last",
+        "data.chat_template": "llama3",
         "data.packing": "best_fit",
         "optim.lr": 1e-5,
         "optim.schedule": "cosine",
@@ -184,7 +185,6 @@ def test_llamafactory_full() -> None:
     assert left_out.keys() == {
         "trust_remote_code",
         "deepspeed",
-        "template",
         "overwrite_cache",
         "plot_loss",
         "optim",
@@ -255,7 +255,8 @@ def test_axolotl_full() -> None:
         "optim.weight_decay": 0.0,
         "optim.betas": [0.9, 0.999],
         "optim.max_grad_norm": 1.0,
-        "eval.every": "epoch",
+        "eval.every": "epoch/2",
+        "checkpoint.every": "epoch",
         "log.to": ["wandb"],
         "out": "./out",
     }
@@ -263,11 +264,58 @@ def test_axolotl_full() -> None:
         "model_type",
         "datasets.shards",
         "gradient_checkpointing",
-        "evals_per_epoch",
-        "saves_per_epoch",
         "wandb_project",
         "special_tokens",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "expected", "left_out"),
+    [
+        (LF_FULL, "template: qwen", {"data.chat_template": "qwen2.5"}, {}),
+        (LF_FULL, "template: phi", {"data.chat_template": "phi3"}, {}),
+        (
+            LF_FULL,
+            "template: yi",
+            {"data.chat_template": None},
+            {"template": "no template of that name here"},
+        ),
+        (LF_FULL, "stage: pt", {"data.chat_template": None}, {}),
+        (LF_FULL, "save_strategy: epoch", {"checkpoint.every": "epoch"}, {}),
+        (AX_FULL, "chat_template: phi_35", {"data.chat_template": "phi3"}, {}),
+        (AX_FULL, "chat_template: tokenizer_default", {"data.chat_template": None}, {}),
+        (AX_FULL, "chat_template: jamba", {"data.chat_template": None}, {"chat_template": "docs/data.md"}),
+        (
+            AX_FULL,
+            "chat_template: jinja\nchat_template_jinja: my/chat.jinja",
+            {"data.chat_template": "my/chat.jinja"},
+            {},
+        ),
+        (
+            AX_FULL,
+            "chat_template_jinja: '{{ messages }}'",
+            {"data.chat_template": None},
+            {"chat_template_jinja": "write it to a file"},
+        ),
+        (
+            AX_FULL,
+            "loss_watchdog_threshold: 5.0\nloss_watchdog_patience: 3",
+            {"train.on_spike": "stop"},
+            {"loss_watchdog_threshold": "ends the run at a loss far above the last 64"},
+        ),
+        (AX_FULL, "saves_per_epoch: 4", {"checkpoint.every": "epoch/4"}, {}),
+    ],
+)
+def test_templates_and_times_are_taken_over(
+    text: str, more: str, expected: dict[str, Any], left_out: dict[str, str]
+) -> None:
+    names = tuple(line.partition(":")[0] for line in more.splitlines())
+    kept = "\n".join(line for line in text.splitlines() if not line.startswith(names))
+    settings, reasons = translated(f"{kept}\n{more}\n")
+    assert {key: settings.get(key) for key in expected} == expected
+    for key, part in left_out.items():
+        assert part in reasons[key]
+    assert set(reasons) & set(names) == set(left_out) & set(names)
 
 
 def test_axolotl_qlora_becomes_lora_with_the_reason() -> None:

@@ -380,16 +380,24 @@ def test_a_run_killed_anywhere_evaluates_saves_and_stops_as_if_nothing_had_been(
 
 
 def test_epochs_are_passes_over_the_data_that_is_trained_on(tmp_path: Path) -> None:
-    """And `eval.every: epoch` evaluates at their ends."""
-    train_section = {"steps": None, "epochs": 1.5, "grad_accumulation": 25}
-    optim = {"warmup_steps": 0.25}
-    train(make_config(tmp_path, data=HELD_OUT, train=train_section, optim=optim))
+    """And `eval.every: epoch/3` evaluates three times in each; `checkpoint.every: epoch` saves in the end."""
+    settings: dict[str, Any] = {
+        "train": {"steps": None, "epochs": 1.5, "grad_accumulation": 12},
+        "optim": {"warmup_steps": 0.25},
+        "eval": {"every": "epoch/3", "keep_best": False},
+        "checkpoint": {"every": "epoch", "keep_last": None},
+    }
+    train(make_config(tmp_path, data=HELD_OUT, **settings))
     run = tmp_path / "run"
     meta = verify(max((run / "checkpoints").iterdir())).meta
     num_rows = int(meta["data"]["fingerprint"].partition("x")[0])
-    per_epoch = -(-num_rows // 50)
+    per_epoch = -(-num_rows // 24)
     assert meta["step"] == math.ceil(1.5 * per_epoch)
-    assert list(losses_of(run)) == [per_epoch, meta["step"]]
+    third = math.ceil(per_epoch / 3)
+    assert 1 < third < per_epoch / 2
+    assert list(losses_of(run)) == [*range(third, meta["step"], third), meta["step"]]
+    steps = [int(path.name.removeprefix("step-")) for path in sorted((run / "checkpoints").iterdir())]
+    assert steps == [per_epoch, meta["step"]]
     rates = [row["lr"] for row in rows_of(run)]
     assert rates.index(max(rates)) == math.ceil(0.25 * len(rates))
 

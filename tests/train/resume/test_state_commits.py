@@ -29,11 +29,12 @@ from megatrain.train import loop
 from megatrain.train.commands.dry_run import dry_run
 from megatrain.train.commands.trace import trace
 from megatrain.train.evaluate.losses import Evaluation
-from megatrain.train.loop import train, train_step
+from megatrain.train.loop import train
 from megatrain.train.planning.allocation import check_allocated, plan_training
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.resume.state_commits import find_commit, held_by
 from megatrain.train.run import prepare
+from megatrain.train.step import train_step
 from tests.forks import run_module
 from tests.products import every_value
 from tests.train.project import make_config
