@@ -20,6 +20,8 @@ what follows. So it does in TRL's training template, which trains on it, and mas
 _WORDS = re.compile(r"<[^<>]*>|\w+|.", re.DOTALL)
 """What is given ends with one of these: half a tag in common is nothing in common."""
 
+_MOST_KNOWN = 10_000
+"""Openings: a template whose turns all begin otherwise does not fill the memory."""
 _NOT_SAID = ("role", "name", "tool_call_id")
 """Keys of a message that are not its words."""
 
@@ -45,6 +47,8 @@ class Headers:
         before = str(conversation.messages[number - 1]["role"]) if number else ""
         key = (opening, before, repr(conversation.options))
         if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
             length = len(opening) and self._length(conversation, number, opening)
             if _ROLE_ALONE.search(self._rendering.source) and opening[:length].endswith("\n"):
                 length -= 1
@@ -63,39 +67,41 @@ class Headers:
 
     def _length(self, conversation: Conversation, number: int, opening: str) -> int:
         """Return how many characters of an opening are given."""
-        if number == 0:
-            return self._length_of_first(conversation, opening)
+        if number == 0:  # templates may begin the text with the first message, whosever it is
+            return self._length_after_a_question(conversation, number, opening)
         usual = self._usually_given
         given = self._prompt(conversation, number) if self._has_prompts else usual
-        for beginning in (given or "", usual):
-            words = beginning.strip()  # a template file may have other white space here and there
-            if words and words in opening:
-                end = opening.index(words) + len(words)
-                return end + len(_common(beginning[len(beginning.rstrip()) :], opening[end:]))
+        # A template file may have other white space here and there, and begin the text with this turn.
+        begun = opening.lstrip().removeprefix(self._rendering.bos).lstrip()
+        skipped = len(opening) - len(begun)
+        for beginning in filter(str.strip, (given or "", usual)):
+            words = beginning.strip()
+            if begun.startswith(words):
+                space = beginning[len(beginning.rstrip()) :]
+                return skipped + len(words) + len(_common(space, begun[len(words) :]))
         prompt = usual if given is None else given
-        common = _common(prompt.lstrip(), opening.lstrip())
+        common = _common(prompt.lstrip(), begun)
+        if prompt.strip() and not common and number > 1:  # the turn goes on where the prompt has ended it
+            return self._length_after_a_question(conversation, number, opening)
         if prompt.strip() and not common:
             raise RenderError(
                 f"the chat template begins a turn of the assistant's with {opening!r} and a prompt for it "
                 f"with {prompt!r}, so it is not known where the model's own text begins"
             )
-        return len(opening) - len(opening.lstrip()) + len(common) if common else 0
+        return skipped + len(common) if common else 0
 
-    def _length_of_first(self, conversation: Conversation, opening: str) -> int:
-        """Return how many characters are given of a first message of the assistant's.
-
-        Templates may begin the text with the first message, whosever it is. What the model writes of it is
-        what it writes where a question comes first.
-        """
-        asked = replace(conversation, messages=[self._plain.messages[0], *conversation.messages])
+    def _length_after_a_question(self, conversation: Conversation, number: int, opening: str) -> int:
+        """Return how many characters of an opening are given, by what the model writes after a question."""
+        messages = [self._plain.messages[0], *conversation.messages[number:]]
+        asked = replace(conversation, messages=messages)
         rendered = self._rendering.render(asked)
         start, end = self._opening(rendered, 1)
         model_text = rendered.text[self.begin(asked, rendered, 1) : end]
         if not opening.endswith(model_text):
             raise RenderError(
-                f"the chat template begins a first message with {opening!r}, and with "
-                f"{rendered.text[start:end]!r} where a question comes before it, so it is not known where "
-                "the model's own text begins"
+                f"the chat template begins a turn of the assistant's with {opening!r}, and with "
+                f"{rendered.text[start:end]!r} after a question, so it is not known where the model's own "
+                "text begins"
             )
         return len(opening) - len(model_text)
 
