@@ -1,4 +1,4 @@
-"""What a user reads before the first step: four lines, made from the plan before memory is taken."""
+"""What a user reads before the first step: five lines, made from the plan before memory is taken."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def start_lines(
     evaluated: Sequence[int] = (),
     judged: int = 0,
 ) -> Iterator[str]:
-    """Yield what is trained, what fits where, how fast it should be, and where results go.
+    """Yield what is trained, in which steps, what fits where, how fast it should be, and where results go.
 
     Args:
-        config: Of the run.
+        config: In which nothing is open.
         planned: Its plan; None: the model cannot be counted, and two of the lines become one.
         data: What is trained on, in a few words.
         num_steps: Of the whole run.
@@ -48,6 +48,7 @@ def start_lines(
     yield f"training: {config.model.path}{size}, {start}in {', '.join(numbers)}, on {data}"
     if ranks:
         yield f"ranks: {ranks}"
+    yield f"step: {_step(config, num_steps)}"
     if planned is None:
         yield "memory and speed: not known before the first step, since this model cannot be counted"
     else:
@@ -56,6 +57,16 @@ def start_lines(
         yield f"speed: {_speed(planned.plan, num_steps, first_step, now)}{passes}"
     going_on = f"; going on from step {first_step} of {num_steps}" if first_step else ""
     yield f"results: in {config.out}, the model in {config.out}/hf at the end{going_on}"
+
+
+def _step(config: Config, num_steps: int) -> str:
+    """Say how large a step is, as a product, and how many there are."""
+    train = config.train
+    each = {"dpo": "pairs of 2 ", "kto": "answers of 2 "}.get(train.loss, "")
+    rows = f"{train.micro_batch_size:,} {each}x {config.data.seq_len:,}"
+    number = "1 micro-batch" if train.grad_accumulation == 1 else f"{train.grad_accumulation:,} micro-batches"
+    steps = "1 step" if num_steps == 1 else f"{num_steps:,} steps"
+    return f"{train.tokens_per_step:,} tokens in {number} of {rows}; {steps} in all"
 
 
 def _memory(planned: Planned) -> str:

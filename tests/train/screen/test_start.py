@@ -1,4 +1,4 @@
-"""What a user reads before the first step: four lines, with the plan's numbers."""
+"""What a user reads before the first step: five lines, with the plan's numbers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def lines_of(config: Config, planned: Planned | None, first_step: int = 0) -> li
     return list(start_lines(config, planned, **told))  # type: ignore[arg-type]
 
 
-def test_four_lines_say_what_where_how_fast_and_whereto(tmp_path: Path) -> None:
+def test_five_lines_say_what_in_which_steps_where_how_fast_and_whereto(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     planned = planned_as(
         config,
@@ -59,6 +59,7 @@ def test_four_lines_say_what_where_how_fast_and_whereto(tmp_path: Path) -> None:
     assert lines_of(config, planned) == [
         f"training: {config.model.path} ({count / 1000:.1f} K parameters), from random weights, in fp32, on "
         "5 documents",
+        "step: 128 tokens in 2 micro-batches of 2 x 32; 100 steps in all",
         "memory: 3.50 GiB of 20.00 GiB in RAM: FITS",
         "speed: about 12,346 tokens/s, 36 s a step (what takes longest: compute); 100 steps take "
         "1h 00m, until 13:00",
@@ -74,17 +75,17 @@ def test_what_an_evaluation_and_a_reference_take_is_said(
     planned = planned_as(config, step_s=36.0)
     monkeypatch.setattr(Planned, "evaluation_s", lambda self, count: 0.9 * count)
     told: dict[str, Any] = {"data": "pairs", "num_steps": 100, "first_step": 0, "now": NOON}
-    _, _, speed, _ = start_lines(config, planned, **told, evaluated=[40, 3], judged=100)
+    _, _, _, speed, _ = start_lines(config, planned, **told, evaluated=[40, 3], judged=100)
     # 6 of 20 micro-batches, and 2; of the reference all 50, 20 and 2
     assert speed.endswith("; an evaluation takes 0m 07s; the reference, before the first step, 1m 05s")
-    _, _, speed, _ = start_lines(config, planned, **told, evaluated=[1])
+    _, _, _, speed, _ = start_lines(config, planned, **told, evaluated=[1])
     assert speed.endswith("; an evaluation takes less than a second")
 
 
 def test_a_resumed_run_says_what_is_left(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     planned = planned_as(config, step_s=3600.0, tokens_per_s=1.0, bound="compute")
-    _, _, speed, results = lines_of(config, planned, first_step=60)
+    _, _, _, speed, results = lines_of(config, planned, first_step=60)
     assert speed.endswith("; 40 steps take 1d 16h, until 2026-02-05 04:00")
     assert results.endswith("; going on from step 60 of 100")
 
@@ -93,25 +94,28 @@ def test_every_tier_is_named(tmp_path: Path) -> None:
     config = make_config(tmp_path, train={"precision": "bf16"}, optim={"state": "int8"})
     pools = tuple(Pool(tier, "some", size * GIB) for tier, size in (("ram", 1), ("device", 2), ("nvme", 3)))
     planned = planned_as(config, device=True, pools=pools, limits={"ram": 4 * GIB, "nvme": 5 * GIB})
-    training, memory, _, _ = lines_of(config, planned)
+    training, _, memory, _, _ = lines_of(config, planned)
     assert memory == "memory: 1.00 GiB of 4.00 GiB in RAM, 2.00 GiB on rtx-3090, 3.00 GiB on drives: FITS"
     assert "in bf16 with fp32 masters, optimizer state: int8 (not exact), on" in training
 
 
 def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:
-    _, second, third = lines_of(make_config(tmp_path), None)
-    assert second == "memory and speed: not known before the first step, since this model cannot be counted"
-    assert third.startswith("results: ")
+    _, step, third, fourth = lines_of(
+        make_config(tmp_path, model={"init": "pretrained"}, train={"loss": "dpo"}), None
+    )
+    assert step == "step: 256 tokens in 2 micro-batches of 2 pairs of 2 x 32; 100 steps in all"
+    assert third == "memory and speed: not known before the first step, since this model cannot be counted"
+    assert fourth.startswith("results: ")
 
 
-def test_a_run_says_no_more_than_four_lines_before_its_steps(
+def test_a_run_says_no_more_than_five_lines_before_its_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(tmp_path, train={"steps": 1}, optim={"warmup_steps": 0}, log={"progress": "lines"})
     with caplog.at_level(logging.INFO, logger="megatrain"):
         train(config)
     names = [message.partition(" ")[0] for message in caplog.messages]
-    assert names == ["training:", "memory:", "speed:", "results:", "step", "report:", "done:"]
+    assert names == ["training:", "step:", "memory:", "speed:", "results:", "step", "report:", "done:"]
 
 
 def test_the_plan_is_said_before_memory_is_taken(
@@ -123,7 +127,7 @@ def test_the_plan_is_said_before_memory_is_taken(
         raise MemoryError(str(len(said)))
 
     monkeypatch.setattr("megatrain.train.engine.load", no_memory)
-    with pytest.raises(CapacityError, match=r"\(4\)"):
+    with pytest.raises(CapacityError, match=r"\(5\)"):
         prepare(make_config(tmp_path), None, None, show=said.append)
 
     def uncountable(*_: object, **__: object) -> None:
@@ -131,7 +135,7 @@ def test_the_plan_is_said_before_memory_is_taken(
 
     said.clear()
     monkeypatch.setattr(allocation, "plan_training", uncountable)
-    with pytest.raises(CapacityError, match=r"\(3\)"):
+    with pytest.raises(CapacityError, match=r"\(4\)"):
         prepare(make_config(tmp_path), None, None, show=said.append)
     with caplog.at_level(logging.DEBUG, logger="megatrain"), pytest.raises(CapacityError):
         prepare(make_config(tmp_path), None, None)
