@@ -11,11 +11,10 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -28,6 +27,8 @@ from megatrain.cli.folders import counts_folder, measured_file, prepared_folder
 from megatrain.cli.help import SettingsCommand, show_all_keys
 from megatrain.cli.importing import importing
 from megatrain.cli.log import log_to_stderr, showing
+from megatrain.cli.machine import measure, planned_machine
+from megatrain.cli.plan import print_plan
 from megatrain.cli.ranks import join_ranks, start_ranks
 from megatrain.distributed.watch import tell_launcher
 from megatrain.errors import ConfigError, as_ours
@@ -36,6 +37,7 @@ from megatrain.recipes import place, recipes
 if TYPE_CHECKING:
     from megatrain.config import Config
     from megatrain.hardware import HardwareSpec
+    from megatrain.train.planning.asking import OwnMachine
 
 app = typer.Typer(
     name="megatrain",
@@ -127,10 +129,17 @@ def train(
         typer.Option("--ranks", "--gpus", min=1, help="Processes that train together, one per GPU."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Plan, take two steps, show both side by side; write nothing.")
+        bool, typer.Option("--dry-run", help="Compare two steps with it; write nothing.")
     ] = False,
+    plan_only: Annotated[
+        bool, typer.Option("--plan-only", help="Print the plan of this run, and end.")
+    ] = False,
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="Of --plan-only; default: this machine.")
+    ] = None,
+    ram: Annotated[str | None, typer.Option(metavar="1536GiB", help="Host memory of --machine.")] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Say also what was measured, planned and arranged.")
+        bool, typer.Option("--verbose", "-v", help="Say also what was measured and planned.")
     ] = False,
     help_all: Annotated[
         bool, typer.Option("--help-all", is_eager=True, callback=show_all_keys, help="Show every setting.")
@@ -138,7 +147,8 @@ def train(
 ) -> None:
     """Train a model from a CONFIG file, from flags, or from both; flags and overrides win.
 
-    The plan is made first, and obeyed; with --dry-run it is held against two real steps.
+    The plan is made first, and obeyed; with --plan-only it is printed and nothing is trained, with --dry-run
+    it is held against two real steps.
 
     An argument with "=" in it is an override. A run that was stopped continues with the same command.
     """
@@ -157,12 +167,19 @@ def train(
         "checkpoint.resume": resume,
     }
     given = {key: value for key, value in flags.items() if value is not None}
-    config = read_settings(arguments or [], given)
-    if not Path(config.out, "config.yaml").exists():  # a run that is done needs its data no more
+    from megatrain.config import build_config, combine_settings
+
+    raw, source = combine_settings(arguments or [], given)
+    config = build_config(raw, source=source or "command line")
+    _check_options(plan_only, dry_run, {"--machine": machine, "--ram": ram})
+    if plan_only or not Path(config.out, "config.yaml").exists():  # one that is done needs its data no more
         from megatrain.data.read.files import check_path
 
-        for source in config.data.sources:
-            check_path(source.path)
+        for each in config.data.sources:
+            check_path(each.path)
+    if plan_only:
+        place = planned_machine(machine, ram, gpus=ranks)
+        _print_own_plan(raw, source or "command line", config, place)
     if ranks is not None and ranks > 1:
         overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
         again = ["train", *(arguments or []), *overrides, *["--verbose"] * verbose]
@@ -173,7 +190,14 @@ def train(
             with importing():
                 from megatrain.train.commands.dry_run import dry_run as try_out
 
-            try_out(config, print, measure=_measure(), progress=doing)
+            try_out(
+                config,
+                print,
+                measure=measure(),
+                counts=counts_folder(),
+                prepared=prepared_folder(),
+                progress=doing,
+            )
             return
         with importing():
             from megatrain.train.loop import train as run
@@ -182,7 +206,7 @@ def train(
             run(
                 config,
                 resume=config.checkpoint.resume,
-                measure=_measure(),
+                measure=measure(),
                 counts=counts_folder(),
                 prepared=prepared_folder(),
                 progress=doing,
@@ -190,15 +214,45 @@ def train(
             )
 
 
-def _measure() -> Callable[[], HardwareSpec] | None:
-    """Return how this machine is measured: on a CPU only what `doctor --bench` has kept is worth the time."""
-    from megatrain.hardware.accelerators import accelerator
+def _check_options(plan_only: bool, dry_run: bool, options: Mapping[str, object]) -> None:
+    """Refuse options that say nothing without --plan-only, and --dry-run beside it.
 
-    if accelerator() is None and not measured_file().exists():
-        return None
-    from megatrain.doctor import this_machine
+    Raises:
+        ConfigError: There is one.
+    """
+    given = [name for name, value in options.items() if value]
+    if given and not plan_only:
+        raise ConfigError(f"{given[0]} says for what to plan, and this would train; add --plan-only")
+    if plan_only and dry_run:
+        raise ConfigError("--plan-only takes no step, and --dry-run takes two; keep one")
 
-    return partial(this_machine, measured_file(), None)
+
+def _print_own_plan(
+    raw: Mapping[str, Any],
+    source: str,
+    config: Config,
+    machine: HardwareSpec | OwnMachine,
+) -> NoReturn:
+    """Print the plan of a run, which may go on from a checkpoint, and end with the code of its verdict."""
+    with showing("plan") as doing:
+        with importing():
+            from megatrain.train.going_on import find_checkpoint
+            from megatrain.train.planning.asking import Reads
+            from megatrain.train.records.directory import RunDirectory
+
+        resume = config.checkpoint.resume
+        found = find_checkpoint(RunDirectory(Path(config.out)), resume, digests=False)
+        print_plan(
+            raw,
+            machine,
+            doing,
+            shown={},
+            source=source,
+            counts=counts_folder(),
+            prepared=prepared_folder(),
+            reads=Reads.ALL,
+            goes_on=None if found is None else (found[0], found[1].meta),
+        )
 
 
 def read_settings(arguments: Sequence[str], flags: dict[str, Any]) -> Config:

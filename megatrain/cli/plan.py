@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from megatrain.cli.folders import counts_folder, measured_file
+from megatrain.cli.folders import counts_folder, prepared_folder
 from megatrain.cli.help import SettingsCommand
 from megatrain.cli.log import showing
-from megatrain.errors import CapacityError, ConfigError
+from megatrain.cli.machine import planned_machine
+from megatrain.errors import CapacityError
 from megatrain.recipes import place, shapes
 
 if TYPE_CHECKING:
     from megatrain.hardware import HardwareSpec
+    from megatrain.train.planning.asking import OwnMachine
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,7 +28,7 @@ def add_to(app: typer.Typer) -> None:
 def plan(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="CONFIG | section.key=value", help="As of train; the data are not needed."),
+        typer.Argument(metavar="CONFIG | section.key=value", help="As of train; data may be missing."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model directory or hub id (model.path).")] = None,
     hf_config: Annotated[
@@ -70,7 +73,8 @@ def plan(
 
     It exits with 3 if the run does not fit, and with 9 if it wears out a drive.
 
-    No GPU is needed. Settings that are not given are as train has them, and the rest is chosen.
+    No GPU is needed. Settings that are not given are as train has them, and the rest is chosen. Data that are
+    on this machine are tokenised, so that the plan is that of the run; without them it is of a long one.
     """
     flags = {
         "model.path": model,
@@ -87,55 +91,47 @@ def plan(
     from megatrain.config.sizes import parse_tokens
 
     raw, source = combine_settings(arguments or [], given)
-    spec = _machine(machine, ram, nvme)
-    from megatrain.train.planning.gpus import with_gpus
-    from megatrain.train.planning.plan_report import report
-    from megatrain.train.planning.plan_run import plan_run
-
     asked: dict[str, Any] = {
         "source": source or "command line",
         "hf_config": None if hf_config is None else Path(place(hf_config, shapes())),
         "counts": counts_folder(),
+        "prepared": prepared_folder(),
     }
     num_tokens = None if tokens is None else parse_tokens(tokens)
     with showing("plan") as progress:
         if scale:
             from megatrain.train.planning.scale import plan_scale, scale_report
 
-            found = plan_scale(raw, with_gpus(spec, gpus, 1), progress=progress, **asked)
-            text = scale_report(found, as_json=as_json)
-            exit_code = 0 if found.fits else CapacityError.exit_code
-        else:
-            planned = plan_run(
-                raw, with_gpus(spec, gpus, nodes), tokens=num_tokens, progress=progress, **asked
+            found = plan_scale(
+                raw, planned_machine(machine, ram, nvme, gpus=gpus), progress=progress, **asked
             )
-            exit_code = planned.verdict.exit_code
-            text = report(
-                planned,
-                price_per_hour_usd=price_per_hour,
-                as_json=as_json,
-                explains=explain,
-                progress=progress,
-            )
-    print(text)
-    raise typer.Exit(exit_code)  # the report has said why, and what would help
+            print(scale_report(found, as_json=as_json))
+            raise typer.Exit(0 if found.fits else CapacityError.exit_code)
+        shown = {"price_per_hour_usd": price_per_hour, "as_json": as_json, "explains": explain}
+        whole = planned_machine(machine, ram, nvme, gpus=gpus, nodes=nodes)
+        print_plan(raw, whole, progress, shown=shown, tokens=num_tokens, **asked)
 
 
-def _machine(name: str | None, ram: str | None, nvme: str | None) -> HardwareSpec:
-    """Return a named machine, or this one, with the memory and the drives that options say."""
-    from megatrain.config.sizes import parse_bytes
-    from megatrain.hardware import load_machine
+def print_plan(
+    raw: Mapping[str, Any],
+    machine: HardwareSpec | OwnMachine,
+    progress: Callable[[str], object],
+    *,
+    shown: Mapping[str, Any],
+    **asked: Any,
+) -> NoReturn:
+    """Plan a run, print the plan, and end with the code of its verdict.
 
-    host_bytes = None if ram is None else parse_bytes(ram, "--ram")
-    drive_bytes = None if nvme is None else parse_bytes(nvme, "--nvme")
-    if host_bytes == 0:
-        raise ConfigError("--ram is 0; give the machine's host memory, such as 64GiB")
-    if name is not None:
-        spec = load_machine(name)
-    else:
-        from megatrain.doctor import this_machine
+    Args:
+        raw: Settings as nested keys.
+        machine: To plan for.
+        progress: Is told what takes time, before it begins.
+        shown: Further arguments of `report`.
+        asked: Further arguments of `plan_run`.
+    """
+    from megatrain.train.planning.plan_report import report
+    from megatrain.train.planning.plan_run import plan_run
 
-        spec = this_machine(measured_file(), Path() if drive_bytes else None)
-    if host_bytes is not None:
-        spec = spec.with_ram(host_bytes)
-    return spec if drive_bytes is None else spec.with_drive_bytes(drive_bytes)
+    planned = plan_run(raw, machine, progress=progress, **asked)
+    print(report(planned, progress=progress, **shown))
+    raise typer.Exit(planned.verdict.exit_code)  # the report has said why, and what would help

@@ -80,9 +80,14 @@ def machine_of(
     return replace(spec, drives=_drives(num_drives, spec))
 
 
-def common_cpu(precision: str) -> HardwareSpec:
-    """Return this computer without a GPU: its own cores, memory and matrix products, other rates assumed."""
-    flops = {precision: measure_matmul_peak(torch.device("cpu"), _DTYPES[precision])}
+def common_cpu(precision: str, matmul_flops_per_s: float | None = None) -> HardwareSpec:
+    """Return this computer without a GPU: its own cores, memory and matrix products, other rates assumed.
+
+    Args:
+        precision: Of the products.
+        matmul_flops_per_s: Their rate; None: it is measured.
+    """
+    flops = {precision: matmul_flops_per_s or matmul_peak_of_cpu(precision)}
     return HardwareSpec(
         name="this computer",
         device="cpu",
@@ -96,6 +101,11 @@ def common_cpu(precision: str) -> HardwareSpec:
         sources={"matmul_flops_per_s": "measured", "others": "assumed of a common computer"},
         **_own_host(),
     )
+
+
+def matmul_peak_of_cpu(precision: str) -> float:
+    """Return the FLOP/s of matrix products on this computer without a GPU."""
+    return measure_matmul_peak(torch.device("cpu"), _DTYPES[precision])
 
 
 def common_gpu(device: torch.device, precision: str) -> HardwareSpec:

@@ -30,7 +30,6 @@ from megatrain.train.ranks import (
     require_checkpoint,
     signals_ignored,
     step_of_all,
-    with_shards,
 )
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import MetricsLog
@@ -40,6 +39,7 @@ from megatrain.train.resume.changes import changed_settings
 from megatrain.train.resume.state_commits import find_commit, held_by_nodes
 from megatrain.train.run import Run, prepare
 from megatrain.train.screen.progress import Progress
+from megatrain.train.shards import with_shards
 from megatrain.train.step import train_step
 from megatrain.train.way_back import judge, way_back
 
@@ -108,7 +108,7 @@ def train(
         checkpoint, meta = (None, None) if found is None else (found[0], found[1].meta)
         is_own = checkpoint is not None and checkpoint.resolve().parent == directory.checkpoints.resolve()
         own = checkpoint if is_own else None
-        config = with_shards(config, ranks, meta if committed is None else committed)
+        config = with_shards(config, 1 if ranks is None else ranks.size, committed or meta)
         if ranks is not None:
             ranks.tell(
                 {

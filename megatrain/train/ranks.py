@@ -33,22 +33,10 @@ from megatrain.store.nodes import PartedState
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
-from megatrain.train.shards import decided_shards
 
 STEP, EVALUATE, COMMIT, SETTLE, LEND, END = "step", "evaluate", "commit", "settle", "lend", "end"
 """What the first rank tells the others to do next. After `SETTLE` they bring home what is newer on their
 devices, before the first rank reads it; `LEND`, with a block's number, lends it the state of their nodes."""
-
-
-def with_shards(config: Config, ranks: Ranks | None, meta: Mapping[str, Any] | None) -> Config:
-    """Return the settings with `parallel.shards` decided: as given, as the checkpoint's, or one per rank.
-
-    Raises:
-        ConfigError: As `decided_shards`.
-    """
-    shards = decided_shards(config, 1 if ranks is None else ranks.size, meta)
-    parallel = config.parallel.model_copy(update={"shards": shards})
-    return config.model_copy(update={"parallel": parallel})
 
 
 def gathers_weights(wish: bool | None, device: str, ranks: Ranks) -> bool:

@@ -41,6 +41,7 @@ from megatrain.train.out_of_memory import memory_told
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.elastic import Elastic
+from megatrain.train.planning.lately import Lately
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.run_machine import choose_threads, make_care, measure_peak
 from megatrain.train.preference.objective import Preference
@@ -284,7 +285,9 @@ def prepare(
     planned = None
     settle_ranks(config, ranks)
     if ranks is None or ranks.rank == 0:
-        planned = plan_memory(config, counted, measure, ranks, num_steps=num_steps, earlier=earlier)
+        planned = plan_memory(
+            config, counted, measure, ranks, num_steps=num_steps, earlier=earlier, lately=Lately(counts)
+        )
         config = smallest_micro_batches(config) if planned is None else planned.config
     for line in start_lines(
         config,

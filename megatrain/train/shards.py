@@ -29,3 +29,10 @@ def decided_shards(config: Config, num_ranks: int, meta: Mapping[str, Any] | Non
     runs = Runs(shards) if number == AUTO else Runs.of(shards, number)
     runs.shared_out(num_ranks, sequence)
     return shards
+
+
+def with_shards(config: Config, num_ranks: int, meta: Mapping[str, Any] | None) -> Config:
+    """Return the settings with `parallel.shards` decided; arguments and errors are of `decided_shards`."""
+    shards = decided_shards(config, num_ranks, meta)
+    parallel = config.parallel.model_copy(update={"shards": shards})
+    return config.model_copy(update={"parallel": parallel})

@@ -17,8 +17,8 @@ from megatrain.model.adapters.adapt import adapt
 from megatrain.model.weights.skeleton import read_config
 from megatrain.train.loop import train, train_step
 from megatrain.train.outputs.export import export_run
+from megatrain.train.planning.asking import with_new_tokens
 from megatrain.train.planning.counting import PlannedModel
-from megatrain.train.planning.plan_run import with_new_tokens
 from megatrain.train.run import prepare
 from tests.reference import Resident, assert_same_bits, make_model
 from tests.train.project import make_config, write_corpus, write_model_config

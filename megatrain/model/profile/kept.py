@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import platform
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
@@ -50,10 +51,17 @@ class KeptCounts:
         """Keep counts in a folder; it is made when there is something to keep."""
         self._folder = folder
 
-    def load(self, key: str) -> Any:
-        """Return what was kept under a key of `key_of`; None if there is nothing, or it is damaged."""
+    def load(self, key: str, *, for_s: float | None = None) -> Any:
+        """Return what was kept under a key of `key_of`; None if there is nothing, or it is damaged.
+
+        Args:
+            key: Its name.
+            for_s: Seconds for which it is good; None: for ever.
+        """
         file = self._file(key)
         try:
+            if for_s is not None and time.time() - file.stat().st_mtime > for_s:
+                return None
             entry = json.loads(file.read_bytes())
             if entry["sha256"] != _hash(_text(entry["body"])):
                 raise ValueError("its hash is of something else")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from megatrain.config import Config
 from megatrain.hardware import GIB, resident_bytes
@@ -28,6 +30,8 @@ def dry_run(
     show: Callable[[str], object],
     *,
     measure: Measure | None = None,
+    counts: Path | None = None,
+    prepared: Path | None = None,
     progress: Callable[[str], object] = lambda doing: None,
 ) -> None:
     """Plan a run, take two steps of it, and show both side by side; nothing is written.
@@ -36,23 +40,20 @@ def dry_run(
         config: Of a run; its `out` is neither read nor written.
         show: Is given lines.
         measure: As in `machine_for`.
+        counts: As in `prepare`, like `prepared`.
+        prepared: As there.
         progress: Is told what takes time, before it begins.
 
     Raises:
         MegatrainError: As `prepare`.
     """
     with drives_apart(config) as apart:  # what a run has committed stays as it is
-        _try(apart, show, measure, progress)
+        _try(apart, show, measure=measure, counts=counts, prepared=prepared, progress=progress)
 
 
-def _try(
-    config: Config,
-    show: Callable[[str], object],
-    measure: Measure | None,
-    progress: Callable[[str], object],
-) -> None:
-    began = resident_bytes()
-    run = prepare(config, None, None, measure=measure, progress=progress)
+def _try(config: Config, show: Callable[[str], object], **given: Any) -> None:
+    began, progress = resident_bytes(), given["progress"]
+    run = prepare(config, None, None, **given)
     progress("taking two steps")
     try:
         train_step(run)  # allocates, compiles, and touches memory for the first time

@@ -22,10 +22,10 @@ from megatrain.errors import ConfigError, OutputError
 from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.stream.lanes import Record, Span, Wait
 from megatrain.stream.report import StepReport
-from megatrain.train.ranks import with_shards
 from megatrain.train.records.metrics import format_bytes
 from megatrain.train.resume.state_commits import drives_apart
 from megatrain.train.run import prepare
+from megatrain.train.shards import with_shards
 from megatrain.train.step import train_step
 
 _DRIVES = (Lane.READ, Lane.PAGE, Lane.RECALL, Lane.WRITE, Lane.STOW)
@@ -67,7 +67,7 @@ def trace(
         raise ConfigError("memory.tiers has drives, which trace tries out with one rank; start it as one")
     if ranks is None or ranks.rank == 0:
         _check_writable(out)
-    config = with_shards(config, ranks, None)
+    config = with_shards(config, 1 if ranks is None else ranks.size, None)
     with drives_apart(config) as apart:
         return _trace(apart, out, steps, progress, ranks)
 

@@ -23,10 +23,12 @@ from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
 from megatrain.stream.ranks.shared_gradients import Ranks
-from megatrain.train.planning.counting import PlannedModel
+from megatrain.train.planning.asking import make_request
+from megatrain.train.planning.counting import PlannedModel, device_type
 from megatrain.train.planning.gpus import of_ranks
+from megatrain.train.planning.lately import Lately
 from megatrain.train.planning.micro_batches import with_fastest_size
-from megatrain.train.planning.plan_run import Planned, device_type, make_request
+from megatrain.train.planning.plan_run import Planned, done_before
 from megatrain.train.planning.run_machine import machine_for, with_layers_timed
 
 _log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ def plan_memory(
     *,
     num_steps: int = 0,
     earlier: Mapping[str, Any] | None = None,
+    lately: Lately | None = None,
 ) -> Planned | None:
     """Plan a run; None if the model cannot be counted: what `attach` then does is said there.
 
@@ -50,15 +53,18 @@ def plan_memory(
         ranks: That train together; the plan is of one rank's part.
         num_steps: Of the whole run.
         earlier: What a checkpoint or a commit says of the run, if it goes on.
+        lately: As in `machine_for`.
 
     Raises:
         ConfigError: Ranks cannot do what the settings ask for.
         CapacityError: It does not fit; nothing was allocated.
         WearError: It uses up its drives, and the settings do not accept that.
     """
-    spec = machine_for(config, measure)
+    spec = machine_for(config, measure, lately)
     try:
-        planned = plan_training(config, model, spec, ranks, num_steps=num_steps, earlier=earlier)
+        planned = plan_training(
+            config, model, spec, ranks, num_steps=num_steps, earlier=earlier, lately=lately
+        )
     except ModelError:
         return None
     plan = planned.plan
@@ -82,6 +88,7 @@ def plan_training(
     *,
     num_steps: int = 0,
     earlier: Mapping[str, Any] | None = None,
+    lately: Lately | None = None,
 ) -> Planned:
     """Plan a run that is about to begin.
 
@@ -92,6 +99,7 @@ def plan_training(
         ranks: As in `plan_memory`.
         num_steps: As in `plan_memory`.
         earlier: As in `plan_memory`.
+        lately: As in `machine_for`.
 
     Raises:
         ConfigError, CapacityError, WearError: As `plan_memory`.
@@ -110,15 +118,13 @@ def plan_training(
     recount = partial(model.count, config, device_type(spec))
     anatomy = recount()
     if spec.is_cpu:
-        spec = with_layers_timed(spec, anatomy, model.config, config)
+        spec = with_layers_timed(spec, anatomy, model, config, lately or Lately(None))
     count_s = time.perf_counter() - began_s
     request = ask(config, anatomy)
     plan = make_plan(request)
     if not plan.fits:
         raise CapacityError(with_ways_out(plan.problem, advise(request, recount, is_running=True)))
-    done, written_bytes = 0, 0
-    if earlier is not None:
-        done, written_bytes = int(earlier["step"]), int(earlier.get("drive_written_bytes") or 0)
+    done, written_bytes = done_before(earlier)
     tokens = max(0, num_steps - done) * plan.batch.step_tokens
     verdict = judge(request, plan, tokens=tokens, written_bytes=written_bytes)
     if verdict.wear is not None and not config.memory.accept_wear:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.data.context import context_length
+from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.kept import KeptCounts, anatomy_json, key_of, read_anatomy
 
@@ -101,6 +102,11 @@ class PlannedModel:
             self._count_alike({shape["micro_batch_size"]: shape for shape in missing})
         return [self.count(config, device_type) for config in configs]
 
+    def described(self, config: Config, device_type: str) -> dict[str, Any]:
+        """Return the model, and what a count of it depends on, as plain values."""
+        shape = _plain(shape_of(config, device_type, packing=self._packing))
+        return {"model": self.config.to_dict() | {"_name_or_path": ""}, "shape": shape}
+
     def _is_known(self, shape: dict[str, Any]) -> bool:
         if self._kept is not None and self._source is not None:
             return self._kept.has(key_of(self._source, **_plain(shape)))
@@ -143,6 +149,11 @@ class PlannedModel:
     def _save(self, key: str, body: Any) -> None:
         if self._kept is not None and key:
             self._kept.save(key, body)
+
+
+def device_type(spec: HardwareSpec) -> str:
+    """Return whose kernels run: an emulated accelerator computes on the CPU."""
+    return "accelerator" if spec.has_accelerator else "cpu"
 
 
 def shape_of(

@@ -124,6 +124,8 @@ def _head(planned: Planned) -> Iterator[str]:
         f"{shape} tokens{runs}; {anatomy.precision}, {masters}, "
         f"{'clipped' if request.clips else 'not clipped'}",
     )
+    if planned.data:
+        yield from _row("data", planned.data)
     drives = "no drives" if spec.drives is None else f"{_tera(spec.drives.nbytes)} on drives"
     device = "the host computes" if spec.is_cpu else spec.device
     gpus = f"{spec.num_gpus} x " if spec.num_gpus > 1 else ""

@@ -1,28 +1,18 @@
 """From settings and a machine to a plan: what `megatrain plan` asks, before a byte is allocated.
 
-A setting that the user has not given, or given as `auto`, is free: the planner chooses it. The data are not
-looked at.
+What is asked, settings and data with all that is decided, is in `asking`.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatrain.config import Config, build_config, set_keys
-from megatrain.config.choice import AUTO
-from megatrain.config.decided import with_rows, with_step
+from megatrain.config import Config
 from megatrain.config.plan import Plan
-from megatrain.config.runs import num_places
-from megatrain.data.context import check_seq_len
-from megatrain.errors import ConfigError
 from megatrain.hardware import GIB, HardwareSpec
-from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.deterministic import copies_of_gradient, filled_share, is_priced
 from megatrain.plan.cost.passes import Passes
 from megatrain.plan.search.planner import make_plan
@@ -30,15 +20,11 @@ from megatrain.plan.search.remedies import Remedy, advise
 from megatrain.plan.search.request import Request
 from megatrain.plan.search.verdict import Verdict, judge
 from megatrain.plan.search.wear import spare_drives
-from megatrain.train.planning.counting import PlannedModel, Progress
+from megatrain.train.planning.asking import OwnMachine, ask
+from megatrain.train.planning.counting import Progress
 from megatrain.train.planning.gpus import of_ranks
-from megatrain.train.planning.micro_batches import with_fastest_size
 from megatrain.train.records.metrics import format_count
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-_NO_DATA = "not needed for a plan"
 _TOKENS = 10**9
 
 
@@ -56,6 +42,8 @@ class Planned:
     tokens: int = 0
     """That the run still trains on, by which its days and the wear of drives are counted."""
     verdict: Verdict
+    data: str = ""
+    """What is trained on, in a few words; empty: the data were not looked at."""
     remedies: tuple[Remedy, ...] = ()
     """What would make it fit, if it does not."""
     spares: tuple[str, ...] = ()
@@ -68,79 +56,12 @@ class Planned:
         return Passes(step, self.plan.together).seconds(num_micro_batches)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """What is asked of the planner, before anything is planned."""
-
-    request: Request
-    config: Config
-    model: str
-    recount: Callable[..., Anatomy]
-    count_s: float
-    notes: tuple[str, ...]
-
-
-def ask(
-    raw: Mapping[str, Any],
-    spec: HardwareSpec,
-    *,
-    source: str,
-    hf_config: Path | None = None,
-    counts: Path | None = None,
-    progress: Progress = lambda doing: None,
-) -> Asked:
-    """Read what is to be planned, and count the model.
-
-    Args:
-        raw: Settings as nested keys; the data may be missing.
-        spec: The machine; the batch is that of all of its GPUs.
-        source: Where the settings are from, named in every problem.
-        hf_config: A file like a model directory's config.json; None: that of `model.path`.
-        counts: A folder in which counts of models are kept; None: the model is counted anew.
-        progress: Is told what takes time, before it begins.
-
-    Raises:
-        ConfigError: A setting that is wrong, or settings that exclude each other.
-        ModelError: A model that cannot be planned.
-    """
-    place = str(hf_config) if hf_config is not None else _model_path(raw)
-    raw = _with(raw, {"model.path": place, "data.path": _NO_DATA})
-    model = PlannedModel(place, counts, progress)
-    given = config = build_config(raw, source=source)
-    if config.model.new_tokens:
-        model = PlannedModel(place, None, progress, with_new_tokens(config, model))
-    on_cpu = not spec.has_accelerator
-    config = with_rows(config, context=model.context, on_cpu=on_cpu)
-    check_seq_len(config.data.seq_len, model.context)
-    config = with_step(config, on_cpu=on_cpu, num_rows=None)
-    if config.parallel.shards is None:
-        shards = num_places(spec.num_ranks, config.parallel.sequence)
-        parallel = config.parallel.model_copy(update={"shards": shards})
-        config = config.model_copy(update={"parallel": parallel})
-    began_s = time.perf_counter()
-
-    def of_rank(config: Config, anatomy: Anatomy) -> Request:
-        request = make_request(config, anatomy, spec)
-        return of_ranks(request, spec.num_ranks, spec.num_nodes, gathers=config.parallel.gathers)
-
-    config = with_fastest_size(config, model, device_type(spec), of_rank)
-    recount = partial(model.count, config, device_type(spec))
-    anatomy = recount()
-    return Asked(
-        request=make_request(config, anatomy, spec),
-        config=config,
-        model=place,
-        recount=recount,
-        count_s=time.perf_counter() - began_s,
-        notes=tuple(_defaults_note(given, config)),
-    )
-
-
 def plan_run(
     raw: Mapping[str, Any],
-    spec: HardwareSpec,
+    machine: HardwareSpec | OwnMachine,
     *,
     tokens: int | None = None,
+    goes_on: tuple[Path, Mapping[str, Any]] | None = None,
     progress: Progress = lambda doing: None,
     **given: Any,
 ) -> Planned:
@@ -148,27 +69,30 @@ def plan_run(
 
     Args:
         raw: As in `ask`.
-        spec: As in `ask`.
-        tokens: To train on; None: those of the run, or 1e9 if it has no steps.
+        machine: As in `ask`.
+        tokens: To train on; None: those that the run has left, or 1e9 if it has no steps.
+        goes_on: As in `ask`.
         progress: As in `ask`.
         given: Other arguments of `ask`.
     """
-    asked = ask(raw, spec, progress=progress, **given)
-    gathers = asked.config.parallel.gathers
+    asked = ask(raw, machine, goes_on=goes_on, progress=progress, **given)
+    gathers, spec = asked.config.parallel.gathers, asked.request.spec
     request = of_ranks(asked.request, spec.num_ranks, spec.num_nodes, gathers=gathers)
     progress("searching choices")
     plan = make_plan(request)
+    done, written_bytes = done_before(None if goes_on is None else goes_on[1])
     if tokens is None:
-        tokens = (asked.config.train.steps or 0) * asked.config.train.tokens_per_step or _TOKENS
+        left = None if asked.num_steps is None else max(0, asked.num_steps - done)
+        tokens = _TOKENS if left is None else left * asked.config.train.tokens_per_step
     remedies: list[Remedy] = []
     spares: tuple[str, ...] = ()
     if not plan.fits:
         progress("looking for what would make it fit")
         remedies = advise(request, asked.recount)
-    verdict = judge(request, plan, tokens=tokens, progress=progress)
+    verdict = judge(request, plan, tokens=tokens, written_bytes=written_bytes, progress=progress)
     if plan.fits and plan.bytes_per_step["drive_written"]:
         progress("looking for what would spare the drives")
-        spares = tuple(spare_drives(request, plan, tokens=tokens))
+        spares = tuple(spare_drives(request, plan, tokens=tokens, written_bytes=written_bytes))
     return Planned(
         plan=plan,
         request=request,
@@ -176,6 +100,7 @@ def plan_run(
         model=asked.model,
         tokens=tokens,
         verdict=verdict,
+        data="" if asked.data is None else asked.data.packed.describe(),
         remedies=tuple(remedies),
         spares=spares,
         notes=(*asked.notes, *_notes(request)),
@@ -183,104 +108,13 @@ def plan_run(
     )
 
 
-def with_new_tokens(config: Config, model: PlannedModel) -> PretrainedConfig:
-    """Return the model's configuration with the words of its tokenizer, and the new ones.
-
-    Without a tokenizer, as of a shape alone, every word that the model has is taken for used.
-    """
-    from megatrain.data.tokenizer import has_tokenizer, new_tokens
-    from megatrain.train.inputs import choose_tokenizer
-
-    is_shape = Path(config.model.path).is_file() or not has_tokenizer(config.model.path)
-    if config.data.tokenizer is not None or not is_shape:
-        choose_tokenizer(config, None, model.config)
-    else:
-        model.config.get_text_config().vocab_size += len(new_tokens(config.model.new_tokens))
-    return model.config
-
-
-def make_request(
-    config: Config, anatomy: Anatomy, spec: HardwareSpec, *, can_compile: bool | None = None
-) -> Request:
-    """Return what settings ask of the planner: what is given is fixed, all else is free.
+def done_before(meta: Mapping[str, Any] | None) -> tuple[int, int]:
+    """Return the steps that a run has taken, and the bytes that it has written to its drives.
 
     Args:
-        config: Of the run.
-        anatomy: Of its model.
-        spec: Of the machine.
-        can_compile: Layers may be compiled there; None: if it has an accelerator.
-
-    Raises:
-        ConfigError: More resident layers than the model has.
+        meta: What a checkpoint or a commit says of it; None: it begins.
     """
-    drives, rated = spec.drives, config.hardware.rated_bytes_written
-    if drives is not None and rated is not None:
-        spec = replace(spec, drives=replace(drives, rated_bytes_written=float(rated)))
-    return Request(
-        spec=spec,
-        anatomy=anatomy,
-        batch=config.batch,
-        clips=config.optim.max_grad_norm is not None,
-        state=config.optim.state,
-        commit_every=config.memory.commit_every if config.memory.commits else None,
-        names_drives=bool(config.memory.drives),
-        compiles=config.choice.is_compiled(
-            config.train.compile, can_compile=spec.has_accelerator if can_compile is None else can_compile
-        ),
-        fuses=config.model.kernels == "liger",
-        deterministic=config.train.deterministic,
-        device_limit=config.memory.device_budget,
-        host_limit=config.memory.host_budget,
-        choice=config.choice.for_layers(len(anatomy.layers)),
-    )
-
-
-def _model_path(raw: Mapping[str, Any]) -> str:
-    path = _value(raw, "model", "path")
-    if not isinstance(path, str) or not path:
-        raise ConfigError(
-            "no model to plan for; give a CONFIG with model.path, --model DIR_OR_ID, or --hf-config FILE"
-        )
-    return os.path.expanduser(path)
-
-
-def _value(raw: Mapping[str, Any], section: str, name: str) -> Any:
-    inner = raw.get(section)
-    return inner.get(name) if isinstance(inner, Mapping) else None
-
-
-def _with(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with values for the keys that they do not have."""
-    missing = []
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        inner = raw.get(section)
-        if not isinstance(inner, Mapping) or name not in inner:
-            missing.append((key, value))
-    return set_keys(raw, missing)
-
-
-def _defaults_note(given: Config, config: Config) -> list[str]:
-    """Say what was left open of what decides the numbers, and is decided; not what follows from the rest."""
-    train = given.train
-    keys = ["train.precision", "data.seq_len"]
-    if AUTO in (train.micro_batch_size, train.grad_accumulation):
-        keys.append("train.tokens_per_step")
-    if train.grad_accumulation == AUTO:
-        keys.append("train.micro_batch_size")
-    then, now = (each.model_dump(mode="json") for each in (given, config))
-    chosen = [
-        f"{key}={now[section][name]}"
-        for key in keys
-        for section, _, name in [key.partition(".")]
-        if then[section][name] == AUTO
-    ]
-    return [f"not given, so taken as {', '.join(chosen)}"] if chosen else []
-
-
-def device_type(spec: HardwareSpec) -> str:
-    """Return whose kernels run: an emulated accelerator computes on the CPU."""
-    return "accelerator" if spec.has_accelerator else "cpu"
+    return (0, 0) if meta is None else (int(meta["step"]), int(meta.get("drive_written_bytes") or 0))
 
 
 def _notes(request: Request) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -16,8 +17,10 @@ from megatrain.model.profile.timing import time_layers
 from megatrain.optim.threads import update_threads, worker_threads
 from megatrain.plan.cost.measured import Measured
 from megatrain.plan.cost.rates import Rates
-from megatrain.stream.lanes.devices import compute_device
-from megatrain.stream.machine import Measure, machine_of
+from megatrain.stream.lanes.devices import check_device, compute_device
+from megatrain.stream.machine import Measure, common_cpu, machine_of, matmul_peak_of_cpu
+from megatrain.train.planning.counting import PlannedModel, device_type
+from megatrain.train.planning.lately import Lately
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -30,16 +33,23 @@ _MOST_MEMORY = 0.25
 """Of what is left, that such a run may take."""
 
 
-def machine_for(config: Config, measure: Measure | None = None) -> HardwareSpec:
+def machine_for(config: Config, measure: Measure | None = None, lately: Lately | None = None) -> HardwareSpec:
     """Return the machine that a run's device stands for, with the drives that it may use.
 
     Args:
         config: Of the run.
         measure: As in `machine_of`.
+        lately: Knows what was measured lately of a CPU; None: it is measured anew.
     """
+    precision = config.train.precision
+    if measure is None and lately is not None:
+        flops = partial(matmul_peak_of_cpu, precision)
+        named = {"what": "products", "precision": precision, "threads": torch.get_num_threads()}
+        if check_device(config.train.device) == "cpu":
+            measure = partial(common_cpu, precision, lately.number(flops, **named))
     return machine_of(
         config.train.device,
-        config.train.precision,
+        precision,
         device_limit=config.memory.device_budget,
         num_drives=len(config.memory.drives),
         measure=measure,
@@ -47,17 +57,31 @@ def machine_for(config: Config, measure: Measure | None = None) -> HardwareSpec:
 
 
 def with_layers_timed(
-    spec: HardwareSpec, anatomy: Anatomy, model_config: PretrainedConfig, config: Config
+    spec: HardwareSpec, anatomy: Anatomy, model: PlannedModel, config: Config, lately: Lately
 ) -> HardwareSpec:
     """Return this CPU at the rates that the model's own layers reach on it.
 
     One layer of every kind is run a few times; where that would take long, or much of the memory that is
     left, the rates stay as they are.
+
+    Args:
+        spec: The CPU.
+        anatomy: The count of the model for the run's micro-batches.
+        model: That is counted.
+        config: In which nothing is open.
+        lately: Knows what was timed lately.
     """
     known = _TIMED.setdefault(anatomy, {})
     num_threads = torch.get_num_threads()
     if num_threads not in known:
-        known[num_threads] = _time(spec, anatomy, model_config, config)
+        scale = lately.number(
+            lambda: _time(spec, anatomy, model.config, config).compute_scale,
+            what="layers",
+            threads=num_threads,
+            flops=spec.matmul_flops_per_s[config.train.precision],
+            **model.described(config, device_type(spec)),
+        )
+        known[num_threads] = Measured(compute_scale=scale)
     return known[num_threads].applied(spec)
 
 

@@ -13,9 +13,9 @@ from megatrain.config.sizes import binary
 from megatrain.hardware import HardwareSpec
 from megatrain.plan.search.planner import make_plan, plan_with_open_runs
 from megatrain.plan.search.request import Request
+from megatrain.train.planning.asking import Asked, OwnMachine, ask
 from megatrain.train.planning.counting import Progress
 from megatrain.train.planning.gpus import of_ranks
-from megatrain.train.planning.plan_run import Asked, ask
 from megatrain.train.records.metrics import format_count
 
 MOST_RANKS = 1024
@@ -99,16 +99,20 @@ class Scaling:
         return any(row.plan.fits for row in self.rows)
 
 
-def plan_scale(raw: Mapping[str, Any], spec: HardwareSpec, *, progress: Progress, **given: Any) -> Scaling:
+def plan_scale(
+    raw: Mapping[str, Any], machine: HardwareSpec | OwnMachine, *, progress: Progress, **given: Any
+) -> Scaling:
     """Plan a run on more and more GPUs of a machine, and on more and more such machines.
 
     Args:
         raw: Settings as of `ask`; the batch is that of each GPU.
-        spec: The machine with all of its GPUs.
+        machine: With all of its GPUs.
         progress: As in `ask`.
         given: As in `ask`, like all that follows.
     """
-    asked = ask(raw, spec.with_ranks(1), progress=progress, **given)
+    one = machine if isinstance(machine, OwnMachine) else machine.with_ranks(1)
+    asked = ask(raw, one, progress=progress, **given)
+    spec = asked.request.spec if isinstance(machine, OwnMachine) else machine
     progress("planning for every number of GPUs")
     rows = scale(replace(asked.request, spec=spec), gathers=asked.config.parallel.gathers)
     return Scaling(asked=asked, spec=spec, rows=rows)

@@ -13,8 +13,9 @@ from megatrain.config import build_config
 from megatrain.hardware import load_machine, machine_names
 from megatrain.plan.search.planner import make_plan
 from megatrain.train.planning import plan_run as planning
-from megatrain.train.planning.counting import PlannedModel
-from megatrain.train.planning.plan_run import Planned, device_type, make_request, plan_run
+from megatrain.train.planning.asking import make_request
+from megatrain.train.planning.counting import PlannedModel, device_type
+from megatrain.train.planning.plan_run import Planned, plan_run
 from tests.train.project import decided
 
 SHARED = Path(__file__).parents[4] / "shared/data"

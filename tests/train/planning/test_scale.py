@@ -14,8 +14,8 @@ from megatrain.hardware import HardwareSpec, load_machine
 from megatrain.plan.cost.economics import economics
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
+from megatrain.train.planning.asking import Asked
 from megatrain.train.planning.gpus import of_ranks, with_gpus
-from megatrain.train.planning.plan_run import Asked
 from megatrain.train.planning.scale import Scaling, scale, scale_json, scale_report, sizes
 from tests.plan.anatomies import Shape, llama_like, machine
 

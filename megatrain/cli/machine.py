@@ -1,0 +1,75 @@
+"""The machine that a command plans for: a named one, or this one, with what options change of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.cli.folders import measured_file
+from megatrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatrain.hardware import HardwareSpec
+    from megatrain.train.planning.asking import OwnMachine
+
+
+def measure() -> Callable[[], HardwareSpec] | None:
+    """Return how this machine is measured: on a CPU only what `doctor --bench` has kept is worth the time."""
+    from megatrain.hardware.accelerators import accelerator
+
+    if accelerator() is None and not measured_file().exists():
+        return None
+    from megatrain.doctor import this_machine
+
+    return partial(this_machine, measured_file(), None)
+
+
+def planned_machine(
+    name: str | None,
+    ram: str | None = None,
+    nvme: str | None = None,
+    *,
+    gpus: int | None = None,
+    nodes: int | None = None,
+) -> HardwareSpec | OwnMachine:
+    """Return a named machine, or this one as a run on it finds it, with what options say of it.
+
+    Args:
+        name: A bundled machine or a machine file; None: this one.
+        ram: Its host memory, such as `64GiB`.
+        nvme: Free space on its drives; `0`: none.
+        gpus: Of each node; None: all.
+        nodes: Machines like it.
+
+    Raises:
+        ConfigError: There is no such machine, or an option that is no size.
+    """
+    from megatrain.config.sizes import parse_bytes
+    from megatrain.hardware import load_machine
+    from megatrain.train.planning.gpus import with_gpus
+
+    host_bytes = None if ram is None else parse_bytes(ram, "--ram")
+    drive_bytes = None if nvme is None else parse_bytes(nvme, "--nvme")
+    if host_bytes == 0:
+        raise ConfigError("--ram is 0; give the machine's host memory, such as 64GiB")
+
+    def changed(spec: HardwareSpec) -> HardwareSpec:
+        if host_bytes is not None:
+            spec = spec.with_ram(host_bytes)
+        if drive_bytes is not None:
+            spec = spec.with_drive_bytes(drive_bytes)
+        return with_gpus(spec, gpus, nodes)
+
+    if name is not None:
+        return changed(load_machine(name))
+    from megatrain.train.planning.asking import OwnMachine
+
+    def with_own_drive(spec: HardwareSpec) -> HardwareSpec:
+        from megatrain.doctor import this_machine
+
+        return changed(replace(spec, drives=this_machine(measured_file(), Path()).drives))
+
+    return OwnMachine(measure=measure(), changed=with_own_drive if drive_bytes else changed)

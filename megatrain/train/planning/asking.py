@@ -1,0 +1,298 @@
+"""What is asked of the planner: settings with all that a run would decide, its data, and its machine.
+
+What the user has not given, or given as `auto`, is decided as for the run itself, by the same functions. The
+data are tokenised, or found prepared, where there are some; no weight is read.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config import Config, build_config, set_keys
+from megatrain.config.choice import AUTO
+from megatrain.config.decided import as_begun, with_rows, with_step
+from megatrain.data.context import check_seq_len
+from megatrain.errors import ConfigError
+from megatrain.hardware import HardwareSpec
+from megatrain.model.profile.anatomy import Anatomy
+from megatrain.plan.search.request import Request
+from megatrain.train.planning.counting import PlannedModel, Progress, device_type
+from megatrain.train.planning.gpus import of_ranks
+from megatrain.train.planning.lately import Lately
+from megatrain.train.planning.micro_batches import with_fastest_size
+from megatrain.train.shards import with_shards
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from megatrain.stream.machine import Measure
+    from megatrain.train.run_data import RunData
+
+_NO_DATA = "not needed for a plan"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What is asked of the planner, before anything is planned."""
+
+    request: Request
+    """Of all ranks together."""
+    config: Config
+    """In which nothing is open."""
+    model: str
+    recount: Callable[..., Anatomy]
+    count_s: float
+    notes: tuple[str, ...]
+    data: RunData | None = None
+    """None: the data were not looked at."""
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the whole run; None: without its data nobody knows."""
+        return self.config.train.steps if self.data is None else self.data.num_steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnMachine:
+    """This machine, as a run on it finds it."""
+
+    measure: Measure | None = None
+    """As in `machine_for`."""
+    changed: Callable[[HardwareSpec], HardwareSpec] = lambda spec: spec
+    """Gives it other memory, or other GPUs."""
+
+    def is_cpu(self, config: Config) -> bool:
+        """Whether a CPU computes."""
+        from megatrain.train.inputs import is_on_cpu
+
+        return is_on_cpu(config)
+
+    def spec(self, config: Config, lately: Lately) -> HardwareSpec:
+        """Return what it has and how fast it is."""
+        from megatrain.train.planning.run_machine import choose_threads, machine_for
+
+        choose_threads()
+        return self.changed(machine_for(config, self.measure, lately))
+
+
+class Reads(Enum):
+    """Which data a plan looks at."""
+
+    ALL = "those of the run, as the run does"
+    HERE = "those that are on this machine, and can be tokenised"
+
+
+def ask(
+    raw: Mapping[str, Any],
+    machine: HardwareSpec | OwnMachine,
+    *,
+    source: str,
+    hf_config: Path | None = None,
+    counts: Path | None = None,
+    prepared: Path | None = None,
+    reads: Reads = Reads.HERE,
+    goes_on: tuple[Path, Mapping[str, Any]] | None = None,
+    progress: Progress = lambda doing: None,
+) -> Asked:
+    """Read what is to be planned: settings and data; and count the model.
+
+    Args:
+        raw: Settings as nested keys; the data may be missing.
+        machine: The batch is that of all of its GPUs.
+        source: Where the settings are from, named in every problem.
+        hf_config: A file like a model directory's config.json; None: that of `model.path`.
+        counts: A folder in which counts of models are kept; None: the model is counted anew.
+        prepared: A folder in which prepared data is kept; None: nowhere but in `data.cache`.
+        reads: Which data are looked at.
+        goes_on: The checkpoint that the run goes on from, and what its manifest says; None: it begins.
+        progress: Is told what takes time, before it begins.
+
+    Raises:
+        ConfigError: A setting that is wrong, or settings that exclude each other.
+        ModelError: A model that cannot be planned.
+        DataError: Data that cannot be read.
+    """
+    place = str(hf_config) if hf_config is not None else _model_path(raw)
+    raw = _with(raw, {"model.path": place, "data.path": _NO_DATA})
+    model = PlannedModel(place, counts, progress)
+    given = config = build_config(raw, source=source)
+    checkpoint, meta = (None, None) if goes_on is None else goes_on
+    if meta is not None:
+        config = as_begun(config, meta["config"])
+    if config.model.new_tokens:
+        model = PlannedModel(place, None, progress, with_new_tokens(config, model))
+    is_own = isinstance(machine, OwnMachine)
+    on_cpu = machine.is_cpu(config) if isinstance(machine, OwnMachine) else not machine.has_accelerator
+    config = with_rows(config, context=model.context, on_cpu=on_cpu)
+    check_seq_len(config.data.seq_len, model.context)
+    data, notes = None, []
+    why_not = _why_no_data(config, reads)
+    if why_not is None:
+        progress("reading and tokenising the data")
+        from megatrain.train.run_data import read_data
+
+        day = None if meta is None else meta["data"].get("day")
+        data = read_data(config, model.config, checkpoint=checkpoint, folder=prepared, day=day, on_cpu=on_cpu)
+        model = PlannedModel(
+            place, None if config.model.new_tokens else counts, progress, model.config, data.packed.packing
+        )
+    elif why_not:
+        notes.append(f"{why_not}, so the run is planned as one with enough of them")
+    config = with_step(config, on_cpu=on_cpu, num_rows=None) if data is None else data.config
+    lately = Lately(counts)
+    spec = machine.spec(config, lately) if isinstance(machine, OwnMachine) else machine
+    config = with_shards(config, spec.num_ranks, meta)
+    began_s = time.perf_counter()
+    compilable = _can_compile(config) if is_own else None
+
+    def of_rank(config: Config, anatomy: Anatomy) -> Request:
+        request = make_request(config, anatomy, spec, can_compile=compilable)
+        return of_ranks(request, spec.num_ranks, spec.num_nodes, gathers=config.parallel.gathers)
+
+    config = with_fastest_size(config, model, device_type(spec), of_rank)
+    recount = partial(model.count, config, device_type(spec))
+    anatomy = recount()
+    if is_own and spec.is_cpu:
+        from megatrain.train.planning.run_machine import with_layers_timed
+
+        spec = with_layers_timed(spec, anatomy, model, config, lately)
+    return Asked(
+        request=make_request(config, anatomy, spec, can_compile=compilable),
+        config=config,
+        model=place,
+        recount=recount,
+        count_s=time.perf_counter() - began_s,
+        notes=(*_defaults_note(given, config), *notes),
+        data=data,
+    )
+
+
+def _why_no_data(config: Config, reads: Reads) -> str | None:
+    """Say why the data are not looked at: None: they are; empty: there are none."""
+    paths = [source.path for source in config.data.sources]
+    if paths == [_NO_DATA]:
+        return ""
+    if reads is Reads.ALL:
+        return None
+    missing = [path for path in paths if not (Path(path).exists() or glob(path))]
+    if missing:
+        return f"data.path {missing[0]} is not on this machine"
+    if config.data.tokenizer is None and config.model.init != "random" and not _has_tokenizer(config):
+        return f"{config.model.path} comes without a tokenizer for the data (data.tokenizer names one)"
+    return None
+
+
+def _has_tokenizer(config: Config) -> bool:
+    """Whether the model comes with a tokenizer; of a shape alone there is none."""
+    from megatrain.data.tokenizer import has_tokenizer
+
+    return not Path(config.model.path).is_file() and has_tokenizer(config.model.path)
+
+
+def _can_compile(config: Config) -> bool:
+    from megatrain.hardware.accelerators import can_compile
+    from megatrain.stream.lanes.devices import compute_device
+
+    return can_compile(compute_device(config.train.device))
+
+
+def with_new_tokens(config: Config, model: PlannedModel) -> PretrainedConfig:
+    """Return the model's configuration with the words of its tokenizer, and the new ones.
+
+    Without a tokenizer, as of a shape alone, every word that the model has is taken for used.
+    """
+    from megatrain.data.tokenizer import new_tokens
+    from megatrain.train.inputs import choose_tokenizer
+
+    if config.data.tokenizer is not None or _has_tokenizer(config):
+        choose_tokenizer(config, None, model.config)
+    else:
+        model.config.get_text_config().vocab_size += len(new_tokens(config.model.new_tokens))
+    return model.config
+
+
+def make_request(
+    config: Config, anatomy: Anatomy, spec: HardwareSpec, *, can_compile: bool | None = None
+) -> Request:
+    """Return what settings ask of the planner: what is given is fixed, all else is free.
+
+    Args:
+        config: Of the run.
+        anatomy: Of its model.
+        spec: Of the machine.
+        can_compile: Layers may be compiled there; None: if it has an accelerator.
+
+    Raises:
+        ConfigError: More resident layers than the model has.
+    """
+    drives, rated = spec.drives, config.hardware.rated_bytes_written
+    if drives is not None and rated is not None:
+        spec = replace(spec, drives=replace(drives, rated_bytes_written=float(rated)))
+    return Request(
+        spec=spec,
+        anatomy=anatomy,
+        batch=config.batch,
+        clips=config.optim.max_grad_norm is not None,
+        state=config.optim.state,
+        commit_every=config.memory.commit_every if config.memory.commits else None,
+        names_drives=bool(config.memory.drives),
+        compiles=config.choice.is_compiled(
+            config.train.compile, can_compile=spec.has_accelerator if can_compile is None else can_compile
+        ),
+        fuses=config.model.kernels == "liger",
+        deterministic=config.train.deterministic,
+        device_limit=config.memory.device_budget,
+        host_limit=config.memory.host_budget,
+        choice=config.choice.for_layers(len(anatomy.layers)),
+    )
+
+
+def _model_path(raw: Mapping[str, Any]) -> str:
+    path = _value(raw, "model", "path")
+    if not isinstance(path, str) or not path:
+        raise ConfigError(
+            "no model to plan for; give a CONFIG with model.path, --model DIR_OR_ID, or --hf-config FILE"
+        )
+    return os.path.expanduser(path)
+
+
+def _value(raw: Mapping[str, Any], section: str, name: str) -> Any:
+    inner = raw.get(section)
+    return inner.get(name) if isinstance(inner, Mapping) else None
+
+
+def _with(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with values for the keys that they do not have."""
+    missing = []
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        inner = raw.get(section)
+        if not isinstance(inner, Mapping) or name not in inner:
+            missing.append((key, value))
+    return set_keys(raw, missing)
+
+
+def _defaults_note(given: Config, config: Config) -> list[str]:
+    """Say what was left open of what decides the numbers, and is decided; not what follows from the rest."""
+    train = given.train
+    keys = ["train.precision", "data.seq_len"]
+    if AUTO in (train.micro_batch_size, train.grad_accumulation):
+        keys.append("train.tokens_per_step")
+    if train.grad_accumulation == AUTO:
+        keys.append("train.micro_batch_size")
+    then, now = (each.model_dump(mode="json") for each in (given, config))
+    chosen = [
+        f"{key}={now[section][name]}"
+        for key in keys
+        for section, _, name in [key.partition(".")]
+        if then[section][name] == AUTO
+    ]
+    return [f"not given, so taken as {', '.join(chosen)}"] if chosen else []
