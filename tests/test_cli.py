@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from megatrain.cli import main, read_settings
-from megatrain.cli.help import MOST_USED
+from megatrain.cli.commands import app
+from megatrain.cli.help import _MEANT, MOST_USED
 from megatrain.cli.importing import importing
 from megatrain.config import config_keys
 from megatrain.data.read.files import check_path
@@ -167,9 +169,33 @@ def test_argument_with_an_equals_sign_is_an_override() -> None:
         read_settings(["optim.lr=1"], {"optim.lr": 2.0})
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("finetune", "megatrain train?"),
+        ("evaluate", "megatrain eval?"),
+        ("merge", "megatrain export --merge?"),
+        ("resume", "megatrain train, with the same arguments as before?"),
+        ("trian", "'train'"),
+    ],
+)
+def test_a_command_of_another_tool_is_known(
+    words: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 2
+    assert f"No such command '{words}'. Did you mean" in (said := capsys.readouterr().err)
+    assert meant in said
+
+
+def test_what_a_command_is_meant_to_be_is_one() -> None:
+    names = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert {meant.split()[0].rstrip(",") for meant in _MEANT.values()} <= names
+    assert not names & set(_MEANT)
+
+
 def test_sample_prints_the_text(calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("sample", "runs/a", "--prompt", "Once", "--max-new-tokens", "5", "--temperature", "0.5") == 0
-    assert calls == [("sample", "runs/a", "Once", {"max_new_tokens": 5, "temperature": 0.5})]
+    assert calls == [("sample", "runs/a", "Once", {"max_new_tokens": 5, "temperature": 0.5, "chat": False})]
     assert capsys.readouterr().out == "Once upon a time\n"
 
 

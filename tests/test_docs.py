@@ -83,6 +83,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ("commands.dry_run", "dry_run"),
         ("commands.quickstart", "quickstart"),
         ("outputs.sample", "sample"),
+        ("outputs.sample", "open_chat"),
+        ("outputs.chat", "converse"),
+        ("commands.evaluate", "evaluate_run"),
         ("outputs.export", "export_run"),
         ("outputs.push", "push"),
         ("commands.trace", "trace"),
@@ -101,7 +104,12 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         if fake is None or fake not in fakes:
             fake = types.ModuleType(name_of)
             fakes.append(fake)
-        setattr(fake, name, lambda *arguments, name=name, **_: seen.append((name, *arguments)))
+
+        def function(*arguments: Any, name: str = name, **_: Any) -> list[Any]:
+            seen.append((name, *arguments))
+            return []
+
+        setattr(fake, name, function)
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
     serve = types.ModuleType("megatrain.train.report.serve")
     serve.__dict__.update(RunServer=MagicMock())

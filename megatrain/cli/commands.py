@@ -24,7 +24,7 @@ from megatrain.cli import data as data_commands
 from megatrain.cli import plan as plan_commands
 from megatrain.cli import runs as run_commands
 from megatrain.cli.folders import counts_folder, measured_file, prepared_folder
-from megatrain.cli.help import SettingsCommand, show_all_keys
+from megatrain.cli.help import Commands, SettingsCommand, show_all_keys
 from megatrain.cli.importing import importing
 from megatrain.cli.log import log_to_stderr, showing
 from megatrain.cli.machine import measure, planned_machine
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="megatrain",
+    cls=Commands,
     help="Train Hugging Face language models exactly, with all state in host memory, streamed to the device.",
     no_args_is_help=True,
     add_completion=False,

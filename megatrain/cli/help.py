@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 MOST_USED = (
     "train.epochs",
@@ -26,6 +26,51 @@ MOST_USED = (
 _WIDTH = 110
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """click's, which some versions of typer bring along under another name."""
+
+
+_MEANT = {
+    "benchmark": "doctor --bench",
+    "convert": "import",
+    "dpo": "train ... train.loss=dpo",
+    "env": "doctor",
+    "evaluate": "eval",
+    "finetune": "train",
+    "fit": "train",
+    "generate": "sample",
+    "infer": "sample",
+    "inference": "chat",
+    "inspect": "data inspect",
+    "kto": "train ... train.loss=kto",
+    "list": "runs ls",
+    "ls": "runs ls",
+    "merge": "export --merge",
+    "prepare": "data prepare",
+    "preprocess": "data prepare",
+    "pretrain": "train ... model.init=random",
+    "push": "export --push",
+    "resume": "train, with the same arguments as before",
+    "run": "train",
+    "serve": "chat",
+    "sft": "train",
+    "show": "runs show",
+    "test": "eval",
+    "tokenize": "data prepare",
+    "webui": "ui",
+}
+"""Commands of other tools, and what does that here."""
+
+
+class Commands(TyperGroup):
+    """The commands; of one that there is not, it says which one was meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that the arguments begin with."""
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as error:
+            if args and args[0] in _MEANT:
+                error.message = f"No such command '{args[0]}'. Did you mean: megatrain {_MEANT[args[0]]}?"
+            raise
 
 
 class SettingsCommand(TyperCommand):

@@ -1,7 +1,9 @@
-"""Commands that take a run: `sample`, `export`, `report`, `runs`, `ui`; the run itself is only read."""
+"""Commands that take a run: `sample`, `chat`, `eval`, `export`, `report`, `runs`, `ui`; it is only read."""
 
 from __future__ import annotations
 
+import json
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -14,12 +16,18 @@ runs = typer.Typer(no_args_is_help=True, help="List runs, show one, or compare s
 
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
 _Runs = Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run directories, or folders of them.")]
+_Model = Annotated[
+    str, typer.Argument(metavar="RUN_OR_MODEL", help="Run directory, model directory or hub id.")
+]
+_Temperature = Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def add_to(app: typer.Typer) -> None:
     """Give the command line these commands."""
     app.command()(sample)
+    app.command()(chat)
+    app.command("eval")(eval_)
     app.command()(export)
     app.command()(report)
     app.command()(ui)
@@ -27,18 +35,91 @@ def add_to(app: typer.Typer) -> None:
 
 
 def sample(
-    path: Annotated[
-        str, typer.Argument(metavar="RUN_OR_MODEL", help="Run directory, model directory or hub id.")
-    ],
+    path: _Model,
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token.")] = 0.0,
+    temperature: _Temperature = 0.0,
+    as_chat: Annotated[
+        bool, typer.Option("--chat", help="Ask it as its chat template does; print the answer.")
+    ] = False,
 ) -> None:
-    """Continue a text with a trained model."""
+    """Continue a text with a trained model, or with --chat answer it."""
     with importing():
         from megatrain.train.outputs.sample import sample as run
 
-    print(run(path, prompt, max_new_tokens=max_new_tokens, temperature=temperature))
+    print(run(path, prompt, max_new_tokens=max_new_tokens, temperature=temperature, chat=as_chat))
+
+
+def chat(
+    path: _Model,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
+    temperature: _Temperature = 0.0,
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="In the place of the tokenizer's own.")
+    ] = None,
+) -> None:
+    """Talk with a trained model, in the words of its chat template; each line that is read is a turn.
+
+    /clear begins anew, /exit or Ctrl-D ends; Ctrl-C ends an answer. Answers go to standard output.
+    """
+    with importing():
+        from megatrain.train.outputs.chat import converse
+        from megatrain.train.outputs.sample import open_chat
+
+    talk = open_chat(
+        path,
+        system=system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        template=chat_template,
+    )
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401 - lines can be edited, and earlier ones come back
+        print("/clear begins anew, /exit ends", file=sys.stderr)
+
+    def read() -> str | None:
+        if not sys.stdin.isatty():
+            return sys.stdin.readline() or None
+        with suppress(EOFError, KeyboardInterrupt):
+            return input("> ")
+        return None
+
+    converse(
+        talk,
+        read,
+        show=lambda text: print(text, end="", flush=True),
+        say=lambda text: print(text, file=sys.stderr),
+    )
+
+
+def eval_(
+    run: _Run,
+    data: Annotated[list[str], typer.Option(help="Text, chats or other data; may be repeated.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides of its settings.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Evaluate the model of a run on data, exactly as its training does.
+
+    The newest checkpoint is taken (with eval.load_best, the best one), in the run's settings.
+    """
+    from megatrain.cli.folders import prepared_folder
+    from megatrain.cli.log import showing
+
+    with showing("eval") as doing:
+        doing.at_once("loading torch and transformers")
+        with importing():
+            from megatrain.train.commands.evaluate import evaluate_run
+
+        found = evaluate_run(run, data, overrides or [], prepared=prepared_folder(), progress=doing)
+    if as_json:
+        print(json.dumps({one.name: dict(one.numbers) for one in found}))
+        return
+    for one in found:
+        print(f"{one.name}: {one.describe()}")
 
 
 def export(

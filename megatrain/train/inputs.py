@@ -130,6 +130,25 @@ def pack_eval_data(
     return sets
 
 
+def pack_eval_path(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PretrainedConfig,
+    *,
+    folder: Path | None = None,
+    day: str | None = None,
+) -> dict[str, tuple[Rows, str]]:
+    """Return the sets of `data.eval_path` alone, as `pack_eval_data` does; arguments as of `pack_data`.
+
+    Raises:
+        DataError: As of `pack_data`.
+        ConfigError: As of `pack_data`.
+    """
+    pack = _Pack(config, tokenizer, model_config, folder, day)
+    sets = {name: pack(name, sources) for name, sources in config.data.eval_sources.items()}
+    return {name: (rows_of(packed), packed.packing) for name, packed in sets.items()}
+
+
 def prepare_data(config: Config, *, folder: Path | None = None) -> dict[str, list[str]]:
     """Prepare all data of a run: what is trained on, and what is evaluated on.
 

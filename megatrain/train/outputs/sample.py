@@ -1,35 +1,59 @@
-"""Continues a text with the model of a run or of a directory."""
+"""The model of a run or of a directory: continues a text, and answers."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import ModelError
 from megatrain.model.adapters.files import is_adapter
 from megatrain.train.evaluate.prompts import continue_text
+from megatrain.train.outputs.chat import Chat
 from megatrain.train.outputs.export import newest_model
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-def sample(path: str, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.0) -> str:
-    """Return `prompt` and what the model makes of it.
+
+def sample(
+    path: str, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.0, chat: bool = False
+) -> str:
+    """Return `prompt` and what the model makes of it; of a chat, the answer alone.
 
     Args:
         path: A run directory (its final model, or else its newest checkpoint), a model directory or a hub id.
         prompt: Text to continue; not empty.
         max_new_tokens: Tokens to add at most.
         temperature: 0 takes the likeliest token each time.
+        chat: Ask it in the words of the tokenizer's chat template.
 
     Raises:
-        MegatrainError: The model or its tokenizer cannot be read, or the prompt has no token.
+        MegatrainError: The model or its tokenizer cannot be read, the prompt has no token, or there is no
+            chat template.
     """
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    if chat:
+        return open_chat(path, **options).ask(prompt)
+    return continue_text(*_open(path), prompt, **options)
+
+
+def open_chat(path: str, **options: Any) -> Chat:
+    """Begin a conversation with the model of a run, a model directory or a hub id; options as of `Chat`.
+
+    Raises:
+        MegatrainError: As `sample`.
+    """
+    return Chat(*_open(path), **options)
+
+
+def _open(path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from megatrain.stream.load import load
 
     if not Path(path).exists() and "/" not in path:
         raise ModelError(f"{path} is no run directory, no model directory, and no hub id such as org/name")
     source = str(_model_of(Path(path)) or path)
-    model, tokenizer = load(source), load_tokenizer(source)
-    return continue_text(model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
+    return load(source), load_tokenizer(source)
 
 
 def _model_of(run: Path) -> Path | None:

@@ -1,0 +1,116 @@
+"""`megatrain eval`: the loss of a run's model on data, computed as the run's own evaluations are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint.load import verify
+from megatrain.config import build_config, combine_settings
+from megatrain.config.sections.config import Config
+from megatrain.errors import ConfigError
+from megatrain.model.liger import apply_liger, uses_liger
+from megatrain.model.weights.skeleton import read_config
+from megatrain.stream.lanes.devices import compute_device
+from megatrain.train.adapters import check_base
+from megatrain.train.engine import make_engine
+from megatrain.train.evaluate.losses import Evaluation, evaluate
+from megatrain.train.inputs import choose_tokenizer, pack_eval_path
+from megatrain.train.outputs.export import newest_model
+from megatrain.train.planning.run_machine import choose_threads
+from megatrain.train.resume.state_commits import drives_apart
+from megatrain.train.run_data import make_eval_sets
+
+_DECIDED = (
+    "train.precision",
+    "train.tokens_per_step",
+    "train.micro_batch_size",
+    "train.grad_accumulation",
+    "data.seq_len",
+)
+"""What the settings of a run may leave open, and its checkpoints know."""
+
+
+def evaluate_run(
+    run: Path,
+    data: Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    prepared: Path | None = None,
+    progress: Callable[[str], object] = lambda doing: None,
+) -> list[Evaluation]:
+    """Evaluate the model that a run leaves, so far, on each file by itself.
+
+    Rows, micro-batches and precision are those of the run, so the loss is that of its own evaluation of the
+    file (`data.eval_path`), to the last digit. Nothing of the run is written.
+
+    Args:
+        run: Its directory.
+        data: Files, directories or hub ids.
+        overrides: Of its settings, as `section.key=value`.
+        prepared: A folder in which prepared data is kept; None: nowhere but in `data.cache`.
+        progress: Is told what takes time, before it begins.
+
+    Raises:
+        CheckpointError: There is no run, or it has no whole checkpoint.
+        ConfigError: It was trained on judged answers.
+        MegatrainError: The data or the model cannot be read, or it does not fit.
+    """
+    checkpoint = newest_model(run)
+    meta = verify(checkpoint, digests=False).meta
+    config = _config(run, meta, data, overrides)
+    base = check_base(config, meta)
+    source = str(checkpoint) if base is None else config.model.path
+    model_config = read_config(source)
+    progress("reading and tokenising the data")
+    tokenizer = choose_tokenizer(config, checkpoint, model_config)
+    packed = pack_eval_path(config, tokenizer, model_config, folder=prepared, day=meta["data"].get("day"))
+    choose_threads()
+    if uses_liger(config.model.kernels, compute_device(config.train.device).type):
+        apply_liger(model_config.get_text_config().model_type)
+    progress("loading the model")
+    with drives_apart(config) as apart:
+        engine = make_engine(
+            apart,
+            apart.choice,
+            source,
+            adapter=None if base is None else checkpoint,
+            vocab_size=model_config.get_text_config().vocab_size if config.model.new_tokens else None,
+        )
+        try:
+            progress("evaluating")
+            return evaluate(engine, make_eval_sets(apart, packed), most_batches=config.eval.batches)
+        finally:
+            engine.close(removes=True)
+
+
+def _config(run: Path, meta: Mapping[str, Any], data: Sequence[str], overrides: Sequence[str]) -> Config:
+    """Return the settings of the run, with the data as the only ones that are evaluated on."""
+    saved = meta["config"]
+    if (loss := saved["train"].get("loss", "sft")) != "sft":
+        raise ConfigError(
+            f"{run} was trained on judged answers (train.loss={loss}), whose loss needs the model that it "
+            "began with; its own evaluations are in events.jsonl (data.eval_path)"
+        )
+    known = {key: saved[key.split(".")[0]].get(key.split(".")[1]) for key in _DECIDED}
+    given = {
+        **{key: value for key, value in known.items() if value is not None},
+        "data.eval_path": {name: [path] for name, path in zip(_names(data), data, strict=True)},
+        "data.val_size": 0,
+        "eval.metric": None,
+    }
+    if saved["data"].get("chat_template") is not None:
+        given["data.chat_template"] = None  # the tokenizer of the checkpoint has it
+    raw, source = combine_settings([str(run / "config.yaml"), *overrides], given)
+    return build_config(raw, source=source)
+
+
+def _names(data: Sequence[str]) -> list[str]:
+    """Return a name for each set: of its file, with a number where two have the same."""
+    names: list[str] = []
+    for path in data:
+        stem = Path(path).name.split(".")[0] or "eval"
+        taken = sum(name.rpartition("-")[0] == stem or name == stem for name in names)
+        names.append(f"{stem}-{taken + 1}" if taken else stem)
+    return names
