@@ -207,7 +207,7 @@ def timed_engine(
 ) -> dict[str, Any]:
     """Train with an engine, and return the figures and what its lanes did."""
     batches = work.micro_batches(config.vocab_size)
-    optimizer = engine._optimizer
+    optimizer = engine.optimizer
     heard: list[Heard] = []
     moved: list[int] = []
     started: list[float] = []

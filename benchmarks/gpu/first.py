@@ -363,7 +363,7 @@ def look(session: Session, work: Work, name: str, engine: Any) -> dict[str, Any]
     activities = supported_activities() & {getattr(ProfilerActivity, kind) for kind in ("CPU", "CUDA", "XPU")}
     with profile(activities=activities) as found:
         engine.forward_backward(batches)
-        engine._optimizer.step()
+        engine.optimizer.step()
         synchronize(session.device)
     trace = session.out / f"{name}.json.gz"
     found.export_chrome_trace(str(trace))

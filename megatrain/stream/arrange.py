@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatrain.config.choice import KEYS, Activations, Choice, StepBatch
+from megatrain.config.choice import KEYS, Activations, Choice, StepBatch, Updates, read_member
 from megatrain.config.read_choice import checked
 from megatrain.errors import ConfigError
+from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import Block, ends_of, group_layers
 from megatrain.store.placement import Placement
 from megatrain.store.tiered import TieredState
@@ -227,3 +228,54 @@ def check_change(choice: Choice, arrangement: Arrangement, *, compiles: bool) ->
         sums=arrangement.binding.sums(choice),
         held=lanes.device_bytes,
     )
+
+
+def check_updates(updates: str, max_grad_norm: float | None) -> None:
+    """Refuse a schedule that cannot clip to clip.
+
+    Raises:
+        ConfigError: `immediate` with clipping.
+    """
+    if updates == Updates.IMMEDIATE.value and max_grad_norm is not None:
+        raise ConfigError(
+            f"updates=immediate cannot clip (max_grad_norm is {max_grad_norm}): a block is updated before "
+            "the norm of all gradients is known; use updates=deferred, or max_grad_norm=null"
+        )
+
+
+def choose_updates(
+    arrangement: Arrangement, updates: str | None, *, max_grad_norm: float | None, compiles: bool
+) -> None:
+    """Let blocks be updated when `updates` says; None: as was chosen before.
+
+    Raises:
+        ConfigError: That is no schedule, or cannot be with the rest.
+    """
+    updates = read_member(Updates, updates or arrangement.choice.updates, "updates").value
+    check_updates(updates, max_grad_norm)
+    choice = replace(arrangement.choice, updates=updates)
+    check_choice(choice, arrangement.binding.blocks, compiles=compiles)
+    arrangement.choice = choice
+    arrangement.executor.spec = replace(arrangement.executor.spec, updates=updates)
+
+
+def choose_moments(arrangement: Arrangement, state: str | None) -> MomentFormat:
+    """Return what to keep moments in; None: what memory was planned for.
+
+    Raises:
+        ConfigError: They would take more memory than was planned, or ranks would have no whole shares of
+            their scales.
+    """
+    planned = arrangement.moments
+    moments = planned if state is None else MomentFormat.read(state)
+    executor = arrangement.executor
+    sizes = [layout.sizes for layout in executor.host.layouts]
+    need, room = (sum(size.moment_bytes(kind) for size in sizes) for kind in (moments, planned))
+    has_shares = executor.gradients.shared is not None and moments is MomentFormat.INT8
+    if need > room or (has_shares and planned is not moments):
+        raise ConfigError(
+            f"state is {moments.value}, but memory was planned for {planned.value}"
+            f"{', which is smaller' if need > room else ', and shared out among ranks so'}; call "
+            f"megatrain.attach with optimizer_state={moments.value!r}"
+        )
+    return moments

@@ -17,7 +17,7 @@ from megatrain.config.choice import Choice
 from megatrain.errors import ConfigError, ModelError
 from megatrain.store.state import HostState
 from megatrain.store.tiered import TieredState
-from megatrain.stream.arrange import as_placed, changed, check_change
+from megatrain.stream import arrange
 from megatrain.stream.bind import room_for_activations
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.forward.arrangement import Arrangement
@@ -27,7 +27,7 @@ from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.model_forward import ModelForward
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.meter import StepMeter
-from megatrain.stream.optimizer import StepHooks, StreamedAdamW, check_updates, choose_moments, choose_updates
+from megatrain.stream.optimizer import StepHooks, StreamedAdamW
 from megatrain.stream.report import StepReport
 from megatrain.stream.steps import PassBefore, Steps
 from megatrain.stream.together import Together
@@ -59,7 +59,7 @@ class Engine:
         self._tiered = self.host if isinstance(self.host, TieredState) else None
         room = room_for_activations(binding, choice)
         if self._tiered is not None:
-            choice = as_placed(choice, self._tiered.on_drives.placement, len(binding.blocks))
+            choice = arrange.as_placed(choice, self._tiered.on_drives.placement, len(binding.blocks))
         self.arrangement = Arrangement(model, binding, lanes, choice, activation_bytes=room)
         """The parts that stream the model."""
         self.counts = self.arrangement.counts
@@ -81,7 +81,8 @@ class Engine:
         self._steps = Steps(model, self._model_forward, self.arrangement, self.meter, rows)
         self.together = Together(self._steps, self.arrangement, self.require_attached)
         """Runs passes without gradients, many at a time."""
-        self._optimizer: StreamedAdamW | None = None
+        self.optimizer: StreamedAdamW | None = None
+        """What `adamw` has made; None: nothing yet."""
         self._model_forward.override(self.compiler, self.sync, StreamedAdamW)
         self._settings.enter_context(chosen_kernels(model, lanes.device, repeats=deterministic))
         model.__dict__["_megatrain_engine"] = self
@@ -114,16 +115,16 @@ class Engine:
         """
         self.require_attached()
         arrangement, rounds = self.arrangement, self.arrangement.rounds
-        choice = changed(choice, self.choice, len(arrangement.binding.blocks))
+        choice = arrange.changed(choice, self.choice, len(arrangement.binding.blocks))
         rounds.recover()
         if self._model_forward.is_open or rounds.is_open or arrangement.gradients.blocks:
             raise ConfigError(
                 "engine.reconfigure is for the time between two steps: finish the backward, then call "
                 "opt.step() or opt.zero_grad()"
             )
-        check_change(choice, arrangement, compiles=self.compiler is not None)
-        if self._optimizer is not None:
-            check_updates(choice.updates, self._optimizer.max_grad_norm)
+        arrange.check_change(choice, arrangement, compiles=self.compiler is not None)
+        if self.optimizer is not None:
+            arrange.check_updates(choice.updates, self.optimizer.max_grad_norm)
         self.meter.settle()
         self.settle()  # and not `sync`, which would read weights on drives into RAM
         self.lanes.drain()
@@ -132,8 +133,8 @@ class Engine:
         _log.info("the engine goes on with: %s", choice.describe())
 
     def _take_part(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.take_part(self.executor)
+        if self.optimizer is not None:
+            self.optimizer.take_part(self.executor)
 
     # -- the step -------------------------------------------------------------------------------------------
 
@@ -221,6 +222,7 @@ class Engine:
         weight_decay: float = 0.1,
         max_grad_norm: float | None = 1.0,
         no_decay: Iterable[str] | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
         updates: str | None = None,
         state: str | None = None,
         seed: int = 0,
@@ -235,6 +237,8 @@ class Engine:
             max_grad_norm: Clip the global norm to this; None: no clipping.
             no_decay: Patterns (`fnmatch`) of parameter names without decay. None: biases and parameters of
                 fewer than two dimensions, which is where norms are. An empty list: every parameter decays.
+            groups: As torch's optimizers take them, with `lr`, `weight_decay`, `betas`, `eps` of their own;
+                `params` may be patterns of names. What is in none is not updated. None: all is, as above.
             updates: When a block is updated: `deferred` (in the background, from the end of the backward
                 until the next step's forward needs it), `immediate` (as soon as its gradient is complete,
                 which rules out clipping and skipping), or `serial` (all before `opt.step()` returns). The
@@ -249,13 +253,13 @@ class Engine:
                 state for which no memory was planned.
             ModelError: A parameter is trained but was not there, or was frozen, when the engine was attached.
         """
-        if self._optimizer is not None:
-            raise ConfigError("the engine has an optimizer already; one engine trains with one optimizer")
-        moments, compiles = choose_moments(self.arrangement, state), self.compiler is not None
-        choose_updates(self.arrangement, updates, max_grad_norm=max_grad_norm, compiles=compiles)
+        if self.optimizer is not None:
+            raise ConfigError("the engine has an optimizer already (engine.optimizer); detach() ends it")
+        moments, compiles = arrange.choose_moments(self.arrangement, state), self.compiler is not None
+        arrange.choose_updates(self.arrangement, updates, max_grad_norm=max_grad_norm, compiles=compiles)
         check, stepped = self._check_step, self.meter.stepped
         hooks = StepHooks(check=check, stepped=stepped, drop=self.zero_grad, fail=self._steps.drop)
-        self._optimizer = StreamedAdamW(
+        self.optimizer = StreamedAdamW(
             self.executor,
             dict(self.model.named_parameters()),
             hooks,
@@ -265,10 +269,11 @@ class Engine:
             weight_decay=weight_decay,
             max_grad_norm=max_grad_norm,
             no_decay=no_decay,
+            groups=groups,
             moments=moments,
             seed=seed,
         )
-        return self._optimizer
+        return self.optimizer
 
     def require_attached(self) -> None:
         """Raise ModelError after detach, and TornStateError after an update that failed."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatrain.config.choice import Updates, read_member
-from megatrain.errors import ConfigError, ModelError
+from megatrain.config.choice import Updates
+from megatrain.errors import CheckpointError, ConfigError, ModelError
 from megatrain.layout.block_bytes import aligned
-from megatrain.layout.blocks import Entry
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.moments import MomentFormat
 from megatrain.optim.adamw import AdamWStep, check_hyper, rounding_key
@@ -23,12 +21,12 @@ from megatrain.optim.clip import global_norm
 from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.operations import Operation
 from megatrain.store.tiered import TieredState
-from megatrain.stream.arrange import check_choice
+from megatrain.stream.arrange import check_updates
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.updates import BlockUpdate, StepStats, check_shares
-from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.overrides import USE_OURS
+from megatrain.stream.parameter_groups import as_given, by_decay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +63,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         weight_decay: float,
         max_grad_norm: float | None,
         no_decay: Iterable[str] | None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
         moments: MomentFormat,
         seed: int = 0,
     ) -> None:
@@ -80,6 +79,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             weight_decay: Decoupled decay.
             max_grad_norm: Clip to this norm.
             no_decay: Patterns of names.
+            groups: Of parameters.
             moments: What they are kept in.
             seed: Of stochastic rounding.
         """
@@ -109,20 +109,13 @@ class StreamedAdamW(torch.optim.Optimizer):
             )
         if not managed:
             raise ModelError("no parameter requires a gradient; nothing would be trained")
-        patterns = None if no_decay is None else tuple(no_decay)
-        decayed = [name for name, entry in managed.items() if _decays(entry, patterns)]
-        exempt = [name for name in managed if name not in set(decayed)]
-        groups: list[dict[str, Any]] = [
-            {
-                "params": [parameters[name] for name in decayed],
-                "names": decayed,
-                "weight_decay": weight_decay,
-            },
-            {"params": [parameters[name] for name in exempt], "names": exempt, "weight_decay": 0.0},
-        ]
-        super().__init__(
-            [group for group in groups if group["params"]], {"lr": lr, "betas": betas, "eps": eps}
-        )
+        if groups is None:
+            made = by_decay(parameters, managed, weight_decay=weight_decay, no_decay=no_decay)
+        elif no_decay is not None:
+            raise ConfigError("groups and no_decay are both given; give each group its weight_decay")
+        else:
+            made = as_given(groups, parameters, managed, weight_decay=weight_decay)
+        super().__init__(made, {"lr": lr, "betas": betas, "eps": eps})
         self._group_of = {
             name: number for number, group in enumerate(self.param_groups) for name in group["names"]
         }
@@ -215,7 +208,18 @@ class StreamedAdamW(torch.optim.Optimizer):
         return super().state_dict() | {"steps": dict(self.steps), "num_skipped": self.num_skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` has returned."""
+        """Take back what `state_dict` has returned.
+
+        Raises:
+            CheckpointError: Parameters were in other groups.
+        """
+        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        own = [len(group["params"]) for group in self.param_groups]
+        if saved != own:
+            raise CheckpointError(
+                f"the checkpoint's optimizer has groups of {saved} parameters, and this one of {own}; make "
+                "the groups that it was trained with"
+            )
         super().load_state_dict(state_dict)
         self.steps = {name: int(state_dict["steps"][name]) for name in self.steps}
         self.num_skipped = int(state_dict["num_skipped"])
@@ -276,7 +280,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         runs: list[tuple[tuple[int, int], int, int]] = []
         keys: dict[int, tuple[int, int]] = {}
         for entry in layout.trained:
-            if entry.name not in present:
+            if entry.name not in present or entry.name not in self._group_of:
                 continue
             self.steps[entry.name] += 1
             key = (self._group_of[entry.name], self.steps[entry.name])
@@ -328,56 +332,18 @@ class StreamedAdamW(torch.optim.Optimizer):
         """Norm to which gradients are clipped; None: no clipping."""
         return self._max_grad_norm
 
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        """Clip to another norm, or no more, from the next step on.
 
-def check_updates(updates: str, max_grad_norm: float | None) -> None:
-    """Refuse a schedule that cannot clip to clip.
-
-    Raises:
-        ConfigError: `immediate` with clipping.
-    """
-    if updates == Updates.IMMEDIATE.value and max_grad_norm is not None:
-        raise ConfigError(
-            f"updates=immediate cannot clip (max_grad_norm is {max_grad_norm}): a block is updated before "
-            "the norm of all gradients is known; use updates=deferred, or max_grad_norm=null"
-        )
-
-
-def choose_updates(
-    arrangement: Arrangement, updates: str | None, *, max_grad_norm: float | None, compiles: bool
-) -> None:
-    """Let blocks be updated when `updates` says; None: as was chosen before.
-
-    Raises:
-        ConfigError: That is no schedule, or cannot be with the rest.
-    """
-    updates = read_member(Updates, updates or arrangement.choice.updates, "updates").value
-    check_updates(updates, max_grad_norm)
-    choice = replace(arrangement.choice, updates=updates)
-    check_choice(choice, arrangement.binding.blocks, compiles=compiles)
-    arrangement.choice = choice
-    arrangement.executor.spec = replace(arrangement.executor.spec, updates=updates)
-
-
-def choose_moments(arrangement: Arrangement, state: str | None) -> MomentFormat:
-    """Return what to keep moments in; None: what memory was planned for.
-
-    Raises:
-        ConfigError: They would take more memory than was planned, or ranks would have no whole shares of
-            their scales.
-    """
-    planned = arrangement.moments
-    moments = planned if state is None else MomentFormat.read(state)
-    executor = arrangement.executor
-    sizes = [layout.sizes for layout in executor.host.layouts]
-    need, room = (sum(size.moment_bytes(kind) for size in sizes) for kind in (moments, planned))
-    has_shares = executor.gradients.shared is not None and moments is MomentFormat.INT8
-    if need > room or (has_shares and planned is not moments):
-        raise ConfigError(
-            f"state is {moments.value}, but memory was planned for {planned.value}"
-            f"{', which is smaller' if need > room else ', and shared out among ranks so'}; call "
-            f"megatrain.attach with optimizer_state={moments.value!r}"
-        )
-    return moments
+        Raises:
+            ConfigError: It is no positive number, or blocks are updated before the norm is known.
+        """
+        check_hyper(0.0, (0.9, 0.999), 0.0, 0.0, value)
+        check_updates(self.updates.value, value)
+        if (value is None) is not (self._max_grad_norm is None):
+            self._executor.spec = replace(self._executor.spec, clips=value is not None)
+        self._max_grad_norm = value
 
 
 def _plan_updates(executor: Executor, moments: MomentFormat, *, clips: bool) -> None:
@@ -388,9 +354,3 @@ def _plan_updates(executor: Executor, moments: MomentFormat, *, clips: bool) -> 
         for number, (layout, size) in enumerate(zip(executor.host.layouts, executor.spec.sizes, strict=True))
     ]
     executor.spec = replace(executor.spec, sizes=sizes, clips=clips)
-
-
-def _decays(entry: Entry, patterns: tuple[str, ...] | None) -> bool:
-    if patterns is None:
-        return len(entry.shape) >= 2 and not entry.name.endswith("bias")
-    return not any(fnmatch(entry.name, pattern) for pattern in patterns)

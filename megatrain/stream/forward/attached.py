@@ -84,10 +84,13 @@ class Binding:
         for block in self.blocks:
             for name, parameter in block.parameters.items():
                 if parameter.grad is not None:
+                    instead = "; or attach with fragments=False, if its layers call methods of their parts"
                     raise ModelError(
-                        f"parameter {name} got a gradient outside the engine (parameter.grad is set): a part "
-                        "of the model was called on its own; compute the loss through model(...), and attach "
-                        "with fragments=False if its layers call methods of their parts"
+                        f"parameter {name} got a gradient outside the engine (parameter.grad is set), which "
+                        "no update would see: a part of the model was called on its own, or the loss has a "
+                        "term of the weights themselves; compute it from model(...) alone, and use "
+                        "weight_decay or parameter.register_hook for such a term"
+                        f"{instead if block.entries else ''}"
                     )
 
     @contextmanager

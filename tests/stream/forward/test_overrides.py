@@ -148,7 +148,7 @@ def test_accelerate_takes_our_optimizer_and_no_other(ours: bool) -> None:
     prepared(**make_batches(1)[0]).loss.backward()
     if ours:
         wrapped.step()
-        assert {engine._optimizer.steps[name] for name in engine._optimizer.steps} == {1}  # type: ignore[union-attr]
+        assert {engine.optimizer.steps[name] for name in engine.optimizer.steps} == {1}  # type: ignore[union-attr]
         engine.sync()
         assert not torch.equal(model.lm_head.weight, before["lm_head.weight"])
     else:

@@ -249,7 +249,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
     """Let the n-th evaluation of a run, at the steps 2, 4, 6 ..., have the n-th loss."""
 
     def told(engine: Any, sets: Any, **_: Any) -> list[Evaluation]:
-        number = engine._optimizer.steps[next(iter(engine._optimizer.steps))] // 2 - 1
+        number = engine.optimizer.steps[next(iter(engine.optimizer.steps))] // 2 - 1
         return [Evaluation(name="val", loss=losses[number], count=1, seconds=0.0)]
 
     monkeypatch.setattr("megatrain.train.evaluate.evaluator.evaluate", told)

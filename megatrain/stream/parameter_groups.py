@@ -1,0 +1,140 @@
+"""Groups of an optimizer's parameters, each with rates and a decay of its own, as in torch's optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+from torch import nn
+
+from megatrain.errors import ConfigError
+from megatrain.layout.blocks import Entry
+from megatrain.optim.adamw import check_hyper
+
+Group = dict[str, Any]
+
+_HYPER = ("lr", "betas", "eps", "weight_decay")
+_AS_TORCH = {
+    "amsgrad": False,
+    "maximize": False,
+    "differentiable": False,
+    "decoupled_weight_decay": True,
+}
+"""What else a group of `torch.optim.AdamW` says, and the value of each that is AdamW here."""
+_OF_KERNELS = ("foreach", "fused", "capturable", "names", "param_names", "initial_lr")
+"""What says nothing of the result."""
+
+
+def by_decay(
+    parameters: Mapping[str, nn.Parameter],
+    trained: Mapping[str, Entry],
+    *,
+    weight_decay: float,
+    no_decay: Iterable[str] | None,
+) -> list[Group]:
+    """Return the trained parameters in two groups: those that decay, and those that do not.
+
+    Args:
+        parameters: Of the model, by name.
+        trained: Those that the engine trains.
+        weight_decay: Of the former.
+        no_decay: Patterns of the latter; None: biases, and what has fewer than two dimensions.
+    """
+    patterns = None if no_decay is None else tuple(no_decay)
+    decayed = [name for name, entry in trained.items() if _decays(name, entry, patterns)]
+    exempt = [name for name in trained if name not in set(decayed)]
+    groups: list[Group] = [
+        {"params": [parameters[name] for name in names], "names": names, "weight_decay": decay}
+        for names, decay in ((decayed, weight_decay), (exempt, 0.0))
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def as_given(
+    given: Sequence[Mapping[str, Any]],
+    parameters: Mapping[str, nn.Parameter],
+    trained: Mapping[str, Entry],
+    *,
+    weight_decay: float,
+) -> list[Group]:
+    """Return the groups that the user has made, with the names of their parameters.
+
+    Args:
+        given: Each has `params`, and may have a learning rate, betas, eps and a decay of its own. `params`
+            are parameters, pairs of a name and a parameter, or patterns of names; a name goes to the first
+            group with a pattern for it. Frozen parameters are left out, and what is in no group stays.
+        parameters: Of the model, by name.
+        trained: Those that the engine trains.
+        weight_decay: Of the groups that say none.
+
+    Raises:
+        ConfigError: No group, one without trained parameters, a parameter twice or of another model, or
+            something that AdamW does not take.
+    """
+    names_of = {id(parameter): name for name, parameter in parameters.items()}
+    taken: set[str] = set()
+    groups: list[Group] = []
+    for number, each in enumerate(given):
+        hyper = _hyper(each, number)
+        names = [
+            name
+            for param in _listed(each.get("params", ()))
+            for name in _names(param, parameters, names_of, taken, number)
+            if name in trained
+        ]
+        names = list(dict.fromkeys(names))
+        again = taken.intersection(names)
+        if again:
+            raise ConfigError(f"parameter {min(again)} is in more than one group of parameters")
+        taken.update(names)
+        own = {"params": [parameters[name] for name in names], "names": names}
+        groups.append({**own, "weight_decay": weight_decay, **hyper})  # an empty one keeps others' numbers
+    if not taken:
+        raise ConfigError("the groups of parameters name no parameter that is trained")
+    return groups
+
+
+def _hyper(group: Mapping[str, Any], number: int) -> Group:
+    """Return what a group says of AdamW."""
+    unknown = sorted(group.keys() - {"params", *_HYPER, *_AS_TORCH, *_OF_KERNELS})
+    if unknown:
+        raise ConfigError(
+            f"group {number} of parameters has {', '.join(unknown)}; it takes params, {', '.join(_HYPER)}"
+        )
+    for name, value in _AS_TORCH.items():
+        if group.get(name, value) != value:
+            raise ConfigError(f"group {number} of parameters has {name}={group[name]}; use {name}={value}")
+    found = {name: group[name] for name in _HYPER if name in group}
+    plain = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **found}
+    check_hyper(**plain, max_grad_norm=None)
+    return found
+
+
+def _listed(params: Any) -> Iterable[Any]:
+    return [params] if isinstance(params, (str, nn.Parameter)) else params
+
+
+def _names(
+    param: Any,
+    parameters: Mapping[str, nn.Parameter],
+    names_of: Mapping[int, str],
+    taken: set[str],
+    number: int,
+) -> list[str]:
+    """Return the names of what a group lists once."""
+    if isinstance(param, str):
+        return [name for name in parameters if fnmatch(name, param) and name not in taken]
+    value = param[1] if isinstance(param, tuple) else param
+    if id(value) not in names_of:
+        raise ConfigError(
+            f"group {number} of parameters has one that is none of the model's ({type(value).__name__}); "
+            "make groups of model.named_parameters(), or of patterns of names"
+        )
+    return [names_of[id(value)]]
+
+
+def _decays(name: str, entry: Entry, patterns: tuple[str, ...] | None) -> bool:
+    if patterns is None:
+        return len(entry.shape) >= 2 and not name.endswith("bias")
+    return not any(fnmatch(name, pattern) for pattern in patterns)
