@@ -1,4 +1,4 @@
-"""What callbacks of a trainer on several ranks decide: all do what those of the first one say.
+"""What callbacks of a trainer see, and on several ranks decide: all do what those of the first one say.
 
 Every rank calls its callbacks, and one may look at the clock, at a signal, or at its own number. What they
 set in the trainer's control where ranks do not agree, such as in the middle of a step, waits until they do.
@@ -6,12 +6,29 @@ set in the trainer's control where ranks do not agree, such as in the middle of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from transformers import TrainerCallback
+
 if TYPE_CHECKING:
     from megatrain.distributed.ranks import Ranks
+
+_log = logging.getLogger(__name__)
+
+
+def say_who_looks_at_gradients(callbacks: Iterable[TrainerCallback]) -> None:
+    """Warn of callbacks that are called before an optimizer's step: `parameter.grad` is None for them."""
+    for callback in callbacks:
+        if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
+            _log.warning(
+                "%s.on_pre_optimizer_step: gradients are in the engine, and parameter.grad is None; "
+                "trainer.engine.named_gradients() yields them, and max_grad_norm or parameter.register_hook "
+                "changes them",
+                type(callback).__name__,
+            )
 
 
 class FirstDecides:

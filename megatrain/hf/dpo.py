@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from trl import DPOTrainer
 
+from megatrain.hf.batches.steps import StepGroup
 from megatrain.hf.references import WithReference
-from megatrain.hf.steps import StepGroup
 from megatrain.stream.steps import PassBefore
 
 

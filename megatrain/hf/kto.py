@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from trl import KTOTrainer
 
+from megatrain.hf.batches.steps import StepGroup
 from megatrain.hf.references import WithReference
-from megatrain.hf.steps import StepGroup
 from megatrain.stream.steps import PassBefore
 
 _OWN = "own_KL_logps"

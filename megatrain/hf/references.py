@@ -18,9 +18,9 @@ from torch import Tensor
 from trl.trainer.utils import use_adapter
 
 from megatrain.errors import ConfigError
-from megatrain.hf.ahead import Ahead, instead
+from megatrain.hf.batches.ahead import Ahead, instead
+from megatrain.hf.batches.steps import StepGroup
 from megatrain.hf.ranks import working_alone
-from megatrain.hf.steps import StepGroup
 from megatrain.hf.streaming import Streaming
 from megatrain.stream.steps import PassBefore
 

@@ -8,43 +8,37 @@ the engine's AdamW, which clips and knows the norm; and a checkpoint holds the e
 from __future__ import annotations
 
 import inspect
-import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from megatrain.config.read_choice import as_values
-from megatrain.errors import CheckpointError, ConfigError
-from megatrain.hf.ahead import Turns, instead
+from megatrain.errors import ConfigError
 from megatrain.hf.arguments import MegatrainArguments, mapped
-from megatrain.hf.control import FirstDecides
-from megatrain.hf.evaluation import Predictions
+from megatrain.hf.batches.ahead import Turns, instead
+from megatrain.hf.batches.evaluation import Predictions
+from megatrain.hf.batches.steps import StepGroup
+from megatrain.hf.batches.traces import Traces
+from megatrain.hf.control import FirstDecides, say_who_looks_at_gradients
 from megatrain.hf.given import require_given
-from megatrain.hf.precision import precision_of
+from megatrain.hf.model.attached import Settings, attached, engine_of, load_path, take_from_others
+from megatrain.hf.model.precision import precision_of
+from megatrain.hf.model.saved import Checkpoints
+from megatrain.hf.optimizer import as_streamed, require_its_schedule, streamed
 from megatrain.hf.ranks import join
-from megatrain.hf.saved import read_weights
-from megatrain.hf.steps import StepGroup
-from megatrain.hf.traces import Traces
-from megatrain.model.weights.skeleton import read_config
-from megatrain.stream.attach import attach
 from megatrain.stream.engine import Engine
-from megatrain.stream.load import load
 from megatrain.stream.optimizer import StreamedAdamW
 from megatrain.stream.steps import PassBefore
 from megatrain.train.ranks import require_same
-from megatrain.train.resume.state import has_state, lend_state, read_state, remove_state, write_state
 
 _log = logging.getLogger(__name__)
-
-_SHARDS = "megatrain.json"
-"""File of a checkpoint that says into how many runs its steps were cut."""
 
 _OF_PROCESS = ("local_rank", "logging_dir", "run_name", "log_level", "log_level_replica")
 """Arguments that may be each rank's own."""
@@ -58,8 +52,6 @@ class Streaming(_Base):
 
     engine: Engine
     """What the model is attached to; `trainer.engine.detach()` gives an ordinary model back."""
-    optimizer: Any
-    """The engine's, which accelerate wraps."""
     _num_passes_before = 0
     """How many `_passes_before` lists, for the plan."""
 
@@ -79,57 +71,52 @@ class Streaming(_Base):
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         self._megatrain = megatrain or MegatrainArguments()
         self._group = StepGroup([])
+        self._optimizer: Any = None
         args = require_given(given)
         self._ranks = join(args)
         self._control = None if self._ranks is None else FirstDecides(self._ranks, self)
         self._args = given["args"] = mapped(args, self._ranks)
+        self._clipped = self._args.max_grad_norm
         self._require_same()
         model = given["model"]
-        self._precision = precision_of(self._args, model)
+        self._settings = Settings(
+            args=self._args,
+            precision=precision_of(self._args, model),
+            num_passes_before=self._num_passes_before,
+            ranks=self._ranks,
+        )
         if isinstance(model, (str, Path)):
-            given["model"] = self._load(str(model))
+            given["model"] = load_path(str(model), self._megatrain, self._settings)
+        else:
+            take_from_others(model, (given.get("optimizers") or (None,))[0])
         super().__init__(**given)
         self._stream()
 
     # -- the model ------------------------------------------------------------------------------------------
 
-    def _load(self, path: str) -> PreTrainedModel:
-        context = _context_of(read_config(path))
-        settings = self._megatrain.load_settings(
-            self._args, context, self._precision, self._num_passes_before, self._ranks
-        )
-        kwargs = dict(getattr(self._args, "model_init_kwargs", None) or {})
-        attention = kwargs.pop("attn_implementation", None)
-        kwargs.pop("dtype", None)  # `precision_of` has read it
-        if kwargs:
-            raise ConfigError(
-                f"model_init_kwargs has {', '.join(sorted(kwargs))}, which megatrain.load does not take; "
-                "pass a model in place of its path"
-            )
-        return load(path, self._megatrain.choice, attn_implementation=attention, **settings).train()
-
     def _stream(self) -> None:
         """Attach the model, if it is not, and let calls come in through the forward that it has now."""
-        engine: Engine | None = getattr(self.model, "_megatrain_engine", None)
-        if engine is None:
-            context = _context_of(self.model.config)
-            settings = self._megatrain.attach_settings(
-                self._args, context, self._precision, self._num_passes_before, self._ranks
-            )
-            engine = attach(self.model, self._megatrain.choice, **settings)
-        if engine.host.precision.value != self._precision:
-            raise ConfigError(
-                f"bf16 is {bool(self._args.bf16)} (TRL's default is True), but the model was attached "
-                f"with precision={engine.host.precision.value!r}; pass the bf16 that fits it"
-            )
-        if self._ranks is not None and engine.arrangement.binding.ranks is not self._ranks:
-            raise ConfigError(
-                f"the model was attached by one process alone, and {self._ranks.size} train together; pass "
-                "its path, or the model as it was before attach"
-            )
+        engine = attached(self.model, self._megatrain, self._settings)
         engine.adopt_forward()
         self.engine = engine
         self._turns = Turns(engine)
+        self._checkpoints = Checkpoints(engine, self._ranks, self._num_runs)
+
+    def _hold_model(self) -> None:
+        """Take the model back if another trainer has it now, or if it was detached.
+
+        Raises:
+            ConfigError: This trainer's moments are gone with its engine.
+        """
+        if engine_of(self.model) is self.engine:
+            return
+        if self.optimizer is not None:
+            raise ConfigError(
+                "the model was detached from this trainer's engine, or another trainer has taken it; make a "
+                "new trainer of it to go on"
+            )
+        take_from_others(self.model, None)
+        self._stream()
 
     @property
     def _num_runs(self) -> int:
@@ -147,7 +134,13 @@ class Streaming(_Base):
     # -- a step ---------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the plain trainer does."""
+        """Train as the plain trainer does.
+
+        Raises:
+            ConfigError: Another trainer has taken the model.
+        """
+        self._hold_model()
+        say_who_looks_at_gradients(self.callback_handler.callbacks)
         self.engine.zero_grad()
         with nullcontext() if self._control is None else self._control.training():
             done = super().train(*args, **kwargs)
@@ -195,9 +188,27 @@ class Streaming(_Base):
 
     # -- the optimizer --------------------------------------------------------------------------------------
 
+    @property
+    def optimizer(self) -> Any:
+        """The engine's, which accelerate wraps; None: there is none yet."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, value: Any) -> None:
+        if "engine" in vars(self):
+            clip, seed = self.args.max_grad_norm or None, self.args.seed
+            value = as_streamed(self.engine, value, max_grad_norm=clip, seed=seed)
+        if (own := streamed(value)) is not None:
+            own.moments_are_kept_beside = True
+        self._optimizer = value
+
     def create_optimizer(self, model: Any = None) -> Any:
         """Make the engine's AdamW as `TrainingArguments` describe it, unless it was given."""
-        if self.optimizer is None:
+        if self.optimizer is not None:
+            self.optimizer = self.optimizer  # it may have been given before there was an engine
+        elif self.optimizer_cls_and_kwargs is not None:
+            super().create_optimizer(self.model)
+        else:
             parameters = dict(self.model.named_parameters())
             decayed = set(self.get_decay_parameter_names(self.model))
             self.optimizer = self.engine.adamw(
@@ -209,29 +220,30 @@ class Streaming(_Base):
                 no_decay=[name for name in parameters if name not in decayed],
                 seed=self.args.seed,
             )
-        self._streamed.moments_are_kept_beside = True
         return self.optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the schedule as the plain trainer does, of the engine's AdamW."""
+        made = super().create_scheduler(*args, **kwargs)
+        require_its_schedule(self.lr_scheduler, self.optimizer)
+        return made
 
     @property
     def _streamed(self) -> StreamedAdamW:
-        """The engine's optimizer itself.
-
-        Raises:
-            ConfigError: Somebody has put another in its place.
-        """
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        if not isinstance(optimizer, StreamedAdamW):
-            raise ConfigError(
-                f"the trainer's optimizer is {type(optimizer).__name__}; a streamed model is trained by "
-                "AdamW of its engine: pass optimizers=(engine.adamw(...), None), or leave it out"
-            )
-        return optimizer
+        """The engine's optimizer itself."""
+        found = streamed(self.optimizer)
+        assert found is not None
+        return found
 
     def _clip_grad_norm(self, model: Any) -> None:
-        """Do nothing: the optimizer clips, and knows the norm when its step has begun."""
+        """Let the optimizer clip, as the arguments say now; it knows the norm when its step has begun."""
+        now = self.args.max_grad_norm
+        if now != self._clipped:
+            self._clipped, self._streamed.max_grad_norm = now, now or None
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """Do nothing: as `_clip_grad_norm`."""
+        """Return nothing: as `_clip_grad_norm`, which is not called where nothing is clipped."""
+        self._clip_grad_norm(model)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         with nullcontext() if self._control is None else self._control.together():
@@ -253,6 +265,9 @@ class Streaming(_Base):
         """Evaluate as the plain trainer does, batches together; ranks each predict their part of them."""
         given = description, prediction_loss_only, ignore_keys, metric_key_prefix
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if engine_of(self.model) is None:  # it was detached: an ordinary model
+            return super().evaluation_loop(dataloader, *given)
+        self._hold_model()
         ranks, predictions = self._ranks, Predictions(self, loss_only, ignore_keys)
         if ranks is None or not has_length(dataloader):
             ahead = predictions.ahead(dataloader)
@@ -298,13 +313,7 @@ class Streaming(_Base):
         self.state.best_model_checkpoint = ranks.tell(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        ranks, directory = self._ranks, Path(output_dir)
-        if ranks is None or ranks.rank == 0:
-            remove_state(directory)  # of an earlier run in this directory, which Trainer writes over
-            write_state(self.engine, directory)
-            (directory / _SHARDS).write_text(json.dumps({"shards": self._num_runs}))
-        elif ranks.num_nodes > 1:
-            lend_state(self.engine)
+        self._checkpoints.write(Path(output_dir))
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -312,46 +321,15 @@ class Streaming(_Base):
             super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load weights into host memory, tensor by tensor, or those of the adapter that is trained."""
-        self.engine.sync()
-        with self._in_turn() as reads:
-            read_weights(self.model, resume_from_checkpoint, self.engine.host, reads=reads)
-            self.engine.weights_changed()
+        self._checkpoints.read_weights(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        path = Path(checkpoint)
-        if not has_state(path) and (path / "optimizer.pt").exists():
-            raise CheckpointError(
-                f"{checkpoint} was saved by a plain trainer, whose optimizer state is of another form; begin "
-                "a new run from its weights, or resume it with the plain trainer"
-            )
-        if has_state(path):
-            self._warn_of_shards(path)
-            self.engine.settle()
-            with self._in_turn() as reads:
-                if reads:
-                    read_state(self.engine.host, path)
-                self.engine.weights_changed()
-        super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _warn_of_shards(self, checkpoint: Path) -> None:
-        """Say that a run goes on in other sums than it began with."""
-        place = checkpoint / _SHARDS
-        saved = json.loads(place.read_text())["shards"] if place.exists() else 1
-        if saved != self._num_runs:
-            _log.warning(
-                "%s was trained with %s shards, and goes on with %s: sums will round otherwise; "
-                "MegatrainArguments(shards=%s) goes on to the same bits",
-                checkpoint,
-                saved,
-                self._num_runs,
-                saved,
-            )
+        if checkpoint is not None:
+            self._checkpoints.read(Path(checkpoint))
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     # -- ranks ----------------------------------------------------------------------------------------------
 
@@ -367,17 +345,3 @@ class Streaming(_Base):
         own |= {"choice": str(as_values(self._megatrain.choice)), "trainer": type(self).__name__}
         said = {name: str(value) for name, value in self._args.to_dict().items() if name not in _OF_PROCESS}
         require_same(self._ranks, own | said, {})
-
-    @contextmanager
-    def _in_turn(self) -> Iterator[bool]:
-        """Yield whether this rank writes to the state of its node; the others go on when it has."""
-        ranks = self._ranks
-        if ranks is not None:
-            ranks.meet("orders")
-        yield ranks is None or ranks.local_rank == 0
-        if ranks is not None:
-            ranks.meet("orders")
-
-
-def _context_of(config: Any) -> int | None:
-    return getattr(config.get_text_config(), "max_position_embeddings", None)

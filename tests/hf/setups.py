@@ -66,7 +66,7 @@ def planned(model: PreTrainedModel, **fields: Any) -> MegatrainArguments:
     return MegatrainArguments(choice=choice, device=device)
 
 
-class _Padded(torch.optim.AdamW):
+class Padded(torch.optim.AdamW):
     """torch's AdamW on parameters padded to multiples of 64: its fused kernel rounds the last ones else."""
 
     def __init__(self, groups: list[dict[str, Any]], **kwargs: Any) -> None:
@@ -113,7 +113,7 @@ def plain(
         @staticmethod
         def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
             _, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-            return _Padded, kwargs
+            return Padded, kwargs
 
         def _clip_grad_norm(self, model: Any) -> Any:
             if norms is None:

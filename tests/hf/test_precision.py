@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import Trainer, TrainingArguments
 
 from megatrain.hf import StreamingTrainer
-from megatrain.hf.precision import precision_of
+from megatrain.hf.model.precision import precision_of
 from tests.hf.setups import arguments, assert_same_weights, logged, plain, planned, rows, tiny
 
 

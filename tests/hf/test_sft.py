@@ -22,7 +22,6 @@ from tests.hf.setups import (
     weights,
 )
 from tests.reference import attach_plainly, make_model
-from tests.stream.runs import HYPER
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft")
 
@@ -145,7 +144,7 @@ def test_trl_s_default_of_bf16_is_mapped_or_refused(tmp_path: Path) -> None:
     ours.train()
     assert ours.engine.host.precision.value == "bf16"
     other = tiny()
-    attach_plainly(other).adamw(**HYPER)
+    attach_plainly(other)
     with pytest.raises(ConfigError, match=r"bf16 is True \(TRL's default is True\)"):
         StreamingSFTTrainer(model=other, args=args, **data)
 

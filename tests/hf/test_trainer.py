@@ -206,6 +206,44 @@ def test_hooks_on_gradients_leave_all_but_new_tokens_alone(tmp_path: Path) -> No
     assert changed[-30:].all()
 
 
+class Looks(TrainerCallback):
+    """Looks at gradients before each update, where they are."""
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        named = kwargs["model"].named_parameters()
+        found = self.engine.named_gradients() if self.engine else ((name, p.grad) for name, p in named)
+        self.seen.append({name: grad.clone() for name, grad in found})
+
+
+def test_gradients_are_there_before_an_update_and_a_line_says_where(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = Looks(), Looks()
+    ours = make(tmp_path, max_steps=2, callbacks=[looks[0]], fields={"lockstep": 2})
+    looks[0].engine = ours.engine
+    ours.train()
+    plain(
+        Trainer, tiny(), arguments(tmp_path, max_steps=2), train_dataset=rows(), callbacks=[looks[1]]
+    ).train()
+    assert len(looks[0].seen) == 2
+    for one, other in zip(looks[0].seen, looks[1].seen, strict=True):
+        assert_same_weights(one, other)
+    said = [message for message in caplog.messages if "on_pre_optimizer_step" in message]
+    assert len(said) == 1
+    assert "Looks" in said[0]
+    assert "trainer.engine.named_gradients() yields them" in said[0]
+
+
+def test_a_checkpoint_that_is_not_there_is_said(tmp_path: Path) -> None:
+    missing = tmp_path / "checkpoint-7"
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*checkpoint-7; give resume_from"):
+        make(tmp_path).train(resume_from_checkpoint=str(missing))
+
+
 def test_a_step_that_is_filled_up_for_shards_refuses_hooks(tmp_path: Path) -> None:
     """Its last micro-batch would be seen twice."""
     model = tiny()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_COUNT, _COUNTED = "_total_train_tokens", "num_tokens"
+COUNT, _COUNTED = "_total_train_tokens", "num_tokens"
 """TRL's number of tokens so far, and the metric that holds it alone."""
 
 
@@ -20,13 +20,13 @@ class Traces:
         self._trainer = trainer
         self._metrics: dict[str, list[Any]] = getattr(trainer, "_metrics", {}).get(mode, {})
         self._first = self._last = self._lengths()
-        self._first_count = self._last_count = getattr(trainer, _COUNT, 0)
+        self._first_count = self._last_count = getattr(trainer, COUNT, 0)
         self.left: dict[int, tuple[dict[str, list[Any]], int]] = {}
         """By number of the call: what it has appended to lists, and how many tokens it has counted."""
 
     def note(self, number: int) -> None:
         """Take note that the call of this number has come to its end."""
-        now, count = self._lengths(), getattr(self._trainer, _COUNT, 0)
+        now, count = self._lengths(), getattr(self._trainer, COUNT, 0)
         added = {
             name: list(values[self._last.get(name, 0) :])
             for name, values in self._metrics.items()
@@ -39,8 +39,8 @@ class Traces:
         """Take out of the trainer what calls have left so far: they will be made again."""
         for name, values in self._metrics.items():
             del values[self._first.get(name, 0) :]
-        if hasattr(self._trainer, _COUNT):
-            setattr(self._trainer, _COUNT, self._first_count)
+        if hasattr(self._trainer, COUNT):
+            setattr(self._trainer, COUNT, self._first_count)
         self._last, self._last_count = self._first, self._first_count
         self.left.clear()
 
@@ -52,9 +52,10 @@ class Traces:
             values[self._first.get(name, 0) :] = [
                 value for number in sorted(left) for value in left[number][0].get(name, ())
             ]
-        if hasattr(self._trainer, _COUNT):
-            count = self._first_count + sum(counted for _, counted in left.values())
-            setattr(self._trainer, _COUNT, count)
+        counted = sum(count for _, count in left.values())
+        if counted:  # else somebody counts in another place
+            count = self._first_count + counted
+            setattr(self._trainer, COUNT, count)
             if _COUNTED in self._metrics:  # a list that holds the number alone
                 self._metrics[_COUNTED] = [count]
 

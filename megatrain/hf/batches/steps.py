@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
+from megatrain.hf.batches.traces import Traces
 from megatrain.hf.ranks import ReadBatches
-from megatrain.hf.traces import Traces
 from megatrain.stream.activations.torch_state import RandomState
 from megatrain.stream.engine import Engine
 from megatrain.stream.steps import PassBefore

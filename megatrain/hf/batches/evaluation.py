@@ -10,9 +10,9 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
-from megatrain.hf.ahead import Ahead, num_tokens
+from megatrain.hf.batches.ahead import Ahead, num_tokens
+from megatrain.hf.batches.traces import Traces
 from megatrain.hf.ranks import ReadBatches
-from megatrain.hf.traces import Traces
 
 if TYPE_CHECKING:
     from megatrain.distributed.ranks import Ranks

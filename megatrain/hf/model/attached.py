@@ -1,0 +1,117 @@
+"""The engine of a trainer's model: made for it, or there already; one trainer after another may take it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from torch import nn
+
+from megatrain.errors import ConfigError
+from megatrain.hf.arguments import MegatrainArguments
+from megatrain.hf.optimizer import streamed
+from megatrain.model.weights.skeleton import read_config
+from megatrain.stream.attach import attach
+from megatrain.stream.engine import Engine
+from megatrain.stream.load import load
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
+
+    from megatrain.distributed.ranks import Ranks
+
+_log = logging.getLogger(__name__)
+
+_of_trainers: WeakSet[Engine] = WeakSet()
+"""Engines that trainers have made."""
+
+
+def engine_of(model: Any) -> Engine | None:
+    """Return what a model is attached to now; None: nothing."""
+    engine: Engine | None = getattr(model, "_megatrain_engine", None)
+    return engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What of a trainer decides how its model is loaded and attached, beside `MegatrainArguments`."""
+
+    args: TrainingArguments
+    precision: str
+    num_passes_before: int
+    ranks: Ranks | None
+
+    def of(self, config: PretrainedConfig) -> tuple[TrainingArguments, int | None, str, int, Ranks | None]:
+        """Return them for a model of this configuration, as `MegatrainArguments` takes them."""
+        context = getattr(config.get_text_config(), "max_position_embeddings", None)
+        return self.args, context, self.precision, self.num_passes_before, self.ranks
+
+
+def load_path(path: str, asked: MegatrainArguments, settings: Settings) -> PreTrainedModel:
+    """Load a model straight into host memory.
+
+    Raises:
+        ConfigError: `model_init_kwargs` ask for what is not loaded so.
+        ModelError: As `megatrain.load`.
+    """
+    kwargs = dict(getattr(settings.args, "model_init_kwargs", None) or {})
+    attention = kwargs.pop("attn_implementation", None)
+    kwargs.pop("dtype", None)  # `precision_of` has read it
+    if kwargs:
+        raise ConfigError(
+            f"model_init_kwargs has {', '.join(sorted(kwargs))}, which megatrain.load does not take; "
+            "pass a model in place of its path"
+        )
+    given = asked.load_settings(*settings.of(read_config(path)))
+    return load(path, asked.choice, attn_implementation=attention, **given).train()
+
+
+def attached(model: Any, asked: MegatrainArguments, settings: Settings) -> Engine:
+    """Return the engine that a model is attached to; it is attached if it is not.
+
+    Raises:
+        ConfigError: It is attached in another way than the trainer is asked for.
+        MegatrainError: As `attach`.
+    """
+    engine, ranks = engine_of(model), settings.ranks
+    if engine is None:
+        engine = attach(model, asked.choice, **asked.attach_settings(*settings.of(model.config)))
+        _of_trainers.add(engine)
+    if engine.host.precision.value != settings.precision:
+        raise ConfigError(
+            f"bf16 is {bool(settings.args.bf16)} (TRL's default is True), but the model was attached "
+            f"with precision={engine.host.precision.value!r}; pass the bf16 that fits it"
+        )
+    if ranks is not None and engine.arrangement.binding.ranks is not ranks:
+        raise ConfigError(
+            f"the model was attached by one process alone, and {ranks.size} train together; pass "
+            "its path, or the model as it was before attach"
+        )
+    return engine
+
+
+def take_from_others(model: nn.Module, optimizer: Any) -> None:
+    """Detach a model, or the part of one that is trained, from the engine of an earlier trainer.
+
+    What it has learnt stays, fp32 masters too; its optimizer's moments do not, as with the plain classes.
+
+    Args:
+        model: As it is given to a trainer.
+        optimizer: Given with it.
+
+    Raises:
+        ConfigError: The user has attached it, and its optimizer is another.
+    """
+    for earlier in list(_of_trainers):
+        holds = engine_of(earlier.model) is earlier
+        if holds and any(module is model for module in earlier.model.modules()):
+            _log.info("the model was trained by another trainer before: it is attached anew")
+            earlier.detach()
+    engine = engine_of(model)
+    if engine is not None and engine.optimizer not in (None, streamed(optimizer)):
+        raise ConfigError(
+            "the model's engine has an optimizer, and the trainer would make another; pass "
+            "optimizers=(engine.optimizer, None) to go on with it, or call engine.detach() before"
+        )

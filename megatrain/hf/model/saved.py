@@ -1,0 +1,158 @@
+"""What a trainer saves of an engine's state beside the plain checkpoint, and reads back in place."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers.utils import is_peft_available
+
+from megatrain.errors import CheckpointError
+from megatrain.model.weights.convert import Region
+from megatrain.model.weights.files import load_weights
+from megatrain.store.state import HostState
+from megatrain.stream.engine import Engine
+from megatrain.train.resume.state import has_state, lend_state, read_state, remove_state, write_state
+
+if TYPE_CHECKING:
+    from megatrain.distributed.ranks import Ranks
+
+_log = logging.getLogger(__name__)
+
+_SHARDS = "megatrain.json"
+"""File of a checkpoint that says into how many runs its steps were cut."""
+
+
+class Checkpoints:
+    """Writes and reads the state of one engine."""
+
+    def __init__(self, engine: Engine, ranks: Ranks | None, num_runs: int) -> None:
+        """Keep the state of `engine`, which ranks share, with the runs of all their steps."""
+        self._engine, self._ranks, self._num_runs = engine, ranks, num_runs
+
+    def write(self, directory: Path) -> None:
+        """Write the state into a checkpoint; of several ranks the first one does."""
+        if self._ranks is None or self._ranks.rank == 0:
+            remove_state(directory)  # of an earlier run in this directory, which Trainer writes over
+            write_state(self._engine, directory)
+            (directory / _SHARDS).write_text(json.dumps({"shards": self._num_runs}))
+        elif self._ranks.num_nodes > 1:
+            lend_state(self._engine)
+
+    def read_weights(self, model: Any, checkpoint: str) -> None:
+        """Read weights into host memory, tensor by tensor, or those of the adapter that is trained.
+
+        Raises:
+            CheckpointError: There is no such directory, or no adapter in safetensors.
+            ModelError: As `load_weights`.
+        """
+        if not Path(checkpoint).is_dir():
+            raise CheckpointError(
+                f"there is no checkpoint {checkpoint}; give resume_from_checkpoint a directory checkpoint-N, "
+                "or True for the newest one of output_dir"
+            )
+        self._engine.sync()
+        with self._in_turn() as reads:
+            read_weights(model, checkpoint, self._engine.host, reads=reads)
+            self._engine.weights_changed()
+
+    def read(self, checkpoint: Path) -> None:
+        """Read the state, if there is one.
+
+        Raises:
+            CheckpointError: A plain trainer has saved its optimizer there.
+        """
+        if not has_state(checkpoint):
+            if (checkpoint / "optimizer.pt").exists():
+                raise CheckpointError(
+                    f"{checkpoint} was saved by a plain trainer, whose optimizer state is of another form; "
+                    "begin a new run from its weights, or resume it with the plain trainer"
+                )
+            return
+        self._warn_of_shards(checkpoint)
+        self._engine.settle()
+        with self._in_turn() as reads:
+            if reads:
+                read_state(self._engine.host, checkpoint)
+            self._engine.weights_changed()
+
+    def _warn_of_shards(self, checkpoint: Path) -> None:
+        """Say that a run goes on in other sums than it began with."""
+        place = checkpoint / _SHARDS
+        saved = json.loads(place.read_text())["shards"] if place.exists() else 1
+        if saved != self._num_runs:
+            _log.warning(
+                "%s was trained with %s shards, and goes on with %s: sums will round otherwise; "
+                "MegatrainArguments(shards=%s) goes on to the same bits",
+                checkpoint,
+                saved,
+                self._num_runs,
+                saved,
+            )
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[bool]:
+        """Yield whether this rank writes to the state of its node; the others go on when it has."""
+        ranks = self._ranks
+        if ranks is not None:
+            ranks.meet("orders")
+        yield ranks is None or ranks.local_rank == 0
+        if ranks is not None:
+            ranks.meet("orders")
+
+
+def read_weights(model: Any, directory: str, host: HostState, *, reads: bool) -> None:
+    """Read the weights of a model, tensor by tensor, or those of the adapter that is trained.
+
+    Args:
+        model: Of the trainer.
+        directory: A checkpoint.
+        host: Of the model; masters are what the weights are then.
+        reads: Another rank does not put them there; buffers are each rank's own.
+
+    Raises:
+        CheckpointError: There is no adapter in safetensors.
+        ModelError: As `load_weights`.
+    """
+    if not _is_adapter(model):
+        load_weights(model, directory, host if reads else _Nowhere())
+    elif reads:
+        _read_adapter(model, directory, host)
+
+
+class _Nowhere:
+    """Takes parameters that another rank puts into the state of all."""
+
+    def put(self, name: str, value: Tensor, region: Region = ()) -> None:
+        """Leave it."""
+
+
+def _read_adapter(model: Any, directory: str, host: HostState) -> None:
+    """Load the active adapter of a `PeftModel` in place; masters are what the weights are then.
+
+    Raises:
+        CheckpointError: There is no adapter in safetensors.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    if not (Path(directory) / "adapter_model.safetensors").exists():
+        raise CheckpointError(f"{directory} has no adapter_model.safetensors; resume from another checkpoint")
+    set_peft_model_state_dict(
+        model, load_peft_weights(directory, device="cpu"), adapter_name=model.active_adapters[0]
+    )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            host.put(name, parameter.detach().clone())
+
+
+def _is_adapter(model: Any) -> bool:
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)

@@ -1,0 +1,83 @@
+"""The optimizer of a streaming trainer: AdamW of its engine, also where torch's was made for the model."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from megatrain.errors import ConfigError
+from megatrain.stream.engine import Engine
+from megatrain.stream.optimizer import StreamedAdamW
+
+_log = logging.getLogger(__name__)
+
+_INSTEAD = (
+    "a streamed model is trained by AdamW of its engine: pass torch.optim.AdamW with groups of the model's "
+    "parameters, or engine.adamw(...), or leave it out"
+)
+
+
+def require_kind(kind: Any, where: str) -> None:
+    """Refuse an optimizer of another class than AdamW's, before anything is loaded.
+
+    Args:
+        kind: The class.
+        where: Who names it.
+
+    Raises:
+        ConfigError: It is another.
+    """
+    if kind is not torch.optim.AdamW and not (isinstance(kind, type) and issubclass(kind, StreamedAdamW)):
+        raise ConfigError(f"{where} names {getattr(kind, '__name__', kind)}; {_INSTEAD}")
+
+
+def streamed(optimizer: Any) -> StreamedAdamW | None:
+    """Return the engine's optimizer of what accelerate may have wrapped; None: it is another."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, StreamedAdamW) else None
+
+
+def as_streamed(engine: Engine, optimizer: Any, *, max_grad_norm: float | None, seed: int) -> Any:
+    """Return the optimizer of a trainer, in place of torch's AdamW one of the engine with its groups.
+
+    Args:
+        engine: Of the model.
+        optimizer: As the trainer is given it, or makes it; None: there is none yet.
+        max_grad_norm: To clip to, as the trainer's arguments say.
+        seed: Of moments that are rounded.
+
+    Raises:
+        ConfigError: It is none of these, has trained already, or has parameters that are not the model's.
+    """
+    if optimizer is None or streamed(optimizer) is not None:
+        return optimizer
+    require_kind(type(optimizer), "the trainer")
+    if optimizer.state:
+        raise ConfigError(
+            "torch.optim.AdamW was given after it has trained, with moments that the engine does not take "
+            "over; pass a new one"
+        )
+    found = engine.adamw(groups=optimizer.param_groups, max_grad_norm=max_grad_norm, seed=seed)
+    _log.info(
+        "torch.optim.AdamW: its %d groups of parameters are trained by the engine's AdamW, which is "
+        "trainer.optimizer",
+        len(found.param_groups),
+    )
+    return found
+
+
+def require_its_schedule(scheduler: Any, optimizer: Any) -> None:
+    """Refuse a schedule that changes the rates of another optimizer, so that of the model's nothing would.
+
+    Raises:
+        ConfigError: It does.
+    """
+    changed = getattr(scheduler, "optimizer", None)
+    if isinstance(changed, torch.optim.Optimizer) and streamed(changed) is not streamed(optimizer):
+        raise ConfigError(
+            f"the schedule changes the rates of a {type(changed).__name__}, and the engine's AdamW trains "
+            "the model; make it of trainer.optimizer (in create_scheduler), or of engine.adamw(...) of a "
+            "model that is attached, or leave it to lr_scheduler_type"
+        )
