@@ -27,6 +27,7 @@ from megatrain.hf.batches.evaluation import Predictions
 from megatrain.hf.batches.steps import StepGroup
 from megatrain.hf.batches.traces import Traces
 from megatrain.hf.control import FirstDecides, say_who_looks_at_gradients
+from megatrain.hf.counting import one_by_one, require_one_by_one, what_counts
 from megatrain.hf.given import require_given
 from megatrain.hf.model.attached import Settings, attached, engine_of, load_path, take_from_others
 from megatrain.hf.model.precision import precision_of
@@ -48,7 +49,11 @@ _Base: Any = object
 
 
 class Streaming(_Base):
-    """Stands before `transformers.Trainer`, or a subclass of it, in the list of a class's bases."""
+    """Stands before `transformers.Trainer`, or a subclass of it, in the list of a class's bases.
+
+    What such a class computes of a batch may be anything. One whose methods count micro-batches, as those
+    that generate do (GRPO, RLOO), runs them one by one, in one process; see `megatrain.hf.counting`.
+    """
 
     engine: Engine
     """What the model is attached to; `trainer.engine.detach()` gives an ordinary model back."""
@@ -78,6 +83,9 @@ class Streaming(_Base):
         self._args = given["args"] = mapped(args, self._ranks)
         self._clipped = self._args.max_grad_norm
         self._require_same()
+        self._counts = what_counts(type(self))
+        if self._counts is not None:
+            self._megatrain = one_by_one(self._megatrain, self._counts, self._ranks)
         model = given["model"]
         self._settings = Settings(
             args=self._args,
@@ -97,9 +105,10 @@ class Streaming(_Base):
     def _stream(self) -> None:
         """Attach the model, if it is not, and let calls come in through the forward that it has now."""
         engine = attached(self.model, self._megatrain, self._settings)
+        require_one_by_one(engine.choice.lockstep, self._counts)
         engine.adopt_forward()
         self.engine = engine
-        self._turns = Turns(engine)
+        self._turns = Turns(engine, are_taken=self._counts is None)
         self._checkpoints = Checkpoints(engine, self._ranks, self._num_runs)
 
     def _hold_model(self) -> None:

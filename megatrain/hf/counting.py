@@ -1,0 +1,115 @@
+"""Trainers whose own methods count micro-batches, such as those of TRL that generate: these pass one by one.
+
+In lockstep all micro-batches of a step begin before the first one ends, the last one first. A method that
+chooses by a number which each call leaves to the next one then finds the wrong number, without an error: GRPO
+trains on other completions than it has generated.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer
+
+from megatrain.errors import ConfigError
+from megatrain.hf.arguments import MegatrainArguments
+from megatrain.hf.batches.traces import COUNT
+
+if TYPE_CHECKING:
+    from megatrain.distributed.ranks import Ranks
+
+_log = logging.getLogger(__name__)
+
+_OF_A_CALL = ("training_step", "compute_loss", "prediction_step", "_prepare_inputs", "_prepare_input")
+"""Methods of a trainer that each micro-batch passes."""
+
+
+def what_counts(kind: type) -> str | None:
+    """Name what a trainer's methods leave from one micro-batch to the next, and look at; None: nothing.
+
+    An attribute that is only written, or only added to, decides nothing. That of TRL's number of tokens is
+    put in order by `Traces`.
+
+    Args:
+        kind: The trainer's class; methods of transformers' Trainer and of this package are known.
+    """
+    homes: dict[str, str] = {}
+    read: set[str] = set()
+    for base in kind.__mro__[: kind.__mro__.index(Trainer)]:
+        if base.__module__.partition(".")[0] == "megatrain":
+            continue
+        for name in _OF_A_CALL:
+            for code in _codes(inspect.unwrap(vars(base).get(name, len))):
+                sets, looks_at = _of_self(code)
+                read |= looks_at
+                for attribute in sets:
+                    homes.setdefault(attribute, f"{base.__name__}.{name}")
+    found = [name for name in homes if name in read and name != COUNT]
+    return f"{homes[found[0]]} sets {found[0]}" if found else None
+
+
+def one_by_one(asked: MegatrainArguments, why: str, ranks: Ranks | None) -> MegatrainArguments:
+    """Return how a trainer that counts micro-batches streams: one after the other.
+
+    Args:
+        asked: By the user.
+        why: As `what_counts` says.
+        ranks: That train together.
+
+    Raises:
+        ConfigError: It is asked for otherwise.
+    """
+    lockstep = asked.choice.given.get("lockstep", 1)
+    if lockstep > 1 or ranks is not None or (asked.shards or 1) > 1:
+        what = f"lockstep={lockstep}" if lockstep > 1 else "several processes or shards"
+        raise ConfigError(
+            f"{why}, by which the next micro-batch is chosen, so the micro-batches of a step cannot be run "
+            f"with {what}: they would be trained on other data than the plain class has; use one process, "
+            "and MegatrainArguments(choice=Choice(lockstep=1)) or no choice"
+        )
+    _log.warning("%s, by which the next micro-batch is chosen: they pass the model one after the other", why)
+    return replace(asked, choice=replace(asked.choice, lockstep=1))
+
+
+def require_one_by_one(lockstep: int, why: str | None) -> None:
+    """Refuse a model that is attached already, with micro-batches in lockstep.
+
+    Raises:
+        ConfigError: The trainer counts them.
+    """
+    if why is not None and lockstep > 1:
+        raise ConfigError(
+            f"{why}, by which the next micro-batch is chosen, but the model was attached with "
+            f"lockstep={lockstep}; attach it with lockstep=1"
+        )
+
+
+def _of_self(code: CodeType) -> tuple[list[str], set[str]]:
+    """Return the attributes of `self` that a code sets, adding included, and those that it looks at."""
+    sets: list[str] = []
+    looks_at: set[str] = set()
+    instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
+    is_self = [instruction.argrepr.split(", ")[-1] == "self" for instruction in instructions]
+    for place, instruction in enumerate(instructions[1:], start=1):
+        is_load = instruction.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        adds = is_load and instructions[place - 1].opname in ("COPY", "DUP_TOP") and is_self[place - 2]
+        if adds or (instruction.opname == "STORE_ATTR" and is_self[place - 1]):
+            sets.append(instruction.argval)
+        elif is_load and is_self[place - 1]:
+            looks_at.add(instruction.argval)
+    return sets, looks_at
+
+
+def _codes(function: Any) -> Iterator[CodeType]:
+    """Yield the code of a function, and of those inside it."""
+    waiting = [function.__code__] if hasattr(function, "__code__") else []
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
