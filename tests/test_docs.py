@@ -6,6 +6,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import importlib
 import io
 import re
 import shlex
@@ -72,6 +73,7 @@ COMMANDS = [(page, words) for page in PAGES for words in commands(page, "megatra
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Stand-ins for what the commands call; returns the arguments."""
+    importlib.import_module("megatrain.train.going_on")  # which takes some of them itself
     monkeypatch.setattr("megatrain.data.read.files.check_path", lambda path: None)
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
