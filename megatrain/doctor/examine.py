@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from megatrain.doctor.disk import block_device
 from megatrain.doctor.machine_spec import compute_device, machine_of, open_own_sensor
 from megatrain.doctor.software import check_device, check_sensor, check_updates, check_versions, versions
 from megatrain.hardware.care import pci_address
+from megatrain.hardware.cores import allowed_cpus
 from megatrain.hardware.machines import machine_json
 from megatrain.hardware.memory import GIB
 from megatrain.hardware.present import memory_nodes
@@ -113,7 +113,7 @@ def examine(
         check_swap(),
         check_lockable(on_gpu),
         check_huge_pages(),
-        check_nodes(memory_nodes(), _allowed_cpus(), node),
+        check_nodes(memory_nodes(), allowed_cpus(), node),
         check_threads(update_threads(), omp_num_threads),
         *check_disk(path, block_device(path)),
         check_shm(),
@@ -250,9 +250,3 @@ def _device_node(properties: Any) -> int | None:
         return int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
     except (OSError, ValueError):
         return None
-
-
-def _allowed_cpus() -> frozenset[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))

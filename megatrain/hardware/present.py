@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import ConfigError, OutputError
+from megatrain.hardware.cores import cpu_list
 from megatrain.hardware.machines import machine_json, parse_machine, read_json, write_json
 from megatrain.hardware.memory import GIB, host_memory
 from megatrain.hardware.spec import Drives, HardwareSpec, MemoryNode
@@ -122,15 +123,6 @@ def total_bytes(root: Path = ROOT) -> int:
     if total:
         return int(total[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def cpu_list(text: str) -> frozenset[int]:
-    """Read a list of CPUs as the kernel writes it: `0-3,8-11`."""
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return frozenset(cpus)
 
 
 def cpu_model(root: Path = ROOT) -> str:

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-_SYSTEM = Path("/sys/devices/system")
+from megatrain.hardware.cores import SYSTEM, allowed_cpus, numa_nodes, physical_cores
+
 _LEFT_OVER = "for the launcher and the loader"
 
 
@@ -56,23 +57,25 @@ def update_threads(num_threads: int | None = None) -> ThreadBudget:
 
     Source: https://github.com/deepspeedai/DeepSpeed/issues/7478
     """
-    return _budget(num_threads, _allowed_cpus(), _quota_cpus(), _SYSTEM)
+    return _budget(num_threads, allowed_cpus(), _quota_cpus(), SYSTEM)
 
 
 def worker_threads() -> int:
     """Return how many threads can work at once: physical cores, within the affinity mask and CPU quota."""
-    return _usable_cores(_physical_cores(_allowed_cpus(), _SYSTEM / "cpu"), _quota_cpus())
+    return _usable_cores(len(physical_cores(allowed_cpus())), _quota_cpus())
 
 
-def _budget(num_threads: int | None, cpus: set[int], quota_cpus: float | None, system: Path) -> ThreadBudget:
-    cores = _physical_cores(cpus, system / "cpu")
+def _budget(
+    num_threads: int | None, cpus: Collection[int], quota_cpus: float | None, system: Path
+) -> ThreadBudget:
+    cores = len(physical_cores(cpus, system))
     usable = _usable_cores(cores, quota_cpus)
     left_over = 2 if usable >= 8 else 1 if usable >= 3 else 0
     return ThreadBudget(
         num_threads=usable - left_over if num_threads is None else num_threads,
         cores=cores,
         quota_cpus=quota_cpus,
-        num_nodes=_numa_nodes(cpus, system / "node"),
+        num_nodes=max(1, len(numa_nodes(cpus, system))),
         reason=f"{left_over or 'none'} {_LEFT_OVER}" if num_threads is None else "as set",
     )
 
@@ -81,43 +84,8 @@ def _usable_cores(cores: int, quota_cpus: float | None) -> int:
     return max(1, cores if quota_cpus is None else min(cores, int(quota_cpus)))
 
 
-def _allowed_cpus() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-
-
 def _quota_cpus() -> float | None:
     return _cgroup_cpus(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-
-
-def _numa_nodes(cpus: set[int], root: Path) -> int:
-    """Count the nodes that have one of `cpus`; a node of memory alone has none."""
-    lists = []
-    for path in root.glob("node[0-9]*/cpulist"):
-        try:
-            lists.append(path.read_text())
-        except OSError:  # hidden by the container
-            continue
-    return max(1, sum(not cpus.isdisjoint(_cpu_list(text)) for text in lists))
-
-
-def _cpu_list(text: str) -> set[int]:
-    """Read a list of CPUs as the kernel writes it: `0-3,8-11`."""
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-def _physical_cores(cpus: set[int], root: Path) -> int:
-    """Count cores among `cpus`: threads of one core share the memory pipes that the kernels wait for."""
-    siblings = set()
-    for cpu in cpus:
-        try:
-            siblings.add((root / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip())
-        except OSError:  # not Linux, or hidden by the container: count each CPU
-            siblings.add(str(cpu))
-    return len(siblings)
 
 
 def _cgroup_cpus(membership: Path, root: Path) -> float | None:

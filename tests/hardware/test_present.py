@@ -13,7 +13,6 @@ from megatrain.hardware.present import (
     Device,
     DriveRates,
     Measurements,
-    cpu_list,
     cpu_model,
     describe_machine,
     fingerprint,
@@ -68,11 +67,6 @@ def make_tree(root: Path, *nodes: tuple[int, str], available_gib: int = 90, limi
 
 def machine_in(root: Path, path: Path | None = None) -> HardwareSpec:
     return describe_machine(MEASURED, device=GPU, num_cores=2, path=path, root=root)
-
-
-def test_lists_of_cpus_are_read() -> None:
-    assert cpu_list("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
-    assert cpu_list("\n") == frozenset()
 
 
 def test_nodes_are_those_of_the_system(tmp_path: Path) -> None:

@@ -40,14 +40,6 @@ def test_cpu_quota(tmp_path: Path, membership: str, files: dict[str, str], cpus:
     assert threads._cgroup_cpus(tmp_path / "membership", tmp_path / "root") == cpus
 
 
-def test_threads_of_one_core_count_once(tmp_path: Path) -> None:
-    for cpu in range(4):
-        write(tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list", f"{cpu % 2},{cpu % 2 + 2}\n")
-    assert threads._physical_cores({0, 1, 2, 3}, tmp_path) == 2
-    assert threads._physical_cores({0, 2}, tmp_path) == 1
-    assert threads._physical_cores({8, 9}, tmp_path) == 2
-
-
 def make_system(root: Path, num_cores: int, *, threads_per_core: int = 2, num_nodes: int = 1) -> set[int]:
     """Write a machine: CPU c is thread c // num_cores of core c % num_cores; nodes have cores in ranges."""
     for cpu in range(num_cores * threads_per_core):
@@ -133,11 +125,3 @@ def test_this_machine_has_a_budget() -> None:
     assert isinstance(budget, ThreadBudget)
     assert 1 <= budget.num_threads <= worker_threads() <= budget.cores
     assert update_threads(5).num_threads == 5
-
-
-@pytest.mark.parametrize(
-    ("text", "cpus"),
-    [("0-3,8-9\n", {0, 1, 2, 3, 8, 9}), ("5", {5}), ("\n", set()), ("0,2,4-4", {0, 2, 4})],
-)
-def test_lists_of_cpus(text: str, cpus: set[int]) -> None:
-    assert threads._cpu_list(text) == cpus
