@@ -107,13 +107,20 @@ def check_lockable(on_gpu: bool, limit: int | None = None) -> Check:
     )
 
 
+_SHARED_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+
+
 def check_huge_pages(root: Path = ROOT) -> Check:
-    """Say whether the arenas of a model get huge pages."""
-    chosen = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    """Say whether the arenas of a model get huge pages, and those that several ranks share."""
+    folder = root / "sys/kernel/mm/transparent_hugepage"
+    chosen, shared = (re.search(r"\[(\w+)\]", _text(folder / name)) for name in ("enabled", "shmem_enabled"))
     if chosen is None:
         return Check(name="huge pages", level=Level.OK, text="the system does not tell")
     if chosen[1] != "never":
-        return Check(name="huge pages", level=Level.OK, text=f"transparent, {chosen[1]}")
+        text = f"transparent, {chosen[1]}"
+        if shared is not None and shared[1] in ("never", "deny"):
+            text += f"; none for what several ranks share: echo advise | sudo tee {_SHARED_PAGES}"
+        return Check(name="huge pages", level=Level.OK, text=text)
     return Check(
         name="huge pages",
         level=Level.WARN,

@@ -110,6 +110,15 @@ def test_huge_pages(tmp_path: Path, text: str | None, level: Level) -> None:
     assert check_huge_pages(tmp_path).level is level
 
 
+@pytest.mark.parametrize(("shared", "has_none"), [("never", True), ("deny", True), ("advise", False)])
+def test_huge_pages_of_memory_that_ranks_share(tmp_path: Path, shared: str, has_none: bool) -> None:
+    folder = tmp_path / "sys/kernel/mm/transparent_hugepage"
+    write(folder / "enabled", "always [madvise] never")
+    write(folder / "shmem_enabled", f"always within_size [{shared}] force")
+    told = "transparent, madvise; none for what several ranks share: echo advise | sudo tee /sys/kernel/mm/"
+    assert check_huge_pages(tmp_path).text.startswith(told) == has_none
+
+
 def test_process_on_several_nodes_is_told_where_its_device_is() -> None:
     nodes = [
         Node(number=number, nbytes=64 * GIB, cpus=frozenset({2 * number, 2 * number + 1}), kind="dram")
