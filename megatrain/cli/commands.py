@@ -29,9 +29,9 @@ from megatrain.cli.importing import importing
 from megatrain.cli.log import log_to_stderr, showing
 from megatrain.cli.machine import measure, planned_machine
 from megatrain.cli.plan import print_plan
-from megatrain.cli.ranks import join_ranks, start_ranks
-from megatrain.distributed.watch import tell_launcher
-from megatrain.errors import ConfigError, as_ours
+from megatrain.cli.ranks import join_ranks, leave_out_stacks, start_ranks
+from megatrain.distributed.processes import tell_launcher
+from megatrain.errors import ConfigError, RankError, as_ours
 from megatrain.recipes import place, recipes
 
 if TYPE_CHECKING:
@@ -69,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not ours.is_told:
             print(f"error: {ours}", file=sys.stderr)
         tell_launcher(str(ours))
+        if ours.exit_code == RankError.exit_code:
+            # Python's own end would take its time, and wait for whatever talks to ranks that are lost
+            sys.stdout.flush()
+            os._exit(ours.exit_code)
         sys.exit(ours.exit_code)
 
 
@@ -90,6 +94,8 @@ def _options(
     global _debug
     _debug = debug
     log_to_stderr()
+    if "LOCAL_RANK" in os.environ:
+        leave_out_stacks()
 
 
 @app.command()

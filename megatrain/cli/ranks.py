@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+def leave_out_stacks() -> None:
+    """Let torch's C++ keep to itself the stack of every read from a rank or launcher that has ended.
+
+    It is to be called before torch is imported; what the user has set stays.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run: bool) -> int:
     """Run the same command once per rank, and return the exit code of all.
 
@@ -31,6 +39,7 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
         ConfigError: So many cannot run here.
         MegatrainError: As `check_start`.
     """
+    leave_out_stacks()
     from megatrain.checkpoint.load import find
     from megatrain.config import replace_settings
     from megatrain.config.runs import num_places, require_power_of_two

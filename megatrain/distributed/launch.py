@@ -22,9 +22,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from megatrain.distributed.idle import watch_idly
 from megatrain.distributed.processes import how_ended, status_of
 from megatrain.distributed.signals import stop_signals
-from megatrain.distributed.watch import watch_idly
 from megatrain.errors import ConfigError, RankError, TornStateError
 from megatrain.hardware.accelerators import VENDORS, check_count
 

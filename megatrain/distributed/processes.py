@@ -1,9 +1,11 @@
-"""What the kernel says of this machine and its processes."""
+"""What the kernel says of this machine and its processes, and what one of these tells its launcher."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,3 +38,11 @@ def how_ended(code: object) -> str:
         with suppress(ValueError):  # a signal that has no name here
             return f"was killed ({signal.Signals(-code).name})"
     return f"ended with {code}"
+
+
+def tell_launcher(sentence: str) -> None:
+    """Leave the sentence that this process ends with to PyTorch's launcher, if it was started by that."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        with suppress(OSError):  # it then knows the exit code alone
+            Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))

@@ -6,6 +6,7 @@ of ranks. Parts are exchanged, and whoever owns them adds them, in the order of 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from megatrain.config.runs import require_power_of_two
 from megatrain.distributed.processes import machine
-from megatrain.distributed.watch import WAITS, Watch
+from megatrain.distributed.signals import ignore_sigterm, ignore_sigterm_once
+from megatrain.distributed.waits import WAITS
+from megatrain.distributed.watch import Watch
 from megatrain.errors import ConfigError
 
 _OF_SOME = ("gather", "near", "rail", "spread", "sequence")
@@ -57,7 +60,7 @@ class Ranks:
             store: Its rendezvous store.
             timeout_s: How long a rank may be silent, or keep others waiting, before all end.
             local_size: Ranks of a node, as many on each; None: all are on one.
-            backend: Of what they say to each other, such as `own_backend` returns; None: the default one.
+            backend: Of what they say to each other, such as `backend_of` returns; None: the default one.
 
         Raises:
             ConfigError: They are no power of two, or the nodes are not as said.
@@ -81,6 +84,7 @@ class Ranks:
             )
         self.num_nodes = self.size // self.local_size
         self.node, self.local_rank = divmod(self.rank, self.local_size)
+        self.watch.is_first_here = self.local_rank == 0
         nodes = [found[first : first + self.local_size] for first in range(0, self.size, self.local_size)]
         if any(len({machine for machine, _ in node}) > 1 for node in nodes):
             raise ConfigError(
@@ -97,12 +101,21 @@ class Ranks:
             self._across, _ = dist.new_subgroups_by_enumeration(across, **self._settings)
 
     def __enter__(self) -> Ranks:
+        ignore_sigterm_once(lambda: self.watch.is_lost)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.leave(error)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Take part no more; the others are left word of the error that this process ends with, if any."""
+        if error is not None:
+            _abandon_groups()
         self.watch.close(error)
+        if self.watch.is_lost:
+            ignore_sigterm()
 
     def exchange(self, mine: Tensor, counts: Sequence[int], lane: str, parts: Tensor) -> Tensor:
         """Send each rank its part of a flat tensor, and return the parts that all have sent to this one.
@@ -133,9 +146,10 @@ class Ranks:
 
     def swap(self, parts: Tensor) -> Tensor:
         """Give part n of a tensor to the n-th of `neighbours`; return what all gave this one."""
-        found = torch.empty_like(parts)
-        self._do("sequence", dist.all_to_all_single, found, parts)
-        return found
+        sent = self._within_reach(parts, "sequence")
+        found = torch.empty_like(sent)
+        self._do("sequence", dist.all_to_all_single, found, sent)
+        return found.to(parts.device)
 
     def gather(self, mine: Tensor, lane: str = "caller") -> list[Tensor]:
         """Return the tensors of all in a lane's group, in the order of ranks; they are equally long."""
@@ -165,9 +179,12 @@ class Ranks:
             for rank, tensors in enumerate(parts)
             for part in tensors
         ]
+        if not found:
+            return
         group = self._groups["shares"]
         self._finish(
             "gather",
+            found[0][1].device,
             lambda: [dist.broadcast(sent, rank, group, async_op=True) for _, sent, rank in found],
         )
         for part, sent, rank in found:
@@ -200,22 +217,42 @@ class Ranks:
         """Wait until every rank has come here; in lane `spread`, every one of the node."""
         self.gather(torch.zeros(1, dtype=torch.uint8), lane)  # a barrier would be the device's
 
-    def _do(self, lane: str, collective: Callable[..., Any], *arguments: Any) -> None:
-        """Do a collective of Gloo among the ranks of a lane.
+    def _do(
+        self, lane: str, collective: Callable[..., Any], found: Tensor | list[Tensor], *more: Any
+    ) -> None:
+        """Do a collective among the ranks of a lane, whose result comes into `found`.
 
         Raises:
             RankError: A rank is missing.
         """
-        self._finish(lane, lambda: [collective(*arguments, group=self._groups[lane], async_op=True)])
+        first = found if isinstance(found, Tensor) else found[0]
+        group = self._groups[lane]
+        self._finish(lane, first.device, lambda: [collective(found, *more, group=group, async_op=True)])
 
-    def _finish(self, lane: str, begin: Callable[[], Sequence[dist.Work]]) -> None:
-        """Begin works of Gloo, and wait for them as long as no rank is missing.
+    def _finish(self, lane: str, device: torch.device, begin: Callable[[], Sequence[dist.Work]]) -> None:
+        """Begin works, and wait for them as long as no rank is missing.
+
+        On the host that is Gloo, and this thread waits. On an accelerator its current stream does: this
+        returns at once, what the stream is given afterwards comes behind, and the watch sees whether the
+        device gets there. NCCL is never given a time to wait. It would count from when a work was queued,
+        whatever the device still has to do before, and end the communicator of one that takes longer.
+
+        Args:
+            lane: In which.
+            device: Where the works' tensors are.
+            begin: Returns works of one backend.
 
         Raises:
-            RankError: One is.
+            RankError: A rank is missing.
         """
         with self.watch.waiting(lane):
-            for work in begin():
+            works = begin()
+            if device.type != "cpu":
+                for work in works:
+                    work.wait()
+                self.watch.launched(lane, _passed(device))
+                return
+            for work in works:
                 while not work.is_completed():
                     with suppress(RuntimeError):  # not done yet, or failed: the last wait says so
                         work.wait(_LOOK)
@@ -235,6 +272,7 @@ class Ranks:
         ]
         self._finish(
             "spread",
+            torch.device("cpu"),
             lambda: [dist.broadcast(part, source, self._across, async_op=True) for part, source in sent],
         )
 
@@ -247,6 +285,27 @@ class Ranks:
         file = own if own >= 0 else os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         self.meet()
         return file
+
+
+def _passed(device: torch.device) -> Callable[[], bool]:
+    """Return what tells whether a device has done what its current stream has been given so far."""
+    event = torch.Event(device=device)
+    event.record(torch.accelerator.current_stream(device))
+
+    def is_passed() -> bool:
+        with torch.accelerator.device_index(device.index):  # or the asking thread would open another device
+            return bool(event.query())
+
+    return is_passed
+
+
+def _abandon_groups() -> None:
+    """Let no group of this process be destroyed, not even at its end.
+
+    A group of Gloo waits there for its threads, and they for ranks that may be lost: they do so for ever.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,12 @@
-"""Which signals ask a run to finish its step, save and end."""
+"""Which signals ask a run to finish its step, save and end, and what one means when ranks are lost."""
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -12,3 +16,30 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     """
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else []))
+
+
+def ignore_sigterm_once(is_lost: Callable[[], bool]) -> None:
+    """Let SIGTERM do what it did, until a rank is lost: then this process ends by itself, and says why.
+
+    A launcher sends it to whoever outlives the first of its ranks that ends.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    before = signal.getsignal(signal.SIGTERM)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if is_lost():
+            return
+        if callable(before):
+            before(number, frame)
+        elif before != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+def ignore_sigterm() -> None:
+    """Let SIGTERM do nothing, in Python's own end too: that takes handlers away, but not this."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)

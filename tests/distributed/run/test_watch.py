@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+import torch.distributed as dist
+from torch.distributed import FileStore, HashStore
 
+from megatrain.distributed.ranks import Ranks
 from megatrain.distributed.watch import Watch
 from megatrain.errors import ConfigError, RankError
 from megatrain.train.records.json_lines import read_rows
 from tests.distributed.processes import exit_codes
+from tests.forks import run_script
 
 
 def fail(ranks: Any, *, rank: int, how: str) -> None:
-    """Meet twice, between which a rank fails."""
+    """Meet twice, between which a rank fails; the others get the SIGTERM of a launcher then, and know why."""
     ranks.watch.doing("at step 3")
     ranks.meet("norm")
     time.sleep(1)  # each has beaten since
@@ -33,8 +39,22 @@ def fail(ranks: Any, *, rank: int, how: str) -> None:
             torch.empty(1 << 60, dtype=torch.uint8)
         if how == "hang":
             threading.Event().wait()
+        if how == "silence":
+            ranks.watch.__dict__["_store"] = Silent()
+            threading.Event().wait()
         os.kill(os.getpid(), signal.Signals[how])
-    ranks.meet("norm")
+    try:
+        ranks.meet("norm")
+    except RankError:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise
+
+
+class Silent:
+    """A store whose machine is lost: what is asked of it is never answered."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: threading.Event().wait()
 
 
 @pytest.mark.parametrize(
@@ -42,6 +62,7 @@ def fail(ranks: Any, *, rank: int, how: str) -> None:
     [
         (2, 1, "SIGSTOP", -9, "is stopped or lost: it has been silent for "),
         (2, 0, "SIGSTOP", -9, "is stopped or lost: it has been silent for "),
+        (2, 1, "silence", 7, "is stopped or lost: it has been silent for "),
         (2, 1, "hang", 7, "hangs: rank 0 waits for it in the norm of the gradient since "),
         (4, 1, "SIGKILL", -9, "has ended; it was last at step 3"),
         (2, 0, "error", 2, "rank 0: there is no such thing"),
@@ -52,7 +73,8 @@ def fail(ranks: Any, *, rank: int, how: str) -> None:
 def test_a_rank_that_fails_is_named_once_and_the_others_end(
     tmp_path: Path, size: int, rank: int, how: str, code: int, said: str
 ) -> None:
-    codes = exit_codes(tmp_path / "logs", size, fail, timeout_s=3, rank=rank, how=how)
+    nodes = 2 if how == "silence" else 1  # of each one rank says what all of them find
+    codes = exit_codes(tmp_path / "logs", size, fail, num_nodes=nodes, timeout_s=3, rank=rank, how=how)
     assert codes.pop(rank) == code
     assert codes == [RankError.exit_code] * (size - 1)
     text = (tmp_path / "logs/errors").read_text()
@@ -60,7 +82,9 @@ def test_a_rank_that_fails_is_named_once_and_the_others_end(
     assert text.count(f"rank {rank} (process ") == (not says), text
     assert text.count(said) == 1
     assert ("last at step 3" in text) == (not says)
-    assert ("(parallel.timeout is 3)" in text) == (how in ("SIGSTOP", "hang"))
+    assert ("(parallel.timeout is 3)" in text) == (how in ("SIGSTOP", "hang", "silence"))
+    own = "has not answered for 3 s (parallel.timeout is 3): its machine, or the network to it, is lost. The"
+    assert text.count(f"error: the store where ranks meet {own} same command") == (how == "silence")
 
 
 def test_a_first_rank_at_work_ends_too_and_leaves_its_last_words(tmp_path: Path) -> None:
@@ -73,8 +97,12 @@ def test_a_first_rank_at_work_ends_too_and_leaves_its_last_words(tmp_path: Path)
 
 
 def _work(ranks: Any, *, words: str, how: str = "SIGSTOP") -> None:
+    def write(text: str) -> None:
+        Path(words).write_text(text)
+        threading.Event().wait()  # the directory was on a drive of the machine that is lost
+
     ranks.watch.doing("evaluating step 7")
-    ranks.watch.last_words = Path(words).write_text
+    ranks.watch.last_words = write
     ranks.meet()
     time.sleep(1)
     if ranks.rank == 1:
@@ -169,11 +197,16 @@ _TIMEOUT_S = 1.0
 
 def wait_for(watch: Watch, seconds: float) -> None:
     """Wait in a meeting to which nobody comes."""
-    until = time.monotonic() + seconds
     with watch.waiting("caller"):
-        while time.monotonic() < until:
-            watch.look()
-            time.sleep(0.02)
+        look_for(watch, seconds)
+
+
+def look_for(watch: Watch, seconds: float) -> None:
+    """Look so long whether a rank is missing."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        watch.look()
+        time.sleep(0.02)
 
 
 def test_a_rank_that_prepares_keeps_others_waiting_and_one_in_a_step_does_not() -> None:
@@ -204,6 +237,82 @@ def test_a_rank_that_falls_silent_while_it_prepares_is_named() -> None:
         second.__dict__["_beat"] = lambda: None
         with pytest.raises(RankError, match=r"rank 1 .* silent for .* was last planning"):
             wait_for(first, 8 * _TIMEOUT_S)
+
+
+def test_a_stop_of_all_ranks_is_none_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a laptop that sleeps, or a job that a scheduler suspends: the clock goes on, unseen."""
+    monotonic, stopped_s = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + stopped_s[0])
+    with two_watches() as (first, second):
+        second.doing("at step 5")
+        until_s = monotonic() + 0.8 * _TIMEOUT_S
+        with first.waiting("caller"):
+            while monotonic() < until_s:
+                if not stopped_s[0] and monotonic() > until_s - 0.6 * _TIMEOUT_S:
+                    stopped_s[0] = 1000.0
+                first.look()
+                time.sleep(0.02)
+        with second.waiting("caller"):
+            pass
+        first.look()
+
+
+def test_what_all_have_come_to_and_does_not_end_is_named() -> None:
+    """As where the network between them is cut, but not the one to the store."""
+    with two_watches() as watches, ThreadPoolExecutor() as threads:
+        for watch in watches:
+            watch.doing("at step 5")
+        waits = [threads.submit(wait_for, watch, 12 * _TIMEOUT_S) for watch in watches]
+        said = r"^a meeting of all ranks does not end on rank \d, and all ranks have come to it since \d"
+        for wait in waits:
+            with pytest.raises(RankError, match=said):
+                wait.result()
+
+
+def test_a_rank_that_does_not_come_to_where_a_device_waits_is_named() -> None:
+    """The thread that has launched it goes on."""
+    with two_watches() as (first, second):
+        second.doing("at step 5")
+        for lane, is_done in (("norm", True), ("gather", False)):
+            with first.waiting(lane):
+                pass
+            first.launched(lane, lambda is_done=is_done: is_done)  # type: ignore[misc]
+        with pytest.raises(RankError, match=r"rank 1 .* hangs: rank 0 waits for it in weights that ranks ga"):
+            look_for(first, 12 * _TIMEOUT_S)
+
+
+_ENDS = """
+import sys
+from tests.distributed.run.test_watch import end_by_itself
+end_by_itself(sys.argv[1])
+"""
+
+
+def test_python_ends_though_a_group_still_waits_for_a_lost_rank(tmp_path: Path) -> None:
+    """The thread of a group of Gloo waits for ever, and a group that is destroyed waits for its thread."""
+    done = run_script(_ENDS, tmp_path / "store", after="tests.distributed.training")
+    assert (done.returncode, done.stdout) == (RankError.exit_code, "True\n"), done.stderr
+
+
+def end_by_itself(store: str) -> None:
+    """Be rank 0, which ends as Python ends, while rank 1 does not come any more."""
+    first = os.getpid()
+    rank = 0 if os.fork() else 1
+    meeting = FileStore(store, 2)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=2)
+    ranks = Ranks(meeting, 60.0)
+    if rank == 1:
+        while os.getppid() == first:
+            time.sleep(0.05)
+        os._exit(0)
+    dist.all_gather([torch.zeros(1)] * 2, torch.zeros(1), async_op=True)
+    time.sleep(0.5)  # its thread has begun
+    atexit.register(os.kill, first, signal.SIGTERM)  # of a launcher
+    with suppress(RankError), ranks:
+        ranks.watch._lose("rank 1 is lost", is_first=True)
+        ranks.watch.look()
+    print(ranks.watch.is_lost, flush=True)
+    sys.exit(RankError.exit_code)
 
 
 @pytest.mark.parity

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from tests.distributed.training import train
 from tests.host_device.device import TYPE, register
+from tests.host_device.on_device.nccl import stand_in
 
 
-def train_on_device(ranks: Any, **settings: Any) -> dict[str, Any]:
-    """Train as `train`, with streams that dawdle."""
+def train_on_device(ranks: Any, *, nccl: bool = False, **settings: Any) -> dict[str, Any]:
+    """Train as `train`, with streams that dawdle, and with the stand-in for NCCL if that is wished for."""
     register().native.delay(3, 0.2, 3e-4, 1e-4)
-    return train(ranks, device=TYPE, **settings)
+    with stand_in(late_s=3600.0) if nccl else nullcontext():
+        return train(ranks, device=TYPE, **settings)
