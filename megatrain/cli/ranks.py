@@ -101,7 +101,7 @@ def join_ranks(config: Config, progress: Callable[[str], object]) -> Ranks | Non
     Raises:
         ConfigError: As `join`.
     """
-    from megatrain.distributed.launch import join
+    from megatrain.distributed.join import join
 
     shards, sequence = config.parallel.shards, config.parallel.sequence
     most = None if shards is None else shards * sequence

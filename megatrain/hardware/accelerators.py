@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -51,6 +51,8 @@ class Vendor:
     host."""
     reach_each_other: Callable[[int], bool] = lambda count: False
     """Whether each of the first `count` devices can copy from the memory of every other one."""
+    identity: Callable[[int], str] = str
+    """What tells a device from all others of the computer, by its index in this process."""
     triton: Mapping[str, bool] | None = None
     """What Triton's compiler is told so that kernels compute as IEEE says; None: none of ours run there."""
 
@@ -87,6 +89,12 @@ def _cuda_reach_each_other(count: int) -> bool:
     )
 
 
+def _cuda_identity(index: int) -> str:
+    import torch
+
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
 @contextmanager
 def _cuda_repeats() -> Iterator[None]:
     """Let cuDNN choose a convolution by its shape, and not by which of them was the fastest just now."""
@@ -114,6 +122,7 @@ VENDORS: dict[str, Vendor] = {
         repeats=_cuda_repeats,
         collectives="nccl",
         reach_each_other=_cuda_reach_each_other,
+        identity=_cuda_identity,
         triton={"enable_fp_fusion": False},
     ),
     "xpu": Vendor(title="XPU", collectives="xccl"),
@@ -157,37 +166,79 @@ def check_accelerator(name: str) -> torch.device:
     return torch.device(kind, int(index))
 
 
-def check_count(name: str, count: int) -> str | None:
-    """Refuse more processes than there are accelerators for them, one each.
+def rank_kind(name: str) -> str | None:
+    """Return the kind of accelerator of which each of several processes has one; None: they run on the CPU.
 
     Args:
         name: Of the device, as in `check_accelerator`, or `auto`; others are the CPU's.
-        count: Of the processes on this computer.
 
-    Returns:
-        The kind of accelerator; None: they run on the CPU.
+    Raises:
+        ConfigError: One of them is named.
+    """
+    kind, _, index = name.partition(":")
+    kind = (accelerator() or "cpu") if kind == "auto" else kind
+    if kind in VENDORS and index:
+        raise ConfigError(
+            f"train.device is {name}, but each rank has a device of its own; use train.device={kind}"
+        )
+    return kind if kind in VENDORS else None
+
+
+def check_count(name: str, count: int) -> str | None:
+    """Refuse more processes than there are accelerators for them, one each; return `rank_kind`.
+
+    Args:
+        name: Of the device, as in `rank_kind`.
+        count: Of the processes on this computer, all of which see what this one does.
 
     Raises:
         ConfigError: There are fewer, or one of them is named.
     """
+    kind = rank_kind(name)
+    if kind is not None:
+        own_index(kind, [identities(kind)] * count, 0)
+    return kind
+
+
+def identities(kind: str) -> list[str]:
+    """Return what tells each accelerator that this process sees from all others of this computer."""
     import torch
 
-    kind, _, index = name.partition(":")
-    kind = (accelerator() or "cpu") if kind == "auto" else kind
-    if kind not in VENDORS:
-        return None
-    if index:
-        raise ConfigError(
-            f"train.device is {name}, but each of {count} ranks has a device of its own; use "
-            f"train.device={kind}"
-        )
-    found = torch.accelerator.device_count()
-    if count > found:
-        raise ConfigError(
-            f"{count} ranks want one {VENDORS[kind].title} device each, and there are {found}; use fewer, or "
-            "train.device=cpu"
-        )
-    return kind
+    return [VENDORS[kind].identity(index) for index in range(torch.accelerator.device_count())]
+
+
+def own_index(kind: str, seen: Sequence[Sequence[str]], place: int) -> int:
+    """Return which accelerator one of several processes of a computer has for itself.
+
+    Where all see the same ones they take them in turn, and where a scheduler has given each process its own,
+    each takes the first that it sees.
+
+    Args:
+        kind: Of the accelerators.
+        seen: By process, the `identities` of those that it sees.
+        place: Of the process.
+
+    Raises:
+        ConfigError: There are too few, or two processes were given the same one.
+    """
+    title = VENDORS[kind].title
+    if all(list(one) == list(seen[0]) for one in seen):
+        if len(seen) > len(seen[0]):
+            raise ConfigError(
+                f"{len(seen)} ranks want one {title} device each, and there are {len(seen[0])}; use fewer, "
+                "or train.device=cpu"
+            )
+        return place
+    way_out = "give each rank one of its own, or all of them to every rank"
+    for number, own in enumerate(seen):
+        if not own:
+            raise ConfigError(f"local rank {number} was given no {title} device; {way_out}")
+        twin = next((other for other in range(number) if seen[other][0] == own[0]), None)
+        if twin is not None:
+            raise ConfigError(
+                f"local ranks {twin} and {number} were given the same {title} device ({own[0]}); {way_out}"
+            )
+    return 0
 
 
 def _listed() -> str:

@@ -15,9 +15,12 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from itertools import chain
+from traceback import walk_tb
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +29,21 @@ import torch.distributed as dist
 from accelerate.state import DistributedType, PartialState
 from torch import Tensor
 
-from megatrain.distributed.launch import own_backend, share_cores
+from megatrain.distributed.join import first_line, unmet, unreached
+from megatrain.distributed.meeting import (
+    Comer,
+    Met,
+    backend_of,
+    problem_of,
+    refuse,
+    share_cores,
+    this_process,
+)
+from megatrain.distributed.network import name_interface_alone
+from megatrain.distributed.processes import tell_launcher
 from megatrain.distributed.ranks import Ranks
-from megatrain.errors import ConfigError, RankError
+from megatrain.distributed.signals import ignore_sigterm_once
+from megatrain.errors import ConfigError, MegatrainError
 from megatrain.train.ranks import gathers_weights
 
 if TYPE_CHECKING:
@@ -84,28 +99,64 @@ def working_alone() -> Iterator[None]:
 def _join(args: TrainingArguments) -> Ranks:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
     kind = args.device.type
-    backend = None if kind == "cpu" else own_backend(kind, args.local_process_index, local_size)
+    backend = None if kind == "cpu" else backend_of(kind)
     store = dist.distributed_c10d._get_default_store()
     ranks = Ranks(store, float(args.ddp_timeout), local_size=local_size, backend=backend)
+    comers = [Comer(**one) for one in ranks.gather_values(asdict(this_process(kind, None)))]
+    refuse(problem_of(comers, local_size), ranks.local_rank)
+    first = ranks.rank - ranks.local_rank
+    share_cores(Met(local=comers[first : first + local_size], local_rank=ranks.local_rank))
     ranks.gathers = gathers_weights(None, kind, ranks)
-    share_cores(ranks.local_rank, ranks.local_size)
     if ranks.rank > 0:
         logging.getLogger("megatrain").setLevel(logging.ERROR)
-    _leave_word(ranks)
+    atexit.register(ranks.leave)
+    ignore_sigterm_once(lambda: ranks.watch.is_lost)
     return ranks
 
 
-def _leave_word(ranks: Ranks) -> None:
-    """Let the other ranks know how this process ends, and say once why all do."""
-    show = sys.excepthook
+def _prepare(environment: MutableMapping[str, str]) -> None:
+    """Prepare what accelerate does when arguments of a trainer are made: it lets the processes meet."""
+    if int(environment.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in environment:
+        name_interface_alone(environment)
+        sys.excepthook = partial(_end, sys.excepthook)
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        ranks.watch.close(error)
-        if not (isinstance(error, RankError) and error.is_told):
-            show(kind, error, trace)
 
-    sys.excepthook = hook
-    atexit.register(ranks.watch.close)
+def _end(
+    show: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Let the other ranks know how this process ends, and say once why all do, in a sentence if it is ours.
+
+    Raises:
+        SystemExit: As Python then ends.
+    """
+    for ranks in _joined:
+        ranks.leave(error)
+    if not _joined and isinstance(error, RuntimeError) and _is_of_joining(trace):
+        met = not isinstance(error, dist.DistError)
+        reason = first_line(error)
+        error = ConfigError(
+            unreached(os.environ, reason) if met else unmet(os.environ, reason, "their ddp_timeout")
+        )
+    if not isinstance(error, MegatrainError):
+        show(kind, error, trace)
+        return
+    if os.environ.get("MEGATRAIN_DEBUG"):
+        show(kind, error, trace)
+    elif not error.is_told:
+        sys.stderr.write(f"error: {error}\n")
+    tell_launcher(str(error))
+    raise SystemExit(error.exit_code)
+
+
+def _is_of_joining(trace: TracebackType | None) -> bool:
+    """Whether an error was raised while torch let processes meet."""
+    return any(frame.f_code.co_name == dist.init_process_group.__name__ for frame, _ in walk_tb(trace))
+
+
+_prepare(os.environ)
 
 
 class ReadBatches:

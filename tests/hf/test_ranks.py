@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from megatrain.errors import ConfigError, RankError
 from tests.distributed.processes import exit_codes, run_ranks
-from tests.forks import REPOSITORY
+from tests.forks import REPOSITORY, run_script
 from tests.hf.scripts import train, train_all
 
 parity = pytest.mark.parity
@@ -159,6 +160,30 @@ from tests.hf.scripts import train
 told = train(None, out=sys.argv[1], accumulation=2, num_train_epochs=2)
 open(f"{sys.argv[1]}/{told.pop('is_first')}.json", "w").write(json.dumps(told))
 """
+
+
+_FIRST = """
+import os, socket, sys
+taken = socket.create_server(("localhost", 0))
+numbers = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+numbers |= {"MASTER_ADDR": "localhost", "MASTER_PORT": taken.getsockname()[1]}
+os.environ.update({name: str(number) for name, number in numbers.items()})
+from megatrain.hf import StreamingTrainer
+from transformers import TrainingArguments
+print(os.environ["GLOO_SOCKET_IFNAME"], flush=True)
+TrainingArguments(sys.argv[1], use_cpu=True)
+"""
+
+
+def test_a_script_that_cannot_meet_others_ends_in_a_sentence(tmp_path: Path) -> None:
+    """It is accelerate that lets processes meet, when arguments of a trainer are made."""
+    done = run_script(_FIRST, tmp_path)
+    assert (done.returncode, done.stdout) == (ConfigError.exit_code, "lo\n")
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error: rank 0 on {socket.gethostname()} does not meet the others at localhost:")
+    assert "EADDRINUSE" in last
+    assert last.endswith("free on the first one, and start them within their ddp_timeout")
 
 
 @parity

@@ -3,6 +3,8 @@
 #
 # CONFIG, the model, the data and the run directory are on a file system of all nodes. The same command, or a
 # requeued job, goes on from the newest checkpoint. Fix parallel.shards, so that another number of nodes may.
+# Nodes with several networks: each takes the one that leads to the first node's name. To name another interface,
+# export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME before torchrun.
 #SBATCH --job-name=megatrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -1,10 +1,9 @@
-"""Who trains of the processes that are started, and what comes after ranks that have failed."""
+"""What comes after ranks that have failed, and after a signal to their launcher."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -14,74 +13,8 @@ from typing import Any
 import pytest
 
 from megatrain.distributed import launch
-from megatrain.distributed.launch import Ended, Places
-from megatrain.errors import ConfigError
-from tests.distributed.processes import exit_codes, run_ranks
-
-
-@pytest.mark.parametrize(
-    ("num_processes", "num_local", "shards", "places"),
-    [
-        (3, 3, None, (1, 2)),
-        (6, 6, 8, (1, 4)),
-        (8, 8, 4, (1, 4)),
-        (24, 8, None, (2, 8)),
-        (24, 8, 8, (1, 8)),
-        (12, 3, 64, (4, 2)),
-        (7, 7, 1, (1, 1)),
-    ],
-)
-def test_as_many_train_as_share_out_the_runs(
-    num_processes: int, num_local: int, shards: int | None, places: tuple[int, int]
-) -> None:
-    found = Places.of(num_processes, num_local, shards)
-    assert (found.num_nodes, found.local_size) == places
-    numbers = [found.rank(*divmod(number, num_local)) for number in range(num_processes)]
-    assert [number for number in numbers if number is not None] == list(range(found.size))
-
-
-def test_nodes_with_different_numbers_of_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a node has 3 of 5 ranks"):
-        Places.of(5, 3, None)
-
-
-def test_ranks_that_are_not_needed_wait_for_the_end_and_say_so(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    assert exit_codes(tmp_path / "logs", 1, _start, port=port) == [0]
-    said = (tmp_path / "logs/errors").read_text()  # torch says there that the store ends with the first rank
-    assert said.count("2 of 3 ranks train, a power of two; the others wait for their end\n") == 1
-    assert said.count("ranks train") == 1
-
-
-def _start(ranks: Any, *, port: int) -> list[int]:
-    from megatrain.distributed.launch import join
-
-    children = []
-    for rank in range(3):
-        child = os.fork()
-        if child == 0:
-            environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3}
-            os.environ |= {name: str(value) for name, value in environment.items()}
-            os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-            code = 1
-            try:
-                joined = join(os.environ, 30, None, lambda line: print(line, flush=True))
-                assert joined is not None
-                with joined:
-                    assert joined.gather_values(rank) == [0, 1]
-                code = 40 + rank
-            except SystemExit as error:
-                code = 42 + int(str(error))
-            except BaseException as error:
-                print(type(error), error, flush=True)
-            finally:
-                os._exit(code)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert codes == [40, 41, 42]
-    return codes
+from megatrain.distributed.launch import Ended
+from tests.distributed.processes import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -114,37 +47,6 @@ def test_fewer_go_on_after_ranks_that_were_lost_and_no_others(
     assert found == code
     assert begun == list(zip(sizes, [["first"], *[["again"]] * 9], strict=False))
     assert told == [*sizes[1:], *[0] * (code != 0)]
-
-
-@pytest.mark.parametrize(
-    ("rank", "changed", "said"),
-    [
-        (
-            0,
-            {"LOCAL_RANK": None, "MASTER_PORT": None},
-            "WORLD_SIZE is 2 in the environment, without LOCAL_RANK, MASTER_PORT; start",
-        ),
-        (0, {}, "rank 0 does not meet the others at localhost:"),
-        (1, {}, "rank 1 does not meet the others at localhost:.* within 2 s"),
-    ],
-)
-def test_processes_that_cannot_meet_end_in_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, rank: int, changed: dict[str, Any], said: str
-) -> None:
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        if rank == 0:
-            taken.listen()
-        names: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        names |= {"MASTER_ADDR": "localhost", "MASTER_PORT": taken.getsockname()[1], **changed}
-        for name, value in names.items():
-            if value is None:
-                monkeypatch.delenv(name, raising=False)
-            else:
-                monkeypatch.setenv(name, str(value))
-        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-        with pytest.raises(ConfigError, match=said):
-            launch.join(os.environ, 2, None, print)
 
 
 TRAPS = {

@@ -14,7 +14,6 @@ from megatrain.checkpoint.format import fingerprint
 from megatrain.checkpoint.load import verify
 from megatrain.checkpoint.save import save
 from megatrain.config.choice import Choice, StepBatch
-from megatrain.distributed.launch import own_backend
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware import accelerators
 from megatrain.layout.blocks import ParameterSpec, lay_out
@@ -152,23 +151,6 @@ def test_a_node_s_plan_holds_its_part_and_what_each_of_its_ranks_has(tmp_path: P
     assert one["other ranks' computing"] == 3 * two["other ranks' computing"]
     assert "state of other nodes" not in one
     assert two["state of other nodes"] > 0
-
-
-def test_ranks_get_an_accelerator_each_and_no_more_ranks_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
-    monkeypatch.setattr(accelerators, "accelerator", lambda: "cuda")
-    for name in ("cuda", "auto"):
-        assert [own_backend(name, rank, 2) for rank in range(2)] == ["cpu:gloo,cuda:nccl"] * 2
-    assert taken == [0, 1, 0, 1]
-    for name in ("cpu", "emulated", "checked"):
-        assert own_backend(name, 3, 4) == "cpu:gloo"
-    with pytest.raises(ConfigError, match=r"^4 ranks want one CUDA device each, and there are 2; use fewer"):
-        own_backend("cuda", 0, 4)
-    with pytest.raises(ConfigError, match=r"^train.device is cuda:1, but .* use train.device=cuda$"):
-        own_backend("cuda:1", 0, 2)
-    assert taken == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
