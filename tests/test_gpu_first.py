@@ -112,17 +112,18 @@ def test_the_parity_cases_have_every_kind_of_activations_in_both_precisions() ->
     assert {case["family"] for case in cases} == {"llama_tied", "gemma2", "mixtral", "gpt2"}
 
 
-def test_ranks_are_skipped_with_a_sentence_where_there_is_one_device(
+def test_two_ranks_share_one_gpu_as_if_each_were_on_a_host_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """NCCL refuses two ranks of one host on one device."""
     monkeypatch.setattr(ranks, "device_of", lambda is_dry: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(ranks, "run", lambda device, size, **settings: [settings["precision"]] * size)
     record = Record(tmp_path / "ranks.json")
     ranks.ranks(record, False)
-    assert record.values["gist"] == (
-        "skipped: ranks have a device each, and there is one; run it where there are two"
-    )
-    assert "runs" not in record.values
+    assert record.values["gist"] == ("2 runs of several ranks on one GPU equal one rank's, bit for bit")
+    assert len({ranks.host_of("cuda", rank, 2)["NCCL_HOSTID"] for rank in range(2)}) == 2
+    assert ranks.host_of("cuda", 0, 1) == ranks.host_of("host", 0, 2) == {}
 
 
 def test_a_failed_step_is_a_line_with_its_first_error_and_how_far_it_came() -> None:

@@ -3,11 +3,14 @@
     python -m benchmarks.gpu.ranks RANK SIZE FOLDER DEVICE SETTINGS
 
 is one of them. Never run on a GPU. On the test device, whose tensors Gloo cannot take, two share the device.
+So they do where there is one GPU: NCCL refuses two ranks of one host on one device, so each is told that it
+is on a host of its own (NCCL_HOSTID), and they speak through sockets.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -31,10 +34,7 @@ def ranks(record: Record, is_dry: bool) -> None:
     device = device_of(is_dry).type
     count = 2 if device in SHARED else torch.accelerator.device_count()
     record.add(num_devices=count)
-    if count < 2:
-        record.add(gist="skipped: ranks have a device each, and there is one; run it where there are two")
-        return
-    for precision in PRECISIONS[: 1 if is_dry else None]:
+    for precision in PRECISIONS[: 1 if is_dry or count < 2 else None]:
         alone = run(device, 1, precision=precision)
         for size in (2, 4)[: 1 + (count >= 4)]:
             for gathers in (False, True):
@@ -43,7 +43,10 @@ def ranks(record: Record, is_dry: bool) -> None:
                 row = {"precision": precision, "size": size, "gathers": gathers, "is_bitwise": equal}
                 record.append("runs", row)
                 assert equal, f"{size} ranks differ from one: {found}, {alone[0]}"
-    record.add(gist=f"{len(record.values['runs'])} runs of several ranks equal one rank's, bit for bit")
+    shared = " on one GPU" if count < 2 else ""
+    record.add(
+        gist=f"{len(record.values['runs'])} runs of several ranks{shared} equal one rank's, bit for bit"
+    )
 
 
 def run(device: str, size: int, **settings: Any) -> list[Any]:
@@ -58,6 +61,7 @@ def _run(folder: Path, device: str, size: int, settings: dict[str, Any]) -> list
         subprocess.Popen(
             [*command, str(rank), str(size), str(folder), device, json.dumps(settings)],
             cwd=ROOT,
+            env={**os.environ, **host_of(device, rank, size)},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -73,17 +77,29 @@ def _run(folder: Path, device: str, size: int, settings: dict[str, Any]) -> list
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
 
 
+def host_of(device: str, rank: int, size: int) -> dict[str, str]:
+    """Return what lets NCCL take a rank for one of another host, where ranks share a GPU; else nothing."""
+    import torch
+
+    if device in SHARED or torch.accelerator.device_count() >= size:
+        return {}
+    return {"NCCL_HOSTID": f"host-of-rank-{rank}"}
+
+
 def main(rank: int, size: int, folder: Path, device: str, settings: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatrain.distributed.launch import own_backend
+    from megatrain.distributed.meeting import backend_of
     from megatrain.distributed.ranks import Ranks
     from tests.distributed.training import train
 
     use_device(device)
     device_of(is_dry=True)
-    backend = own_backend("cpu" if device in SHARED else device, rank, size)
+    backend = "cpu:gloo"
+    if device not in SHARED:
+        backend = backend_of(device)
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     be_deterministic()
     torch.set_num_threads(1)
     joined: Ranks | None = None
