@@ -208,7 +208,7 @@ def _train_short(ranks: Any, *, root: str) -> str:
         "optim": {"warmup_steps": 0},
         "eval": {},
     }
-    with patch("megatrain.train.loop.measured", noted), patch.object(Issuer, "issue", moved):
+    with patch("megatrain.train.step.measured", noted), patch.object(Issuer, "issue", moved):
         place = train_run(ranks, root=root, out="run", **sections)
     with patch("megatrain.train.run.plan_memory", return_value=None):
         config = make_config(Path(root), "trace", **sections, parallel={"shards": 4, "gather": "on"})
