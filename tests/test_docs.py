@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import inspect
 import importlib
+import inspect
 import io
 import re
 import shlex
