@@ -264,6 +264,7 @@ def prepare(
     with in_turn(ranks):  # the first one prepares the data, and says what is wrong; the others read them
         base = check_base(config, earlier)
         source = str(checkpoint) if checkpoint is not None and base is None else config.model.path
+        progress("reading the model's configuration")
         model_config = read_config(source)
         progress("reading and tokenising the data")
         day = None if earlier is None else earlier["data"].get("day")
@@ -314,6 +315,8 @@ def prepare(
         num_steps=num_steps,
         steps_per_epoch=loader.steps_per_epoch,
     )
+    for line in evaluator.notes:
+        show(line)
     reference = reference_for(config, (loader.rows, *evaluator.rows), references)
     if reference is not None and earlier is not None:
         reference.check(earlier)

@@ -72,6 +72,22 @@ class Evaluator:
         self.standing = Standing()
 
     @property
+    def notes(self) -> list[str]:
+        """What is asked for and cannot happen: a stop that would need more evaluations than the run has."""
+        patience, last_step = self._settings.patience, self._num_steps - 1
+        if patience is None or self._deciding is None:
+            return []
+        times = 0 if self._every is None else last_step // self._every
+        if times > patience:
+            return []
+        often = last_step // (patience + 1)
+        way = f"eval.every={often} is often enough" if often else "it is too short for that"
+        return [
+            f"eval.patience={patience} cannot end this run early: {patience + 1} evaluations before its last "
+            f"step are the fewest that can, and it has {times}; {way}"
+        ]
+
+    @property
     def rows(self) -> list[Rows]:
         """What the sets are made of."""
         return [one.rows for one in self._sets if one.rows is not None]

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.checkpoint.load import verify
 from megatrain.config.choice import StepBatch
+from megatrain.config.sections.eval import EvalConfig
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import CheckpointError, ConfigError, DataError
 from megatrain.train import loop
+from megatrain.train.evaluate.evaluator import Evaluator
 from megatrain.train.evaluate.losses import EvalSet, Evaluation, evaluate
 from megatrain.train.evaluate.standing import Standing
 from megatrain.train.inputs import pack_data, pack_eval_data, prepare_data
@@ -311,6 +314,60 @@ def test_a_run_stops_early_and_is_finished_until_its_patience_is_raised(
     assert "is finished (8 steps)" in caplog.text
     train(make_config(tmp_path, eval={"every": 2, "patience": 3}, **options))
     assert len(rows_of(run)) == 12
+
+
+def patient(patience: int, every: int | str, *, num_steps: int = 12, steps_per_epoch: int = 4) -> Evaluator:
+    settings = EvalConfig(patience=patience, every=every)  # type: ignore[arg-type]
+    sets = [EvalSet(name="val", batches=list)]
+    return Evaluator(settings, sets, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+
+
+@pytest.mark.parametrize(
+    ("patience", "every", "way"),
+    [
+        (
+            3,
+            "epoch",
+            "4 evaluations before its last step are the fewest that can, and it has 2; eval.every=2 ",
+        ),
+        (3, 3, "4 evaluations before its last step are the fewest that can, and it has 3; eval.every=2 "),
+        (3, 2, ""),
+        (10, 1, ""),
+        (
+            11,
+            1,
+            "12 evaluations before its last step are the fewest that can, and it has 11; it is too short",
+        ),
+    ],
+)
+def test_a_patience_that_cannot_end_the_run_is_said_with_what_can(
+    patience: int, every: int | str, way: str
+) -> None:
+    """The test counts what is due before the last step; the frequency that the note names is just enough."""
+    evaluator = patient(patience, every)
+    due = sum(evaluator.is_due(step) for step in range(1, 12))
+    assert (due > patience) == (not way)
+    note = "".join(evaluator.notes)
+    assert (
+        note == ""
+        if not way
+        else note.startswith(f"eval.patience={patience} cannot end this run early: {way}")
+    )
+    named = re.search(r"eval.every=(\d+) is often enough", note)
+    if named is not None:
+        assert not patient(patience, int(named[1])).notes
+        assert patient(patience, int(named[1]) + 1).notes
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
+def test_a_patience_that_a_page_shows_can_end_the_shortest_run(page: str) -> None:
+    """An epoch has 32 steps by default, or as many as the data is rows."""
+    text = (Path(__file__).parents[3] / page).read_text(encoding="utf-8")
+    shown = re.findall(r"--epochs (\d+) .*eval\.every=(\S+) eval\.patience=(\d+)", text)
+    assert shown
+    for epochs, every, patience in shown:
+        assert not patient(int(patience), every, num_steps=32 * int(epochs), steps_per_epoch=32).notes
+    assert text.count("eval.patience=") == len(shown)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
