@@ -128,7 +128,7 @@ NEEDLESS: Mapping[str, str] = {
     "remove_unused_columns": "only the columns that are trained on are read",
     "dataloader_num_workers": "data are tokenised before the first step",
     "dataloader_pin_memory": "batches are small beside the weights that are copied",
-    "ddp_find_unused_parameters": "there is one process",
+    "ddp_find_unused_parameters": "ranks exchange gradients of whole layers, without DDP",
     "precompute_ref_log_probs": "the reference is always computed before the first step",
     "precompute_ref_batch_size": "the reference takes train.micro_batch_size",
     "optim": "the optimizer is AdamW",

@@ -63,7 +63,7 @@ class Translation:
 
 
 NEEDLESS_MEMORY = "memory is planned: `megatrain plan` shows where everything goes"
-ONE_DEVICE = "one device trains here; what does not fit waits in host memory"
+SEVERAL_GPUS = "nothing to set: `megatrain train --gpus N` trains on N, which share one state in host memory"
 OPTIMISER = (
     "AdamW is the only optimizer; optim.state=int8 is what 8-bit AdamW is for (2 of 8 bytes, not exact)"
 )

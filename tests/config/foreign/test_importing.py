@@ -17,6 +17,8 @@ from megatrain.config.foreign.translation import Translation
 from megatrain.config.yaml12 import parse_yaml
 from megatrain.errors import ConfigError
 
+ROOT = Path(__file__).parents[3]
+
 LF_FULL = """\
 ### model
 model_name_or_path: some-lab/Some-8B
@@ -190,6 +192,9 @@ def test_llamafactory_full() -> None:
         "optim",
     }
     assert "optim.state=int8" in left_out["optim"]
+    assert "--gpus N" in left_out["deepspeed"]
+    shown = (ROOT / "docs/importing.md").read_text(encoding="utf-8")
+    assert f"left out: deepspeed: examples/deepspeed/ds_z3_config.json ({left_out['deepspeed']})" in shown
 
 
 def test_llamafactory_lora_and_mixture() -> None:
