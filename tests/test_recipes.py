@@ -1,9 +1,10 @@
-"""The plans that `docs/recipes.md` shows are those that the planner makes."""
+"""The plans that `docs/recipes.md` and `docs/planning.md` show are those that the planner makes."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatrain.config import load_config, read_config
 from megatrain.hardware import load_machine
 from megatrain.recipes import recipes, shapes
 from megatrain.train.planning.plan_report import report
-from megatrain.train.planning.plan_run import plan_run
+from megatrain.train.planning.plan_run import Planned, plan_run
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/recipes.md"
@@ -31,13 +32,41 @@ RECIPES = {
 }
 
 
-def numbers(name: str) -> dict[str, Any]:
-    """Plan a recipe as its command does; its first line says if that is tight, and no drive wears out."""
-    recipe = RECIPES[name]
-    spec = load_machine(recipe["machine"]).with_ram(int(recipe["ram"].removesuffix("GiB")) << 30)
-    spec = spec.with_drive_bytes(int(float(recipe["nvme"].removesuffix("TB") or 0) * 1e12))
+SHOWN = re.findall(
+    r"^megatrain plan (\S+) --hf-config (\S+) --machine (\S+) --ram (\S+) --nvme (\S+)( --tokens 1B)?\n"
+    r"```\n\n```text\n((?:.+\n)+?)```",
+    (ROOT / "docs/planning.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+"""Plans of recipes in the other page: what is asked, and lines of what is printed."""
+
+
+def plan(name: str, *, shape: str, machine: str, ram: str, nvme: str) -> Planned:
+    """Plan a recipe as its command does."""
+    spec = load_machine(machine).with_ram(int(ram.removesuffix("GiB")) << 30)
+    spec = spec.with_drive_bytes(int(float(nvme.removesuffix("TB") or 0) * 1e12))
     file = recipes()[name]
-    planned = plan_run(read_config(file), spec, source=str(file), hf_config=shapes()[recipe["shape"]])
+    return plan_run(read_config(file), spec, source=str(file), hf_config=shapes()[shape])
+
+
+def words_of(text: str) -> list[str | float]:
+    """Return words and numbers; days and hours are hours."""
+    text = re.sub(r"(\d+)d (\d+)h", lambda match: f"{24 * int(match[1]) + int(match[2])} h", text)
+    found = re.findall(r"\d[\d,]*(?:\.\d+)?|[^\s\d]+", text)
+    return [float(word.replace(",", "")) if word[0].isdigit() else word for word in found]
+
+
+def is_alike(left: list[str | float], right: list[str | float]) -> bool:
+    """Whether words are the same, and numbers nearly."""
+    return all(
+        a == (pytest.approx(b, rel=TOLERANCE) if isinstance(b, float) else b)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def numbers(name: str, planned: Planned) -> dict[str, Any]:
+    """Return the numbers of a recipe's plan; its first line says if it is tight, and no drive wears out."""
+    file = recipes()[name]
     found = json.loads(report(planned, as_json=True))
     assert found["verdict"]["kind"] in ("fits", "tight"), found["verdict"]
     first = file.read_text(encoding="utf-8").partition("\n")[0]
@@ -89,14 +118,30 @@ def test_every_recipe_has_a_plan_and_a_row() -> None:
     "name", [pytest.param(name, marks=() if name == "8b-24gb" else pytest.mark.parity) for name in RECIPES]
 )
 def test_numbers_are_the_planner_s(name: str) -> None:
-    planned = row(name, numbers(name)).strip("|").split("|")
-    for left, right in zip(shown(name), (cell.strip() for cell in planned), strict=True):
+    asked = RECIPES[name]
+    planned = plan(name, **asked)
+    cells = row(name, numbers(name, planned)).strip("|").split("|")
+    for left, right in zip(shown(name), (cell.strip() for cell in cells), strict=True):
         if re.fullmatch(r"[\d,.]+", right):
             assert float(left.replace(",", "")) == pytest.approx(
                 float(right.replace(",", "")), rel=TOLERANCE, abs=0.11
             )
         else:
             assert left == right
+    for recipe, *others, tokens, text in SHOWN:
+        if recipe == name:
+            other = dict(zip(("shape", "machine", "ram", "nvme"), others, strict=True))
+            found = planned if other == asked else plan(name, **other)
+            printed = words_of(report(replace(found, tokens=10**9) if tokens else found))
+            for line in text.splitlines():
+                words = words_of(line)
+                starts = range(len(printed) - len(words) + 1)
+                assert any(is_alike(words, printed[start : start + len(words)]) for start in starts), line
+
+
+def test_planning_shows_a_plan_that_fits_and_one_that_does_not() -> None:
+    verdicts = [re.findall(r"verdict (FITS|DOES NOT FIT)", text) for *_, text in SHOWN]
+    assert verdicts == [["FITS"], ["DOES NOT FIT"]]
 
 
 def test_recipes_clip_and_are_exact() -> None:
@@ -115,11 +160,11 @@ def test_what_the_page_says_of_other_memory_for_120b_is_planned() -> None:
     assert "With 1.65 TB (1,536 GiB) it fits, clipped," in text
     recipe = RECIPES["120b-h200"]
     spec = load_machine(recipe["machine"])
-    file = ROOT / "configs/recipes/120b-h200.yaml"
+    file = recipes()["120b-h200"]
     found, speeds = {}, {}
     for ram, nvme in ((1.5, 0.0), (1.5, 4.0), (1.65, 0.0), (1.85, 0.0)):
         machine = spec.with_ram(int(ram * 1e12)).with_drive_bytes(int(nvme * 1e12))
-        planned = plan_run(read_config(file), machine, source=str(file), hf_config=ROOT / recipe["shape"])
+        planned = plan_run(read_config(file), machine, source=str(file), hf_config=shapes()[recipe["shape"]])
         found[ram, nvme] = planned.verdict.kind.value
         speeds[ram, nvme] = planned.plan.tokens_per_s
     assert found == {

@@ -317,7 +317,7 @@ def test_a_run_stops_early_and_is_finished_until_its_patience_is_raised(
 
 
 def patient(patience: int, every: int | str, *, num_steps: int = 12, steps_per_epoch: int = 4) -> Evaluator:
-    settings = EvalConfig(patience=patience, every=every)  # type: ignore[arg-type]
+    settings = EvalConfig(patience=patience, every=every)
     sets = [EvalSet(name="val", batches=list)]
     return Evaluator(settings, sets, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
 
