@@ -216,6 +216,7 @@ def test_export_and_quickstart_are_called(calls: list[tuple[Any, ...]]) -> None:
     ("arguments", "part"),
     [
         (["trian"], "No such command 'trian'"),
+        (["config"], "No such command 'config'. Did you mean: megatrain recipe?"),
         (["train", "--lr", "fast"], "--lr"),
         (["train", "--nonsense"], "--nonsense"),
         (["sample", "m"], "--prompt"),

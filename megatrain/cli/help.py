@@ -30,6 +30,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 _MEANT = {
     "benchmark": "doctor --bench",
+    "config": "recipe",
     "convert": "import",
     "dpo": "train ... train.loss=dpo",
     "env": "doctor",
@@ -55,6 +56,7 @@ _MEANT = {
     "show": "runs show",
     "test": "eval",
     "tokenize": "data prepare",
+    "validate": "train ... --plan-only",
     "webui": "ui",
 }
 """Commands of other tools, and what does that here."""
