@@ -106,15 +106,24 @@ def eval_(
 
     The newest checkpoint is taken (with eval.load_best, the best one), in the run's settings.
     """
-    from megatrain.cli.folders import prepared_folder
+    from megatrain.cli.folders import counts_folder, prepared_folder
     from megatrain.cli.log import showing
+    from megatrain.cli.machine import measure
 
     with showing("eval") as doing:
         doing.at_once("loading torch and transformers")
         with importing():
             from megatrain.train.commands.evaluate import evaluate_run
 
-        found = evaluate_run(run, data, overrides or [], prepared=prepared_folder(), progress=doing)
+        found = evaluate_run(
+            run,
+            data,
+            overrides or [],
+            measure=measure(),
+            counts=counts_folder(),
+            prepared=prepared_folder(),
+            progress=doing,
+        )
     if as_json:
         print(json.dumps({one.name: dict(one.numbers) for one in found}))
         return

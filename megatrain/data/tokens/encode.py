@@ -22,6 +22,7 @@ from megatrain.data.example import (
     Turns,
 )
 from megatrain.data.pairs import Judged
+from megatrain.data.templates import template_names
 from megatrain.data.tokens.rendering import RenderError, Span
 from megatrain.data.tokens.template import ChatTemplate, TrainOn
 from megatrain.data.words import IDS, TRAINED, Words, join_words
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _NO_TEMPLATE = (
     "the data holds conversations, but the tokenizer has no chat template; set data.chat_template to a "
-    "template file, or to plain, which needs no special tokens"
+    f"template file, or to a name: {', '.join(template_names())}; plain needs no special tokens"
 )
 
 

@@ -13,12 +13,15 @@ from megatrain.errors import ConfigError
 from megatrain.model.liger import apply_liger, uses_liger
 from megatrain.model.weights.skeleton import read_config
 from megatrain.stream.lanes.devices import compute_device
+from megatrain.stream.machine import Measure
 from megatrain.train.adapters import check_base
 from megatrain.train.engine import make_engine
 from megatrain.train.evaluate.losses import Evaluation, evaluate
 from megatrain.train.inputs import choose_tokenizer, pack_eval_path
 from megatrain.train.outputs.export import newest_model
-from megatrain.train.planning.run_machine import choose_threads
+from megatrain.train.planning.allocation import plan_memory
+from megatrain.train.planning.counting import PlannedModel
+from megatrain.train.planning.run_machine import choose_threads, measure_peak
 from megatrain.train.resume.state_commits import drives_apart
 from megatrain.train.run_data import make_eval_sets
 
@@ -37,6 +40,8 @@ def evaluate_run(
     data: Sequence[str],
     overrides: Sequence[str] = (),
     *,
+    measure: Measure | None = None,
+    counts: Path | None = None,
     prepared: Path | None = None,
     progress: Callable[[str], object] = lambda doing: None,
 ) -> list[Evaluation]:
@@ -49,6 +54,8 @@ def evaluate_run(
         run: Its directory.
         data: Files, directories or hub ids.
         overrides: Of its settings, as `section.key=value`.
+        measure: As in `machine_for`.
+        counts: A folder in which counts of models are kept; None: nowhere.
         prepared: A folder in which prepared data is kept; None: nowhere but in `data.cache`.
         progress: Is told what takes time, before it begins.
 
@@ -67,16 +74,23 @@ def evaluate_run(
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
     packed = pack_eval_path(config, tokenizer, model_config, folder=prepared, day=meta["data"].get("day"))
     choose_threads()
-    if uses_liger(config.model.kernels, compute_device(config.train.device).type):
+    if liger := uses_liger(config.model.kernels, compute_device(config.train.device).type):
         apply_liger(model_config.get_text_config().model_type)
-    progress("loading the model")
+    progress("planning where memory goes")
+    measure_peak(config)
+    (_, packing), *_ = packed.values()
+    kept = None if liger or config.model.new_tokens else counts
+    counted = PlannedModel(source, kept, progress, model_config, packing)
     with drives_apart(config) as apart:
+        planned = plan_memory(apart, counted, measure)
+        progress("loading the model")
         engine = make_engine(
             apart,
-            apart.choice,
+            apart.choice if planned is None else planned.plan.choice,
             source,
             adapter=None if base is None else checkpoint,
             vocab_size=model_config.get_text_config().vocab_size if config.model.new_tokens else None,
+            planned_tokens=0 if planned is None else planned.plan.tokens_together,
         )
         try:
             progress("evaluating")
