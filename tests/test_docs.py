@@ -86,7 +86,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ("commands.quickstart", "quickstart"),
         ("outputs.sample", "sample"),
         ("outputs.sample", "open_chat"),
-        ("outputs.chat", "converse"),
+        ("evaluate.chat", "converse"),
         ("commands.evaluate", "evaluate_run"),
         ("outputs.export", "export_run"),
         ("outputs.push", "push"),

@@ -64,7 +64,7 @@ def chat(
     /clear begins anew, /exit or Ctrl-D ends; Ctrl-C ends an answer. Answers go to standard output.
     """
     with importing():
-        from megatrain.train.outputs.chat import converse
+        from megatrain.train.evaluate.chat import converse
         from megatrain.train.outputs.sample import open_chat
 
     talk = open_chat(

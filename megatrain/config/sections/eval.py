@@ -34,8 +34,11 @@ class EvalConfig(Section):
     """By how much the loss must be below the best one to be better."""
     prompts: Annotated[tuple[Name, ...], BeforeValidator(as_tuple), reads_as("a list of texts")] = ()
     """Texts that the model continues at each evaluation, with the likeliest token each time."""
+    chat: bool = False
+    """Ask the prompts in the words of the chat template, as `megatrain chat` does, in place of continuing
+    them."""
     max_new_tokens: Count = 50
-    """Tokens to add to a prompt at most."""
+    """Tokens to add to a prompt at most, or of an answer."""
 
 
 def eval_conflicts(settings: EvalConfig, *, has_data: bool) -> list[str]:

@@ -13,6 +13,7 @@ from megatrain.data.cache import Rows
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import ConfigError
 from megatrain.stream.engine import Engine
+from megatrain.train.evaluate.chat import Chat
 from megatrain.train.evaluate.losses import EvalSet, Evaluation, evaluate, undisturbed
 from megatrain.train.evaluate.prompts import continue_text
 from megatrain.train.evaluate.standing import Standing
@@ -30,7 +31,7 @@ class Outcome:
     step: int
     evaluations: Sequence[Evaluation]
     texts: Sequence[tuple[str, str]]
-    """Each prompt, and the text that begins with it."""
+    """Each prompt, and the text that begins with it, or the answer to it (`eval.chat`)."""
     is_best: bool
 
     @property
@@ -116,15 +117,11 @@ class Evaluator:
         """
         settings, standing = self._settings, self.standing
         found = self.losses(engine, ranks)
-        texts = []
+        texts: list[tuple[str, str]] = []
         if settings.prompts:
             engine.sync()
             with undisturbed(engine):
-                for prompt in settings.prompts:
-                    text = continue_text(
-                        engine.model, tokenizer, prompt, max_new_tokens=settings.max_new_tokens
-                    )
-                    texts.append((prompt, text))
+                texts = [(prompt, self._answer(engine, tokenizer, prompt)) for prompt in settings.prompts]
         standing.evaluated_step = step
         deciding = next((one for one in found if one.name == self._deciding), None)
         is_best = (
@@ -135,6 +132,13 @@ class Evaluator:
         outcome = Outcome(step=step, evaluations=found, texts=texts, is_best=is_best)
         self._say(outcome)
         return outcome
+
+    def _answer(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+        """Return a prompt with what continues it, or the answer to it."""
+        most = self._settings.max_new_tokens
+        if self._settings.chat:
+            return Chat(engine.model, tokenizer, max_new_tokens=most).ask(prompt)
+        return continue_text(engine.model, tokenizer, prompt, max_new_tokens=most)
 
     @property
     def kept_steps(self) -> set[int]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import ModelError
 from megatrain.model.adapters.files import is_adapter
+from megatrain.train.evaluate.chat import Chat
 from megatrain.train.evaluate.prompts import continue_text
-from megatrain.train.outputs.chat import Chat
 from megatrain.train.outputs.export import newest_model
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from megatrain.errors import ConfigError
 from megatrain.train.commands import evaluate as module
 from megatrain.train.commands.evaluate import evaluate_run
 from megatrain.train.loop import train
-from tests.train.evaluate.test_evaluation import losses_of
+from megatrain.train.outputs.sample import open_chat
+from tests.train.evaluate.test_evaluation import events_of, losses_of
 from tests.train.project import WORDS, make_config, write_corpus
 
 
@@ -52,6 +53,7 @@ def run_of(root: Path, kind: str) -> tuple[Path, Path]:
         )
         sections["data"] = {"path": str(train_rows), "chat_template": str(root / "chat.jinja"), "seq_len": 64}
         sections["train"] |= {"precision": "bf16", "device": "emulated", "reproducible": True}
+        sections["eval"] = {"prompts": ["one small"], "chat": True, "max_new_tokens": 8}
         sections["memory"] = {"activations": "recompute", "resident_blocks": 0}
     sections["data"] = {**sections.get("data", {}), "eval_path": {"other": str(held_out)}}
     train(make_config(root, "run", **sections))
@@ -74,6 +76,10 @@ def test_the_loss_is_that_of_the_run_to_the_last_digit(
     assert found["other"] == found["other-2"]
     assert found["other"]["loss"] == losses_of(run)[2]
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before, "the run is only read"
+    if kind != "text":
+        (sample,) = events_of(run, "sample")
+        assert sample["prompt"] == "one small"
+        assert sample["text"] == open_chat(str(run), max_new_tokens=8).ask("one small") != ""
     (first,) = evaluate_run(run, [str(held_out)], ["eval.batches=1"])
     assert first.count < found["other"]["tokens"]
 

@@ -16,7 +16,7 @@ from megatrain.cli import main
 from megatrain.data.templates import named_template
 from megatrain.data.tokenizer import add_tokens, train_tokenizer
 from megatrain.errors import ConfigError
-from megatrain.train.outputs.chat import Chat, converse, stop_ids
+from megatrain.train.evaluate.chat import Chat, converse, stop_ids
 
 WORDS = ["Hello", "world", "again", "more"]
 
