@@ -31,7 +31,7 @@ from megatrain.files import fsync_directory, make_directories, rename, seal_tree
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """Of these files, and of what is made of an example: another number makes every key another one."""
 
 _ROWS, _MANIFEST = "rows.bin", "manifest.json"

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.cache import Kept, RowFile, RowWriter, find_rows, kept_rows
-from megatrain.data.example import ChatExample
+from megatrain.data.example import ChatExample, TextExample
 from megatrain.data.fitting import JUDGED_WAYS, Counts, Packing, fit
 from megatrain.data.packing import BestFit, Joining, OnePerRow, Packer
 from megatrain.data.pairs import SIDES, Judged, PairPacker
 from megatrain.data.read.examples import ExampleStream
 from megatrain.data.read.report import ReadReport
 from megatrain.data.tokens.encode import EncoderRecipe, show
+from megatrain.data.tokens.ends import TrainedEnds
 from megatrain.data.tokens.processes import encode_all
 from megatrain.data.words import Words
 from megatrain.errors import ConfigError, DataError
@@ -51,6 +52,8 @@ class Prepared:
     """What became of the rows that were read, in lines."""
     warning: str | None
     """What is wrong with the chat template."""
+    ends: list[int] | None
+    """Special tokens that are trained on; None: the rows are text, or `warning` says that there is no end."""
     day: str | None
     """That the chat template was told, as `2026-11-23`; None: it has not asked."""
 
@@ -185,6 +188,7 @@ def _as_prepared(kept: Kept) -> Prepared:
         read=manifest["read"],
         day=manifest["day"],
         warning=manifest["warning"],
+        ends=manifest["ends"],
     )
 
 
@@ -199,16 +203,20 @@ def _make(
     """Write the rows; return the manifest."""
     packer, counts = _packer(packing), Counts()
     sample: list[tuple[str, bool]] = []
-    has_chats = False
+    ends, has_chats, is_text = TrainedEnds(recipe.tokenizer), False, True
     started = shown = time.monotonic()
     with RowWriter(place, packing.width) as writer:
         for example, encoded in encode_all(examples, recipe, workers):
             counts.examples += 1
             has_chats = has_chats or isinstance(example, ChatExample)
+            is_text = is_text and isinstance(example, TextExample)
             pieces = fit(example, encoded, packing, counts, examples.report)
             if pieces and not sample:
                 sample = _show(pieces[0], recipe.tokenizer)
             for piece in pieces:
+                if not isinstance(example, TextExample):
+                    for words in piece.sides(packing.seq_len) if isinstance(piece, Judged) else (piece,):
+                        ends.add(words)
                 for rows in packer.add(piece):
                     writer.write(rows)
             now = time.monotonic()
@@ -224,6 +232,7 @@ def _make(
     counts.filled = packer.num_filled
     if writer.num_rows == 0:
         raise _no_rows(counts, packing, examples.report)
+    unended = recipe.make().untrained_end() if has_chats else None
     return {
         "packing": packing.way,
         "shape": [writer.num_rows, packing.width],
@@ -232,7 +241,8 @@ def _make(
         "sample": sample,
         "read": examples.report.lines(),
         "day": recipe.day.isoformat() if has_chats and recipe.asks_day else None,
-        "warning": _warning(counts, packing, recipe.make().untrained_end() if has_chats else None),
+        "warning": _warning(counts, packing, unended),
+        "ends": None if is_text or unended is not None else sorted(ends.found),
     }
 
 

@@ -36,9 +36,11 @@ from megatrain.data.tokenizer import (
     train_tokenizer,
 )
 from megatrain.data.tokens.encode import EncoderRecipe
+from megatrain.data.tokens.ends import why_not_stopping
 from megatrain.data.tokens.template import TrainOn, template_source
 from megatrain.errors import ConfigError, DataError
 from megatrain.model.apart import why_not_apart
+from megatrain.model.weights.generation import stop_ids
 from megatrain.model.weights.skeleton import read_config
 from megatrain.stream.lanes.devices import compute_device
 
@@ -220,7 +222,7 @@ class _Pack:
         day = config.data.day or day
         self._day = None if day is None else date.fromisoformat(day)
         self._ways = _ways(config, model_config)
-        self._vocab_size = model_config.get_text_config().vocab_size
+        self._model_config = model_config
 
     def __call__(
         self, part: str, sources: Sequence[SourceConfig], ways: Sequence[str] | None = None
@@ -259,7 +261,12 @@ class _Pack:
                     raise
         assert prepared is not None
         size = len(self._recipe.tokenizer)
-        check_vocabulary(prepared.max_id, self._vocab_size, tokenizer_size=size)
+        vocab_size = self._model_config.get_text_config().vocab_size
+        check_vocabulary(prepared.max_id, vocab_size, tokenizer_size=size)
+        if part == "train":
+            stops = partial(stop_ids, self._config.model.path, self._model_config)
+            if (why := why_not_stopping(prepared.ends, self._recipe.tokenizer, stops)) is not None:
+                _log.warning("%s", why)
         return prepared
 
     def _read(self, part: str, way: str) -> ExampleStream:

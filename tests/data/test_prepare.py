@@ -221,6 +221,7 @@ def test_a_last_turn_that_is_cut(tmp_path: Path, seq_len: int, way: str, expecte
         return
     prepared = prepare(bpe, tmp_path / "a.jsonl", seq_len=seq_len, too_long=way, last_only=True)
     assert prepared.show_sample() == expected
+    assert prepared.ends == ([bpe.eos_token_id] if expected.endswith("<|endoftext|>]]") else [])
     assert prepared.counts.tokens + prepared.counts.cut_tokens == len(bpe(TEXT)["input_ids"])
 
 
@@ -269,6 +270,7 @@ def test_text_that_is_joined_has_no_flags(tokenizer: Any, tmp_path: Path) -> Non
     assert (split_words(all_rows(apart))[2] == 0).sum() == len(
         ids
     ) // 8  # a piece of one token has nothing to learn
+    assert (prepared.ends, apart.ends) == (None, None)
 
 
 # -- the loader over rows in a file ----------------------------------------------------------------------
@@ -347,12 +349,21 @@ def test_examples_that_are_dropped_for_their_length_are_counted_and_warned_of(
     assert prepare(tokenizer, file, data=stops, seq_len=20, too_long="drop").counts == dropped.counts
 
 
+@pytest.mark.parametrize("label", [0, -100])
+def test_an_end_that_labels_leave_out_is_not_trained_on(tokenizer: Any, tmp_path: Path, label: int) -> None:
+    file = tmp_path / "tokens.jsonl"
+    file.write_text(json.dumps({"input_ids": [70, 71, 0], "labels": [-100, 71, label]}))
+    assert prepare(tokenizer, file).ends == ([] if label else [0])
+
+
 def test_a_pair_that_is_equal_as_far_as_it_fits_is_dropped(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     rows = [("hello hello good", "hello hello bad"), ("good", "bad")]
     file.write_text("\n".join(json.dumps({"prompt": "x", "chosen": a, "rejected": b}) for a, b in rows))
     prepared = prepare(tokenizer, file, way="dpo", loss="dpo", seq_len=4)
     assert (prepared.counts.kept, prepared.rows.shape[0]) == (1, 1)
+    assert prepared.ends == []
+    assert prepare(tokenizer, file, way="dpo", loss="dpo").ends == [tokenizer.eos_token_id]
     assert "dropped: chosen and rejected are the same within data.seq_len: 1" in prepared.read[1]
 
 

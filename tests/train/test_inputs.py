@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.config import Config
+from megatrain.data.tokenizer import add_tokens
 from megatrain.data.words import IDS
 from megatrain.errors import ConfigError, DataError
 from megatrain.model.weights.skeleton import read_config
@@ -102,6 +103,61 @@ def test_what_is_kept_has_a_limit(
     kept("2026-02-05", 1)
     assert "removed 5 sets of prepared data (" in caplog.text
     assert "), beyond data.cache_limit what was not used for longest" in caplog.text
+
+
+OTHER_END = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
+NOT_TRAINED_ON = (
+    "generation stops at <|endoftext|>{}; no example trains on that, so the model does not learn to stop: "
+    "let answers end with it (data.chat_template), or name what they end with, such as <|end|>, as "
+    "eos_token in tokenizer_config.json and as eos_token_id in generation_config.json"
+)
+IS_PADDING = (
+    "{} ends what is trained on, and is the padding token too: here it is trained on where it ends an "
+    "answer, and other trainers leave it out with the padding, so that a model does not learn to stop; "
+    "name another pad_token in tokenizer_config.json"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "padding", "stop", "said"),
+    [
+        (TEMPLATE, None, None, None),
+        (TEMPLATE, "<|end|>", None, None),
+        (TEMPLATE, "<|endoftext|>", None, IS_PADDING.format("<|endoftext|>")),
+        (OTHER_END, None, None, NOT_TRAINED_ON.format("")),
+        (
+            OTHER_END,
+            "<|endoftext|>",
+            None,
+            NOT_TRAINED_ON.format(", the padding token too, which labels may leave out"),
+        ),
+        (OTHER_END, None, "<|end|>", None),
+        (OTHER_END, "<|end|>", "<|end|>", IS_PADDING.format("<|end|>")),
+    ],
+)
+def test_data_that_do_not_teach_a_model_to_stop_are_warned_of(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    template: str,
+    padding: str | None,
+    stop: str | None,
+    said: str | None,
+) -> None:
+    """Also where the data are there already."""
+    config = make(tmp_path, day=str(FIRST))
+    (tmp_path / "day.jinja").write_text(template)
+    model = read_config(config.model.path)
+    tokenizer = choose_tokenizer(config, None, model)
+    add_tokens(tokenizer, ["<|end|>"])
+    tokenizer.pad_token = padding
+    if stop is not None:
+        settings = {"eos_token_id": [0, tokenizer.convert_tokens_to_ids(stop)]}
+        (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
+    model.vocab_size = len(tokenizer)
+    for _ in range(2):
+        caplog.clear()
+        pack_data(config, tokenizer, model, folder=tmp_path / "kept")
+        assert [record.message for record in caplog.records] == [said] * (said is not None)
 
 
 def test_a_day_that_there_is_not_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from megatrain.errors import ModelError, first_line
 
@@ -35,3 +35,24 @@ def read_generation_config(directory: Path) -> GenerationConfig | None:
         return GenerationConfig.from_dict(values)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} is not valid; correct or remove it: {first_line(error)}") from error
+
+
+def stop_ids(path_or_id: str | Path, config: PretrainedConfig) -> list[int]:
+    """Return the tokens at which `generate` stops: by the settings of generation, or those of the model.
+
+    Args:
+        path_or_id: A model directory, or the id of a model on the Hugging Face hub.
+        config: Of the model.
+
+    Raises:
+        ModelError: As of `read_generation_config`.
+    """
+    if Path(path_or_id).is_dir():
+        settings = read_generation_config(Path(path_or_id))
+    else:
+        try:
+            settings = GenerationConfig.from_pretrained(str(path_or_id))
+        except OSError:  # the model has none, or the hub cannot be asked
+            settings = None
+    ids = getattr(settings or GenerationConfig.from_model_config(config), "eos_token_id", None)
+    return [] if ids is None else [int(number) for number in (ids if isinstance(ids, list) else [ids])]
