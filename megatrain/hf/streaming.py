@@ -274,9 +274,8 @@ class Streaming(_Base):
         """Evaluate as the plain trainer does, batches together; ranks each predict their part of them."""
         given = description, prediction_loss_only, ignore_keys, metric_key_prefix
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if engine_of(self.model) is None:  # it was detached: an ordinary model
+        if engine_of(self.model) is not self.engine:  # it is an ordinary model now, or another trainer's
             return super().evaluation_loop(dataloader, *given)
-        self._hold_model()
         ranks, predictions = self._ranks, Predictions(self, loss_only, ignore_keys)
         if ranks is None or not has_length(dataloader):
             ahead = predictions.ahead(dataloader)

@@ -258,22 +258,6 @@ def test_a_step_that_is_filled_up_for_shards_refuses_hooks(tmp_path: Path) -> No
         trainer.train()
 
 
-def test_an_attached_model_brings_its_optimizer(tmp_path: Path) -> None:
-    model = tiny()
-    engine = attach_plainly(model)
-    optimizer = engine.adamw(lr=1e-2, max_grad_norm=None)
-    trainer = StreamingTrainer(
-        model=model, args=arguments(tmp_path, max_steps=2), train_dataset=rows(), optimizers=(optimizer, None)
-    )
-    assert trainer.engine is engine
-    trainer.train()
-    assert set(optimizer.steps.values()) == {2}
-    ids = rows(1)[0]["input_ids"][None]
-    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 19)
-    engine.detach()
-    assert model(input_ids=ids, labels=ids).loss.item() > 0
-
-
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
