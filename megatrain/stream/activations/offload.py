@@ -257,6 +257,15 @@ class OffloadedActivations:
             self._give_back(visit.host)
         visit.end()
 
+    def leave(self, key: Hashable) -> None:
+        """Free all that a visit holds, unless autograd still keeps some of it: then `sweep` does.
+
+        A layer in fragments may compute before it enters the first of them, such as a norm without weights.
+        """
+        visit = self._visits.get(key)
+        if visit is not None and not visit.is_wanted:
+            self.drop(key)
+
     def sweep(self) -> None:
         """Drop the visits of which autograd keeps nothing: their backward is over, though no one was told."""
         for key, visit in list(self._visits.items()):

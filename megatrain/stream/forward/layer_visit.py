@@ -109,7 +109,7 @@ class LayerVisit:
         if self.recomputed:
             self.recomputed[-1].open_backward()
         elif entry is self.entries[0]:
-            self.layer.offloaded.drop(self._key)
+            self.layer.offloaded.leave(self._key)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer once more, for the boundary of the next one."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3nTextConfig, LlamaConfig, PreTrainedModel
+from transformers import Gemma3nTextConfig, LlamaConfig, OlmoConfig, PreTrainedModel
 
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.model.blocks import find_blocks
@@ -83,6 +83,25 @@ def test_a_layer_that_calls_methods_of_its_parts_streams_as_a_whole() -> None:
     _, reference, engine, optimizer = start(config=config, fragments=True)
     assert [len(layer.blocks) for layer in engine.arrangement.layers] == [1] * 4
     assert_same_steps(engine, optimizer, reference)
+
+
+@pytest.mark.parametrize("activations", ["offload", "drop_boundary"])
+def test_what_a_layer_computes_before_its_first_part_is_kept_for_its_backward(activations: str) -> None:
+    """OLMo's norms have no weights, so they are in no part: their backward comes after the first one's."""
+    config = OlmoConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        pad_token_id=0,
+    )
+    _, reference, engine, optimizer = start(
+        config=config, fragments=True, activations=activations, boundaries="host", num_slots=3
+    )
+    engine.arrangement.offloaded._min_bytes = 1
+    assert_same_steps(engine, optimizer, reference)
+    assert not engine.arrangement.offloaded._visits
 
 
 def test_small_parts_join_the_part_beside_which_they_run() -> None:
