@@ -287,12 +287,15 @@ def test_training_a_part_equals_resident(which: str, activations: str) -> None:
     assert sum(state.exp_avg.numel() for state in engine.host.blocks if state.exp_avg is not None) == trained
 
 
-def test_freezing_after_attach_equals_resident() -> None:
-    model, reference, engine, optimizer = start("llama")
-    assert_same_steps(engine, optimizer, reference, steps=1)
+@pytest.mark.parametrize("gradients", ["host", "device"])
+@pytest.mark.parametrize("part", ["mlp", "layers.2"])
+def test_freezing_after_attach_equals_resident(part: str, gradients: str) -> None:
+    """Also of whole blocks, whose gradient of the step before is not loaded in the second round."""
+    model, reference, engine, optimizer = start("llama", gradients=gradients, num_micro_batches=2)
+    assert_same_steps(engine, optimizer, reference, steps=1, num_micro_batches=2)
     for frozen in (model, reference.model):
-        freeze_but(frozen, lambda name: "mlp" in name)
-    assert_same_steps(engine, optimizer, reference, first=1)
+        freeze_but(frozen, lambda name: part in name)
+    assert_same_steps(engine, optimizer, reference, first=1, num_micro_batches=2)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks the old way

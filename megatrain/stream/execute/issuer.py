@@ -119,6 +119,8 @@ class Issuer:
             with self.touching(reads=operation.reads):
                 return
         if operation.kind is Kind.LOAD:
+            if not self.gradients.has(operation.block):
+                return  # its backwards so far have brought none: what is there is of an earlier step
             operation = self._found(operation)
         self.lanes.enqueue(
             operation.lane,
