@@ -22,7 +22,7 @@ from megatrain.layout.ownership import node_totals
 from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import Block
 from megatrain.model.layouts import lay_out_blocks
-from megatrain.model.weights.skeleton import cast_buffers
+from megatrain.model.weights.built import cast_buffers
 from megatrain.store.nodes import NodeState
 from megatrain.store.nodes_on_drives import NodeTieredState
 from megatrain.store.placement import Tiers

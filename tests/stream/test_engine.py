@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, XGLMConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, XGLMConfig
 
 import megatrain
 from megatrain.config.choice import Choice
@@ -77,6 +77,31 @@ def test_parameters_kept_in_fp32_stay_fp32_in_a_bf16_model() -> None:
     after = dict(engine.named_masters())
     moved = [name for name in dtypes if name.endswith("A_log") and not torch.equal(before[name], after[name])]
     assert len(moved) == 4
+
+
+def test_parameters_that_a_class_makes_in_fp32_stay_so_when_an_fp32_model_is_attached_in_bf16() -> None:
+    """Hunyuan's routers are in fp32 whatever the dtype of the model: as `from_config` in bf16 makes them."""
+    config = CONFIG_MAPPING["hunyuan_v1_moe"](
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=2,
+        moe_topk=1,
+        pad_token_id=0,
+    )
+    model = make_model(config, dtype=torch.float32)
+    engine = attach_plainly(model, device="checked", precision="bf16")
+    built = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    dtypes = {name: parameter.dtype for name, parameter in built.named_parameters()}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {
+        f"model.layers.{layer}.mlp.gate.wg.weight" for layer in range(2)
+    }
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes
+    assert engine.forward_backward(make_batches(1)).isfinite()
 
 
 # -- loss.backward -------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import inspect
 import json
-import logging
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -31,8 +30,6 @@ from transformers.models.auto.modeling_auto import (
 
 from megatrain.errors import ModelError, first_line, os_error_behind, os_sentence
 from megatrain.model.weights.quantised import refuse_quantised
-
-_log = logging.getLogger(__name__)
 
 _OTHER_TASK = re.compile(r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w*$")
 _SMALL_ELEMENTS = 1 << 16
@@ -116,7 +113,7 @@ def build_skeleton(
             raise ModelError(
                 f"the {config.model_type} model cannot be built: {first_line(error)}{way}"
             ) from error
-    _keep_float32(model, dtype)
+    keep_float32(model, dtype)
     model.tie_weights(recompute_mapping=False)
     with torch.random.fork_rng(devices=[]):
         initialise_buffers(model)
@@ -148,40 +145,6 @@ def _leads_to(forward: Any, modules: Collection[int]) -> bool:
     function = getattr(forward, "__func__", forward)
     held = inspect.getclosurevars(function).nonlocals.values() if inspect.isfunction(function) else ()
     return any(id(getattr(value, "__self__", value)) in modules for value in held)
-
-
-def cast_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give a model's buffers the dtypes of one that transformers builds with weights of `dtype`.
-
-    Some follow the weights, such as tables of positions that are added to embeddings, and others, such as
-    rotary frequencies, never do: the model's class says it, built without weights.
-    """
-    inside = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if inside.dtype == dtype or all(buffer.dtype != inside.dtype for buffer in inside.buffers()):
-        return
-    with torch.random.fork_rng(devices=[]), no_init_weights(), parameters_on_meta():
-        try:
-            built = type(inside)._from_config(copy.deepcopy(inside.config), dtype=dtype)
-        except Exception as error:  # a class of the caller's may take more than its configuration
-            _log.warning(
-                "%s cannot be built from its configuration (%s), so its buffers stay as they are; if they "
-                "are added to weights, load the model in %s",
-                type(inside).__name__,
-                first_line(error),
-                str(dtype).removeprefix("torch."),
-            )
-            return
-    _keep_float32(built, dtype)
-    with torch.random.fork_rng(devices=[]):
-        initialise_buffers(built)
-    own = dict(inside.named_modules())
-    for path, module in built.named_modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            found = own[path]._buffers.get(leaf) if path in own else None
-            if found is None or found.dtype == buffer.dtype:
-                continue
-            is_computed = leaf in module._non_persistent_buffers_set  # anew, not from what was rounded once
-            own[path]._buffers[leaf] = buffer if is_computed else found.to(buffer.dtype)
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
@@ -333,7 +296,7 @@ def _like(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     return copied
 
 
-def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give the tensors that transformers keeps in a dtype of their own that dtype, chosen as it chooses."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
