@@ -73,7 +73,7 @@ def test_missing_package_is_named_with_the_way_out(
 ) -> None:
     monkeypatch.delitem(sys.modules, missing)
     monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(ConfigError, match=rf"{missing} is not installed.*megatrain\[gpu\]"):
+    with pytest.raises(ConfigError, match=rf"{missing} is not installed.*pip install liger-kernel triton"):
         uses_liger("liger", "cuda")
 
 
