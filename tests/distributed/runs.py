@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megatrain import files
+from megatrain.checkpoint.load import newest_whole
 from megatrain.layout import drive_chunks
 from megatrain.layout.host_buffers import PAGE_BYTES
 from megatrain.store import on_drives
@@ -95,6 +96,37 @@ def train_run(
         return str(train(config, ranks=ranks, counts=Path(root)))
     with patch("megatrain.train.run.plan_memory", return_value=None):
         return str(train(config, ranks=ranks))
+
+
+def train_at_defaults(
+    ranks: Any, *, root: str, out: str, likes: int, resume: str = "auto"
+) -> tuple[int, int, int]:
+    """Train with an open step, on a machine that is fastest with micro-batches of a size.
+
+    Args:
+        ranks: That train together.
+        root: Directory of the model and the text.
+        out: Run directory in it.
+        likes: Among the sizes, the smallest first, which is fastest.
+        resume: As of `train`.
+
+    Returns:
+        Tokens of a step, rows of a micro-batch, and micro-batches of a step, as the last checkpoint has them.
+    """
+    config = make_config(
+        Path(root),
+        out,
+        train={"steps": 4, "micro_batch_size": "auto", "grad_accumulation": "auto"},
+        parallel={"shards": 2},
+        checkpoint={"every": 2},
+        optim={"warmup_steps": 0},
+    )
+    with patch("megatrain.train.planning.micro_batches.fastest", lambda requests: requests[likes]):
+        run = train(config, resume=resume, counts=Path(root), ranks=ranks)
+    newest = newest_whole(run / "checkpoints", warn=lambda *_: None, digests=False)
+    assert newest is not None
+    saved = newest[1].meta["config"]["train"]
+    return saved["tokens_per_step"], saved["micro_batch_size"], saved["grad_accumulation"]
 
 
 def train_on_a_full_disk(ranks: Any, *, root: str, out: str) -> str:

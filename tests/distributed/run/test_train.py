@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from safetensors.torch import load_file
 
 from megatrain.cli.log import log_to_stderr
 from megatrain.errors import OutputError, RankError
@@ -23,8 +24,9 @@ from megatrain.train.records.json_lines import read_rows
 from megatrain.train.records.measured import measured
 from tests.distributed.crew import Crew
 from tests.distributed.processes import exit_codes, run_ranks
-from tests.distributed.runs import train_on_a_full_disk, train_run
+from tests.distributed.runs import train_at_defaults, train_on_a_full_disk, train_run
 from tests.distributed.threads import Turns
+from tests.reference import assert_same_bits
 from tests.train.evaluate.test_evaluation import losses_of
 from tests.train.project import make_config
 from tests.train.test_loop import assert_same_runs
@@ -65,6 +67,25 @@ def test_a_killed_rank_ends_all_and_other_ranks_go_on_to_the_same_bits(
     assert any((run / "checkpoints").iterdir())
     assert_same_runs(run, alone)
     assert losses_of(run) == losses_of(alone)
+
+
+def test_a_run_at_defaults_keeps_its_step_on_other_machines_and_ranks(
+    tmp_path: Path, standing: Callable[[int], Crew]
+) -> None:
+    """The size of micro-batches was chosen for the first machine; the others would choose another."""
+    root = str(tmp_path)
+    chosen = train_at_defaults(None, root=root, out="whole", likes=-1)
+    tokens, size, number = chosen
+    assert (tokens, size * number * 32) == (tokens, tokens)
+    assert train_at_defaults(None, root=root, out="other", likes=0)[1] == 1 < size
+    middle = str(tmp_path / "whole/checkpoints/step-00000002")
+    elsewhere: dict[str, Any] = {"root": root, "likes": 0, "resume": middle}
+    assert train_at_defaults(None, out="moved", **elsewhere) == chosen
+    standing(2).run(train_at_defaults, out="two", **elsewhere)
+    whole = load_file(tmp_path / "whole/hf/model.safetensors")
+    for name in ("moved", "two"):
+        for key, tensor in load_file(tmp_path / name / "hf/model.safetensors").items():
+            assert_same_bits(tensor, whole[key])
 
 
 COLLECTIVES = 175
