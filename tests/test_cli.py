@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import gc
-import io
 import os
 import subprocess
 import sys
-import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -245,48 +243,6 @@ def test_bad_usage_exits_2_with_one_message(
     assert part in shown.err
     assert "Traceback" not in shown.err
     assert shown.out == ""
-
-
-@pytest.mark.parametrize(
-    ("command", "place"),
-    [
-        (("sample", "m", "--prompt", "x"), "megatrain.train.outputs.sample.sample"),
-        (("chat", "m"), "megatrain.train.outputs.sample.open_chat"),
-        (("export", "run", "out"), "megatrain.train.outputs.export.export_run"),
-        (("data", "inspect", "--data", "d"), "megatrain.train.commands.inspect.inspect_data"),
-        (("data", "prepare", "--data", "d", "--model", "m"), "megatrain.train.inputs.prepare_data"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
-def test_a_command_that_takes_long_says_what_it_is_at(
-    monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], place: str
-) -> None:
-    """What takes long waits here until something is said."""
-    spoken = threading.Event()
-
-    class Screen(io.StringIO):
-        def write(self, text: str) -> int:
-            spoken.set()
-            return super().write(text)
-
-    def wait(*_: Any, **__: Any) -> Any:
-        assert spoken.wait(60)
-        raise ConfigError("that is all")
-
-    module, _, name = place.rpartition(".")
-    fake = types.ModuleType(module)
-    fake.open_chat = wait  # type: ignore[attr-defined]
-    setattr(fake, name, wait)
-    monkeypatch.setitem(sys.modules, module, fake)
-    monkeypatch.setattr("megatrain.train.screen.doing.AFTER_S", 0.0)
-    screen = Screen()
-    monkeypatch.setattr(sys, "stderr", screen)
-    assert run(*command) == 2
-    named = " ".join(command[: 2 if command[0] == "data" else 1])
-    first, last = screen.getvalue().splitlines()
-    assert first.startswith(f"{named}: ")
-    assert first.endswith(" s so far)")
-    assert last == "error: that is all"
 
 
 def test_data_that_is_not_there_is_said_before_torch_is_loaded(

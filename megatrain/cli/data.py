@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from megatrain.cli.folders import prepared_folder
-from megatrain.cli.log import showing
 from megatrain.config import build_config, combine_settings, set_keys
 from megatrain.errors import DataError
 
@@ -57,11 +56,9 @@ def data_inspect(
     has_model = isinstance(named, dict) and named.get("path") is not None
     raw = raw if has_model else set_keys(raw, [("model.path", _NO_MODEL)])
     config = build_config(raw, source=source or "command line")
-    with showing("data inspect") as doing:
-        doing("reading the data")
-        from megatrain.train.commands.inspect import inspect_data
+    from megatrain.train.commands.inspect import inspect_data
 
-        found = inspect_data(config, has_model=has_model, num_samples=samples)
+    found = inspect_data(config, has_model=has_model, num_samples=samples)
     if as_json:
         print(json.dumps({name: one.json() for name, one in found.items()}))
     else:
@@ -98,12 +95,9 @@ def data_prepare(
     given = {key: value for key, value in flags.items() if value is not None}
     raw, source = combine_settings(arguments or [], given)
     config = build_config(raw, source=source or "command line")
-    with showing("data prepare") as doing:
-        doing("reading and tokenising the data")
-        from megatrain.train.inputs import prepare_data
+    from megatrain.train.inputs import prepare_data
 
-        found = prepare_data(config, folder=prepared_folder())
-    _print_sets(found)
+    _print_sets(prepare_data(config, folder=prepared_folder()))
 
 
 @data.command("clean")

@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from megatrain.cli.importing import importing
-from megatrain.cli.log import showing
 
 runs = typer.Typer(no_args_is_help=True, help="List runs, show one, or compare several.")
 
@@ -45,13 +44,10 @@ def sample(
     ] = False,
 ) -> None:
     """Continue a text with a trained model, or with --chat answer it."""
-    with showing("sample") as doing:
-        doing("loading torch and the model, and continuing the text")
-        with importing():
-            from megatrain.train.outputs.sample import sample as run
+    with importing():
+        from megatrain.train.outputs.sample import sample as run
 
-        text = run(path, prompt, max_new_tokens=max_new_tokens, temperature=temperature, chat=as_chat)
-    print(text)
+    print(run(path, prompt, max_new_tokens=max_new_tokens, temperature=temperature, chat=as_chat))
 
 
 def chat(
@@ -67,19 +63,17 @@ def chat(
 
     /clear begins anew, /exit or Ctrl-D ends; Ctrl-C ends an answer. Answers go to standard output.
     """
-    with showing("chat") as doing:
-        doing("loading torch and the model")
-        with importing():
-            from megatrain.train.evaluate.chat import converse
-            from megatrain.train.outputs.sample import open_chat
+    with importing():
+        from megatrain.train.evaluate.chat import converse
+        from megatrain.train.outputs.sample import open_chat
 
-        talk = open_chat(
-            path,
-            system=system,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            template=chat_template,
-        )
+    talk = open_chat(
+        path,
+        system=system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        template=chat_template,
+    )
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401 - lines can be edited, and earlier ones come back
@@ -113,6 +107,7 @@ def eval_(
     The newest checkpoint is taken (with eval.load_best, the best one), in the run's settings.
     """
     from megatrain.cli.folders import counts_folder, prepared_folder
+    from megatrain.cli.log import showing
     from megatrain.cli.machine import measure
 
     with showing("eval") as doing:
@@ -153,18 +148,12 @@ def export(
     A repository that --push makes is private.
     """
     from megatrain.config.sizes import parse_bytes
+    from megatrain.train.outputs.export import export_run
+    from megatrain.train.outputs.push import push as send
 
     shard_bytes = None if max_shard_size is None else parse_bytes(max_shard_size, "--max-shard-size")
-    with showing("export") as doing:
-        doing("loading torch, and writing the model")
-        from megatrain.train.outputs.export import export_run
-        from megatrain.train.outputs.push import push as send
-
-        export_run(run, out, merges=merge, max_shard_bytes=shard_bytes)
-        if push is not None:
-            doing("sending it to the hub")
-        where = out if push is None else send(out, push)
-    print(where)
+    export_run(run, out, merges=merge, max_shard_bytes=shard_bytes)
+    print(out if push is None else send(out, push))
 
 
 def report(

@@ -115,6 +115,21 @@ def as_begun(config: Config, saved: Mapping[str, Any]) -> Config:
     return _changed(config, train=train, data={"seq_len": seq_len})
 
 
+def larger_step_settings(config: Config, factor: int) -> str:
+    """Say the settings with which a step is so many times as large; empty: its size is not of the user.
+
+    Args:
+        config: As the user gave it.
+        factor: Of the tokens of a step.
+    """
+    values = {
+        "tokens_per_step": config.train.tokens_per_step,
+        "grad_accumulation": config.train.grad_accumulation,
+    }
+    given = {f"train.{name}": value for name, value in values.items() if value != AUTO}
+    return " and ".join(f"{key}={value * factor}" for key, value in given.items())
+
+
 def step_problems(config: Config) -> list[str]:
     """Say how the settings of a step contradict each other, as far as they are decided."""
     if config.data.seq_len == AUTO:

@@ -25,6 +25,7 @@ from megatrain.plan.search.conservative import conservative
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, with_ways_out
 from megatrain.plan.search.request import Request
+from megatrain.plan.search.small_step import larger_step
 from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import as_placed
@@ -77,7 +78,7 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> tuple[
     choice = _as_held(model, choice, given)
     spec = machine_of(given.lanes, given.precision.value, num_drives=given.num_drives)
     usual = default_batch(context_length(model.config), on_cpu=spec.is_cpu)
-    given = replace(given, batch=given.batch or usual)
+    is_given, given = given.batch is not None, replace(given, batch=given.batch or usual)
     count = partial(_count, model, choice, given, "accelerator" if spec.has_accelerator else "cpu")
     try:
         anatomy = count()
@@ -96,6 +97,10 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> tuple[
     if not plan.fits:
         raise CapacityError(with_ways_out(plan.problem, advise(request, count, is_running=True)))
     _report(plan)
+    larger = larger_step(request, plan) if is_given else None
+    if larger is not None:
+        setting = f"{larger.factor} times as many micro-batches (gradient_accumulation_steps of a trainer)"
+        _log.warning("%s", larger.text(plan, f"a step of {setting}"))
     return plan.choice, plan.tokens_together
 
 

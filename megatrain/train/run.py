@@ -253,7 +253,7 @@ def prepare(
         MegatrainError: Its subclasses say what is wrong with the model, the data, the configuration or the
         fit.
     """
-    earlier = meta if committed is None else committed
+    given, earlier = config, meta if committed is None else committed
     if earlier is not None:
         config = as_begun(config, earlier["config"])
     asked, config = config, laid_out_as(committed, config)
@@ -286,9 +286,8 @@ def prepare(
     planned = None
     settle_ranks(config, ranks)
     if ranks is None or ranks.rank == 0:
-        planned = plan_memory(
-            config, counted, measure, ranks, num_steps=num_steps, earlier=earlier, lately=Lately(counts)
-        )
+        of_run = {"num_steps": num_steps, "earlier": earlier, "given": given}
+        planned = plan_memory(config, counted, measure, ranks, lately=Lately(counts), **of_run)
         config = smallest_micro_batches(config) if planned is None else planned.config
     for line in start_lines(
         config,

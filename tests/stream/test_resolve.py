@@ -12,6 +12,7 @@ import torch
 import megatrain
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.errors import CapacityError, ConfigError, ModelError
+from megatrain.plan.search.small_step import LargerStep
 from megatrain.store.placement import Tiers
 from megatrain.store.state import Precision
 from megatrain.stream import resolve as resolve_module
@@ -60,6 +61,21 @@ def test_what_is_given_is_obeyed() -> None:
     engine.detach()
     again = megatrain.attach(make_model(FAMILIES["llama"]()), Choice(num_slots=3), lockstep=1, batch=BATCH)
     assert (again.choice.num_slots, again.choice.lockstep) == (3, 1)
+
+
+def test_whoever_gives_a_small_step_is_told_what_it_costs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resolve_module, "larger_step", lambda *_: LargerStep(factor=16, gain=7.86))
+    for batch in (BATCH, None):
+        with caplog.at_level(logging.WARNING, logger="megatrain"):
+            megatrain.attach(make_model(FAMILIES["llama"]()), batch=batch).detach()
+    (told,) = caplog.messages  # nothing where the step is not of the user
+    assert told.startswith("a step of 96 tokens is small: what takes longest is ")
+    assert told.endswith(
+        "; a step of 16 times as many micro-batches (gradient_accumulation_steps of a trainer) makes "
+        "training 7.9 times faster"
+    )
 
 
 def test_a_resolved_choice_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,14 +71,6 @@ class Wear:
     num_days: float
     """That the run takes from now."""
 
-    @property
-    def text(self) -> str:
-        """Say both, with as many digits as tell one from the other."""
-        said = in_days(self.day), in_days(self.num_days)
-        if said[0] == said[1]:
-            said = f"{self.day:.3g}", f"{self.num_days:.3g}"
-        return " of ".join(said)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
@@ -116,7 +108,9 @@ class Verdict:
         if self.with_less:
             words.append("TIGHT")
         if self.wear is not None:
-            words.append(f"WEARS OUT the drive on day {self.wear.text}")
+            words.append(
+                f"WEARS OUT the drive on day {in_days(self.wear.day)} of {in_days(self.wear.num_days)}"
+            )
         return ", ".join(words)
 
     @property

@@ -28,7 +28,7 @@ from megatrain.train.planning.counting import PlannedModel, device_type
 from megatrain.train.planning.gpus import of_ranks
 from megatrain.train.planning.lately import Lately
 from megatrain.train.planning.micro_batches import with_fastest_size
-from megatrain.train.planning.plan_run import Planned, done_before
+from megatrain.train.planning.plan_run import Planned, done_before, step_hint
 from megatrain.train.planning.run_machine import machine_for, with_layers_timed
 
 _log = logging.getLogger(__name__)
@@ -40,9 +40,8 @@ def plan_memory(
     measure: Measure | None,
     ranks: Ranks | None = None,
     *,
-    num_steps: int = 0,
-    earlier: Mapping[str, Any] | None = None,
     lately: Lately | None = None,
+    **of_run: Any,
 ) -> Planned | None:
     """Plan a run; None if the model cannot be counted: what `attach` then does is said there.
 
@@ -51,9 +50,8 @@ def plan_memory(
         model: That will be trained.
         measure: As in `machine_for`.
         ranks: That train together; the plan is of one rank's part.
-        num_steps: Of the whole run.
-        earlier: What a checkpoint or a commit says of the run, if it goes on.
         lately: As in `machine_for`.
+        of_run: Further arguments of `plan_training`.
 
     Raises:
         ConfigError: Ranks cannot do what the settings ask for.
@@ -62,9 +60,7 @@ def plan_memory(
     """
     spec = machine_for(config, measure, lately)
     try:
-        planned = plan_training(
-            config, model, spec, ranks, num_steps=num_steps, earlier=earlier, lately=lately
-        )
+        planned = plan_training(config, model, spec, ranks, lately=lately, **of_run)
     except ModelError:
         return None
     plan = planned.plan
@@ -89,6 +85,7 @@ def plan_training(
     num_steps: int = 0,
     earlier: Mapping[str, Any] | None = None,
     lately: Lately | None = None,
+    given: Config | None = None,
 ) -> Planned:
     """Plan a run that is about to begin.
 
@@ -97,9 +94,10 @@ def plan_training(
         model: That will be trained.
         spec: The machine.
         ranks: As in `plan_memory`.
-        num_steps: As in `plan_memory`.
-        earlier: As in `plan_memory`.
+        num_steps: Of the whole run.
+        earlier: What a checkpoint or a commit says of the run, if it goes on.
         lately: As in `machine_for`.
+        given: Settings as the user gave them; None: nothing is said of a small step.
 
     Raises:
         ConfigError, CapacityError, WearError: As `plan_memory`.
@@ -138,6 +136,7 @@ def plan_training(
         count_s=count_s,
         tokens=tokens,
         verdict=verdict,
+        hint="" if given is None else step_hint(request, plan, given),
     )
 
 

@@ -45,6 +45,8 @@ class Asked:
 
     request: Request
     """Of all ranks together."""
+    given: Config
+    """Settings as they were given."""
     config: Config
     """In which nothing is open."""
     model: str
@@ -166,6 +168,7 @@ def ask(
         spec = with_layers_timed(spec, anatomy, model, config, lately)
     return Asked(
         request=make_request(config, anatomy, spec, can_compile=compilable),
+        given=given,
         config=config,
         model=place,
         recount=recount,

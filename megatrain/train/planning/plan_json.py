@@ -65,6 +65,7 @@ def plan_json(planned: Planned, money: Economics, lines: list[str]) -> dict[str,
         "num_evaluated": plan.num_evaluated,
         "plan_s": plan.plan_s,
         "count_s": planned.count_s,
+        "hint": planned.hint or None,
         "notes": list(planned.notes),
         **({"explain": lines} if lines else {}),
     }

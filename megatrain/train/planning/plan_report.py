@@ -17,7 +17,6 @@ from megatrain.plan.cost.economics import Economics, economics
 from megatrain.plan.search.enough import enough_drives, enough_ram
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
-from megatrain.plan.search.verdict import in_days
 from megatrain.train.planning.counting import Progress
 from megatrain.train.planning.plan_json import plan_json, policy
 from megatrain.train.planning.plan_run import Planned
@@ -73,6 +72,8 @@ def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
     rows += _verdict(planned)
     if plan.fits:
         rows += _row("setting", _settings(planned))
+    if planned.hint:
+        rows += _row("faster", planned.hint)
     for note in planned.notes:
         rows += _row("note", note)
     for line in lines:
@@ -188,7 +189,7 @@ def _total(money: Economics) -> Iterator[str]:
     yield from _row("saving", f"a checkpoint is {binary(money.checkpoint_bytes)}{taken}")
     if money.drive_written:
         days = money.drive_days
-        lasts = "endurance not known" if days is None else f"{in_days(days)} days to rated endurance"
+        lasts = "endurance not known" if days is None else f"{days:,.0f} days to rated endurance"
         per_day, total = _tera(money.drive_written_per_day), _tera(money.drive_written)
         yield from _row("wear", f"{per_day} written to the drives per day, {total} in all; {lasts}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.config.decided import larger_step_settings
 from megatrain.config.plan import Plan
 from megatrain.hardware import GIB, HardwareSpec
 from megatrain.plan.cost.deterministic import copies_of_gradient, filled_share, is_priced
@@ -18,6 +19,7 @@ from megatrain.plan.cost.passes import Passes
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import Remedy, advise
 from megatrain.plan.search.request import Request
+from megatrain.plan.search.small_step import larger_step
 from megatrain.plan.search.verdict import Verdict, judge
 from megatrain.plan.search.wear import spare_drives
 from megatrain.train.planning.asking import OwnMachine, ask
@@ -48,6 +50,8 @@ class Planned:
     """What would make it fit, if it does not."""
     spares: tuple[str, ...] = ()
     """What would spare the drives, if it wears them out soon, each with the days that it gives."""
+    hint: str = ""
+    """What the step costs that the user has made small; empty: it does not."""
     notes: tuple[str, ...] = ()
 
     def evaluation_s(self, num_micro_batches: int) -> float:
@@ -103,9 +107,24 @@ def plan_run(
         data="" if asked.data is None else asked.data.packed.describe(),
         remedies=tuple(remedies),
         spares=spares,
+        hint=step_hint(request, plan, asked.given),
         notes=(*asked.notes, *_notes(request)),
         count_s=asked.count_s,
     )
+
+
+def step_hint(request: Request, plan: Plan, given: Config) -> str:
+    """Say what a step costs that the settings make small, and which setting makes it faster; else nothing.
+
+    Args:
+        request: For which the plan was made.
+        plan: The plan.
+        given: Settings as the user gave them.
+    """
+    if not (plan.fits and larger_step_settings(given, 1)):
+        return ""
+    larger = larger_step(request, plan)
+    return "" if larger is None else larger.text(plan, larger_step_settings(given, larger.factor))
 
 
 def done_before(meta: Mapping[str, Any] | None) -> tuple[int, int]:

@@ -55,6 +55,8 @@ def start_lines(
         yield f"memory: {_memory(planned)}: {planned.verdict.sentence}"
         passes = "".join(_passes(planned, evaluated, judged))
         yield f"speed: {_speed(planned.plan, num_steps, first_step, now)}{passes}"
+        if planned.hint:
+            yield f"faster: {planned.hint}"
     going_on = f"; going on from step {first_step} of {num_steps}" if first_step else ""
     yield f"results: in {config.out}, the model in {config.out}/hf at the end{going_on}"
 

@@ -16,7 +16,7 @@ from megatrain.plan.search import verdict, wear
 from megatrain.plan.search.enough import fits
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request, overflow
-from megatrain.plan.search.verdict import Kind, Wear, in_days, judge
+from megatrain.plan.search.verdict import Kind, in_days, judge
 from megatrain.plan.search.wear import spare_drives
 from tests.plan.anatomies import Shape, llama_like, machine
 
@@ -218,16 +218,3 @@ def test_all_ranks_of_a_node_wear_its_drives() -> None:
     alone, together = (economics(each, one.spec, ANATOMY, tokens=TOKENS) for each in (plan, shared))
     assert alone.drive_days is not None
     assert together.drive_days == pytest.approx(alone.drive_days / 4)
-
-
-@pytest.mark.parametrize(
-    ("day", "num_days", "text"),
-    [
-        (18.2, 59.8, "18 of 60"),
-        (0.034, 11.2, "0.034 of 11"),
-        (12.8, 12.97, "12.8 of 13"),
-        (0, 3.5, "0 of 3.5"),
-    ],
-)
-def test_the_day_and_the_days_of_a_run_are_not_said_alike(day: float, num_days: float, text: str) -> None:
-    assert Wear(day=day, num_days=num_days).text == text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -118,6 +119,33 @@ def test_data_that_are_not_here_are_planned_without_and_never_trained_without(
     assert mute in " ".join(here.split())
     error = said("train", *asked, "--plan-only", f"out={tmp_path / 'run'}", code=4)
     assert "/nowhere/at-all.jsonl" in error
+
+
+def test_whoever_makes_a_step_small_reads_what_it_costs(said: Callable[..., str], tmp_path: Path) -> None:
+    wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 4000}
+    model = write_model_config(tmp_path / "wide", max_position_embeddings=4096, **wide)
+    asked = (
+        "plan",
+        "--model",
+        model,
+        "--machine",
+        "rtx-3080",
+        "data.seq_len=512",
+        "train.micro_batch_size=1",
+    )
+    hint = row(said(*asked, "train.grad_accumulation=1"), "faster")
+    found = re.fullmatch(
+        r"a step of 512 tokens is small: what takes longest is backward \+ optimizer; "
+        r"train\.grad_accumulation=(\d+) makes training (\d+\.\d) times faster",
+        hint,
+    )
+    assert found, hint
+    assert float(found[2]) > 4
+    assert f"train.tokens_per_step={512 * int(found[1])} makes" in row(
+        said(*asked, "train.tokens_per_step=512"), "faster"
+    )
+    for settings in ((), (f"train.grad_accumulation={found[1]}",)):
+        assert "\n faster " not in said(*asked, *settings)
 
 
 def test_options_of_a_plan_are_refused_where_none_is_asked_for(

@@ -130,7 +130,15 @@ def test_a_plan_gathers_as_the_settings_say(setting: str, gathers: bool) -> None
 
 def test_the_table_says_each_row_as_text_and_as_json() -> None:
     config = build_config({"model": {"path": "m"}, "data": {"path": "d"}}, source="test")
-    asked = Asked(request=request(), config=config, model="m", recount=lambda: ANATOMY, count_s=0.0, notes=())
+    asked = Asked(
+        request=request(),
+        given=config,
+        config=config,
+        model="m",
+        recount=lambda: ANATOMY,
+        count_s=0.0,
+        notes=(),
+    )
     rows = scale(request(), [(1, 1), (4, 1)])
     found = Scaling(asked=asked, spec=NODE, rows=rows)
     plain = scale_json(found)

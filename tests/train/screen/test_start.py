@@ -99,6 +99,12 @@ def test_every_tier_is_named(tmp_path: Path) -> None:
     assert "in bf16 with fp32 masters, optimizer state: int8 (not exact), on" in training
 
 
+def test_what_a_small_step_costs_is_said(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    planned = replace(planned_as(config), hint="a step is small")
+    assert "faster: a step is small" in lines_of(config, planned)
+
+
 def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:
     _, step, third, fourth = lines_of(
         make_config(tmp_path, model={"init": "pretrained"}, train={"loss": "dpo"}), None
