@@ -39,26 +39,32 @@ def streamed(optimizer: Any) -> StreamedAdamW | None:
     return inner if isinstance(inner, StreamedAdamW) else None
 
 
-def as_streamed(engine: Engine, optimizer: Any, *, max_grad_norm: float | None, seed: int) -> Any:
-    """Return the optimizer of a trainer, in place of torch's AdamW one of the engine with its groups.
-
-    Args:
-        engine: Of the model.
-        optimizer: As the trainer is given it, or makes it; None: there is none yet.
-        max_grad_norm: To clip to, as the trainer's arguments say.
-        seed: Of moments that are rounded.
+def require_new(optimizer: Any) -> None:
+    """Refuse an optimizer that the engine's cannot take the place of.
 
     Raises:
-        ConfigError: It is none of these, has trained already, or has parameters that are not the model's.
+        ConfigError: It is not torch's AdamW, or has trained already.
     """
-    if optimizer is None or streamed(optimizer) is not None:
-        return optimizer
     require_kind(type(optimizer), "the trainer")
     if optimizer.state:
         raise ConfigError(
             "torch.optim.AdamW was given after it has trained, with moments that the engine does not take "
             "over; pass a new one"
         )
+
+
+def as_streamed(engine: Engine, optimizer: Any, *, max_grad_norm: float | None, seed: int) -> StreamedAdamW:
+    """Return an optimizer of the engine in place of torch's AdamW, with its groups.
+
+    Args:
+        engine: Of the model; it has no optimizer.
+        optimizer: As the trainer is given it, or makes it; `require_new` has passed it.
+        max_grad_norm: To clip to, as the trainer's arguments say.
+        seed: Of moments that are rounded.
+
+    Raises:
+        ConfigError: It has parameters that are not the model's.
+    """
     found = engine.adamw(groups=optimizer.param_groups, max_grad_norm=max_grad_norm, seed=seed)
     _log.info(
         "torch.optim.AdamW: its %d groups of parameters are trained by the engine's AdamW, which is "

@@ -29,10 +29,17 @@ from megatrain.hf.batches.traces import Traces
 from megatrain.hf.control import FirstDecides, say_who_looks_at_gradients
 from megatrain.hf.counting import one_by_one, require_one_by_one, what_counts
 from megatrain.hf.given import require_given
-from megatrain.hf.model.attached import Settings, attached, engine_of, load_path, take_from_others
+from megatrain.hf.model.attached import (
+    Settings,
+    attached,
+    engine_of,
+    leave_optimizer,
+    load_path,
+    take_from_others,
+)
 from megatrain.hf.model.precision import precision_of
 from megatrain.hf.model.saved import Checkpoints
-from megatrain.hf.optimizer import as_streamed, require_its_schedule, streamed
+from megatrain.hf.optimizer import as_streamed, require_its_schedule, require_new, streamed
 from megatrain.hf.ranks import join
 from megatrain.stream.engine import Engine
 from megatrain.stream.optimizer import StreamedAdamW
@@ -204,7 +211,10 @@ class Streaming(_Base):
 
     @optimizer.setter
     def optimizer(self, value: Any) -> None:
-        if "engine" in vars(self):
+        if "engine" in vars(self) and value is not None and streamed(value) is None:
+            require_new(value)
+            if leave_optimizer(self.engine):
+                self._stream()
             clip, seed = self.args.max_grad_norm or None, self.args.seed
             value = as_streamed(self.engine, value, max_grad_norm=clip, seed=seed)
         if (own := streamed(value)) is not None:
@@ -216,7 +226,7 @@ class Streaming(_Base):
         if self.optimizer is not None:
             self.optimizer = self.optimizer  # it may have been given before there was an engine
         elif self.optimizer_cls_and_kwargs is not None:
-            super().create_optimizer(self.model)
+            super().create_optimizer()
         else:
             parameters = dict(self.model.named_parameters())
             decayed = set(self.get_decay_parameter_names(self.model))

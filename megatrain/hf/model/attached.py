@@ -115,3 +115,16 @@ def take_from_others(model: nn.Module, optimizer: Any) -> None:
             "the model's engine has an optimizer, and the trainer would make another; pass "
             "optimizers=(engine.optimizer, None) to go on with it, or call engine.detach() before"
         )
+
+
+def leave_optimizer(engine: Engine) -> bool:
+    """Detach a trainer's model from an engine that has an optimizer, before another one trains it.
+
+    Returns:
+        Whether it was detached; an engine that the user has made goes on, with its optimizer.
+    """
+    is_left = engine.optimizer is not None and engine in _of_trainers
+    if is_left:
+        _log.info("another optimizer is to train the model: it is attached anew, and moments begin anew")
+        engine.detach()
+    return is_left
