@@ -1,7 +1,7 @@
 """Two machines on one link, made of namespaces of this one: a link that is cut leaves both ends in silence.
 
-Each has a network, a host name and an `/etc/hosts` of its own, in which that name stands for the machine
-itself (127.0.1.1), as Debian and Ubuntu write it. It knows the other one by its name. Making them takes root.
+Each has a network, a boot id, a host name and an `/etc/hosts` of its own, in which that name stands for the
+machine itself (127.0.1.1), as Debian and Ubuntu write it. It knows the other one by its name. It takes root.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from uuid import uuid4
 
 ADDRESSES = ("10.9.0.1", "10.9.0.2")
 WIDER_ADDRESSES = ("fd09::1", "fd09::2")
 """The same places in IPv6."""
 
 _LINKS = ("to-node1", "to-node0")
+_BOOT = "/proc/sys/kernel/random/boot_id"
 _KINDS = ("net", "mnt", "uts")
 """Namespaces of a machine, in the order in which a process enters them."""
 
@@ -50,6 +52,8 @@ class Machines:
                 own = f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 node{node}\n"
                 (place / f"hosts{node}").write_text(f"{own}{self.addresses[other]} node{other}\n")
                 self.run(node, "mount", "--bind", str(place / f"hosts{node}"), "/etc/hosts")
+                (place / f"boot{node}").write_text(f"{uuid4()}\n")
+                self.run(node, "mount", "--bind", str(place / f"boot{node}"), _BOOT)
                 self.run(node, "hostname", f"node{node}")
             first, second = _LINKS
             behind = ["peer", "name", second, "netns", str(self._keepers[1].pid)]

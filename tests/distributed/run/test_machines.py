@@ -18,7 +18,6 @@ import pytest
 import yaml
 
 from megatrain.cli.commands import main
-from megatrain.distributed import beats
 from megatrain.errors import RankError
 from tests.distributed.machines import ADDRESSES, Machines, RefusedError
 from tests.forks import run_script
@@ -140,7 +139,6 @@ def _started(config: Path, said: Path, environment: dict[str, str], machines: Ma
         signal.alarm(240)
         if machines is not None:
             machines.enter(int(environment["RANK"]))
-            beats.machine = lambda: f"node{environment['RANK']}"  # and does not see the other's process
         os.environ.update(environment)
         for number in (1, 2):
             os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
