@@ -180,7 +180,7 @@ def translate(name: str, value: Any) -> tuple[str, Any]:
             raise ConfigError(f"{name}={value}: {_REFUSED[name]}")
         return name, LEFT_OUT
     if name in NEEDLESS and is_foreign(name, value):
-        if name == "optim" and value not in _ADAMW:
+        if name == "optim" and str(value) not in _ADAMW:
             raise ConfigError(f"optim={value}: megatrain trains with AdamW; leave it out, or use adamw_torch")
         return name, LEFT_OUT
     read = _VALUES.get(name)

@@ -15,15 +15,37 @@ import yaml
 
 from megatrain.errors import ConfigError
 
+_MOST_DEPTH = 64
+"""Lists and mappings inside each other, beyond which nothing that is meant is read."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML with the scalars of YAML 1.2 and without duplicate keys; as safe as `yaml.safe_load`."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (yaml's own name)
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > _MOST_DEPTH:
+            problem = f"lists and mappings inside each other, more than {_MOST_DEPTH} deep"
+            raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=True)  # a value that is inside itself is an error then
+        except (KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
+            if not isinstance(node, yaml.ScalarNode):
+                raise
+            problem = f"{node.value!r} is no value of the type {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
-        for key, _ in node.value:
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
             if key.tag != "tag:yaml.org,2002:str":

@@ -237,6 +237,12 @@ def test_all_problems_are_named_at_once() -> None:
         ),
         ("max_length: 5\nmax_seq_length: 6\n", ["max_length", "max_seq_length", "data.seq_len"]),
         ("model: \ud7ff\x07", ["special characters"]),
+        ("model:\n  path: !!bool zz\n", ["line 2", "'zz' is no value of the type bool"]),
+        ("model: !!timestamp 99\n", ["line 1", "'99' is no value of the type timestamp"]),
+        ("model: !!map [1]\n", ["line 1", "expected a mapping"]),
+        ("model: &again [*again]\n", ["line 1", "recursive"]),
+        ("out: " + "[" * 5000, ["line 1", "more than 64 deep"]),
+        ("out: " + "{a: " * 3000, ["line 1", "more than 64 deep"]),
     ],
 )
 def test_bad_file_is_named_with_its_line(tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -381,6 +387,7 @@ def test_evaluation_by_the_names_of_transformers(caplog: pytest.LogCaptureFixtur
     [
         (["fp16=true"], "use train.precision=bf16"),
         (["optim=adafactor"], "megatrain trains with AdamW"),
+        (["optim=[adamw]"], "megatrain trains with AdamW"),
         (["deepspeed=ds.json"], "megatrain streams the model's state itself"),
         (["adam_beta2=0.99"], r"optim\.betas=\[0\.9, 0\.999\]"),
         (["greater_is_better=true"], "lowest loss"),
