@@ -7,10 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.errors import ConfigError, DataError, ModelError, os_error_behind, os_errors, os_sentence
+from megatrain.errors import (
+    ConfigError,
+    DataError,
+    MegatrainError,
+    ModelError,
+    os_error_behind,
+    os_errors,
+    os_sentence,
+)
+from megatrain.hub import asking_hub, may_be_on_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -32,6 +42,11 @@ _OF_THIS_LOAD = ("is_local", "local_files_only")
 """What transformers notes of how a tokenizer was loaded, and would save as its configuration."""
 
 
+_TRIED = "Once upon a time"
+_PANIC = "PanicException"
+"""Of Rust; its class is in no module, and derived from `BaseException`."""
+
+
 def has_tokenizer(path: str) -> bool:
     """Tell whether a local model directory holds a tokenizer's vocabulary; a hub id counts as having one."""
     return not Path(path).is_dir() or any(Path(path, name).is_file() for name in _VOCABULARY_FILES)
@@ -45,7 +60,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
+    is_here = Path(path).exists()
+    if not is_here and not may_be_on_hub(path):
         raise ModelError(f"{path} does not exist; check data.tokenizer and model.path")
     if not has_tokenizer(path):
         raise ModelError(
@@ -53,11 +69,18 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             "set data.tokenizer to a directory with one"
         )
     _refuse_remote_code(path)
+    asking = nullcontext() if is_here else asking_hub(path, "its tokenizer")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        with asking:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer.decode(tokenizer(_TRIED)["input_ids"])  # some settings are wrong in use only
+    except MegatrainError:
+        raise
     except (
-        Exception
-    ) as error:  # transformers, tokenizers and sentencepiece raise bare Exceptions for damaged files
+        BaseException
+    ) as error:  # whatever transformers, tokenizers and sentencepiece raise for damaged files
+        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+            raise
         refused = os_error_behind(error, path)
         if refused is not None:
             raise ModelError(os_sentence("read the tokenizer in", path, refused)) from error
@@ -105,7 +128,7 @@ def _refuse_remote_code(path: str) -> None:
             continue
         try:
             settings = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{file} is not readable as JSON ({error})") from error
         auto_map = settings.get("auto_map") if isinstance(settings, dict) else None
         needs_code = "AutoTokenizer" in auto_map if isinstance(auto_map, dict) else auto_map is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +68,38 @@ def test_damaged_tokenizer_is_one_clear_sentence(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"tokenizer_config\.json is not readable as JSON"):
         load_tokenizer(str(tmp_path))
+
+
+def without_special_tokens(settings: dict[str, Any]) -> None:
+    """The tokens that a rule puts around each text have no entry: the Rust code panics."""
+    rule = {"Sequence": {"id": "A", "type_id": 0}}
+    word = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    settings["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [word, rule],
+        "pair": [word, rule, rule],
+        "special_tokens": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer_config.json", lambda settings: settings.update(model_max_length={"a": 1})),
+        ("tokenizer_config.json", lambda settings: settings.update(model_max_length="long")),
+        ("tokenizer.json", without_special_tokens),
+    ],
+)
+def test_a_tokenizer_that_fails_in_use_is_refused(
+    file: str, change: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    train_tokenizer(TEXTS, 280).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / file).read_text())
+    change(settings)
+    (tmp_path / file).write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="the tokenizer cannot be loaded") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])

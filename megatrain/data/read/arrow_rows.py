@@ -10,6 +10,7 @@ from typing import Any
 
 from megatrain.data.row import Row, Start
 from megatrain.errors import DataError, MegatrainError
+from megatrain.hub import asking_hub
 
 _log = logging.getLogger(__name__)
 
@@ -55,9 +56,10 @@ def read_hub(
 
     def load() -> Any:
         commit = hub_revision(path, revision) or revision
-        loaded = datasets.load_dataset(
-            path, name=subset, data_dir=folder, streaming=streaming, revision=commit
-        )
+        with asking_hub(path, "it", DataError):
+            loaded = datasets.load_dataset(
+                path, name=subset, data_dir=folder, streaming=streaming, revision=commit
+            )
         return choose_split(loaded, split, path)
 
     yield from _rows(load, start, f"{path}: cannot be read from the Hugging Face hub", shows_progress=True)
@@ -74,8 +76,9 @@ def hub_revision(path: str, revision: str | None = None) -> str | None:
     from huggingface_hub import HfApi
 
     try:
-        return HfApi().dataset_info(path, revision=revision, timeout=_HUB_WAIT_S).sha
-    except Exception as error:  # offline, private, renamed: what is wrong is said by whoever reads the rows
+        with asking_hub(path, "it", DataError):
+            return HfApi().dataset_info(path, revision=revision, timeout=_HUB_WAIT_S).sha
+    except DataError as error:  # offline, private, renamed: what is wrong is said by whoever reads the rows
         _log.debug("%s: the hub does not say at which commit it is (%s)", path, error)
         return None
 

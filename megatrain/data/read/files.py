@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from megatrain.data.read.json_rows import read_json
 from megatrain.data.read.text_rows import UTF_16, open_bytes, read_txt
 from megatrain.data.row import Row, Start
 from megatrain.errors import DataError, os_errors
+from megatrain.hub import may_be_on_hub
 
 _READERS: dict[str, Callable[..., Iterator[Row]]] = {
     ".txt": read_txt,
@@ -29,7 +29,6 @@ _READERS: dict[str, Callable[..., Iterator[Row]]] = {
 _PACKED = (".txt", ".jsonl", ".json", ".csv", ".tsv")
 """Kinds that may be packed: `.jsonl.gz`."""
 KINDS = ", ".join(_READERS)
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SAVED = ("state.json", "dataset_dict.json")
 """One of these makes a directory what `save_to_disk` writes."""
 
@@ -87,7 +86,7 @@ def row_files(path: str, how: Reading) -> list[RowFile]:
 
 def is_of_hub(path: str) -> bool:
     """Tell whether a path is no file of this machine, but the name of a hub dataset."""
-    return not Path(path).exists() and bool(_HUB_ID.fullmatch(path)) and not _kind(Path(path))
+    return "/" in path and may_be_on_hub(path) and not _kind(Path(path))
 
 
 def check_path(path: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import ModelError
+from megatrain.hub import may_be_on_hub
 from megatrain.model.adapters.files import is_adapter
 from megatrain.train.evaluate.chat import Chat
 from megatrain.train.evaluate.prompts import continue_text
@@ -50,7 +51,7 @@ def open_chat(path: str, **options: Any) -> Chat:
 def _open(path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from megatrain.stream.load import load
 
-    if not Path(path).exists() and "/" not in path:
+    if not Path(path).exists() and not ("/" in path and may_be_on_hub(path)):
         raise ModelError(f"{path} is no run directory, no model directory, and no hub id such as org/name")
     source = str(_model_of(Path(path)) or path)
     return load(source), load_tokenizer(source)

@@ -1,0 +1,96 @@
+"""Names on the Hugging Face hub: what may be one, and asking for it without waiting long.
+
+A path that somebody has mistyped is no name of the hub, and nobody is asked for it. For a name the hub is
+tried once. Where it does not answer, libraries are told to look into their caches alone, since each would go
+on trying for half a minute.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+from megatrain.errors import MegatrainError, ModelError
+
+_WAIT_S = 5.0
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def may_be_on_hub(name: str | Path) -> bool:
+    """Tell what the hub may be asked for from what can only be meant as a path.
+
+    A name is `name` or `org/name`, with nothing of that name here, and with no directory `org`.
+    """
+    if isinstance(name, Path) or not _NAME.fullmatch(name):
+        return False
+    return not Path(name).exists() and not ("/" in name and Path(name.partition("/")[0]).exists())
+
+
+def no_directory(name: str | Path) -> str:
+    """Say that a path is no model directory, and that the hub has no such name."""
+    return f"{name} is not a directory; give a model directory or a hub id such as org/name"
+
+
+@contextmanager
+def asking_hub(name: str, what: str, kind: type[MegatrainError] = ModelError) -> Iterator[None]:
+    """Let a library ask the hub for something; where that does not answer, its cache alone.
+
+    Args:
+        name: What is asked for.
+        what: What of it, in the words of a sentence: `its tokenizer`.
+        kind: Of the error.
+
+    Raises:
+        MegatrainError: Of `kind`: it is not there, or the hub was not reached.
+    """
+    from huggingface_hub import constants
+
+    is_off = constants.HF_HUB_OFFLINE
+    is_reached = not is_off and is_hub_reached()
+    try:
+        with ExitStack() as stack:
+            if not is_reached:
+                stack.enter_context(mock.patch.object(constants, "HF_HUB_OFFLINE", True))
+                if "datasets" in sys.modules:
+                    config = sys.modules["datasets"].config
+                    stack.enter_context(mock.patch.object(config, "HF_HUB_OFFLINE", True))
+            yield
+    except MegatrainError:
+        raise
+    except Exception as error:  # the hub's client and its transport raise many classes
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        why = f"; check the spelling: {lines[0]}"
+        if not is_reached:
+            why = ", which is not asked (HF_HUB_OFFLINE)" if is_off else ", which was not reached"
+            why += "; check the spelling and the connection"
+        raise kind(
+            f"{name} is no local directory, and {what} cannot be read from the Hugging Face hub{why}"
+        ) from error
+
+
+@cache
+def is_hub_reached() -> bool:
+    """Whether the hub, or what stands for it, answers within five seconds; it is asked once per process."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=_WAIT_S)
+        except Exception:  # of whatever class: it was not reached
+            return
+        answered.set()
+
+    # in a thread, since a name that nobody resolves has no time limit
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_WAIT_S)
+    return answered.is_set()
