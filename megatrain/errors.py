@@ -157,7 +157,7 @@ def as_ours(error: BaseException) -> MegatrainError | None:
     return before or MegatrainError(os_sentence("use", refused.filename or "a file", refused))
 
 
-def os_error_behind(error: Exception, path: str | os.PathLike[str]) -> OSError | None:
+def os_error_behind(error: BaseException, path: str | os.PathLike[str]) -> OSError | None:
     """Return the system's error behind one of a library that reads a directory; None: there is none.
 
     To some libraries, what they may not look at is not there; so the directory is looked at here.

@@ -53,8 +53,6 @@ def _key(counter: Any, options: tuple[Any, ...]) -> Any:
         repr([layout.sizes for layout in counter.layouts]),
         tuple(counter.largest_runs),
         pools.saved_visit,  # which counting calls by itself
-        counter.built.num_params,
-        counter.built.part,
         _without_name(counter.model.config),
         tuple((name, type(each), type(each).forward, _plain(each)) for name, each in modules),
         tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in counter.model.named_parameters()),

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel, Qwen3_5ForConditionalGeneration
 
 from megatrain import cli
+from megatrain.errors import ModelError
 from megatrain.stream.load import load
+from tests.model.weights.test_parts import HALVES
 from tests.train.project import make_config, write_corpus, write_model_config
 
 
@@ -60,6 +63,10 @@ def remove_shard(project: Path) -> None:
     remove_weights(project)
 
 
+def missing_tensor(project: Path) -> None:
+    spoil_weights(project, lambda tensors: tensors.__delitem__("model.norm.weight"))
+
+
 def wrong_shape(project: Path) -> None:
     spoil_weights(project, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
 
@@ -81,6 +88,16 @@ def remote_code(project: Path) -> None:
     config["auto_map"] = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}
     file.write_text(json.dumps(config))
     (project / "model/evil.py").write_text(f"import os; os.mkdir({str(project / 'canary')!r})")
+
+
+def encoder(project: Path) -> None:
+    """Weights as models of embeddings come: without what would predict tokens."""
+    sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    BertModel(BertConfig(**sizes, num_hidden_layers=2)).save_pretrained(project / "model")
+
+
+def tower(project: Path) -> None:
+    Qwen3_5ForConditionalGeneration(HALVES["qwen3_5"][0]()).save_pretrained(project / "model")
 
 
 def no_config(project: Path) -> None:
@@ -116,8 +133,11 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], int, str]] = {
     "missing weights": (remove_weights, [], 2, "safetensors"),
     "truncated weights": (truncate, [], 2, "model.safetensors"),
     "missing shard": (remove_shard, [], 2, "model-00001-of-00002.safetensors"),
+    "missing tensor": (missing_tensor, [], 2, "lacks 1 of the model's tensors: model.norm.weight"),
     "wrong shape": (wrong_shape, [], 2, "model.norm.weight"),
     "pickle-only weights": (pickle_only, [], 2, "pytorch_model.bin"),
+    "encoder": (encoder, [], 2, "is an encoder"),
+    "tower": (tower, [], 2, "parts beside its causal language model (vision_config)"),
     "remote code": (remote_code, [], 2, "auto_map"),
     "no config": (no_config, [], 2, "config.json"),
     "no model": (None, ["model.path=./nowhere"], 2, "nowhere"),
@@ -138,11 +158,20 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], int, str]] = {
 }
 
 
+BEFORE_DATA = (
+    "missing weights", "truncated weights", "missing shard", "missing tensor", "wrong shape",
+    "pickle-only weights", "encoder", "tower", "remote code", "no config", "no model",
+)  # fmt: skip
+"""What is found before the data is read, and so before anything is planned or promised."""
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_mistake_ends_in_one_sentence(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     spoil, overrides, code, words = CASES[case]
+    if case in BEFORE_DATA:
+        monkeypatch.setattr("megatrain.train.run.read_data", None)
     if case == "no CUDA" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     if spoil is not None:
@@ -166,6 +195,27 @@ def test_mistake_ends_in_one_sentence(
     assert "Traceback" not in output.err
     assert not (project / "canary").exists()
     assert not (project / "run").exists() or not any((project / "run").iterdir())
+
+
+@pytest.mark.parametrize("spoil", [encoder, tower])
+def test_a_model_that_is_not_trained_gets_one_sentence_everywhere(
+    spoil: Callable[[Path], None],
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spoil(project)
+    monkeypatch.chdir(project)
+    with pytest.raises(ModelError) as loaded:
+        load("model")
+    sentences = {str(loaded.value)}
+    for command in (["train", "data.path=corpus.txt"], ["plan", "--machine", "rtx-4090"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*command, "--model", "model"])
+        assert ended.value.code == 2
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        sentences |= {line.removeprefix("error: ") for line in errors}
+    assert len(sentences) == 1, sentences
 
 
 def test_output_directory_with_foreign_files(

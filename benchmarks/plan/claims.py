@@ -26,7 +26,7 @@ from megatrain.config.plan import Plan
 from megatrain.hardware import HardwareSpec, load_machine
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
-from megatrain.model.weights.skeleton import read_text_config
+from megatrain.model.weights.skeleton import read_config
 from megatrain.plan.cost.economics import economics
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
@@ -162,7 +162,7 @@ def model_config(model: str, configs: Path) -> PretrainedConfig:
     """Return a model's configuration: of a folder, or a Llama of some width and depth."""
     kind, _, shape = model.partition(":")
     if kind != "dense":
-        return read_text_config(configs / model)
+        return read_config(configs / model)
     hidden, layers = map(int, shape.split(":"))
     return LlamaConfig(
         hidden_size=hidden,

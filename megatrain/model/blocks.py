@@ -1,10 +1,11 @@
 """Which modules of a Hugging Face model stream, what stays resident, and what is refused.
 
 A streamed block is an element of a ModuleList whose elements are all decoder layers in transformers' own
-sense (`GradientCheckpointingLayer`, or a class named in `_no_split_modules`); classes may be mixed. All other
-parameters belong to resident blocks, one for each largest module that holds no streamed block. A parameter
-that several blocks use (tied weights) has one owner: the resident block if one of the users is resident, and
-a resident block of its own if all users are streamed.
+sense (`GradientCheckpointingLayer`, or a class named in `_no_split_modules`); classes may be mixed. A model
+may have several such lists: those of a tower for images, say, come behind those of its language model. All
+other parameters belong to resident blocks, one for each largest module that holds no streamed block. A
+parameter that several blocks use (tied weights) has one owner: the resident block if one of the users is
+resident, and a resident block of its own if all users are streamed.
 
 With fragments, a decoder layer becomes several blocks, each of which streams by itself: one for each large
 part of the layer (attention; mlp or experts), entered when a module of it is called.
@@ -65,6 +66,8 @@ class Block:
     """Of these: the head."""
     is_behind: bool = False
     """Outside all layers, and registered behind them, as the final norm is: their backward is not for it."""
+    is_beside: bool = False
+    """A layer of a tower beside the language model, which rows of text alone do not pass."""
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     """Where this block's own parameters are looked up."""
@@ -80,6 +83,8 @@ class Block:
 def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Block]:
     """Split a model into blocks: those of decoder layers in the order of the module tree, then the others.
 
+    The layers of a language model come before those of towers beside it.
+
     Args:
         model: A Hugging Face model.
         fragments: Split each layer into its large parts, where it has several and no parameter of its own.
@@ -93,7 +98,11 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Bloc
             f"{type(model).__name__} has no list of decoder layers to stream (a ModuleList of "
             "GradientCheckpointingLayer, or of classes in _no_split_modules); it cannot be streamed"
         )
-    blocks = {id(module): Block(name=name, module=module) for name, module in layers}
+    beside = beside_text(model)
+    inner = [Block(name=name, module=module, is_beside=is_beside(module, beside)) for name, module in layers]
+    last = [block.name for block in inner if not block.is_beside][-1:] or [inner[-1].name]
+    inner.sort(key=lambda block: block.is_beside)
+    blocks = {id(block.module): block for block in inner}
     users: dict[int, list[Block]] = {}
     sites: dict[int, list[tuple[Block, Site]]] = {}
     names: dict[int, tuple[str, nn.Parameter]] = {}
@@ -104,7 +113,7 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Bloc
     is_behind = False
     for path, module in model.named_modules():
         owner = owners[path]
-        is_behind = is_behind or path == layers[-1][0]
+        is_behind = is_behind or path in last
         if isinstance(owner, str):
             new = Block(name=owner or "model", module=None, is_behind=is_behind)
             owner = resident.setdefault(owner, new)
@@ -123,7 +132,6 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Bloc
                 user.borrowed.append(site)
             owner.sites.append(site)
     outer = [block for block in [*resident.values(), shared] if block.parameters]
-    inner = list(blocks.values())
     borrowed = {site.name for block in inner for site in block.borrowed}
     for block in outer:
         if not borrowed & block.parameters.keys():
@@ -131,6 +139,21 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Bloc
     if fragments:
         inner = [fragment for block in inner for fragment in _split(block)]
     return [*inner, *outer]
+
+
+def beside_text(model: PreTrainedModel) -> set[int]:
+    """Return the ids of parameters that rows of text alone do not use: of towers beside a language model."""
+    config = model.config
+    if config.is_encoder_decoder or config.get_text_config() is config:
+        return set()
+    used = [model.get_decoder(), model.get_output_embeddings()]
+    ids = {id(parameter) for module in used if module is not None for parameter in module.parameters()}
+    return {id(parameter) for parameter in model.parameters()} - ids
+
+
+def is_beside(module: nn.Module, beside: set[int]) -> bool:
+    """Whether a layer is of a tower: all of its parameters are among those of `beside_text`."""
+    return bool(beside) and {id(parameter) for parameter in module.parameters()} <= beside
 
 
 def _mark_caller(model: PreTrainedModel, block: Block) -> None:
@@ -183,7 +206,12 @@ def _split(layer: Block) -> list[Block]:
     if len(large) < 2 or len(set(owned)) < len(owned):
         return [layer]
     fragments = {
-        name: Block(name=f"{layer.name}.{name}", module=module, entries=(module.get_submodule(name),))
+        name: Block(
+            name=f"{layer.name}.{name}",
+            module=module,
+            entries=(module.get_submodule(name),),
+            is_beside=layer.is_beside,
+        )
         for name in large
     }
     for name, held in parts.items():

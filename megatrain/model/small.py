@@ -22,8 +22,8 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from megatrain.errors import ModelError
-from megatrain.model.weights.skeleton import first_line, parameters_on_meta
+from megatrain.errors import ModelError, first_line
+from megatrain.model.weights.skeleton import parameters_on_meta
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -27,9 +27,10 @@ from megatrain.model.adapters.adapt import (
 )
 from megatrain.model.adapters.files import is_adapter
 from megatrain.model.blocks import find_blocks, group_layers
+from megatrain.model.causal import refuse_encoder
 from megatrain.model.vocabulary import grow, rows_of
 from megatrain.model.weights.convert import Region
-from megatrain.model.weights.files import PlannedWeights, model_directory
+from megatrain.model.weights.files import PlannedWeights, has_weights, model_directory
 from megatrain.model.weights.generation import take_generation_config
 from megatrain.model.weights.initialise import initialise_weights
 from megatrain.model.weights.skeleton import build_skeleton, read_config
@@ -127,10 +128,12 @@ def load(
         path = model_directory(path)
     if config is None or (path is None and adaptation is not None and adaptation.lora is not None):
         raise ConfigError("adapters need a base with weights; give load the path of one")
+    refuse_encoder(config)
     dtype = torch.float32 if kept is Precision.FP32 else torch.bfloat16
     model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
     resumes = tiers is not None and tiers.resumes
-    weights = None if path is None or resumes else PlannedWeights(model, path)
+    has_files = path is not None and (not resumes or has_weights(path))
+    weights = PlannedWeights(model, path) if path is not None and has_files else None
     if adapter is not None:
         vocab_size = max(vocab_size or 0, saved_vocabulary(model, Path(adapter)))
     grow(model, vocab_size)
@@ -169,13 +172,15 @@ def load(
         _bind_parameters(model, lambda name: _working(host, name))
         if path is not None:
             take_generation_config(model, path)
-    elif weights is not None:
+    elif weights is not None and not resumes:
         _bind_parameters(model, lambda name: _working(host, name))
         weights.read(_Renamed(host, now, {name: len(p) for name, p in model.named_parameters() if p.ndim}))
         _fill_adapters(model, host, adapter, seed)
     else:
         _draw(model, host, seed)
         _bind_parameters(model, lambda name: _working(host, name))
+    if weights is not None:
+        weights.keep_untouched()
     require_same_weights(host, ranks)
     model.__dict__["_megatrain_host"] = host
     return model

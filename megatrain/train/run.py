@@ -25,8 +25,8 @@ from megatrain.errors import ConfigError
 from megatrain.hardware.care import Care
 from megatrain.hardware.determinism import set_environment
 from megatrain.model.adapters.adapt import has_adapters
+from megatrain.model.check import read_checked
 from megatrain.model.liger import apply_liger, uses_liger
-from megatrain.model.weights.skeleton import read_config
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
@@ -264,8 +264,9 @@ def prepare(
     with in_turn(ranks):  # the first one prepares the data, and says what is wrong; the others read them
         base = check_base(config, earlier)
         source = str(checkpoint) if checkpoint is not None and base is None else config.model.path
-        progress("reading the model's configuration")
-        model_config = read_config(source)
+        progress("reading the model's configuration, and checking its files")
+        is_random = checkpoint is None and config.model.init == "random"
+        model_config = read_checked(source, has_weights=not is_random and committed is None)
         progress("reading and tokenising the data")
         day = None if earlier is None else earlier["data"].get("day")
         data = read_data(config, model_config, checkpoint=checkpoint, folder=prepared, day=day)
@@ -323,7 +324,6 @@ def prepare(
     if ranks is not None:
         facts = {"data": loader.state(), "steps": num_steps, "model": model_config.to_dict()}
         require_same_run(ranks, config, facts)
-    is_random = checkpoint is None and config.model.init == "random"
     vocab_size = model_config.get_text_config().vocab_size if config.model.new_tokens else None
     if reference is not None and earlier is not None:
         if (ranks is None or ranks.rank == 0) and not reference.is_kept:

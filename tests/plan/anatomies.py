@@ -112,7 +112,6 @@ def llama_like(
     chunk = min(tokens, 4096)
     return Anatomy(
         model_type="llama",
-        part="",
         precision=precision,
         micro_batch_size=micro_batch_size,
         seq_len=seq_len,

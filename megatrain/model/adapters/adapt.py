@@ -25,6 +25,7 @@ from megatrain.config.adaptation import ALL_LINEAR, Adaptation, LoraChoice
 from megatrain.errors import ConfigError, ModelError, first_line, os_errors
 from megatrain.files import open_safetensors
 from megatrain.model.adapters.files import CONFIG_NAME, WEIGHTS_NAME, encode_config
+from megatrain.model.weights.reading import require_finite
 from megatrain.model.weights.skeleton import tied_names
 
 if TYPE_CHECKING:
@@ -245,6 +246,7 @@ def read_adapter(model: PreTrainedModel, directory: Path, put: Callable[[str, Te
                         f"{file}: {key} is {list(value.shape)}, and the model's is "
                         f"{list(parameters[name].shape)}; use the lora settings that it was trained with"
                     )
+                require_finite(value, file, key)
                 put(name, value)
     except SafetensorError as error:
         raise ModelError(f"{file} is truncated or no safetensors file: {first_line(error)}") from error

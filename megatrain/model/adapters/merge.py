@@ -24,6 +24,7 @@ from megatrain.model.weights.files import PlannedWeights, model_directory
 from megatrain.model.weights.generation import take_generation_config
 from megatrain.model.weights.on_demand import OnDemand
 from megatrain.model.weights.skeleton import build_skeleton, read_config
+from megatrain.model.weights.untouched import Untouched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,6 +61,7 @@ def write_model_of(source: Path, out: Path, *, max_shard_bytes: int) -> None:
             groups=[list(block.parameters) for block in find_blocks(model)],
             read=lambda name: read(name).to(base.dtype(name)),
             dtype=base.dtype,
+            untouched=Untouched(weights.untouched),
             max_shard_bytes=max_shard_bytes,
         )
 

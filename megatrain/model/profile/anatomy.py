@@ -140,8 +140,6 @@ class Anatomy:
     """A model for one shape of micro-batch."""
 
     model_type: str
-    part: str
-    """Empty, or which part of a larger model this is: `language tower (text_config)`."""
     precision: str
     micro_batch_size: int
     """Rows."""

@@ -30,8 +30,7 @@ from megatrain.model.profile.fragments import fragment, kind_of_outer
 from megatrain.model.profile.passing import CHUNKS, NOT_COUNTED, WholePass
 from megatrain.model.profile.rows import of_size
 from megatrain.model.sequence.check import refuse_config
-from megatrain.model.text_config import Built, num_parameters
-from megatrain.model.weights.skeleton import skeleton_of
+from megatrain.model.weights.skeleton import num_parameters, skeleton_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -53,7 +52,7 @@ def count_anatomy(
     """Count what a model costs for one shape of micro-batch.
 
     Args:
-        config: Of a causal language model, or of a larger model with one inside.
+        config: Of a causal language model.
         micro_batch_size: Rows.
         seq_len: Tokens of a row.
         precision: How weights are kept, as in `attach`.
@@ -175,10 +174,9 @@ def count_model(
         ModelError: It cannot be streamed, or what it computes cannot be followed without its weights.
         ConfigError: A shape or a precision that there is not.
     """
-    num_params = num_parameters(model)
     try:
-        built = Built(skeleton_of(model), "", num_params)
-        counter = Counter(built, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
+        skeleton = skeleton_of(model)
+        counter = Counter(skeleton, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
         counter.sequence = sequence
         return _count(counter, model.config.model_type, precision, head_chunk_tokens, device_type)
     except MegatrainError:
@@ -203,18 +201,16 @@ def _anatomy(
     counter: Counter, whole: WholePass, micro_batch_size: int, model_type: str, precision: str
 ) -> Anatomy:
     """Put together what was counted of a pass of so many rows."""
-    built, model, seq_len = counter.built, counter.model, counter.shape[1]
+    model, seq_len = counter.model, counter.shape[1]
     own_len, shares = -(-seq_len // counter.sequence), counter.sequence > 1
     flops = count_flops(model, counter.layers)
     num_active = active_parameters(model)
-    num_own = num_parameters(model)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     per_token = IDS_BYTES + POSITION_BYTES * (counter.is_packed or shares) + IDS_BYTES // 2 * shares
     ids = per_token * micro_batch_size * own_len  # with the labels that were shifted before they were cut
     return Anatomy(
         model_type=model_type,
-        part=built.part,
         precision=precision,
         micro_batch_size=micro_batch_size,
         seq_len=own_len,
@@ -224,8 +220,8 @@ def _anatomy(
             for block, layout in zip(counter.blocks, counter.layouts, strict=True)
             if block.module is None
         ),
-        num_params=built.num_params,
-        num_active_params=num_active + built.num_params - num_own,
+        num_params=num_parameters(model),
+        num_active_params=num_active,
         num_trained=num_trained,
         model_flops_per_token=flops.model_flops(seq_len),
         head_forward=whole.head_forward,

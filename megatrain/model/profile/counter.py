@@ -6,7 +6,6 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 from unittest import mock
@@ -25,6 +24,7 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.model.adapters.adapt import adapt
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
 from megatrain.model.blocks import find_blocks, group_layers
+from megatrain.model.causal import refuse_encoder
 from megatrain.model.head import chunk_tokens_of
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
@@ -38,7 +38,7 @@ from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_l
 from megatrain.model.sequence.attention import rows_shared
 from megatrain.model.sequence.shards import Counted
 from megatrain.model.shares import adds_router_loss
-from megatrain.model.text_config import Built, build_language_model, num_parameters
+from megatrain.model.weights.skeleton import build_skeleton
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -84,15 +84,19 @@ class Counter:
     """A model without weights, cut into blocks, whose parts are run in one fake mode."""
 
     def __init__(
-        self, built: Built, *, micro_batch_size: int, seq_len: int, precision: Literal["fp32", "bf16"]
+        self,
+        model: PreTrainedModel,
+        *,
+        micro_batch_size: int,
+        seq_len: int,
+        precision: Literal["fp32", "bf16"],
     ) -> None:
         """Cut a model into blocks; see `count_anatomy` for what is raised."""
         if micro_batch_size < 1 or seq_len < 1:
             raise ConfigError(
                 f"a micro-batch of {micro_batch_size} rows of {seq_len} tokens; both must be 1 or more"
             )
-        self.built = built
-        self.model = built.model.train()
+        self.model = model.train()
         self.warnings = _leave_out_router_loss(self.model)
         self.shape = micro_batch_size, seq_len
         self.rows = Rows(micro_batch_size)
@@ -106,8 +110,11 @@ class Counter:
         self.largest_runs = [largest_run(layout) for layout in whole[: len(self.groups)]]
         """Of each layer that streams as one block."""
         self.layers = [
-            module for group in self.groups if (module := self.blocks[group[0]].module) is not None
+            block.module
+            for block in (self.blocks[group[0]] for group in self.groups)
+            if block.module is not None and not block.is_beside
         ]
+        """Those that rows of text pass, which come first."""
 
     @classmethod
     def of(
@@ -126,13 +133,11 @@ class Counter:
         if precision not in ("fp32", "bf16"):
             raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        built = build_language_model(config, dtype=dtype, attn_implementation=attn_implementation)
+        refuse_encoder(config)
+        model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
         if adaptation is not None:
-            before = num_parameters(built.model)
-            adapt(built.model, adaptation)
-            added = num_parameters(built.model) - before
-            built = replace(built, num_params=built.num_params + added)
-        counter = cls(built, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
+            adapt(model, adaptation)
+        counter = cls(model, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
         counter.is_packed, counter.sequence = is_packed, sequence
         return counter
 
@@ -217,8 +222,26 @@ class Counter:
         return FakeBlock(self.blocks[number], self.layouts[number])
 
     def describe(self, whole: WholePass) -> tuple[Layer, ...]:
-        """Describe every layer by the trace of its kind."""
-        return tuple(self._layer(number, whole.traces[kind]) for number, kind in enumerate(whole.kinds))
+        """Describe every layer by the trace of its kind; those that are not passed, by their size alone."""
+        passed = [self._layer(number, whole.traces[kind]) for number, kind in enumerate(whole.kinds)]
+        return (*passed, *map(self._layer_beside, range(len(self.layers), len(self.groups))))
+
+    def _layer_beside(self, number: int) -> Layer:
+        parts = [(self.blocks[n], self.layouts[n]) for n in self.groups[number]]
+        nothing = dict.fromkeys((*_TRACED, *_AFTER), 0)
+        return Layer(
+            fragments=tuple(fragment(*part, kind_of_fragment(part[0]), Cost()) for part in parts),
+            forward=Cost(),
+            backward=Cost(),
+            boundary_bytes=0,
+            saved_bytes=nothing,
+            forward_peak_bytes=nothing,
+            backward_peak_bytes=nothing,
+            holds_input=dict.fromkeys(nothing, False),
+            fragment_peak_bytes=nothing,
+            collect_bytes=dict.fromkeys(nothing, (0,) * (len(parts) + 1)),
+            largest_run=self.largest_runs[number],
+        )
 
     def _layer(self, number: int, traces: Traces) -> Layer:
         group = self.groups[number]

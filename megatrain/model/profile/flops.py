@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from megatrain.model.blocks import beside_text, is_beside
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -116,9 +118,15 @@ def count_flops(model: PreTrainedModel, layers: Sequence[nn.Module]) -> ModelFlo
         if isinstance(module, nn.Embedding) and module.weight is not head_weight
     }
     share = _active_share(config)
-    seen = set(lookups)
+    beside = beside_text(model)
+    seen = lookups | beside
     parts = [
-        _part(layer.named_parameters(), share, seen, _attention(layer, config, number))
+        _part(
+            layer.named_parameters(),
+            share,
+            seen,
+            None if is_beside(layer, beside) else _attention(layer, config, number),
+        )
         for number, layer in enumerate(layers)
     ]
     rest = _part(model.named_parameters(), share, seen, None)
@@ -149,10 +157,12 @@ def _part(
 def active_parameters(model: PreTrainedModel) -> int:
     """Count the parameters that a token passes, lookups included: of the experts, the active ones."""
     share = _active_share(model.config.get_text_config())
+    beside = beside_text(model)
     return round(
         sum(
             parameter.numel() * (share or 1.0 if "experts" in name.split(".") else 1.0)
             for name, parameter in model.named_parameters()
+            if id(parameter) not in beside
         )
     )
 

@@ -43,7 +43,7 @@ class WholePass:
     """What one micro-batch takes outside of the layers, in bytes alive at a time; weights are not counted."""
 
     kinds: list[int] = field(default_factory=list)
-    """Number of each layer's kind, in forward order."""
+    """Number of each layer's kind, in forward order; those that rows of text do not pass are left out."""
     calls: list[LayerCall] = field(default_factory=list)
     """One call per kind."""
     traces: list[Traces] = field(default_factory=list)

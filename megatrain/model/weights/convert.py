@@ -75,13 +75,13 @@ class Conversion:
 
 def plan_conversions(
     model: PreTrainedModel, sources: Mapping[str, Source]
-) -> tuple[list[Conversion], list[str]]:
+) -> tuple[list[Conversion], list[Source]]:
     """Match the tensors of a checkpoint to those of a model.
 
     Leaves on the model which conversions were used, as `from_pretrained` does: saving reverts exactly those.
 
     Returns:
-        The conversions, in the order of their keys; the keys that the model has no place for, renamed.
+        The conversions, in the order of their keys; the tensors that the model has no place for.
 
     Raises:
         ModelError: Two sources claim one target, or sources do not fit together.
@@ -98,7 +98,7 @@ def plan_conversions(
         if target not in state and key in state:
             target, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
         if target not in state:
-            unexpected.append(target)
+            unexpected.append(sources[key])
             continue
         converter = by_pattern[pattern] if pattern is not None else None
         conversion = conversions.setdefault(target, Conversion(target=target, converter=converter))

@@ -12,7 +12,8 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from megatrain.errors import ModelError, OutputError, os_errors
 from megatrain.model.weights.files import INDEX_NAME, WEIGHTS_NAME
 from megatrain.model.weights.shards import Shard, ShardWriter, Specs, num_bytes
 from megatrain.model.weights.skeleton import persistent_buffers, tied_names
+from megatrain.model.weights.untouched import Untouched
 
 _MODEL_PATTERNS = ("config.json", "generation_config.json", "*.safetensors", INDEX_NAME)
 
@@ -36,6 +38,7 @@ def export_weights(
     groups: Sequence[Sequence[str]],
     read: Callable[[str], torch.Tensor],
     dtype: Callable[[str], torch.dtype] | None = None,
+    untouched: Untouched | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
     """Write a model directory that `from_pretrained` opens, with the keys that `save_pretrained` writes.
@@ -50,6 +53,7 @@ def export_weights(
             They are read in this order.
         read: Returns the value of a parameter on the host; called once for each.
         dtype: Of the value that `read` returns; that of the model's parameter when None.
+        untouched: Tensors that the model has no place for, which are written as they are.
         max_shard_bytes: Size from which the weights are split into several files.
 
     Raises:
@@ -59,9 +63,13 @@ def export_weights(
     out = Path(out)
     specs = _state_specs(model, dtype)
     units = _units(model, _assign_buffers(groups, specs, persistent_buffers(model)))
-    shards = _plan_shards(model, units, specs, max_shard_bytes)
+    others: Specs = {} if untouched is None else untouched.specs
+    shards = _plan_shards(model, units, specs, others, max_shard_bytes)
     with os_errors("write", out), _directory(out) as written:
-        _write_shards(model, out, shards, units, specs, read, written)
+        values = [_values(model, units, specs, read)]
+        if untouched is not None:
+            values.append(untouched.values())
+        _write_shards(out, shards, chain(*values), written)
         if len(shards) > 1:
             _write_text(out / INDEX_NAME, _index_text(model, shards), written)
         if model.can_generate():
@@ -154,18 +162,22 @@ def _saved_names(model: PreTrainedModel) -> dict[str, str | None]:
 
 
 def _plan_shards(
-    model: PreTrainedModel, units: list[list[str]], specs: Specs, max_shard_bytes: int
+    model: PreTrainedModel, units: list[list[str]], specs: Specs, others: Specs, max_shard_bytes: int
 ) -> list[Shard]:
-    """Fill shards with the tensors that the reverse conversion makes, in the order of writing."""
+    """Fill shards with what the reverse conversion makes, in the order of writing, and with other tensors."""
     saved = _saved_names(model)
-    shards = [Shard()]
+    written: Specs = {}
     for unit in units:
         empty = {name: torch.empty(specs[name][1], dtype=specs[name][0], device="meta") for name in unit}
         for key, value in _reverted(model, empty, saved).items():
-            shape = tuple(value.shape)
-            if shards[-1].tensors and shards[-1].num_bytes + num_bytes(value.dtype, shape) > max_shard_bytes:
-                shards.append(Shard())
-            shards[-1].add(key, value.dtype, shape)
+            written[key] = value.dtype, tuple(value.shape)
+    if twice := sorted(written.keys() & others.keys()):
+        raise ModelError(f"{twice[0]} is a tensor of the model, and one that it has no place for; rename one")
+    shards = [Shard()]
+    for key, (dtype, shape) in (written | others).items():
+        if shards[-1].tensors and shards[-1].num_bytes + num_bytes(dtype, shape) > max_shard_bytes:
+            shards.append(Shard())
+        shards[-1].add(key, dtype, shape)
     for number, shard in enumerate(shards, 1):
         shard.name = (
             WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -185,29 +197,32 @@ def _reverted(
     return revert_weight_conversion(model, state) if state else {}
 
 
-def _write_shards(
-    model: PreTrainedModel,
-    out: Path,
-    shards: list[Shard],
-    units: list[list[str]],
-    specs: Specs,
-    read: Callable[[str], torch.Tensor],
-    written: list[Path],
-) -> None:
-    """Read unit after unit and write each tensor in its place."""
+def _values(
+    model: PreTrainedModel, units: list[list[str]], specs: Specs, read: Callable[[str], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read unit after unit, and yield the tensors of the checkpoint that it makes."""
     buffers = persistent_buffers(model)
     saved = _saved_names(model)
+    for unit in units:
+        reverted = _reverted(model, _read_unit(unit, specs, buffers, saved, read), saved)
+        for key in list(reverted):
+            yield key, reverted.pop(key)
+
+
+def _write_shards(
+    out: Path, shards: list[Shard], values: Iterable[tuple[str, torch.Tensor]], written: list[Path]
+) -> None:
+    """Write each tensor in its place."""
     with contextlib.ExitStack() as stack:
         pending = iter(shards)
         writers: dict[str, ShardWriter] = {}
-        for unit in units:
-            reverted = _reverted(model, _read_unit(unit, specs, buffers, saved, read), saved)
-            for key in list(reverted):
-                while key not in writers:
-                    shard = next(pending)
-                    writer = stack.enter_context(ShardWriter(out / shard.name, shard, written))
-                    writers.update(dict.fromkeys(shard.tensors, writer))
-                writers.pop(key).write(key, reverted.pop(key))
+        for key, value in values:
+            while key not in writers:
+                shard = next(pending)
+                writer = stack.enter_context(ShardWriter(out / shard.name, shard, written))
+                writers.update(dict.fromkeys(shard.tensors, writer))
+            writers.pop(key).write(key, value)
+            del value  # before the next one is read
 
 
 def _read_unit(

@@ -19,14 +19,15 @@ from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from megatrain.errors import ModelError, first_line, os_errors
-from megatrain.files import open_safetensors
+from megatrain.errors import ModelError, first_line
+from megatrain.hub import asking_hub, may_be_on_hub, no_directory
 from megatrain.model.weights.convert import Conversion, Region, Source, plan_conversions
 from megatrain.model.weights.generation import read_generation_config
-from megatrain.model.weights.skeleton import looks_like_a_path, persistent_buffers, tied_names
+from megatrain.model.weights.reading import open_weights, read_weights
+from megatrain.model.weights.skeleton import persistent_buffers, tied_names
+from megatrain.model.weights.untouched import UNTOUCHED, Untouched, require_exportable
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +65,15 @@ def model_directory(path_or_id: str | Path) -> Path:
     """
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
-    if looks_like_a_path(path_or_id):
-        raise ModelError(
-            f"{path_or_id} is not a directory; give a model directory or a hub id such as org/name"
-        )
-    try:
+    if not may_be_on_hub(path_or_id):
+        raise ModelError(no_directory(path_or_id))
+    with asking_hub(str(path_or_id), "it"):
         return Path(snapshot_download(str(path_or_id), allow_patterns=_FETCHED_PATTERNS))
-    except Exception as error:  # the hub client and its transport raise many classes
-        raise ModelError(
-            f"{path_or_id} is no local directory and cannot be fetched from the Hugging Face hub: "
-            f"{first_line(error)}"
-        ) from error
+
+
+def has_weights(path: str | Path) -> bool:
+    """Whether a model directory has files of weights."""
+    return any((Path(path) / name).exists() for name in (INDEX_NAME, WEIGHTS_NAME))
 
 
 def checkpoint_files(path: str | Path) -> list[Path]:
@@ -116,13 +115,15 @@ def load_weights(model: PreTrainedModel, path: str | Path, sink: ParameterSink) 
     """Read a checkpoint into a model's parameters and persistent buffers: `PlannedWeights`, in one go.
 
     Returns:
-        Keys of the checkpoint that the model has no place for; they are also logged once.
+        Keys of the checkpoint that the model has no place for.
 
     Raises:
         ModelError: The files or their tensors do not fit the model. The sink has been given nothing, unless
             a file changes while it is read.
     """
-    return PlannedWeights(model, path).read(sink)
+    weights = PlannedWeights(model, path)
+    weights.read(sink)
+    return [source.key for source in weights.untouched]
 
 
 class PlannedWeights:
@@ -138,14 +139,17 @@ class PlannedWeights:
         self.files = checkpoint_files(path)
         sources = _read_headers(self.files)
         _check_index(self._path, sources)
-        self.conversions, self._unexpected = plan_conversions(model, sources)
+        self.conversions, unexpected = plan_conversions(model, sources)
         _check_targets(model, self.conversions, self._path)
+        self.untouched = _without_constants(model, unexpected)
+        """What the model has no place for."""
+        require_exportable(self.untouched)
         self._generation = read_generation_config(self._path)
         names = tied_names(model)
         self.first_names = {alias: name for name, aliases in names.items() for alias in aliases}
         self.buffers = persistent_buffers(model)
 
-    def read(self, sink: ParameterSink) -> list[str]:
+    def read(self, sink: ParameterSink) -> None:
         """Read the weights; the model also takes the generation settings of the directory.
 
         A tied parameter is written once, under the first of its names.
@@ -170,7 +174,21 @@ class PlannedWeights:
                         sink.put(self.first_names[target], value, region)
         if self._generation is not None and self.model.can_generate():
             self.model.generation_config = self._generation
-        return _report_unexpected(self.model, self._unexpected, self._path)
+
+    def keep_untouched(self) -> None:
+        """Leave with the model what it has no place for, to be exported as it is, and say so.
+
+        Raises:
+            ModelError: As `Untouched`.
+        """
+        if self.untouched:
+            self.model.__dict__[UNTOUCHED] = Untouched(self.untouched)
+            logger.warning(
+                "%s: %d tensors have no place in the model, and are not trained but exported as they are: %s",
+                self._path,
+                len(self.untouched),
+                _some([source.key for source in self.untouched]),
+            )
 
 
 def _refuse_without_weights(directory: Path) -> None:
@@ -227,24 +245,6 @@ def _is_allowed_link(directory: Path, file: Path) -> bool:
     if target.is_relative_to(root):
         return True
     return root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
-
-
-@contextlib.contextmanager
-def open_weights(file: Path) -> Iterator[Any]:
-    """Open a safetensors file.
-
-    Raises:
-        ModelError: It cannot be read, or is not whole.
-    """
-    try:
-        with os_errors("read", file, ModelError):
-            handle = open_safetensors(file)
-    except (SafetensorError, ValueError) as error:
-        raise ModelError(
-            f"{file} is truncated or no safetensors file; fetch it again: {first_line(error)}"
-        ) from error
-    with handle:
-        yield handle
 
 
 def _read_headers(files: list[Path]) -> dict[str, Source]:
@@ -339,7 +339,7 @@ def _check_ties(
 def _whole(
     model: PreTrainedModel, conversion: Conversion, target: str, handles: Mapping[Path, Any]
 ) -> torch.Tensor:
-    tensors = [_read(handles, source) for _, source in conversion.sources]
+    tensors = [read_weights(handles, source) for _, source in conversion.sources]
     return conversion.run(model, tensors)[target]
 
 
@@ -357,37 +357,20 @@ def values_of(
     """Yield target, value and region, one tensor at a time where the sources go straight to their places."""
     if conversion.regions is not None:
         for (_, source), region in zip(conversion.sources, conversion.regions, strict=True):
-            yield conversion.target, _read(handles, source), region
+            yield conversion.target, read_weights(handles, source), region
         return
-    targets = conversion.run(model, [_read(handles, source) for _, source in conversion.sources])
+    targets = conversion.run(model, [read_weights(handles, source) for _, source in conversion.sources])
     while targets:
         name, value = targets.popitem()
         yield name, value, ()
 
 
-def _read(handles: Mapping[Path, Any], source: Source) -> torch.Tensor:
-    try:
-        with os_errors("read", source.file, ModelError):
-            return handles[source.file].get_tensor(source.key)
-    except (SafetensorError, RuntimeError) as error:
-        raise ModelError(f"{source.file}: {source.key} cannot be read: {first_line(error)}") from error
-
-
-def _report_unexpected(model: PreTrainedModel, unexpected: list[str], directory: Path) -> list[str]:
-    """Drop the keys that transformers drops without a word, and log the others."""
-    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
-    buffers = [name for name, _ in model.named_buffers()]
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        patterns.add(r"rotary_emb\.inv_freq")
-    if any(name.endswith("position_ids") for name in buffers):
-        patterns.add(r"(^|\.)position_ids$")
-    ignored = _any_of(patterns)
-    reported = [key for key in unexpected if not (ignored and ignored.search(key))]
-    if reported:
-        logger.warning(
-            "%s: %d tensors have no place in the model: %s", directory, len(reported), _some(reported)
-        )
-    return reported
+def _without_constants(model: PreTrainedModel, unexpected: list[Source]) -> list[Source]:
+    """Leave out what older versions have saved and the model computes by itself: tables of positions."""
+    constants = _any_of([r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"])
+    buffers = {name for name, _ in model.named_buffers()}
+    assert constants is not None
+    return [each for each in unexpected if not constants.search(each.key) and each.key not in buffers]
 
 
 def _any_of(patterns: set[str] | list[str] | None) -> re.Pattern[str] | None:

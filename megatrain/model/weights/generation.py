@@ -33,7 +33,7 @@ def read_generation_config(directory: Path) -> GenerationConfig | None:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         return GenerationConfig.from_dict(values)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ModelError(f"{file} is not valid; correct or remove it: {first_line(error)}") from error
 
 

@@ -29,58 +29,45 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from megatrain.errors import ModelError, first_line, os_error_behind, os_sentence
+from megatrain.hub import asking_hub, may_be_on_hub, no_directory
+from megatrain.model.weights.parts import refuse_parts
 from megatrain.model.weights.quantised import refuse_quantised
 
 _OTHER_TASK = re.compile(r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w*$")
 _SMALL_ELEMENTS = 1 << 16
 
 
-def read_config(path_or_id: str | Path) -> PretrainedConfig:
+def read_config(path_or_id: str | Path, *, allows_file: bool = False) -> PretrainedConfig:
     """Read the configuration of a causal language model.
 
     Args:
         path_or_id: A local model directory, or the id of a model on the Hugging Face hub.
+        allows_file: A file like the config.json of a directory will do.
 
     Raises:
         ModelError: There is no readable config.json, or it describes a model that is not trained here: one
-            that needs remote code, is quantised, is of an unknown type, or is not a causal language model.
+            that needs remote code, is quantised, is of an unknown type, is not a causal language model, or
+            has parts beside one.
     """
-    return _read_config(path_or_id, allows_images=False)
-
-
-def read_text_config(path_or_id: str | Path) -> PretrainedConfig:
-    """Read the configuration of a causal language model, or of a model of language and images.
-
-    Args:
-        path_or_id: A local model directory, a file like its config.json, or the id of a model on the Hugging
-            Face hub.
-
-    Raises:
-        ModelError: As `read_config`.
-    """
-    return _read_config(path_or_id, allows_images=True)
-
-
-def _read_config(path_or_id: str | Path, *, allows_images: bool) -> PretrainedConfig:
     place = Path(path_or_id)
     if place.is_dir():
         values = _read_json(place / "config.json")
-    elif place.is_file() and allows_images:
+    elif place.is_file() and allows_file:
         values = _read_json(place)
-    elif looks_like_a_path(path_or_id):
-        raise ModelError(
-            f"{path_or_id} is not a directory; give a model directory or a hub id such as org/name"
-        )
+    elif not may_be_on_hub(path_or_id):
+        raise ModelError(no_directory(path_or_id))
     else:
         values = _download_config(str(path_or_id))
-    _check_config_values(values, str(path_or_id), allows_images=allows_images)
+    _check_config_values(values, str(path_or_id))
     try:
-        return AutoConfig.from_pretrained(str(path_or_id), trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(str(path_or_id), trust_remote_code=False)
     except Exception as error:  # each configuration class validates in its own way
         refused = os_error_behind(error, path_or_id)
         if refused is not None:
             raise ModelError(os_sentence("read the configuration in", path_or_id, refused)) from error
         raise ModelError(f"{path_or_id}: config.json is not valid: {first_line(error)}") from error
+    refuse_parts(config, f"{path_or_id}: ")
+    return config
 
 
 def build_skeleton(
@@ -156,6 +143,11 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return names
 
 
+def num_parameters(model: nn.Module) -> int:
+    """Count the elements of all parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that are saved with the model, by name."""
     buffers = {}
@@ -166,12 +158,6 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return buffers
 
 
-def looks_like_a_path(path_or_id: str | Path) -> bool:
-    """Tell what can only be meant as a path from what may be a hub id."""
-    text = str(path_or_id)
-    return isinstance(path_or_id, Path) or Path(text).exists() or text[:1] in "./~\\" or text.count("/") > 1
-
-
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -179,7 +165,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ModelError(
             f"{file.parent} has no {file.name}; is it a Hugging Face model directory?"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{file} holds a {type(values).__name__}; it must hold a JSON object")
@@ -187,19 +173,14 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _download_config(model_id: str) -> dict[str, Any]:
-    try:
+    with asking_hub(model_id, "its configuration"):
         values, _ = PretrainedConfig.get_config_dict(model_id)
-    except Exception as error:  # the hub client and its transport raise many classes
-        raise ModelError(
-            f"{model_id} is no local directory, and its configuration cannot be fetched from the Hugging "
-            f"Face hub; check the spelling and the connection: {first_line(error)}"
-        ) from error
     if not values:
         raise ModelError(f"{model_id} has no config.json on the Hugging Face hub")
     return values
 
 
-def _check_config_values(values: dict[str, Any], where: str, *, allows_images: bool) -> None:
+def _check_config_values(values: dict[str, Any], where: str) -> None:
     for level in _levels(values):
         if level.get("auto_map"):
             raise ModelError(
@@ -213,13 +194,17 @@ def _check_config_values(values: dict[str, Any], where: str, *, allows_images: b
     if model_type not in CONFIG_MAPPING:
         raise ModelError(f"{where}: config.json has model_type {model_type!r}, unknown to this transformers")
     kind = CONFIG_MAPPING[model_type]
-    is_with_images = allows_images and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and not is_with_images:
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise ModelError(
             f"{where}: config.json has model_type {model_type!r}, which is not a causal language model"
         )
-    for architecture in values.get("architectures") or []:
-        if _OTHER_TASK.search(str(architecture)):
+    architectures = values.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ModelError(
+            f"{where}: config.json has architectures {architectures!r}; it must be a list of names"
+        )
+    for architecture in architectures:
+        if _OTHER_TASK.search(architecture):
             raise ModelError(
                 f"{where}: config.json names {architecture}, which is not a causal language model"
             )
@@ -240,6 +225,7 @@ def _check_config_class(config: PretrainedConfig) -> None:
         )
     if getattr(config, "quantization_config", None):
         raise ModelError(f"the {config.model_type} configuration is quantised; give an unquantised one")
+    refuse_parts(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"transformers has no causal language model for {type(config).__name__}")
 

@@ -136,9 +136,9 @@ class PlannedModel:
             ModelError: There is no readable one, or it is of a model that is not trained here.
         """
         self._progress("loading torch and transformers, to count the model; its counts are kept")
-        from megatrain.model.weights.skeleton import read_text_config
+        from megatrain.model.weights.skeleton import read_config
 
-        return read_text_config(self._place)
+        return read_config(self._place, allows_file=True)
 
     def _load(self, what: dict[str, Any]) -> tuple[str, Any]:
         if self._kept is None or self._source is None:

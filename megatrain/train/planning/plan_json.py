@@ -35,7 +35,6 @@ def plan_json(planned: Planned, money: Economics, lines: list[str]) -> dict[str,
         "model": {
             "path": planned.model,
             "type": anatomy.model_type,
-            "part": anatomy.part or None,
             "num_params": anatomy.num_params,
             "num_active_params": anatomy.num_active_params,
             "num_layers": len(anatomy.layers),

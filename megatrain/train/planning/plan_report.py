@@ -113,9 +113,8 @@ def _head(planned: Planned) -> Iterator[str]:
     plan, request = planned.plan, planned.request
     anatomy, spec, batch = request.anatomy, request.spec, plan.batch
     masters = "fp32 masters and moments" if request.state == "fp32" else f"moments in {request.state}"
-    part = f" ({anatomy.part})" if anatomy.part else ""
     size = f"{format_count(anatomy.num_params)} parameters, {len(anatomy.layers)} layers"
-    yield from _row("model", f"{planned.model}{part}: {size}")
+    yield from _row("model", f"{planned.model}: {size}")
     ranks = f"{batch.num_ranks:,} ranks x " if batch.num_ranks > 1 else ""
     shape = f"{ranks}{batch.num_micro_batches} x {batch.micro_batch_size} x {batch.seq_len:,}"
     shape += f" = {batch.step_tokens:,}"

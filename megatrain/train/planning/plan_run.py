@@ -139,14 +139,7 @@ def done_before(meta: Mapping[str, Any] | None) -> tuple[int, int]:
 def _notes(request: Request) -> list[str]:
     anatomy, spec = request.anatomy, request.spec
     notes = []
-    if anatomy.part:
-        tower = sum(f.num_params for layer in anatomy.layers for f in layer.fragments)
-        tower += sum(part.num_params for part in anatomy.outer)
-        notes.append(
-            f"planned for the {anatomy.part}: {format_count(tower)} of the model's "
-            f"{format_count(anatomy.num_params)} parameters"
-        )
-    if anatomy.num_active_params < 0.98 * anatomy.num_params and not anatomy.part:
+    if anatomy.num_active_params < 0.98 * anatomy.num_params:
         notes.append(
             f"a token passes {format_count(anatomy.num_active_params)} of {format_count(anatomy.num_params)} "
             "parameters; the model's experts are counted as evenly used, and all of them stream and update"

@@ -19,6 +19,7 @@ from megatrain.checkpoint.tensor_files import TensorSource, write_safetensors
 from megatrain.errors import CheckpointError, os_errors
 from megatrain.files import make_private_directory, matching_names, remove_tree
 from megatrain.model.weights.export import export_weights
+from megatrain.model.weights.untouched import UNTOUCHED
 from megatrain.store.state import BlockState, HostState, view_entry
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def write_model(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path) -
             last[:] = [number, host.lend_working(number)]
         return view_entry(last[1], state.entries[entry.name])
 
-    export_weights(model, out, groups=groups, read=read)
+    export_weights(model, out, groups=groups, read=read, untouched=model.__dict__.get(UNTOUCHED))
     with os_errors("write the tokenizer to", out):
         tokenizer.save_pretrained(out)
 

@@ -27,7 +27,7 @@ def _groups(model: PreTrainedModel) -> list[list[str]]:
     return list(groups.values())
 
 
-def _export(model: PreTrainedModel, out: Path, max_shard_bytes: int = 5 * 2**30) -> list[str]:
+def export(model: PreTrainedModel, out: Path, max_shard_bytes: int = 5 * 2**30) -> list[str]:
     """Export, and return the names in the order in which they were read."""
     parameters = dict(model.named_parameters())
     names: list[str] = []
@@ -40,7 +40,7 @@ def _export(model: PreTrainedModel, out: Path, max_shard_bytes: int = 5 * 2**30)
     return names
 
 
-def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     files = sorted(directory.glob("*.safetensors"))
     tensors = [load_file(file) for file in files]
     merged = {key: value for part in tensors for key, value in part.items()}
@@ -55,9 +55,9 @@ def test_export_equals_save_pretrained(family: str, dtype: torch.dtype, tmp_path
     resident = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=dtype)
     resident.save_pretrained(tmp_path / "expected")
     model, _ = load_bound(tmp_path / "source", read_config(tmp_path / "source"), dtype)
-    names = _export(model, tmp_path / "actual", max_shard_bytes=40_000)
+    names = export(model, tmp_path / "actual", max_shard_bytes=40_000)
     assert sorted(names) == sorted(dict(model.named_parameters()))
-    expected, actual = _tensors(tmp_path / "expected"), _tensors(tmp_path / "actual")
+    expected, actual = tensors_of(tmp_path / "expected"), tensors_of(tmp_path / "actual")
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
         assert actual[key].dtype == value.dtype, key
@@ -72,21 +72,21 @@ def test_export_equals_save_pretrained(family: str, dtype: torch.dtype, tmp_path
 def test_a_model_that_was_never_loaded_exports_like_save_pretrained(family: str, tmp_path: Path) -> None:
     model = random_model(FAMILIES[family]())
     model.save_pretrained(tmp_path / "expected")
-    _export(model, tmp_path / "actual")
-    expected, actual = _tensors(tmp_path / "expected"), _tensors(tmp_path / "actual")
+    export(model, tmp_path / "actual")
+    expected, actual = tensors_of(tmp_path / "expected"), tensors_of(tmp_path / "actual")
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[key], value) for key, value in expected.items())
 
 
 def test_a_small_model_is_one_file_and_a_large_one_is_sharded_by_size(tmp_path: Path) -> None:
     model = random_model(FAMILIES["llama"]())
-    _export(model, tmp_path / "one")
+    export(model, tmp_path / "one")
     assert sorted(file.name for file in (tmp_path / "one").iterdir()) == [
         "config.json",
         "generation_config.json",
         "model.safetensors",
     ]
-    _export(model, tmp_path / "many", max_shard_bytes=40_000)
+    export(model, tmp_path / "many", max_shard_bytes=40_000)
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     shards = sorted((tmp_path / "many").glob("*.safetensors"))
     assert [shard.name for shard in shards] == [
@@ -141,7 +141,7 @@ def test_a_directory_that_holds_a_model_is_refused_and_kept(tmp_path: Path) -> N
         out.mkdir()
         (out / name).write_text("mine")
         with pytest.raises(OutputError, match="already holds a model"):
-            _export(model, out)
+            export(model, out)
         assert [file.read_text() for file in out.iterdir()] == ["mine"]
 
 
@@ -149,7 +149,7 @@ def test_an_unwritable_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(OutputError, match="file"):
-            _export(random_model(FAMILIES["llama"]()), out)
+            export(random_model(FAMILIES["llama"]()), out)
 
 
 def test_a_failed_export_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -99,6 +99,10 @@ def test_a_config_object_with_remote_code_is_refused() -> None:
         ('{"model_type": "no_such_model"}', "unknown"),
         ('{"model_type": "t5"}', "not a causal language model"),
         ('{"model_type": "bert", "architectures": ["BertForMaskedLM"]}', "BertForMaskedLM"),
+        ('{"model_type": "llama", "architectures": 0.5}', "architectures 0.5; it must be a list of names"),
+        ('{"model_type": "llama", "architectures": true}', "it must be a list of names"),
+        ('{"model_type": "llama", "architectures": [["Llama"]]}', "it must be a list of names"),
+        ("[" * 100_000, "JSON"),
         ('{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}', "quantization_config"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "not valid"),
         ('{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}', "not valid"),
@@ -125,10 +129,14 @@ def test_missing_directory_and_config_are_refused(tmp_path: Path) -> None:
 
 def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="cannot be fetched") as caught:
+    with pytest.raises(
+        ModelError, match="cannot be read from the Hugging Face hub, which is not asked"
+    ) as caught:
         read_config("no-such-organisation/no-such-model")
     assert "\n" not in str(caught.value)
-    with pytest.raises(ModelError, match="cannot be fetched") as caught:
+    with pytest.raises(
+        ModelError, match="cannot be read from the Hugging Face hub, which is not asked"
+    ) as caught:
         model_directory("no-such-organisation/no-such-model")
     assert "\n" not in str(caught.value)
 

@@ -17,7 +17,7 @@ from megatrain.config import build_config
 from megatrain.model.profile import count as counting_code
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.kept import anatomy_json, key_of, read_anatomy
-from megatrain.model.weights.skeleton import read_text_config
+from megatrain.model.weights.skeleton import read_config
 from megatrain.train.planning import counting
 from megatrain.train.planning.counting import PlannedModel, count_once, shape_of
 from tests.families import FAMILIES
@@ -79,7 +79,7 @@ def test_a_copy_of_a_model_is_not_counted_again(
     model: Path, tmp_path: Path, counted: list[dict[str, Any]]
 ) -> None:
     copy = shutil.copytree(model, tmp_path / "copy")
-    first, again = (count_once(read_text_config(place), shape_of(CONFIG, "cuda")) for place in (model, copy))
+    first, again = (count_once(read_config(place), shape_of(CONFIG, "cuda")) for place in (model, copy))
     assert again is first
     assert len(counted) == 1
 

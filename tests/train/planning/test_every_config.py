@@ -27,7 +27,7 @@ PAIRS = [
     ("Llama-3.1-8B", "rtx-4090"),
     ("Llama-3.1-405B", "h200"),
     ("gpt-oss-120b", "b200"),
-    ("Qwen2.5-VL-7B", "gh200"),
+    ("gemma-3-27b-it", "gh200"),
 ]
 """Dense, of experts, with images, too large; a CPU, a desktop, servers."""
 SAMPLE = [

@@ -1,0 +1,35 @@
+"""Checks all of a model that can be, before anything is tokenised, planned or allocated for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.model.causal import refuse_encoder
+from megatrain.model.weights.files import PlannedWeights, model_directory
+from megatrain.model.weights.skeleton import build_skeleton, read_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def read_checked(path: str | Path, *, has_weights: bool) -> PretrainedConfig:
+    """Read the configuration of a model, and check that it can be trained and that its files are whole.
+
+    Of the files of weights, headers and sizes are read, and no tensor.
+
+    Args:
+        path: Model directory or hub id.
+        has_weights: They are read from there.
+
+    Raises:
+        ModelError: It is not trained here, or its files cannot be used, with the reason.
+    """
+    config = read_config(path)
+    refuse_encoder(config)
+    model = build_skeleton(config, dtype=torch.float32)
+    if has_weights:
+        PlannedWeights(model, model_directory(path))
+    return config

@@ -1,0 +1,76 @@
+"""Opens safetensors files and reads single tensors of them; nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from megatrain.errors import ModelError, first_line, os_errors
+from megatrain.files import open_safetensors
+from megatrain.model.weights.convert import Source
+
+
+@contextlib.contextmanager
+def open_weights(file: Path) -> Iterator[Any]:
+    """Open a safetensors file.
+
+    Raises:
+        ModelError: It cannot be read, or is not whole.
+    """
+    try:
+        with os_errors("read", file, ModelError):
+            handle = open_safetensors(file)
+    except (SafetensorError, ValueError) as error:
+        raise ModelError(
+            f"{file} is truncated or no safetensors file; fetch it again: {first_line(error)}"
+        ) from error
+    with handle:
+        yield handle
+
+
+def read_weights(handles: Mapping[Path, Any], source: Source) -> torch.Tensor:
+    """Return a tensor of an open file whose values are all finite, if it is of floats; a view of it.
+
+    Raises:
+        ModelError: It cannot be read, or has values that are not finite.
+    """
+    tensor = read_tensor(handles, source)
+    require_finite(tensor, source.file, source.key)
+    return tensor
+
+
+def require_finite(tensor: torch.Tensor, file: Path, key: str) -> None:
+    """Refuse a tensor of floats that are not all finite.
+
+    Raises:
+        ModelError: It has such values; it is named, and they are counted.
+    """
+    # the sum is finite only if all values are, and takes a twentieth of the time of a look at each
+    if not tensor.is_floating_point() or tensor.sum().isfinite():
+        return
+    num_bad = int((~tensor.isfinite()).sum())
+    if num_bad:
+        raise ModelError(
+            f"{file}: {key} has {num_bad:,} of {tensor.numel():,} values that are not finite (NaN or inf), "
+            "from which nothing can be trained; fetch or export the model again, or go on from an earlier "
+            "checkpoint"
+        )
+
+
+def read_tensor(handles: Mapping[Path, Any], source: Source) -> torch.Tensor:
+    """Return a tensor of an open file; a view of it.
+
+    Raises:
+        ModelError: It cannot be read.
+    """
+    try:
+        with os_errors("read", source.file, ModelError):
+            tensor: torch.Tensor = handles[source.file].get_tensor(source.key)
+    except (SafetensorError, RuntimeError) as error:
+        raise ModelError(f"{source.file}: {source.key} cannot be read: {first_line(error)}") from error
+    return tensor

@@ -1,0 +1,65 @@
+"""Tensors of a checkpoint that its model has no place for, such as layers that predict further tokens.
+
+Nothing trains them, and nothing loses them: they are exported as they were. Their files stay open until then,
+so that they may be moved or removed, as the checkpoints of a run are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from megatrain.errors import ModelError
+from megatrain.model.weights.convert import Source
+from megatrain.model.weights.reading import open_weights, read_tensor
+from megatrain.model.weights.shards import DTYPES, Specs
+
+UNTOUCHED = "_megatrain_untouched"
+"""Where a model has them among its attributes."""
+
+
+def require_exportable(sources: Sequence[Source]) -> None:
+    """Refuse tensors that could not be written as they are.
+
+    Raises:
+        ModelError: One has a dtype that no export has.
+    """
+    for source in sources:
+        if source.dtype not in DTYPES:
+            raise ModelError(
+                f"{source.file}: {source.key} has no place in the model, and is of dtype {source.dtype}, "
+                "which cannot be exported; remove it from the file"
+            )
+
+
+class Untouched:
+    """What of a checkpoint is exported as it was, by the names that it has there."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        """Open the files of some tensors, which `require_exportable` has checked.
+
+        Raises:
+            ModelError: A file cannot be read.
+        """
+        self._sources = {source.key: source for source in sources}
+        self._stack = ExitStack()
+        self._handles = {
+            file: self._stack.enter_context(open_weights(file))
+            for file in dict.fromkeys(source.file for source in sources)
+        }
+
+    @property
+    def specs(self) -> Specs:
+        """Dtype and shape of each tensor."""
+        return {key: (DTYPES[source.dtype], source.shape) for key, source in self._sources.items()}
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor, a view of its file, by its name.
+
+        Raises:
+            ModelError: A file cannot be read.
+        """
+        for key, source in self._sources.items():
+            yield key, read_tensor(self._handles, source)

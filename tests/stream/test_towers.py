@@ -1,0 +1,68 @@
+"""Models with a second list of layers: a tower beside the language model, large enough to stream."""
+
+from __future__ import annotations
+
+import torch
+
+import megatrain
+from megatrain.model.blocks import find_blocks, group_layers
+from megatrain.model.profile.count import count_model
+from tests.model.weights.test_parts import gemma3
+from tests.reference import Batch, Resident, assert_same_bits, make_batches, make_model
+from tests.stream.runs import HYPER, assert_same_gradients
+
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def with_images(batch: Batch, seed: int) -> Batch:
+    """Put an image of four tokens into each row."""
+    ids = batch["input_ids"] % 120 + 3
+    ids[:, 1:7] = torch.tensor([126, 125, 125, 125, 125, 127])
+    pixels = torch.randn(len(ids), 3, 28, 28, generator=torch.Generator().manual_seed(seed))
+    labels = ids.masked_fill(ids >= 125, -100)
+    return {"input_ids": ids, "labels": labels, "pixel_values": pixels, "token_type_ids": (ids == 125).long()}
+
+
+def test_a_second_list_of_layers_streams_by_default() -> None:
+    """Rows of text pass the language model's layers, rows with images all: both as the resident model."""
+    model = make_model(gemma3(**TOWER))
+    layers = group_layers(find_blocks(model))
+    assert len(layers) == 4 + TOWER["num_hidden_layers"]
+    reference = Resident(model, **HYPER)
+    engine = megatrain.attach(model)
+    assert len(engine.choice.policies) == len(layers)
+    optimizer = engine.adamw(**HYPER, max_grad_norm=None)
+    for step in range(4):
+        batches = make_batches(2, seed=step)
+        if step in (1, 2):
+            batches = [with_images(batch, step) for batch in batches]
+        else:
+            batches = [{**batch, "token_type_ids": 0 * batch["input_ids"]} for batch in batches]
+        expected = reference.forward_backward(batches)
+        assert_same_bits(engine.forward_backward(batches), expected, f"loss of step {step}")
+        assert_same_gradients(engine, reference.sums, f"in step {step}")
+        reference.step(optimizer.step().grad_norm, None)
+    for name, parameter in model.named_parameters():
+        assert_same_bits(parameter.detach(), reference.master(name), name)
+
+
+def test_layers_that_text_does_not_pass_are_counted_by_their_size_alone() -> None:
+    model = make_model(gemma3(**TOWER))
+    anatomy = count_model(model, micro_batch_size=1, seq_len=16, precision="fp32", device_type="cpu")
+    blocks = find_blocks(model)
+    assert [layer.fragments[0].name.split(".layers")[0] for layer in anatomy.layers] == [
+        "model.language_model"
+    ] * 4 + ["model.vision_tower.encoder"] * 3
+    assert [layer.num_params for layer in anatomy.layers] == [
+        sum(parameter.numel() for parameter in block.parameters.values()) for block in blocks[:7]
+    ]
+    text, tower = anatomy.layers[:4], anatomy.layers[4:]
+    assert all(layer.forward.matmul_flops > 0 and layer.saved_bytes["keep"] > 0 for layer in text)
+    assert all(layer.forward.matmul_flops == layer.saved_bytes["keep"] == 0 for layer in tower)
+    of_text = sum(p.numel() for p in model.model.language_model.parameters())
+    assert (
+        anatomy.num_active_params
+        == of_text
+        < anatomy.num_params
+        == sum(p.numel() for p in model.parameters())
+    )
