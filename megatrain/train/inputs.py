@@ -39,7 +39,7 @@ from megatrain.data.tokens.encode import EncoderRecipe
 from megatrain.data.tokens.ends import why_not_stopping
 from megatrain.data.tokens.template import TrainOn, template_source
 from megatrain.errors import ConfigError, DataError
-from megatrain.model.apart import why_not_apart
+from megatrain.model.documents.apart import why_not_apart
 from megatrain.model.weights.generation import stop_ids
 from megatrain.model.weights.skeleton import read_config
 from megatrain.stream.lanes.devices import compute_device

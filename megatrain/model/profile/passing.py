@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
-from transformers import masking_utils
 
+from megatrain.model.documents.begins import Packed, documents, documents_known
 from megatrain.model.head import Head
 from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.metering import Meter
@@ -128,8 +127,13 @@ class WholePassTracer:
                 batch |= {"position_ids": torch.zeros_like(ids), "use_cache": False}
         meter.settle()
         self._stream_block()
-        packed = _documents(are_packed=is_packed) if is_packed or shares else nullcontext()
-        with packed, self._stubs(), self._head_watched(), head.over(share := Share(num_tokens, num_tokens)):
+        with (
+            documents_known(),
+            documents(Packed(is_packed=is_packed)),  # fake positions say nothing
+            self._stubs(),
+            self._head_watched(),
+            head.over(share := Share(num_tokens, num_tokens)),
+        ):
             inner = type(self._model).forward.__get__(self._model)
             chunked = head.in_chunks((), batch)
             output = inner(**batch) if chunked is None else head.call(inner, chunked)
@@ -249,17 +253,6 @@ class WholePassTracer:
         result.head_backward_peak_bytes = meter.peak_bytes - result.graph_bytes
         left = meter.settle() - result.graph_bytes - meter.storage_bytes(grad)
         result.head_gradient_bytes = left
-
-
-def _documents(*, are_packed: bool) -> AbstractContextManager[object]:
-    """Let transformers mask packed rows, and no others, without reading positions that fake ones lack."""
-
-    def indices(position_ids: Tensor) -> Tensor | None:
-        if not are_packed:
-            return None
-        return position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1).ne(1).cumsum(-1)
-
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", indices)
 
 
 def _kind_of(call: LayerCall) -> Hashable:

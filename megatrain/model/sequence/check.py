@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import MegatrainError, ModelError
-from megatrain.model.apart import why_not_by_position
+from megatrain.model.documents.apart import why_not_by_position
 from megatrain.model.head import count_targets
 from megatrain.model.sequence.attention import check_heads, rows_shared
 from megatrain.model.sequence.rows import cut_rows

@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.hardware.accelerators import vendor_of
 from megatrain.hardware.determinism import deterministic
+from megatrain.model.documents.begins import documents_known
 from megatrain.model.masks import long_masks_refused
 
 if TYPE_CHECKING:
@@ -90,12 +91,13 @@ def chosen_kernels(model: PreTrainedModel, device: torch.device, *, repeats: boo
     """Hold what the process is set to while a model is attached.
 
     Args:
-        model: Makes no long attention mask.
+        model: Makes no long attention mask, and reads no positions back from the device for one.
         device: Where it computes.
         repeats: Every operation gives the same bits in every run, or raises.
     """
     with ExitStack() as settings:
         settings.enter_context(long_masks_refused(model))
+        settings.enter_context(documents_known())
         if repeats:
             settings.enter_context(deterministic(device))
         settings.enter_context(attention_order(attention_of(device, repeats=repeats)))

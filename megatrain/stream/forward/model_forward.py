@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
+from megatrain.model.documents.begins import documents, read_documents
 from megatrain.model.head import Head, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.model.sequence.attention import SharedRows
@@ -299,10 +300,6 @@ class ModelForward:
             return output
         rounds, executor = self._arrangement.rounds, self._arrangement.executor
         refuse_given_masks(self._model, (args, kwargs))
-        args, kwargs = to_device(args, self._device), to_device(kwargs, self._device)
-        if kwargs.get("position_ids") is not None and kwargs.get("past_key_values") is None:
-            # with a cache, even an empty one, transformers does not read from positions where documents begin
-            kwargs = {"use_cache": False, **kwargs}
         rounds.recover()
         rows, is_whole = self._micro_batch_size, torch.is_grad_enabled() and self._is_whole
         if is_whole:
@@ -311,6 +308,9 @@ class ModelForward:
             pieces = split_batch(self._head.named(args, kwargs), rows)
             if pieces is not None:
                 return self._enter_pieces(inner, pieces)
+        part = self._rows.index if self._rows is not None and self._rows.is_active else None
+        packed, told = read_documents(self._model.config, args, kwargs, part)
+        args, kwargs = to_device(args, self._device), to_device({**told, **kwargs}, self._device)
         named = {"input_ids": args[0], **kwargs} if args else kwargs
         batch = MicroBatchSize.of(named, 1 if self._rows is None else self._rows.parts)
         if torch.is_grad_enabled():
@@ -331,7 +331,7 @@ class ModelForward:
         executor.begin_pass()
         self._pass = current = Pass(self._arrangement)
         try:
-            with current:
+            with documents(packed), current:
                 output = self._compute(inner, args, kwargs) if is_causal_lm else inner(*args, **kwargs)
             if is_causal_lm:
                 self._arrangement.counts.chunked_tokens = self._head.chunked_tokens

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from megatrain.model.documents.begins import hands_on, is_flash, not_handed_on
+
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -29,8 +31,8 @@ def why_not_apart(config: PretrainedConfig) -> str | None:
     if why is not None:
         return why
     text_config = config.get_text_config()
-    if (getattr(text_config, "_attn_implementation", None) or "").startswith("flash"):
-        return None  # it reads where documents begin from the positions itself
+    if is_flash(config):  # it makes no mask, and is told where documents begin
+        return None if hands_on(config) else not_handed_on(config)
     calls = list(_mask_calls(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]))
     if not calls or not all(calls):
         return f"the {text_config.model_type} model makes its masks without positions"

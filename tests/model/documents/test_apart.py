@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain.model.apart import why_not_apart
+from megatrain.model.documents.apart import why_not_apart
 from tests.families import FAMILIES
 
 LENGTHS = (7, 5, 12, 8)

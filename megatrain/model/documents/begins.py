@@ -1,0 +1,245 @@
+"""Where documents begin in the rows of a micro-batch: read on the host, before positions go to the device.
+
+transformers reads it back from the device, which answers only when all work that was launched before is done:
+once for each mask, and under flash attention in every layer. And flash attention reads it of a single row
+only: in a micro-batch of several, documents of one row would see each other. So what makes masks is told
+whether there are any, and flash attention where each begins.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import masking_utils
+from transformers.modeling_utils import AttentionInterface
+
+from megatrain.errors import ConfigError, ModelError
+from megatrain.model.small import try_small_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What tells flash attention where documents begin, through the forward of a model and of its layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """Whether rows hold several documents."""
+
+    is_packed: bool
+    shape: tuple[int, int] | None = None
+    """Of their positions: rows, tokens. Nothing is known of others; None: of any."""
+
+
+_now: ContextVar[Packed | None] = ContextVar("_now", default=None)
+"""Of the forward that is running; None: nobody knows."""
+
+
+def is_flash(config: PretrainedConfig) -> bool:
+    """Whether a model attends by a package for flash attention, which makes no masks."""
+    return "flash" in (getattr(config.get_text_config(), "_attn_implementation", None) or "")
+
+
+def read_documents(
+    config: PretrainedConfig, args: Sequence[Any], kwargs: Mapping[str, Any], part: int | None = None
+) -> tuple[Packed | None, dict[str, Any]]:
+    """Read where documents begin from the arguments of a forward, while they are on the host.
+
+    Positions that are on the device already are read from there only where flash attention has to be told.
+
+    Args:
+        config: Of the model.
+        args: Positional arguments; the first holds tokens.
+        kwargs: Those by name.
+        part: Rows are shared out, and these are the parts of this number; None: whole rows.
+
+    Returns:
+        Whether rows are packed, None if that is not known; and what else the forward has to be given.
+
+    Raises:
+        ConfigError: Documents in one row would see each other.
+    """
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if len(args) > 1 or kwargs.get("past_key_values") is not None:
+        return None, {}
+    # with a cache, even an empty one, transformers does not read from positions where documents begin
+    told: dict[str, Any] = {} if positions is None else {"use_cache": False}
+    flash = is_flash(config)
+    if part is not None:
+        if flash and positions is not None:
+            require_one_row(positions, part)
+        return None, told  # masks are made of whole rows
+    if mask is not None:
+        return None, told
+    if positions is None:
+        tokens = args[0] if args else kwargs.get("input_ids")
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None or tokens.ndim < 2:
+            return None, told
+        return Packed(is_packed=False, shape=(tokens.shape[0], tokens.shape[1])), told
+    is_told = all(kwargs.get(name) is not None for name in _ARGUMENTS)
+    if positions.ndim != 2 or is_told or not (flash or positions.device.type == "cpu"):
+        return None, told
+    begins = _begins(positions)
+    is_packed = bool(begins[:, 1:].any())
+    if flash and is_packed:
+        require_told(config)
+        told |= _told(begins)
+    return Packed(is_packed=is_packed, shape=(begins.shape[0], begins.shape[1])), told
+
+
+def require_one_row(positions: Tensor, part: int) -> None:
+    """Refuse several rows that hold several documents each, where flash attention reads one row only.
+
+    Args:
+        positions: (B, T / S), of parts of rows that are shared out.
+        part: The number of these.
+
+    Raises:
+        ConfigError: They do.
+    """
+    if positions.ndim != 2 or len(positions) == 1:
+        return
+    begins = _begins(positions)
+    begins[:, 0] = positions[:, 0].cpu().numpy() != part * positions.shape[1]
+    if begins.any():
+        raise ConfigError(
+            "flash attention under parallel.sequence keeps the documents of a single packed row apart, and a "
+            f"micro-batch has {len(positions)} rows; use train.micro_batch_size=1, data.packing=pad, or "
+            "model.attn_implementation=sdpa"
+        )
+
+
+def _begins(positions: Tensor) -> NDArray[np.bool_]:
+    """Return where documents begin, (B, T); a row begins with one."""
+    values = positions.detach().cpu().numpy()
+    begins = np.ones(values.shape, dtype=bool)
+    np.not_equal(np.diff(values, axis=1), 1, out=begins[:, 1:])
+    return begins
+
+
+def _told(begins: NDArray[np.bool_]) -> dict[str, Any]:
+    """Return the arguments that tell flash attention where documents begin, over all rows in one."""
+    places = np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
+    starts, longest = torch.from_numpy(places), int(np.diff(places).max())
+    return dict(zip(_ARGUMENTS, (starts, starts, longest, longest), strict=True))
+
+
+@contextmanager
+def documents(packed: Packed | None) -> Iterator[None]:
+    """Let masks of the forward inside be made of what is known of its documents; None: as transformers does.
+
+    It holds for the running coroutine, within `documents_known`.
+    """
+    token = _now.set(packed)
+    try:
+        yield
+    finally:
+        _now.reset(token)
+
+
+_number_of_users = 0
+
+
+@contextmanager
+def documents_known() -> Iterator[None]:
+    """Let `documents` be heard by what makes masks in transformers; it may be used several times at once."""
+    global _number_of_users
+    if _number_of_users == 0:
+        find = masking_utils.find_packed_sequence_indices
+        masking_utils.find_packed_sequence_indices = _find_by(find)
+    _number_of_users += 1
+    try:
+        yield
+    finally:
+        _number_of_users -= 1
+        if _number_of_users == 0:
+            masking_utils.find_packed_sequence_indices = (
+                masking_utils.find_packed_sequence_indices.__wrapped__
+            )
+
+
+def _find_by(find: Any) -> Any:
+    @functools.wraps(find)
+    def indices(position_ids: Tensor) -> Tensor | None:
+        packed = _now.get()
+        if packed is None or packed.shape not in (None, tuple(position_ids.shape)):
+            found: Tensor | None = find(position_ids)
+            return found
+        if not packed.is_packed:
+            return None
+        return position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1).ne(1).cumsum(-1)
+
+    return indices
+
+
+# -- whether a model hands on what flash attention has to be told --------------------------------------------
+
+
+_HANDS_ON: dict[type, bool] = {}
+
+_ASKED = "megatrain_asked"
+"""An attention function, while a small model is asked."""
+
+
+def require_told(config: PretrainedConfig) -> None:
+    """Refuse a model that does not tell its attention function where documents begin.
+
+    Raises:
+        ConfigError: It does not; the sentence says what to do.
+    """
+    if not hands_on(config):
+        raise ConfigError(
+            f"{not_handed_on(config)}: documents in one row would see each other under flash attention; use "
+            "data.packing=pad, or model.attn_implementation=sdpa"
+        )
+
+
+def not_handed_on(config: PretrainedConfig) -> str:
+    """Say why documents in one row would see each other under flash attention."""
+    return f"the {config.get_text_config().model_type} model does not tell flash attention where they begin"
+
+
+def hands_on(config: PretrainedConfig) -> bool:
+    """Whether a model hands on to its attention function, in every layer, where documents begin.
+
+    A small model of the configuration is asked, once for each class of configurations.
+    """
+    kind = type(config)
+    if kind not in _HANDS_ON:
+        try:
+            _HANDS_ON[kind] = try_small_model(config, _asked)
+        except ModelError:
+            _HANDS_ON[kind] = False
+    return _HANDS_ON[kind]
+
+
+def _asked(model: Any) -> bool:
+    starts, told = torch.tensor([0, 4, 8], dtype=torch.int32), []
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+        told.append(all(given.get(name) is not None for name in _ARGUMENTS))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None:
+            config._attn_implementation = _ASKED
+    with mock.patch.dict(AttentionInterface._global_mapping, {_ASKED: attend}), torch.no_grad():
+        model(
+            input_ids=torch.full((2, 4), 5),
+            position_ids=torch.arange(4).expand(2, -1),
+            use_cache=False,
+            **dict(zip(_ARGUMENTS, (starts, starts, 4, 4), strict=True)),
+        )
+    return bool(told) and all(told)
