@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.errors import DivergedError
+from megatrain.errors import DivergedError, ModelError
 from megatrain.train import loop
 from megatrain.train.last_good import LastGood
 from megatrain.train.loop import train
@@ -18,30 +18,49 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "run/checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("resumes", [False, True], ids=["in one go", "resumed"])
-def test_weights_that_went_wrong_do_not_cost_the_last_good_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool
-) -> None:
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let the update of step 3 destroy a weight, which is saved: the steps after it are skipped."""
     steps = loop.train_step
 
-    def poisoned(run: Any) -> Any:
+    def poison(run: Any) -> Any:
         row = steps(run)
-        if run.step == 3:  # its update destroys a weight, and it is saved: the steps after it are skipped
+        if run.step == 3:
             next(p for p in run.engine.model.parameters() if p.ndim == 2).data.fill_(float("nan"))
         return row
 
-    monkeypatch.setattr(loop, "train_step", poisoned)
-    settings: dict[str, Any] = {"checkpoint": {"every": 1, "keep_last": 2}, "log": {"report": False}}
-    if resumes:
-        train(make_config(tmp_path, train={"steps": 5}, **settings))
-        monkeypatch.undo()
-    optim = {"max_skipped_steps": 7}
+    monkeypatch.setattr(loop, "train_step", poison)
+    return monkeypatch
+
+
+SETTINGS: dict[str, Any] = {"checkpoint": {"every": 1, "keep_last": 2}, "log": {"report": False}}
+
+
+def test_weights_that_went_wrong_do_not_cost_the_last_good_checkpoint(
+    tmp_path: Path, poisoned: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(DivergedError) as diverged:
-        train(make_config(tmp_path, optim=optim, **settings))
+        train(make_config(tmp_path, optim={"max_skipped_steps": 7}, **SETTINGS))
     left = [f"step-{step:08d}" for step in (2, 3, 8, 9)]
     assert names(tmp_path) == left
     sound = tmp_path / "run/checkpoints" / left[0]
     assert f"go on from it with --resume {sound} and another --out" in str(diverged.value)
+
+
+def test_a_resumed_run_refuses_such_weights_and_the_last_good_checkpoint_stays(
+    tmp_path: Path, poisoned: pytest.MonkeyPatch
+) -> None:
+    train(make_config(tmp_path, train={"steps": 5}, **SETTINGS))
+    poisoned.undo()
+    with pytest.raises(
+        ModelError, match=r"step-00000005/.*: \S+ has [\d,]+ of [\d,]+ values that are not finite"
+    ):
+        train(make_config(tmp_path, **SETTINGS))
+    left = [f"step-{step:08d}" for step in (2, 3, 4, 5)]
+    assert names(tmp_path) == left
+    sound = tmp_path / "run/checkpoints" / left[0]
+    train(make_config(tmp_path, "again", **SETTINGS), resume=str(sound))
+    assert (tmp_path / "again/hf/model.safetensors").is_file()
 
 
 def test_a_healthy_run_lets_go_of_it() -> None:
