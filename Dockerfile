@@ -1,7 +1,7 @@
 # megatrain with the torch that CUDA needs, which its own wheels bring.
 #
 #   docker build -t megatrain .
-#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --user "$(id -u):$(id -g)" -v "$PWD:/work" \
+#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --user "$(id -u):$(id -g)" -v "$PWD:/workspace" \
 #       megatrain train my.yaml
 #
 # This file is checked by hadolint. It has never been built, and megatrain has never run on a GPU.
@@ -19,7 +19,7 @@ COPY megatrain megatrain
 RUN pip install --no-cache-dir --constraint constraints.txt '.[gpu,report,trl]'
 
 # Whoever starts it may be any user, with one directory to write to.
-WORKDIR /work
-ENV HOME=/work
+WORKDIR /workspace
+ENV HOME=/workspace
 ENTRYPOINT ["megatrain"]
 CMD ["--help"]
