@@ -46,7 +46,10 @@ def why_not_stopping(
     """
 
     def names(ids: Collection[int]) -> str:
-        return " and ".join(str(tokenizer.convert_ids_to_tokens(number)) for number in sorted(ids))
+        tokens = {number: tokenizer.convert_ids_to_tokens(number) for number in sorted(ids)}
+        return " and ".join(
+            f"id {number}" if token is None else str(token) for number, token in tokens.items()
+        )
 
     if trained is None:
         return None
