@@ -150,7 +150,7 @@ class Resident:
         self.model = twin(model)
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.masters = {
-            name: _padded(parameter.detach().float()) for name, parameter in self.parameters.items()
+            name: padded_parameter(parameter.detach().float()) for name, parameter in self.parameters.items()
         }
         if precision == "bf16":
             is_mixed = len({parameter.dtype for parameter in self.model.parameters()}) > 1
@@ -198,7 +198,7 @@ class Resident:
                 else:
                     sums[name] = parameter.grad.float().clone()
         self.sums = {
-            name: _tree([sums.get(name, torch.zeros(parameter.shape)) for sums in of_runs])
+            name: tree_sum([sums.get(name, torch.zeros(parameter.shape)) for sums in of_runs])
             for name, parameter in self.parameters.items()
             if any(name in sums for sums in of_runs)
         }
@@ -215,7 +215,7 @@ class Resident:
     def step(self, grad_norm: float, max_grad_norm: float | None) -> None:
         """Clip by `grad_norm` as torch does, and apply AdamW."""
         for name, master in self.masters.items():
-            master.grad = _padded(self.sums[name]).data if name in self.sums else None
+            master.grad = padded_parameter(self.sums[name]).data if name in self.sums else None
         if max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(
                 list(self.masters.values()), max_grad_norm, torch.tensor(grad_norm)
@@ -264,15 +264,16 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
         raise AssertionError(f"{what}: {wrong} of {actual.numel()} differ, max |diff| {error:.3g}")
 
 
-def _tree(parts: Sequence[Tensor]) -> Tensor:
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
     """Add tensors up by a balanced binary tree."""
     if len(parts) == 1:
         return parts[0]
     half = len(parts) // 2
-    return _tree(parts[:half]) + _tree(parts[half:])
+    return tree_sum(parts[:half]) + tree_sum(parts[half:])
 
 
-def _padded(tensor: Tensor) -> nn.Parameter:
+def padded_parameter(tensor: Tensor) -> nn.Parameter:
+    """Return a tensor, flat, with zeros up to whole groups of 64."""
     flat = torch.zeros(-(-tensor.numel() // 64) * 64)
     flat[: tensor.numel()] = tensor.reshape(-1)
     return nn.Parameter(flat)

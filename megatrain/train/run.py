@@ -26,7 +26,7 @@ from megatrain.hardware.care import Care
 from megatrain.hardware.determinism import set_environment
 from megatrain.model.adapters.adapt import has_adapters
 from megatrain.model.check import read_checked
-from megatrain.model.liger import apply_liger, uses_liger
+from megatrain.model.liger import uses_liger
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
@@ -39,11 +39,10 @@ from megatrain.train.inputs import pack_eval_data
 from megatrain.train.last_good import LastGood
 from megatrain.train.out_of_memory import memory_told
 from megatrain.train.planning.allocation import plan_memory
-from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.lately import Lately
 from megatrain.train.planning.plan_run import Planned
-from megatrain.train.planning.run_machine import choose_threads, make_care, measure_peak
+from megatrain.train.planning.run_machine import make_care, ready_to_plan
 from megatrain.train.preference.objective import Preference
 from megatrain.train.preference.reference import reference_for
 from megatrain.train.ranks import agreed, described, in_turn, require_same_run, settle_ranks
@@ -260,7 +259,7 @@ def prepare(
     device = compute_device(config.train.device)
     if config.train.deterministic:
         set_environment(device)  # before the first product: `measure_peak`
-    liger = uses_liger(config.model.kernels, device.type)
+    uses_liger(config.model.kernels, device.type)  # or it is refused, before anything is read
     with in_turn(ranks):  # the first one prepares the data, and says what is wrong; the others read them
         base = check_base(config, earlier)
         source = str(checkpoint) if checkpoint is not None and base is None else config.model.path
@@ -276,14 +275,7 @@ def prepare(
         held_out = pack_eval_data(config, data.packed, tokenizer, model_config, folder=prepared)
         if (warmup := config.optim.warmup_steps) > num_steps:
             raise ConfigError(f"optim.warmup_steps is {warmup}, but the run has {num_steps} steps; use fewer")
-    choose_threads()
-    if liger:
-        apply_liger(model_config.get_text_config().model_type)
-    progress("planning where memory goes")
-    measure_peak(config)
-    # the counts that are kept are of transformers' own modules, and of the model as it is saved
-    is_other = liger or bool(config.model.new_tokens)
-    counted = PlannedModel(source, None if is_other else counts, progress, model_config, data.packed.packing)
+    counted = ready_to_plan(config, source, model_config, data.packed.packing, counts, progress)
     planned = None
     settle_ranks(config, ranks)
     if ranks is None or ranks.rank == 0:

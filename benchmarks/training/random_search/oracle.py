@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.reference import padded_parameter, round_half_up, tree_sum
+
 Batch = Mapping[str, Any]
 IGNORED = -100
 
@@ -85,7 +87,7 @@ class Oracle:
         for name, parameter in self.parameters.items():
             if any(name in sums for sums in of_runs):
                 zero = torch.zeros(parameter.shape)
-                total = _tree([sums.get(name, zero) for sums in of_runs])
+                total = tree_sum([sums.get(name, zero) for sums in of_runs])
                 self.gradients[name] = total.to(parameter.dtype).float()
         total_loss = found[0]
         for loss in found[1:]:
@@ -100,7 +102,7 @@ class Oracle:
         """Clip by `norm`, and apply AdamW to what has a gradient."""
         for name, master in self.masters.items():
             gradient = self.gradients.get(name)
-            master.grad = None if gradient is None else _padded(gradient).data
+            master.grad = None if gradient is None else padded_parameter(gradient).data
         if max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(
                 list(self.masters.values()), max_grad_norm, torch.tensor(norm)
@@ -138,7 +140,7 @@ class Oracle:
     # -- inside ---------------------------------------------------------------------------------------------
 
     def _begin(self, values: Mapping[str, Tensor]) -> None:
-        self.masters = {name: _padded(value) for name, value in values.items()}
+        self.masters = {name: padded_parameter(value) for name, value in values.items()}
         decay = self._adamw["weight_decay"]
         groups = [
             {"params": [master], "weight_decay": decay if self._decays(name) else 0.0}
@@ -155,7 +157,7 @@ class Oracle:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 value = self.master(name)
-                parameter.copy_(value if parameter.dtype == torch.float32 else _half_up(value))
+                parameter.copy_(value if parameter.dtype == torch.float32 else round_half_up(value))
 
     def _round_model(self) -> None:
         """Take the dtypes of parameters, and the buffers, of a model that transformers loads in bf16."""
@@ -245,22 +247,3 @@ def _own_name(name: str) -> str:
     for part in ("base_model.model.", ".base_layer", ".modules_to_save.default", ".original_module"):
         name = name.replace(part, "", 1)
     return name
-
-
-def _half_up(master: Tensor) -> Tensor:
-    """Round fp32 to bf16, to nearest with ties away from zero."""
-    bits = master.contiguous().view(torch.int32)
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
-def _tree(parts: Sequence[Tensor]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    half = len(parts) // 2
-    return _tree(parts[:half]) + _tree(parts[half:])
-
-
-def _padded(tensor: Tensor) -> nn.Parameter:
-    flat = torch.zeros(-(-tensor.numel() // 64) * 64)
-    flat[: tensor.numel()] = tensor.reshape(-1)
-    return nn.Parameter(flat)

@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PLAIN = "plain"
-"""Needs no token but those of begin and end."""
-
 _SUFFIX = ".jinja"
 
 SPECIAL_TOKENS = {
@@ -48,7 +45,9 @@ def named_template(name: str) -> str | None:
 
 def why_not_suited(name: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Say which words of a named template the tokenizer has no token for; None: none, or no such template."""
-    missing = [token for token in SPECIAL_TOKENS.get(name, ()) if token not in tokenizer.get_vocab()]
+    wanted = SPECIAL_TOKENS.get(name, ())
+    there = tokenizer.get_vocab() if wanted else {}
+    missing = [token for token in wanted if token not in there]
     if not missing:
         return None
     return (

@@ -29,7 +29,6 @@ from megatrain.model.profile.flops import ALL_EXPERTS, active_parameters, count_
 from megatrain.model.profile.fragments import fragment, kind_of_outer
 from megatrain.model.profile.passing import CHUNKS, NOT_COUNTED, WholePass
 from megatrain.model.profile.rows import of_size
-from megatrain.model.sequence.check import refuse_config
 from megatrain.model.weights.skeleton import num_parameters, skeleton_of
 
 if TYPE_CHECKING:
@@ -68,8 +67,6 @@ def count_anatomy(
             compute the same where rows are shared out.
         ConfigError: A shape or a precision that there is not, or heads that cannot be shared out.
     """
-    if sequence > 1:
-        refuse_config(config, sequence)
     counter = Counter.of(
         config,
         micro_batch_size=micro_batch_size,
@@ -113,8 +110,6 @@ def count_sizes(
     Raises:
         ModelError, ConfigError: As `count_anatomy`.
     """
-    if sequence > 1:
-        refuse_config(config, sequence)
     counter = Counter.of(
         config,
         micro_batch_size=1,

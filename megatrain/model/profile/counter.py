@@ -36,6 +36,7 @@ from megatrain.model.profile.passing import Traces, WholePass, WholePassTracer
 from megatrain.model.profile.rows import Rows, prime_beside
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_layer
 from megatrain.model.sequence.attention import rows_shared
+from megatrain.model.sequence.check import refuse_config
 from megatrain.model.sequence.shards import Counted
 from megatrain.model.shares import adds_router_loss
 from megatrain.model.weights.skeleton import build_skeleton
@@ -132,6 +133,8 @@ class Counter:
         """Build a model; see `count_anatomy` for the arguments and what is raised."""
         if precision not in ("fp32", "bf16"):
             raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
+        if sequence > 1:
+            refuse_config(config, sequence)
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         refuse_encoder(config)
         model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)

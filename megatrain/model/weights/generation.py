@@ -54,5 +54,12 @@ def stop_ids(path_or_id: str | Path, config: PretrainedConfig) -> list[int]:
             settings = GenerationConfig.from_pretrained(str(path_or_id))
         except OSError:  # the model has none, or the hub cannot be asked
             settings = None
-    ids = getattr(settings or GenerationConfig.from_model_config(config), "eos_token_id", None)
-    return [] if ids is None else [int(number) for number in (ids if isinstance(ids, list) else [ids])]
+    return ids_of_end(settings or GenerationConfig.from_model_config(config))
+
+
+def ids_of_end(settings: GenerationConfig) -> list[int]:
+    """Return the tokens at which `generate` stops by settings, which name one, several or none."""
+    ids = getattr(settings, "eos_token_id", None)
+    if ids is None:
+        return []
+    return [int(number) for number in (ids if isinstance(ids, (list, tuple)) else [ids])]

@@ -8,31 +8,20 @@ from typing import Any
 
 from megatrain.checkpoint.load import verify
 from megatrain.config import build_config, combine_settings
+from megatrain.config.decided import as_begun, smallest_micro_batches, with_step
 from megatrain.config.sections.config import Config
 from megatrain.errors import ConfigError
-from megatrain.model.liger import apply_liger, uses_liger
 from megatrain.model.weights.skeleton import read_config
-from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
 from megatrain.train.adapters import check_base
 from megatrain.train.engine import make_engine
 from megatrain.train.evaluate.losses import Evaluation, evaluate
-from megatrain.train.inputs import choose_tokenizer, pack_eval_path
+from megatrain.train.inputs import choose_tokenizer, is_on_cpu, pack_eval_path
 from megatrain.train.outputs.export import newest_model
 from megatrain.train.planning.allocation import plan_memory
-from megatrain.train.planning.counting import PlannedModel
-from megatrain.train.planning.run_machine import choose_threads, measure_peak
+from megatrain.train.planning.run_machine import ready_to_plan
 from megatrain.train.resume.state_commits import drives_apart
 from megatrain.train.run_data import make_eval_sets
-
-_DECIDED = (
-    "train.precision",
-    "train.tokens_per_step",
-    "train.micro_batch_size",
-    "train.grad_accumulation",
-    "data.seq_len",
-)
-"""What the settings of a run may leave open, and its checkpoints know."""
 
 
 def evaluate_run(
@@ -73,14 +62,8 @@ def evaluate_run(
     progress("reading and tokenising the data")
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
     packed = pack_eval_path(config, tokenizer, model_config, folder=prepared, day=meta["data"].get("day"))
-    choose_threads()
-    if liger := uses_liger(config.model.kernels, compute_device(config.train.device).type):
-        apply_liger(model_config.get_text_config().model_type)
-    progress("planning where memory goes")
-    measure_peak(config)
     (_, packing), *_ = packed.values()
-    kept = None if liger or config.model.new_tokens else counts
-    counted = PlannedModel(source, kept, progress, model_config, packing)
+    counted = ready_to_plan(config, source, model_config, packing, counts, progress)
     with drives_apart(config) as apart:
         planned = plan_memory(apart, counted, measure)
         progress("loading the model")
@@ -107,9 +90,7 @@ def _config(run: Path, meta: Mapping[str, Any], data: Sequence[str], overrides: 
             f"{run} was trained on judged answers (train.loss={loss}), whose loss needs the model that it "
             "began with; its own evaluations are in events.jsonl (data.eval_path)"
         )
-    known = {key: saved[key.split(".")[0]].get(key.split(".")[1]) for key in _DECIDED}
-    given = {
-        **{key: value for key, value in known.items() if value is not None},
+    given: dict[str, Any] = {
         "data.eval_path": {name: [path] for name, path in zip(_names(data), data, strict=True)},
         "data.val_size": 0,
         "eval.metric": None,
@@ -117,7 +98,8 @@ def _config(run: Path, meta: Mapping[str, Any], data: Sequence[str], overrides: 
     if saved["data"].get("chat_template") is not None:
         given["data.chat_template"] = None  # the tokenizer of the checkpoint has it
     raw, source = combine_settings([str(run / "config.yaml"), *overrides], given)
-    return build_config(raw, source=source)
+    config = as_begun(build_config(raw, source=source), saved)
+    return smallest_micro_batches(with_step(config, on_cpu=is_on_cpu(config), num_rows=None))
 
 
 def _names(data: Sequence[str]) -> list[str]:

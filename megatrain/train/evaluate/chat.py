@@ -143,9 +143,11 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
     Raises:
         ConfigError: The template refuses plain turns.
     """
-    named: Any = None if model.generation_config is None else model.generation_config.eos_token_id
-    found = {*(named if isinstance(named, (list, tuple)) else [named]), tokenizer.eos_token_id}
-    return sorted(int(each) for each in found | {_end_of_turn(tokenizer)} if each is not None)
+    from megatrain.model.weights.generation import ids_of_end
+
+    named = [] if model.generation_config is None else ids_of_end(model.generation_config)
+    found = {*named, tokenizer.eos_token_id, _end_of_turn(tokenizer)}
+    return sorted(int(each) for each in found if each is not None)
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -12,6 +14,7 @@ import torch
 from megatrain.config import Config
 from megatrain.hardware import HardwareSpec, host_memory, measure_matmul_peak
 from megatrain.hardware.care import Care, power_cap_advice, sensor_of
+from megatrain.model.liger import apply_liger, uses_liger
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.timing import time_layers
 from megatrain.optim.threads import update_threads, worker_threads
@@ -31,6 +34,35 @@ _MOST_LAYER_S = 1.0
 """A layer that takes longer is not run for a plan."""
 _MOST_MEMORY = 0.25
 """Of what is left, that such a run may take."""
+
+
+def ready_to_plan(
+    config: Config,
+    source: str,
+    model_config: PretrainedConfig,
+    packing: str,
+    counts: Path | None,
+    progress: Callable[[str], object],
+) -> PlannedModel:
+    """Return the model of a run to be planned for this process, whose threads, kernels and speed are settled.
+
+    Args:
+        config: Of the run.
+        source: Where the model is.
+        model_config: As it was read there.
+        packing: How its rows are packed.
+        counts: A folder in which counts of models are kept; None: nowhere.
+        progress: Is told what takes time.
+    """
+    choose_threads()
+    liger = uses_liger(config.model.kernels, compute_device(config.train.device).type)
+    if liger:
+        apply_liger(model_config.get_text_config().model_type)
+    progress("planning where memory goes")
+    measure_peak(config)
+    # the counts that are kept are of transformers' own modules, and of the model as it is saved
+    is_other = liger or bool(config.model.new_tokens)
+    return PlannedModel(source, None if is_other else counts, progress, model_config, packing)
 
 
 def machine_for(config: Config, measure: Measure | None = None, lately: Lately | None = None) -> HardwareSpec:
