@@ -201,8 +201,8 @@ def test_a_run_keeps_its_count_unless_liger_has_changed_the_modules(
     config = make_config(tmp_path, train={"device": "emulated"})
     changed: list[str] = []
     with monkeypatch.context() as with_liger:
-        with_liger.setattr("megatrain.train.run.uses_liger", lambda *_: True)
-        with_liger.setattr("megatrain.train.run.apply_liger", changed.append)
+        with_liger.setattr("megatrain.train.planning.run_machine.uses_liger", lambda *_: True)
+        with_liger.setattr("megatrain.train.planning.run_machine.apply_liger", changed.append)
         for _ in range(2):
             plan_lines(config, monkeypatch, tmp_path / "counts")
     assert len(changed) == len(num_counted) == 2
