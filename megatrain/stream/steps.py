@@ -24,6 +24,7 @@ from megatrain.stream.meter import StepMeter
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -119,7 +120,7 @@ class Steps:
             ConfigError: A step is going on, or one of these calls has begun this.
         """
         rounds = self._arrangement.rounds
-        if rounds.in_step or self._forward.lockstep.is_running:
+        if rounds.in_step or self._forward.turns.lockstep.is_running:
             raise ConfigError(
                 "engine.together.run was called within a step, or by one of its own calls; call the model "
                 "there"
@@ -128,7 +129,7 @@ class Steps:
             return []
         self._meter.pause()
         rounds.foresee_passes(len(calls))
-        found = self._together(calls, range(len(calls)), None, with_gradients=False)
+        found = self._together(self._forward.turns.take, calls, range(len(calls)), None)
         rounds.end_passes(len(calls))
         return found
 
@@ -152,34 +153,27 @@ class Steps:
                 for order, each in enumerate(before):
                     own = None if seeds is None else [seed + 1 + order for seed in seeds]
                     with each.around():
-                        self._together(each.calls, numbers, own, with_gradients=False)
-                parts = self._together(losses, numbers, seeds)
-                torch.autograd.backward(parts)
-                found += [part.detach() for part in parts]
+                        self._together(self._forward.turns.take, each.calls, numbers, own)
+                parts = self._together(self._forward.turns.take_loss, losses, numbers, seeds)
+                torch.autograd.backward([root for _, root in parts])
+                found += [loss for loss, _ in parts]
         finally:
             rounds.in_step = False
         return found
 
     def _together(
         self,
-        calls: Sequence[Callable[[], T]],
+        take: Callable[[int, Callable[[], S], int | None], T],
+        calls: Sequence[Callable[[], S]],
         numbers: Sequence[int],
         seeds: Sequence[int] | None,
-        *,
-        with_gradients: bool = True,
     ) -> list[T]:
-        """Run those of the calls that have these numbers, and return their results."""
+        """Let those of the calls that have these numbers take their turns, and return what comes of each."""
         turns = [
-            partial(
-                self._forward.take_turn,
-                place,
-                calls[number],
-                None if seeds is None else seeds[number],
-                with_gradients=with_gradients,
-            )
+            partial(take, place, calls[number], None if seeds is None else seeds[number])
             for place, number in enumerate(numbers)
         ]
-        return [turns[0]()] if len(turns) == 1 else self._forward.lockstep.run(turns)
+        return self._forward.turns.run(turns)
 
     def run_batches(self, micro_batches: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None) -> Tensor:
         """Run a step of the model's own loss; see `Engine.forward_backward`."""

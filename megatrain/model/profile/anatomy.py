@@ -158,8 +158,8 @@ class Anatomy:
     head_peak_bytes: int
     """Most bytes on the device at a time in head, loss and their backward, of one micro-batch; in chunks
     where the engine computes them so."""
-    head_saved_bytes: int
-    """Bytes that an unchunked head keeps of each micro-batch of a round until its backward; else 0."""
+    head_is_chunked: bool
+    """Whether head and loss pass in chunks of tokens."""
     constant_bytes: int
     """Buffers on the device, and what a pass keeps beside its layers (rotary tables, masks), each once."""
     checkpoint_bytes: int
@@ -174,11 +174,14 @@ class Anatomy:
     """Most bytes at a time in a micro-batch's forward of final norm, head and loss, beyond their input."""
     head_backward_peak_bytes: int = 0
     """In their backward, all that is saved for it included."""
-    norm_saved_bytes: int = 0
-    """Bytes that a micro-batch keeps between its last layer and the head's product until their backward,
-    where the head is a visit of its own."""
+    head_saved_bytes: int = 0
+    """What stays of a micro-batch from its forward of final norm, head and loss to their backward."""
     head_gradient_bytes: int = 0
-    """Gradients of outer weights that autograd holds from the head's backward until the pass ends."""
+    """Gradients of outer weights that autograd holds from the head's backward until the pass ends: of those
+    that are used before the layers too, or registered there."""
+    loss_reaches_layers: bool = False
+    """Whether the loss depends on layers by another way than the last one's output: the backward of the head
+    cannot run by itself."""
     embedding_peak_bytes: int = 0
     """Most bytes at a time when the backward ends in the embedding, beyond `head_gradient_bytes`."""
     head_dim: int = 0
@@ -187,11 +190,6 @@ class Anatomy:
     """Heads of these queries, the most; 0: as there."""
     warnings: tuple[str, ...] = ()
     """What was left out of the count, or taken for granted, that a reader must know."""
-
-    @property
-    def head_is_chunked(self) -> bool:
-        """Whether head and loss pass in chunks of tokens."""
-        return self.head_saved_bytes == 0
 
     @property
     def trains_tied_head(self) -> bool:

@@ -98,6 +98,7 @@ class Counter:
                 f"a micro-batch of {micro_batch_size} rows of {seq_len} tokens; both must be 1 or more"
             )
         self.model = model.train()
+        self.has_router_loss = adds_router_loss(self.model.config)
         self.warnings = _leave_out_router_loss(self.model)
         self.shape = micro_batch_size, seq_len
         self.rows = Rows(micro_batch_size)

@@ -92,17 +92,6 @@ class Meter(TorchDispatchMode):
         self._sweep()
         return set(self._live)
 
-    def mark(self, *, but: Tensor) -> object:
-        """Return a mark for `bytes_since`: what is alive now, but for one tensor."""
-        self._sweep()
-        return {id(entry): entry for key, entry in self._live.items() if key != but.untyped_storage()._cdata}
-
-    def bytes_since(self, mark: object) -> Any:
-        """Return the bytes that are alive and were not at a mark."""
-        assert isinstance(mark, dict)
-        self._sweep()
-        return sum(entry[2] for entry in self._live.values() if id(entry) not in mark)
-
     def storage_bytes(self, tensor: Tensor) -> Any:
         """Return the bytes of a tensor's storage."""
         return self.rows.of(tensor.untyped_storage().nbytes())

@@ -16,7 +16,6 @@ from megatrain.model.documents.begins import Packed, documents, documents_known
 from megatrain.model.head import Head
 from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.metering import Meter
-from megatrain.model.profile.rows import most
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace
 from megatrain.model.shares import Share
 
@@ -56,7 +55,6 @@ class WholePass:
     head_forward_peak_bytes: int = 0
     head_backward_peak_bytes: int = 0
     head_saved_bytes: int = 0
-    norm_saved_bytes: int = 0
     head_gradient_bytes: int = 0
     embedding_peak_bytes: int = 0
     head_dim: int = 0
@@ -105,7 +103,6 @@ class WholePassTracer:
         self._chunk_start: Cost | None = None
         self._head_start = Cost()
         self._head_base: Any = 0
-        self._head_mark: object = None
         self.result = WholePass()
 
     def run(
@@ -131,7 +128,6 @@ class WholePassTracer:
             documents_known(),
             documents(Packed(is_packed=is_packed)),  # fake positions say nothing
             self._stubs(),
-            self._head_watched(),
             head.over(share := Share(num_tokens, num_tokens)),
         ):
             inner = type(self._model).forward.__get__(self._model)
@@ -156,9 +152,11 @@ class WholePassTracer:
         result.head_dim, result.num_heads = meter.head_dim, meter.num_heads
         return result
 
-    def _stream_block(self) -> None:
+    def _stream_block(self, *, is_behind: bool = False) -> None:
+        """Let the modules outside all layers, or those behind them, find new weights, as a pass does."""
         for block in self._outer:
-            block.stream_weights(lambda _: None)
+            if block.is_behind or not is_behind:
+                block.stream_weights(lambda _: None)
 
     @contextmanager
     def _stream_again(self) -> Iterator[None]:
@@ -166,26 +164,6 @@ class WholePassTracer:
             self._chunk_start = self._meter.cost
         self._stream_block()
         yield
-
-    @contextmanager
-    def _head_watched(self) -> Iterator[None]:
-        """Note what is there when the head's weights are first used on the hidden states."""
-        head = self._model.get_output_embeddings()
-        if head is None:
-            yield
-            return
-
-        def note(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-            self._note_norm(given[0])
-
-        with head.register_forward_pre_hook(note):
-            yield
-
-    def _note_norm(self, hidden: Tensor) -> None:
-        if self._head_mark is not None:
-            made = self._meter.bytes_since(self._head_mark)
-            self.result.norm_saved_bytes = most(0, made - self._meter.storage_bytes(hidden))
-            self._head_mark = None
 
     @contextmanager
     def _stubs(self) -> Iterator[None]:
@@ -228,7 +206,7 @@ class WholePassTracer:
             del hidden, call
             self._head_start = self._meter.cost
             self._head_base = self._meter.settle() - self._meter.storage_bytes(output)
-            self._head_mark = self._meter.mark(but=output)
+            self._stream_block(is_behind=True)
         return self.result.traces[self._kinds[key]]["keep"].result(output)
 
     def _note_what_is_held(self, number: int, hidden: Tensor) -> None:

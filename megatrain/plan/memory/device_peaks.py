@@ -2,7 +2,8 @@
 
 Every layer's forward and backward of the first and the last micro-batch of a round, the head's, the
 embedding's, and the optimizer's on the device. In a round all micro-batches pass a layer before any passes
-the next; the first to come to the head is the last in the backward.
+the next, and come to the head one after the other, each with its backward: then it leaves a gradient of its
+hidden states. Where the loss reaches the layers by another way too, all forwards of the head come first.
 """
 
 from __future__ import annotations
@@ -68,7 +69,6 @@ class DevicePeaks:
         self._runs = layer_runs(anatomy, choice)
         self._m = min(choice.lockstep, batch.num_micro_batches)
         self._streams = choice.outer_streams
-        """The micro-batches pass the head when all have passed the last layer, and it takes its gradient."""
         self._is_wide = batch.adds_up and anatomy.precision == "bf16"
         self._exchange = Exchange.of(batch)
         self._block_sums = BlockSums.of(anatomy, choice.fragments)
@@ -91,18 +91,11 @@ class DevicePeaks:
         stays = {place: self._stays(number, self._layers[number]) for place, number in last.items()}
         self._left = [stays[place] for place in places]
         """What a micro-batch leaves of each layer: its boundary, and the rest."""
-        self._head_gradient = self._left_by_head()
+        self._head_gradient = anatomy.head_gradient_bytes
         """Gradients of outer weights that a micro-batch leaves from the head's backward until the end."""
         self._held = [0, *accumulate(self._m * boundary for boundary, _ in self._left)]
         self._kept = [0, *accumulate(self._m * saved for _, saved in self._left)]
         """Bytes of all micro-batches that the layers before layer n leave: boundaries, and the rest."""
-
-    def _left_by_head(self) -> int:
-        left = self._anatomy.head_gradient_bytes
-        if not self._streams:
-            return left
-        heads = self._block_sums.totals.pick(self._block_sums.ends[1])
-        return max(0, left - heads.total(pools.gradient_plane))
 
     def _places(self) -> list[tuple[object, ...]]:
         """Return for each layer all on which its moments depend, but for what earlier layers leave.
@@ -248,21 +241,30 @@ class DevicePeaks:
             index -= 1
         return nbytes
 
-    def _beside(self, number: int, num_passed: int) -> int:
-        """Return what the forwards themselves hold while `num_passed` micro-batches have passed a layer."""
+    def _beside(self, num_begun: int, num_ended: int = 0) -> int:
+        """Return what forwards themselves hold of which so many have passed the embedding, or have ended."""
         anatomy, boundary = self._anatomy, self._layers[0].boundary_bytes
-        nbytes = self.constant + self._m * anatomy.pass_bytes
+        num_open = self._m - num_ended
+        nbytes = self.constant + num_open * anatomy.pass_bytes + num_ended * anatomy.graph_bytes
         if anatomy.holds_embedding and self._left[0][0] == 0:
-            nbytes += (self._m if number > 0 else num_passed) * boundary
+            nbytes += min(num_open, num_begun) * boundary
         return nbytes
+
+    def _waiting(self) -> int:
+        """Return what a micro-batch that waits for its turn at the head has beside what the graph holds."""
+        layer, held = self._layers[-1], self._left[-1][0]
+        return layer.boundary_bytes + (layer.boundary_bytes if held == 0 else 0)
+
+    def _left_by_head(self, num_passed: int, num_back: int) -> int:
+        """Return what micro-batches leave whose forward of the head has ended, and whose backward has."""
+        passed = (num_passed - num_back) * self._anatomy.head_saved_bytes
+        return passed + num_back * (self._head_gradient + self._layers[-1].boundary_bytes)
 
     def _forward(self, number: int, layer: Layer, place: int) -> DevicePeak:
         """A micro-batch is in a layer, and `place` others have passed it."""
         policy = self._runs[number].policy
         boundary, rest = self._left[number]
-        is_last = number == len(self._layers) - 1
-        goes_on = is_last and not self._streams
-        passed = self._anatomy.head_saved_bytes if goes_on else layer.boundary_bytes
+        passed = layer.boundary_bytes if number < len(self._layers) - 1 else self._waiting()
         leaving = self._leaving(number, place)
         working = layer.forward_peak_bytes[policy] + self._full(number) - layer.boundary_bytes
         working += self._scratch[number]
@@ -270,38 +272,41 @@ class DevicePeaks:
             f"forward of layer {number}",
             boundaries=self._held[number] + place * boundary + (self._m - place) * layer.boundary_bytes,
             saved=self._kept[number] + place * rest + leaving,
-            working=working + place * passed + self._beside(number, place),
+            working=working + place * passed + self._beside(self._m if number > 0 else place),
         )
 
     def _head_forward(self, place: int) -> DevicePeak:
         """A micro-batch is in the head, and `place` others have passed it."""
-        anatomy, last = self._anatomy, len(self._layers) - 1
-        boundary, rest = self._left[last]
-        waiting = (self._m - 1 - place) * self._layers[last].boundary_bytes
-        passed = self._m if self._streams else place + 1
-        return DevicePeak(
+        num_back = 0 if self._anatomy.loss_reaches_layers else place
+        return self._in_head(
             "forward of the head",
-            boundaries=self._held[last] + passed * boundary + waiting,
-            saved=self._kept[last] + passed * rest + self._leaving(last, 0),
-            working=anatomy.head_forward_peak_bytes
-            + place * anatomy.head_saved_bytes
-            + self._beside(last, place),
+            self._anatomy.head_forward_peak_bytes
+            + (self._m - 1 - place) * self._waiting()
+            + self._left_by_head(place, num_back)
+            + self._beside(self._m, place),
         )
 
     def _head_backward(self, place: int) -> DevicePeak:
-        """The backward of a micro-batch is in the head; those of `place` others have left the last layer."""
-        anatomy, last = self._anatomy, len(self._layers) - 1
-        boundary, rest = self._left[last]
-        left = place * (self._head_gradient + self._layers[last].boundary_bytes)
-        passed = self._m if self._streams else self._m - place
-        return DevicePeak(
+        """The backward of a micro-batch is in the head; that of `place` others has left it."""
+        anatomy, others = self._anatomy, self._m - 1
+        waiting = 0 if anatomy.loss_reaches_layers else others - place
+        return self._in_head(
             "backward of the head",
-            boundaries=self._held[last] + passed * boundary,
-            saved=self._kept[last] + passed * rest + self._leaving(last, 0),
-            working=max(anatomy.head_backward_peak_bytes, anatomy.head_gradient_bytes + self._exchanged_at(1))
-            + (self._m - 1 - place) * anatomy.head_saved_bytes
-            + left
-            + self._in_backward(),
+            max(anatomy.head_backward_peak_bytes, anatomy.head_gradient_bytes + self._exchanged_at(1))
+            + waiting * self._waiting()
+            + self._left_by_head(others - waiting, place)
+            + self._beside(self._m, self._m - waiting)
+            + self._rounded,
+        )
+
+    def _in_head(self, name: str, working: int) -> DevicePeak:
+        last = len(self._layers) - 1
+        boundary, rest = self._left[last]
+        return DevicePeak(
+            name,
+            boundaries=self._held[last] + self._m * boundary,
+            saved=self._kept[last] + self._m * rest + self._leaving(last, 0),
+            working=working,
         )
 
     def _in_backward(self) -> int:
@@ -309,9 +314,8 @@ class DevicePeaks:
 
     def _backward(self, number: int, layer: Layer, place: int) -> DevicePeak:
         """The backward of a micro-batch is in a layer, and those of `place` others have left it."""
-        anatomy, policy, m = self._anatomy, self._runs[number].policy, self._m
+        policy, m = self._runs[number].policy, self._m
         boundary, rest = self._left[number]
-        is_last = number == len(self._layers) - 1
         peaks = layer.fragment_peak_bytes if self._choice.fragments else layer.backward_peak_bytes
         saved = self._full(number)
         if policy == "offload":
@@ -331,12 +335,7 @@ class DevicePeaks:
                 )
             working = max(working, at_end)
         working = max(working, self._rounding(number, layer, place) - layer.boundary_bytes)
-        if is_last and not self._streams:
-            beside = place * layer.boundary_bytes + (m - 1 - place) * anatomy.head_saved_bytes
-            of_head = (place + 1) * self._head_gradient
-        else:
-            beside, of_head = (m - 1) * layer.boundary_bytes, m * self._head_gradient
-            beside += (m - 1 - place) * anatomy.norm_saved_bytes * is_last
+        beside, of_head = (m - 1) * layer.boundary_bytes, m * self._head_gradient
         is_dropped = self._runs[number].is_dropped
         remade = self._remade(number) - place * layer.boundary_bytes if is_dropped else 0
         return DevicePeak(

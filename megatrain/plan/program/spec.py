@@ -195,6 +195,7 @@ class StepSpec:
         loads: bool = False,
         completes: bool = True,
         num_passes_before: int = 0,
+        heads_in_turn: bool = True,
     ) -> list[Visit]:
         """List the visits of a round.
 
@@ -203,6 +204,7 @@ class StepSpec:
             loads: Earlier rounds of the step left gradients to add to.
             completes: No later round of the step follows.
             num_passes_before: Passes without gradients that come first.
+            heads_in_turn: As in `round_visits`.
         """
         visits = round_visits(
             self.layers,
@@ -213,6 +215,7 @@ class StepSpec:
             loads=loads,
             completes=completes,
             num_passes_before=num_passes_before,
+            heads_in_turn=heads_in_turn,
         )
         if all(count == 1 for count in micro_batches):
             return visits

@@ -96,6 +96,7 @@ def round_visits(
     loads: bool = False,
     completes: bool = True,
     num_passes_before: int = 0,
+    heads_in_turn: bool = True,
 ) -> list[Visit]:
     """List the visits of one round: all micro-batches pass a layer before the next is entered.
 
@@ -111,18 +112,26 @@ def round_visits(
         loads: Earlier rounds of the step left gradients to add to.
         completes: No later round of the step follows.
         num_passes_before: Passes without gradients that come first, all micro-batches together in each.
+        heads_in_turn: The backward of each micro-batch's head follows its forward; False: all have passed the
+            head before the backward begins, as where somebody else runs it.
     """
     ends = ends or Ends()
     backward = range(num_micro_batches)
     visits = pass_visits(layers, num_micro_batches, outer=outer, ends=ends) * num_passes_before
-    visits += pass_visits(layers, num_micro_batches, outer=outer, ends=ends, saves=True)
-    has_head = bool(outer) and not ends.heads
-    visits += [Visit(HEAD, is_backward=True, micro_batch=number) for number in backward] if has_head else []
-    visits += [
-        replace(_backward(block, number, num_micro_batches, loads, completes), is_head=True)
+    visits += _visits_before_head(layers, num_micro_batches, outer=outer, ends=ends, saves=True)
+    forward = [_head_visits(number, outer, ends) for number in backward]
+    back = [
+        [
+            Visit(HEAD, is_backward=True, micro_batch=number)
+            if visit.block == HEAD
+            else replace(_backward(visit.block, number, num_micro_batches, loads, completes), is_head=True)
+            for visit in forward[number]
+        ]
         for number in backward
-        for block in ends.heads
     ]
+    in_turn = [part for number in backward for part in (forward[number], back[number])]
+    for part in in_turn if heads_in_turn else [*reversed(forward), *back]:
+        visits += part
     made_again: set[int] = set()
     restored: set[int] = set()
     """Layers whose boundaries a chain has brought back: they stay until their own backward."""
@@ -161,18 +170,30 @@ def pass_visits(
     *,
     outer: Sequence[int] = (),
     ends: Ends,
-    saves: bool = False,
 ) -> list[Visit]:
-    """List the visits of one pass of all micro-batches, with gradients (`saves`) or without."""
+    """List the visits of one pass of all micro-batches without gradients."""
+    visits = _visits_before_head(layers, num_micro_batches, outer=outer, ends=ends, saves=False)
+    return visits + [visit for n in range(num_micro_batches) for visit in _head_visits(n, outer, ends)]
+
+
+def _visits_before_head(
+    layers: Sequence[LayerPlan], num_micro_batches: int, *, outer: Sequence[int], ends: Ends, saves: bool
+) -> list[Visit]:
+    """List the forward visits of a pass, with gradients (`saves`) or without, up to the last layer."""
     numbers = range(num_micro_batches - 1, -1, -1)
     visits = [Visit(block, micro_batch=n) for n in numbers for block in (*outer, *ends.embeddings)]
-    has_head = bool(outer) and not ends.heads
     for number, layer in enumerate(layers):
         # what is saved last is needed first: it stays where it is
-        is_last = number == len(layers) - 1
-        saves_layer = saves and layer.saves and not is_last
-        visits += _forward(layer, num_micro_batches, saves=saves_layer, passes_head=is_last and has_head)
-    return visits + [Visit(b, micro_batch=n, is_head=True) for n in numbers for b in ends.heads]
+        saves_layer = saves and layer.saves and number < len(layers) - 1
+        visits += _forward(layer, num_micro_batches, saves=saves_layer)
+    return visits
+
+
+def _head_visits(micro_batch: int, outer: Sequence[int], ends: Ends) -> list[Visit]:
+    """List the forward visits of the head: of its own blocks where they stream."""
+    if ends.heads:
+        return [Visit(block, micro_batch=micro_batch, is_head=True) for block in ends.heads]
+    return [Visit(HEAD, micro_batch=micro_batch)] if outer else []
 
 
 def _backward(
@@ -308,7 +329,6 @@ def _forward(
     *,
     saves: bool = False,
     restores: bool = False,
-    passes_head: bool = False,
 ) -> list[Visit]:
     first, last = layer.blocks[0], layer.blocks[-1]
     visits = []
@@ -322,5 +342,4 @@ def _forward(
             )
             for block in layer.blocks
         ]
-        visits += [Visit(HEAD, micro_batch=micro_batch)] if passes_head else []
     return visits

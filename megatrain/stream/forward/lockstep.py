@@ -3,7 +3,8 @@
 Each micro-batch is an ordinary forward of the model, run as a coroutine that gives way at every layer's
 entry. All run in one thread and start in reverse order, so autograd's sequence numbers are block-major and
 backward, which takes the newest first, passes each block with micro-batch 0, 1, 2, ... : gradients add up as
-they would if the micro-batches came one after the other.
+they would if the micro-batches came one after the other. Where the backward of each head follows its forward,
+they come to the head in their own order, for the same reason.
 
 Nothing of the model is cut or rewritten. What a coroutine must find again when it goes on is put away and
 back: the parameters in place and the loss's token count by the `Keeper`, and what torch keeps per thread, the
@@ -13,6 +14,7 @@ random generators and the grad and autocast modes, here.
 from __future__ import annotations
 
 import contextvars
+import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -22,6 +24,9 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from megatrain.stream.activations.torch_state import Autocast, RandomState
 
 T = TypeVar("T")
+
+_END = sys.maxsize, sys.maxsize
+"""Where a call waits that has ended before those whose turn comes first."""
 
 
 class Keeper(Protocol):
@@ -37,11 +42,19 @@ class Keeper(Protocol):
 class Lockstep:
     """Runs calls as coroutines of the calling thread."""
 
-    def __init__(self, keeper: Keeper, device: torch.device) -> None:
-        """Use `keeper` at every change of coroutine, and the random generators of the CPU and `device`."""
+    def __init__(self, keeper: Keeper, device: torch.device, num_layers: int) -> None:
+        """Run passes through so many layers.
+
+        Args:
+            keeper: Used at every change of coroutine.
+            device: Whose random generator is put back then, as the CPU's is.
+            num_layers: The head comes behind them.
+        """
         self._keeper = keeper
         self._device = device
+        self._num_layers = num_layers
         self._hub: greenlet | None = None
+        self._workers: list[greenlet] = []
         self._next_layer: dict[greenlet, tuple[int, int]] = {}
         """Before which layer a coroutine waits, after how many passes through all layers."""
 
@@ -53,14 +66,26 @@ class Lockstep:
     def give_way(self, layer: int) -> None:
         """Let the other micro-batches reach this layer; does nothing outside of a coroutine.
 
+        The head comes behind the last layer, and a pass begins before the first: -1.
+
         Not in a backward: autograd's own thread cannot change coroutines, and its order is made by then.
         """
         if not self.is_running or torch._C._current_graph_task_id() != -1:
             return
+        turn, last = self._next_layer.get(getcurrent(), (0, -1))
+        self._wait_at(turn + (layer <= last), layer)
+
+    def wait_for_earlier(self) -> None:
+        """Wait until the calls before this one have ended; does nothing outside of a coroutine."""
+        if self.is_running and not all(worker.dead for worker in self._earlier(getcurrent())):
+            self._wait_at(*_END)
+
+    def _earlier(self, worker: greenlet) -> Sequence[greenlet]:
+        return self._workers[: self._workers.index(worker)]
+
+    def _wait_at(self, turn: int, layer: int) -> None:
         assert self._hub is not None
-        worker = getcurrent()
-        turn, last = self._next_layer.get(worker, (0, -1))
-        self._next_layer[worker] = (turn + (layer <= last), layer)
+        self._next_layer[getcurrent()] = turn, layer
         kept = self._keeper.put_away()
         random, modes = RandomState(self._device), _Modes(self._device)
         self._hub.switch()
@@ -68,8 +93,13 @@ class Lockstep:
         random.restore()
         self._keeper.put_back(kept)
 
-    def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+    def run(self, calls: Sequence[Callable[[], T]], *, heads_in_turn: bool = True) -> list[T]:
         """Run all calls in lockstep and return their results, in the order of `calls`.
+
+        Args:
+            calls: One per micro-batch.
+            heads_in_turn: They come to the head in their own order; False: in that of the layers, since the
+                backward begins when all have passed it.
 
         Raises:
             BaseException: What a call raised; the others are unwound first.
@@ -89,23 +119,25 @@ class Lockstep:
             return run
 
         self._hub = getcurrent()
-        workers = [greenlet(coroutine(number)) for number in range(len(calls))]
+        workers = self._workers = [greenlet(coroutine(number)) for number in range(len(calls))]
         try:
             for worker in workers:
                 worker.gr_context = contextvars.copy_context()
             while alive := [worker for worker in workers if not worker.dead]:
                 # A model may skip a layer (layer drop): who is ahead waits for the others.
-                layers = {worker: self._next_layer.get(worker, (0, -1)) for worker in alive}
-                for worker in reversed(alive):
-                    if layers[worker] == min(layers.values()):
-                        worker.switch()
+                places = {worker: self._next_layer.get(worker, (0, -1)) for worker in alive}
+                place = min(places.values())
+                here = [worker for worker in alive if places[worker] == place]
+                is_in_turn = heads_in_turn and place[1] >= self._num_layers
+                for worker in here if is_in_turn else reversed(here):
+                    worker.switch()
         finally:
             for worker in workers:
                 if not worker.dead:
                     worker.throw(GreenletExit)
             modes.restore()
             self._next_layer.clear()
-            self._hub = None
+            self._hub, self._workers = None, []
         ends[len(calls) - 1].restore()
         return [results[number] for number in range(len(calls))]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.layer_visit import LayerVisit
-from megatrain.stream.forward.lockstep import Lockstep
 from megatrain.stream.forward.micro_batches import MicroBatchSize, join_outputs, split_batch
 from megatrain.stream.forward.overrides import Overrides
 from megatrain.stream.forward.passes import (
@@ -38,14 +37,11 @@ from megatrain.stream.forward.passes import (
     refuse_calls_beside,
     to_device,
 )
-from megatrain.stream.forward.rounds import Turn
 from megatrain.stream.forward.shared_state import SharedState
+from megatrain.stream.forward.turns import Turn, Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-T = TypeVar("T")
-
 
 class PassWatcher(Protocol):
     """Is told of every pass of the model before it begins."""
@@ -94,12 +90,10 @@ class ModelForward:
         self._pass: Pass | None = None
         self._part_of: Pass | None = None
         """Whose head runs a chunk."""
-        self._turn: Turn | None = None
-        """Of a step: the call that is running; None: the model was called by somebody else."""
         self._is_removed = False
         self._shared_state = SharedState(model)
         self._head = Head(model, head_chunk_tokens, self._stream_again)
-        self.lockstep = Lockstep(self, self._device)
+        self.turns = Turns(self, arrangement)
         self._overrides = Overrides(model)
 
     @property
@@ -188,11 +182,13 @@ class ModelForward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._pass is None:
                 raise ModelError(f"block {layer.name} was called outside the model's forward; call the model")
-            self.lockstep.give_way(number)
+            self.turns.lockstep.give_way(number)
             if getattr(layer.module, "gradient_checkpointing", False):
                 layer.module.gradient_checkpointing = False  # type: ignore[assignment]  # ours replaces it
-            return LayerVisit(layer, self._pass).call(args, kwargs)
+            result = LayerVisit(layer, self._pass).call(args, kwargs)
+            return self._enter_head(result) if number == last else result
 
+        last = len(self._arrangement.layers) - 1
         if compiler is not None and not layer.has_fragments:
             layer.inner = compiler.runner(layer.module, layer.inner)
         self._overrides.replace(layer.module, forward)
@@ -235,26 +231,6 @@ class ModelForward:
 
         return loss
 
-    def take_turn(
-        self, place: int, call: Callable[[], T], seed: int | None, *, with_gradients: bool = True
-    ) -> T:
-        """Run the `place`-th call of a step's round, or, without gradients, of a pass before its losses.
-
-        Args:
-            place: Number within the round.
-            call: Runs the model on a micro-batch; nothing that it returns is scaled here.
-            seed: Of torch's generators; None: they go on.
-            with_gradients: Of its passes.
-        """
-        if seed is not None:
-            torch.manual_seed(seed)
-        self._turn = Turn(place, is_before=not with_gradients)
-        try:
-            with torch.set_grad_enabled(with_gradients):
-                return call()
-        finally:
-            self._turn = None
-
     @contextmanager
     def only_loss(self, value: bool) -> Iterator[None]:
         """Say whether calls use nothing but the loss that the model returns: its head may be in chunks."""
@@ -270,21 +246,30 @@ class ModelForward:
 
     def put_away(self) -> tuple[Pass | None, Share | RowSums | None, Turn | None, object]:
         """Take out what belongs to the running micro-batch: others run until `put_back`."""
-        kept = self._pass, self._head.share, self._turn, self._shared_state.now()
+        kept = self._pass, self._head.share, self.turns.current, self._shared_state.now()
         if self._pass is not None:
             self._pass.restore()
-        self._pass = self._head.share = self._turn = None
+        self._pass = self._head.share = self.turns.current = None
         return kept
 
     def put_back(self, kept: object) -> None:
         """Put in place what `put_away` returned; raises SharedStateError as `SharedState.require`."""
         assert isinstance(kept, tuple)
         self._shared_state.require(kept[-1])
-        self._pass, self._head.share, self._turn, _ = kept
+        self._pass, self._head.share, self.turns.current, _ = kept
         if self._pass is not None:
             self._pass.put()
 
     # -- a pass ---------------------------------------------------------------------------------------------
+
+    def _enter_head(self, output: Any) -> Any:
+        """Return the last layer's output for the head, once it is the running micro-batch's turn."""
+        self.turns.give_way_to_head()
+        assert self._pass is not None
+        if not torch.is_grad_enabled():
+            return output
+        turn = self.turns.current
+        return self._pass.enter_head(output, None if turn is None else turn.cuts)
 
     def _enter(self, inner: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward of the model, or of its decoder alone, with its resident weights in place."""
@@ -295,10 +280,11 @@ class ModelForward:
             if is_causal_lm:  # of a forward that has taken its place, and in which the pass has begun
                 return self._compute(inner, args, kwargs)
             output = inner(*args, **kwargs)
-            if self._arrangement.choice.outer_streams and module is self._decoder:
-                self.lockstep.give_way(len(self._arrangement.layers))  # all have the head's weights together
+            if module is self._decoder and not self._pass.is_in_head:  # its last layer was skipped
+                self.turns.give_way_to_head()
             return output
         rounds, executor = self._arrangement.rounds, self._arrangement.executor
+        self.turns.give_way_to_pass()
         refuse_given_masks(self._model, (args, kwargs))
         rounds.recover()
         rows, is_whole = self._micro_batch_size, torch.is_grad_enabled() and self._is_whole
@@ -314,17 +300,17 @@ class ModelForward:
         named = {"input_ids": args[0], **kwargs} if args else kwargs
         batch = MicroBatchSize.of(named, 1 if self._rows is None else self._rows.parts)
         if torch.is_grad_enabled():
-            if self._turn is not None:
-                self._turn.require_gradients()
+            if self.turns.current is not None:
+                self.turns.current.require_gradients()
             if not is_causal_lm:
                 self._overrides.require_own_forward()
             self._watcher.forward(named, batch)
             rounds.begin_pass()
-        elif self._turn is None:
+        elif self.turns.current is None:
             self._watcher.pause()
             rounds.foresee_evaluation()
-        if self._turn is not None:
-            rounds.micro_batch = self._turn.number(rounds.num_together)
+        if self.turns.current is not None:
+            rounds.micro_batch = self.turns.current.number(rounds.num_together)
         work, place = self._arrangement.work, rounds.micro_batch
         if batch is not None:
             work.begin_pass(place, batch.row_tokens, batch.positions)
@@ -350,7 +336,7 @@ class ModelForward:
     @property
     def _is_whole(self) -> bool:
         """Whether a batch that comes in now is no micro-batch of the engine's own."""
-        return self._turn is None and not self.lockstep.is_running
+        return self.turns.current is None and not self.turns.lockstep.is_running
 
     def _watch_backward(self, output: Any, passes_head: Callable[[], object]) -> None:
         """Let the time that the head's backward takes count as compute's: no visit ends before it."""
@@ -383,7 +369,8 @@ class ModelForward:
             output["loss"] = share.scaled(output["loss"])
             return output
 
-        output = join_outputs(self.lockstep.run([partial(call, n) for n in range(len(pieces))]))
+        calls = [partial(call, number) for number in range(len(pieces))]
+        output = join_outputs(self.turns.lockstep.run(calls, heads_in_turn=False))
         return output.to_tuple() if as_tuple else output
 
     def _stream_again(self) -> Callable[[], AbstractContextManager[object]]:

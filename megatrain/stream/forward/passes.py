@@ -20,6 +20,7 @@ from megatrain.stream.execute.slots import Slots
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.gradient_hooks import Backward
+from megatrain.stream.forward.head_backward import Cut
 from megatrain.stream.forward.overrides import Overrides
 from megatrain.stream.forward.stream_weights import Place, SavedWeight, exchange, stream_weights, swapped
 
@@ -42,19 +43,56 @@ class Pass:
         """The gradients of other micro-batches will be added to this one's."""
         self._passed: set[AttachedLayer] = set()
         self.last_call = LastCall()
-        outer = arrangement.resident_outer
-        self.tensors = {block.index: self._stream_block(block, arrangement) for block in outer}
-        self._places: list[Place] = []
-        self._own: list[Tensor] = []
-        for block in outer:
-            places, tensors = block.fill(self.tensors[block.index], self.tensors)
-            self._places += places
-            self._own += tensors
-        self._parameters: list[Any] | None = None
         self._arrangement = arrangement
+        self._outer = arrangement.resident_outer
+        is_part = whole is not None
+        self.tensors = {block.index: self._stream_block(block, of_head=is_part) for block in self._outer}
+        self._places: list[Place] = []
+        self._own = self._fill(self.tensors)
+        self._parameters: list[Any] | None = None
+        self.is_in_head = is_part
+        """The last layer is behind it."""
         self._head_visit: OuterVisit | None = None
         self.until_end = ExitStack()
         """What lasts until the forward has ended."""
+
+    def enter_head(self, output: Any, cuts: list[Cut] | None) -> Any:
+        """Return the last layer's output for head and loss to go on with, which find weights of their own.
+
+        What is registered behind the layers has all of its gradient when the head's backward has ended.
+
+        Args:
+            output: Hidden states, or a tuple that begins with them.
+            cuts: Of the step's call that makes the pass; None: somebody else does, and runs the backward.
+        """
+        self.is_in_head = True
+        cut = Cut()
+        behind = [block for block in self._outer if block.block.is_behind]
+        found = {**self.tensors, **{block.index: self._stream_block(block, of_head=True) for block in behind}}
+        if cuts is not None:
+            cuts.append(cut)
+            hidden = output[0] if type(output) is tuple else output
+            if isinstance(hidden, Tensor) and hidden.requires_grad:
+                others = [block.index for block in self._outer if not block.block.is_behind]
+                held = [tensor for index in others for tensor in found[index] if tensor.requires_grad]
+                hidden, passed = cut.through(hidden, held)
+                output = (hidden, *output[1:]) if type(output) is tuple else hidden
+                handed = iter(passed)
+                for index in others:
+                    found[index] = [next(handed) if t.requires_grad else t for t in found[index]]
+        self._own = self._fill(found)
+        if self._parameters is not None:
+            exchange(self._places, self._own)
+        return output
+
+    def _fill(self, found: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+        """Return the tensors for all places of outer blocks, from those of each block."""
+        self._places, own = [], []
+        for block in self._outer:
+            places, tensors = block.fill(found[block.index], self.tensors)
+            self._places += places
+            own += tensors
+        return own
 
     def visit_outer(self, block: AttachedBlock) -> OuterVisit:
         """Return the micro-batch's visit of an outer block that streams: one for all chunks of a head."""
@@ -106,9 +144,9 @@ class Pass:
         self.until_end.close()
         self.restore()
 
-    def _stream_block(self, block: AttachedBlock, arrangement: Arrangement) -> list[Tensor]:
+    def _stream_block(self, block: AttachedBlock, *, of_head: bool) -> list[Tensor]:
+        arrangement, micro_batch = self._arrangement, self.micro_batch
         trained, begin_backward, executor = block.trained_now(), self.begin_backward, arrangement.executor
-        micro_batch = self.micro_batch
 
         def collect(grads: Sequence[Tensor | None]) -> None:
             begin_backward()
@@ -116,7 +154,8 @@ class Pass:
                 by_entry = block.line_up(grads, trained, self.backward)
                 executor.collect_resident(block.index, micro_batch, by_entry)
 
-        return stream_weights(arrangement.slots.aliases(block.index, -1), trained, collect)
+        aliases = arrangement.slots.aliases(block.index, -1)
+        return stream_weights(aliases, trained, collect, of_head=of_head)
 
 
 class OuterVisit(BlockVisit):
@@ -211,7 +250,8 @@ class OuterVisit(BlockVisit):
         elif self._executor.open_visit is not self:
             self._executor.open(self, is_backward=False, is_again=False)
         aliases = self._slots.aliases(self.block, self.operation.slot)
-        return self._attached.fill(stream_weights(aliases, self._trained, self._collect), {})
+        weights = stream_weights(aliases, self._trained, self._collect, of_head=self._is_head)
+        return self._attached.fill(weights, {})
 
     def _open_backward(self, *, is_again: bool = False) -> None:
         executor = self._executor

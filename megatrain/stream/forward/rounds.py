@@ -8,8 +8,8 @@ round's losses, such as those of a reference, are foreseen from the first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -23,36 +23,6 @@ from megatrain.stream.ranks.same_step import SameStep
 
 _MOST_PASSES = 8
 """Of a call without gradients, for the next one to be foreseen as it was."""
-
-
-@dataclass(slots=True)
-class Turn:
-    """A call of a step's round: its place in the round, and how often it has passed the model."""
-
-    place: int
-    is_before: bool
-    """It has no gradients: it comes before the losses of the round, or there are none."""
-    num_passes: int = 0
-
-    def require_gradients(self) -> None:
-        """Refuse a pass with gradients in a call that has none.
-
-        Raises:
-            ConfigError: It is one.
-        """
-        if self.is_before:
-            raise ConfigError(
-                "a pass without gradients has enabled them; give what has gradients to engine.run_losses"
-            )
-
-    def number(self, num_together: int) -> int:
-        """Return what names the coming pass; among others, one without gradients has no other's name."""
-        if self.is_before:
-            return self.place
-        if not torch.is_grad_enabled():
-            return -1 - self.place
-        self.num_passes += 1
-        return self.place + (self.num_passes - 1) * num_together
 
 
 class Rounds:
@@ -74,9 +44,10 @@ class Rounds:
         """Micro-batches of the round that is going on."""
         self._num_before = 0
         """Passes without gradients that come before its losses."""
-        self._orders: dict[tuple[int, int], list[Visit]] = {}
-        self._bare: dict[tuple[int, int], list[Visit]] = {}
-        """What is expected to be seen of a round, by its number of micro-batches and of passes before it."""
+        self._orders: dict[tuple[int, int, bool], list[Visit]] = {}
+        self._bare: dict[tuple[int, int, bool], list[Visit]] = {}
+        """What is expected to be seen of a round, by its number of micro-batches and of passes before it, and
+        by whether their heads come in turn."""
         self._passes: dict[int, list[Visit]] = {}
         """What is expected of calls without gradients that pass together, by their number."""
         self._steps: dict[tuple[tuple[int, ...], int], list[Visit]] = {}
@@ -87,6 +58,9 @@ class Rounds:
         """A step was foreseen whose calls are going on: whatever passes in them belongs to its rounds."""
         self._adds_up = False
         self._in_backward = False
+        self._in_head = False
+        self._heads_in_turn = True
+        """The backward of each head follows its forward: the calls are a step's, which runs them."""
 
     @property
     def adds_up(self) -> bool:
@@ -163,7 +137,7 @@ class Rounds:
         adds_up = sum(sizes) > 1 or num_ranks > 1
         kept = sums.between(is_wide=is_wide)
         self._prepare_gradients(num_rounds=len(sizes), adds_up=adds_up, kept=kept)
-        self._num_before = num_before
+        self._num_before, self._heads_in_turn = num_before, True
         visits = self._steps.get((tuple(sizes), num_before))
         if visits is None:
             visits = self._steps[tuple(sizes), num_before] = step_visits(
@@ -195,7 +169,7 @@ class Rounds:
                 "a second backward before opt.step(): with updates=immediate, the first one has updated the "
                 "weights already; give all micro-batches to engine.forward_backward, or use deferred"
             )
-        self._num_before = 0
+        self._num_before, self._heads_in_turn = 0, False
         self._prepare_gradients(num_rounds=1 + has_gradients, adds_up=has_gradients or num_micro_batches > 1)
         self._executor.foresee(
             self.visits(
@@ -245,13 +219,22 @@ class Rounds:
 
     def begin_backward(self) -> None:
         """Take note that autograd reaches a block: `_end_backward` follows when it is done."""
-        if not self._in_backward:
+        if not self._in_backward and not self._in_head:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
+    @contextmanager
+    def in_head(self) -> Iterator[None]:
+        """Let a backward of a head run by itself: that of the round is not begun by it."""
+        self._in_head = True
+        try:
+            yield
+        finally:
+            self._in_head = False
+
     def visits(self, num_micro_batches: int, *, loads: bool, completes: bool) -> list[Visit]:
         """List the visits of a round."""
-        order = self._orders.get((num_micro_batches, self._num_before))
+        order = self._orders.get((num_micro_batches, self._num_before, self._heads_in_turn))
         if order is not None:
             heads = self._executor.spec.ends.heads
             return marked(order, loads=loads, completes=completes, heads=heads)
@@ -260,6 +243,7 @@ class Rounds:
             loads=loads,
             completes=completes,
             num_passes_before=self._num_before,
+            heads_in_turn=self._heads_in_turn,
         )
 
     @property
@@ -296,7 +280,7 @@ class Rounds:
         seen = self._executor.take_seen()
         passes, self._passes_since_backward = self._passes_since_backward, 0
         passes = self.num_together if self.in_step else passes  # a call of a step may be several passes
-        kind = passes, self._num_before
+        kind = passes, self._num_before, self._heads_in_turn
         if kind not in self._bare:
             visits = self.visits(passes, loads=False, completes=True)
             outer = set(self._executor.spec.outer)

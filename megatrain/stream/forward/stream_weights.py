@@ -21,7 +21,9 @@ Collect = Callable[[Sequence[Tensor | None]], None]
 
 with torch.inference_mode(False):
     _ANCHOR = torch.zeros((), requires_grad=True)
-"""Makes autograd take note of the function; it gets no gradient."""
+    HEAD_ANCHOR = torch.zeros((), requires_grad=True)
+"""They make autograd take note of the function, and get no gradient. The second is of the weights that head
+and loss use: a backward that ends with these runs as far as there."""
 
 
 class _StreamWeights(torch.autograd.Function):
@@ -45,19 +47,23 @@ _apply = super(torch.autograd.Function, _StreamWeights).apply
 """`Function.apply` without its search for functorch's transforms, under which nothing streams."""
 
 
-def stream_weights(aliases: Sequence[Tensor], trained: Sequence[bool], collect: Collect) -> list[Tensor]:
+def stream_weights(
+    aliases: Sequence[Tensor], trained: Sequence[bool], collect: Collect, *, of_head: bool = False
+) -> list[Tensor]:
     """Return one tensor per alias to compute with; gradients of the trained ones go to `collect`.
 
     Args:
         aliases: Tensors that share the device memory of a block's parameters.
         trained: Which of them want a gradient now.
         collect: Called once in the backward, last of the block, with one gradient or None per trained alias.
+        of_head: They are used behind the last layer.
     """
     if not torch.is_grad_enabled() or True not in trained:
         return list(map(Tensor.detach, aliases))
+    anchor = HEAD_ANCHOR if of_head else _ANCHOR
     if False not in trained:
-        return list(_apply(_ANCHOR, collect, aliases))
-    streamed = iter(_apply(_ANCHOR, collect, [a for a, t in zip(aliases, trained, strict=True) if t]))
+        return list(_apply(anchor, collect, aliases))
+    streamed = iter(_apply(anchor, collect, [a for a, t in zip(aliases, trained, strict=True) if t]))
     return [next(streamed) if t else a.detach() for a, t in zip(aliases, trained, strict=True)]
 
 

@@ -45,7 +45,7 @@ def test_a_tied_head_of_judged_answers_is_in_chunks_however_short_they_are(
 ) -> None:
     """It runs row by row: the engine used to refuse the step when the whole reference was computed."""
     request = request_of(tied=True, num_runs=4)
-    anatomy = replace(request.anatomy, head_saved_bytes=1)
+    anatomy = replace(request.anatomy, head_is_chunked=False)
     assert not anatomy.head_is_chunked
     batch = replace(request.batch, micro_batch_size=rows_each, rows_each=rows_each)
     assert lockstep_sizes(replace(request, anatomy=anatomy, batch=batch)) == expected

@@ -84,14 +84,18 @@ def test_layers_are_passed_block_major(activations: str, monkeypatch: pytest.Mon
 
 
 def test_hooks_and_gradients_see_the_same_order() -> None:
-    """Gradients of a layer's output arrive from micro-batch 0 first, as in ordinary accumulation."""
+    """Gradients of a layer's output arrive from micro-batch 0 first, as in ordinary accumulation.
+
+    Those of the last layer's come from the head, before the next micro-batch passes it.
+    """
     model, reference, engine, _ = start("llama", lockstep=3)
     events = watch_layers(model)
     batches = unequal_batches(5, 6, 7)
     engine.forward_backward(batches)
     assert events == [
-        *(("forward", layer, tokens) for layer in range(4) for tokens in (7, 6, 5)),
-        *(("gradient", layer, tokens) for layer in (3, 2, 1, 0) for tokens in (5, 6, 7)),
+        *(("forward", layer, tokens) for layer in range(3) for tokens in (7, 6, 5)),
+        *((event, 3, tokens) for tokens in (5, 6, 7) for event in ("forward", "gradient")),
+        *(("gradient", layer, tokens) for layer in (2, 1, 0) for tokens in (5, 6, 7)),
     ]
     reference.forward_backward(batches)
     assert_same_gradients(engine, reference.sums)

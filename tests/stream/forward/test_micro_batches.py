@@ -37,13 +37,13 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
 def num_rounds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record how many micro-batches each round of the lockstep has."""
     sizes: list[int] = []
-    run = engine._model_forward.lockstep.run
+    run = engine._model_forward.turns.lockstep.run
 
-    def record(calls: Any) -> Any:
+    def record(calls: Any, **order: Any) -> Any:
         sizes.append(len(calls))
-        return run(calls)
+        return run(calls, **order)
 
-    monkeypatch.setattr(engine._model_forward.lockstep, "run", record)
+    monkeypatch.setattr(engine._model_forward.turns.lockstep, "run", record)
     return sizes
 
 
