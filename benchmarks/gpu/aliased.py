@@ -45,7 +45,9 @@ class AliasedState(HostState):
         """Bytes that the planes would take if every layer had its own: attach reckons with that."""
         totals = BlockTotals(layout.sizes for layout in self.layouts)
         everything, nobody = totals[:], totals[:0]
-        places = GradientPlaces(everything, on_device=nobody, on_drives=nobody, staged=nobody)
+        places = GradientPlaces(
+            everything, on_device=nobody, on_drives=nobody, staged=nobody, sums_on_drives=nobody
+        )
         planes = host_planes(
             self.layouts, self.precision, places, sum_room=SumRoom(), moments=MomentFormat.FP32
         )

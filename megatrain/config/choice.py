@@ -24,8 +24,8 @@ BOUNDARIES = ("device", "host", "nvme")
 GRADIENTS = ("host", "device", "nvme")
 """Where the complete gradients of a layer can wait for the norm."""
 
-SUMS = ("device", "host")
-"""Where gradients of several rounds can add up."""
+SUMS = ("device", "host", "nvme")
+"""Where gradients of several rounds can add up, or wait in between."""
 
 _Member = TypeVar("_Member", bound=Enum)
 
@@ -94,7 +94,8 @@ class Choice:
     sums: str = AUTO
     """Where gradients of a step of several rounds add up. `device`: the sum so far is loaded there and comes
     back, in fp32. `host`: nothing is loaded; after the first round each gradient travels by itself, in the
-    working dtype, and the host adds it, in the same order."""
+    working dtype, and the host adds it, in the same order. `nvme`: as on the device, and the sums wait on
+    drives in between."""
     tiers: frozenset[tuple[str, str]] = AUTO
     """Pairs of a plane and `ram` or `nvme`; a plane that is not named is in RAM."""
     blocks_in_ram: int = AUTO
@@ -116,12 +117,12 @@ class Choice:
 
     @property
     def has_scratch_on_drives(self) -> bool:
-        """Whether saved activations or gradients wait on drives."""
-        return self.boundaries == "nvme" or "nvme" in self.gradients
+        """Whether saved activations, gradients or their sums wait on drives."""
+        return self.boundaries == "nvme" or "nvme" in self.gradients or self.sums == "nvme"
 
     @property
     def uses_drives(self) -> bool:
-        """Whether anything is on drives: planes, saved activations or gradients."""
+        """Whether anything is on drives: planes, saved activations, gradients or their sums."""
         return bool(self.tiers) or self.has_scratch_on_drives
 
     def num_rounds(self, num_micro_batches: int) -> int:
@@ -143,6 +144,18 @@ class Choice:
     def adds_on_host(self, num_micro_batches: int) -> bool:
         """Whether the host adds gradients up; num_micro_batches: of a step."""
         return self.sums == "host" and self.num_rounds(num_micro_batches) > 1
+
+    def sums_pass_buffers(self, num_micro_batches: int) -> bool:
+        """Whether gradients, or their sums, pass host buffers on their way to where they add up or wait.
+
+        Where complete gradients pass these too, they have room for sums that wait on drives in any case.
+
+        Args:
+            num_micro_batches: Of a step.
+        """
+        if self.sums == "nvme" and any(place != "host" for place in self.gradients):
+            return True
+        return self.sums != "device" and self.num_rounds(num_micro_batches) > 1
 
     @property
     def policies(self) -> tuple[Activations, ...]:
@@ -268,6 +281,9 @@ KEYS: Mapping[str, str] = {
 }
 """Fields of a choice that are settings of a run, by the setting's name."""
 
+WITHOUT_DRIVES: Mapping[str, str] = {"boundaries": "host", "gradients": "host", "sums": "device"}
+"""Fields that may say `nvme`, and what they say where there are no drives."""
+
 _PER_LAYER = {"activations": "policies", "gradients": "places"}
 """Fields with a value for each decoder layer, and what these are."""
 
@@ -355,7 +371,8 @@ class StepBatch:
             rounds = round_sizes(self.num_micro_batches, choice.lockstep)
             is_even = len({*rounds}) == 1 and len(rounds).bit_count() == 1
             runs = Runs.of(len(rounds) if is_even else 1, self.num_micro_batches)
-        return StepSums.of(runs, choice.lockstep, self.num_ranks, self.sequence)
+        on_drives = choice.sums == "nvme"
+        return StepSums.of(runs, choice.lockstep, self.num_ranks, self.sequence, on_drives=on_drives)
 
     @property
     def tokens(self) -> int:

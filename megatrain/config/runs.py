@@ -149,11 +149,16 @@ class StepSums:
     """Micro-batches of each."""
     num_ranks: int = 1
     sequence: int = 1
+    on_drives: bool = False
+    """They wait there between rounds."""
 
     @classmethod
-    def of(cls, runs: Runs, lockstep: int, num_ranks: int = 1, sequence: int = 1) -> StepSums:
+    def of(
+        cls, runs: Runs, lockstep: int, num_ranks: int = 1, sequence: int = 1, *, on_drives: bool = False
+    ) -> StepSums:
         """Return those of rounds of so many micro-batches each, but perhaps the last."""
-        return cls(runs, tuple(round_sizes(runs.num_micro_batches, lockstep)), num_ranks, sequence)
+        rounds = tuple(round_sizes(runs.num_micro_batches, lockstep))
+        return cls(runs, rounds, num_ranks, sequence, on_drives)
 
     @property
     def are_shared(self) -> bool:
@@ -193,13 +198,13 @@ class StepSums:
         return self._room(self.runs_at_once.number.bit_length(), shares)
 
     def between(self, *, is_wide: bool) -> SumRoom:
-        """Return the room for what is kept between rounds, beside the plane of complete gradients.
+        """Return the room in RAM for what is kept between rounds, beside the plane of complete gradients.
 
         Args:
             is_wide: That plane cannot hold a sum: it is in bf16. Nor can that of several ranks. Else it holds
                 the one that there is without runs.
         """
-        if self.runs.number == 1 and self.num_ranks == 1 and not is_wide:
+        if self.on_drives or (self.runs.number == 1 and self.num_ranks == 1 and not is_wide):
             return SumRoom()
         most = max((each.left.stop for each in self.by_round[:-1]), default=0)
         return self._room(0, most) if self.are_shared else self._room(most, 0)

@@ -159,6 +159,11 @@ def gradient_staging(sizes: BlockBytes) -> int:
     return parked_gradient(sizes)
 
 
+def staging_buffer(places: GradientPlaces) -> int:
+    """Return the bytes of a buffer through which gradients pass, and sums on their way to drives and back."""
+    return max(places.staged.largest(gradient_staging), places.sums_on_drives.largest(parked_sum))
+
+
 # -- state on drives, and the buffers before them ------------------------------------------------------------
 
 
@@ -303,7 +308,7 @@ def gradient_planes(blocks: Selection, places: GradientPlaces, *, room: SumRoom)
     """
     return {
         "gradient": places.on_host.total(gradient_plane),
-        "staging": NUM_GRADIENT_STAGING * places.staged.largest(gradient_staging),
+        "staging": NUM_GRADIENT_STAGING * staging_buffer(places),
         "accumulator": blocks.total(accumulator_plane, room),
     }
 
@@ -319,6 +324,11 @@ def drive_buffers(blocks: BlockTotals, num_weights: int, num_state: int) -> dict
 def parked_gradient(sizes: BlockBytes) -> int:
     """Return the bytes on drives of a block's complete gradient that waits there for the norm."""
     return padded(sizes.gradient_bytes)
+
+
+def parked_sum(sizes: BlockBytes) -> int:
+    """Return the bytes on drives of a sum of a block's gradients that waits there for the next round."""
+    return padded(sizes.accumulator_bytes)
 
 
 def drive_pools(blocks: Selection) -> dict[str, int]:

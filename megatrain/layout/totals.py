@@ -173,6 +173,8 @@ class GradientPlaces:
     on_drives: Selection
     staged: Selection
     """Those that pass through a few host buffers on their way to their update, or to the sum of a step."""
+    sums_on_drives: Selection
+    """Blocks whose sums wait there between rounds, and pass these buffers on their way there and back."""
 
     @classmethod
     def of(cls, sizes: BlockTotals, residency: Residency, tiers: Sequence[str]) -> GradientPlaces:
@@ -187,16 +189,23 @@ class GradientPlaces:
             on_device=at("device", streamed),
             on_drives=at("nvme", streamed),
             staged=sizes.pick(block for block in sorted(updated) if tiers[block] != "host"),
+            sums_on_drives=sizes[:0],
         )
 
-    def with_sums(self, residency: Residency, *, at_once: bool) -> GradientPlaces:
-        """Return the same for gradients that the host adds up, which come to it through those buffers.
+    def with_sums(self, where: str, residency: Residency, *, at_once: bool) -> GradientPlaces:
+        """Return the same for steps of several rounds.
 
         Args:
+            where: Gradients that add up on the `host` come to it through those buffers, and so do sums to
+                drives (`nvme`), where they wait between rounds; those on the `device` pass none.
             residency: Which blocks stream.
             at_once: In a step of one round, gradients of all blocks pass through them to their updates.
         """
-        return replace(self, staged=residency.on_host if at_once else residency.streamed)
+        if where == "nvme":
+            return replace(self, sums_on_drives=residency.streamed)
+        if where == "host":
+            return replace(self, staged=residency.on_host if at_once else residency.streamed)
+        return self
 
     def kept_by(self, node: BlockTotals | None) -> GradientPlaces:
         """Return the same for a node that keeps parts of these sizes of the blocks; None: all of each."""
@@ -206,4 +215,4 @@ class GradientPlaces:
     def none(cls, sizes: BlockTotals, residency: Residency) -> GradientPlaces:
         """Sort blocks whose gradients wait nowhere: updates use them up as they come."""
         nobody = sizes[:0]
-        return cls(nobody, nobody, nobody, staged=residency.on_host)
+        return cls(nobody, nobody, nobody, staged=residency.on_host, sums_on_drives=nobody)

@@ -43,6 +43,8 @@ class Tiers:
     """Blocks whose gradients do; None: all, if any are kept. `attach` and `load` set it from the choice."""
     gradients_staged: frozenset[int] | None = None
     """Blocks whose gradients pass through a few buffers in RAM; None: those that do not wait there."""
+    sums_on_drives: frozenset[int] = frozenset()
+    """Blocks whose sums of gradients wait on drives between rounds, and pass these buffers too."""
     resumes: bool = False
     """Go on from what is committed on the drives; nothing is drawn or read from files."""
     blocks_in_ram: int | None = None
@@ -214,6 +216,7 @@ class _Takes:
             on_device=nobody,
             on_drives=nobody,
             staged=by_number.pick(sorted(staged)),
+            sums_on_drives=by_number.pick(sorted(tiers.sums_on_drives)),
         )
         self._gradients = pools.gradient_planes(everything, places.kept_by(node_kept), room=sum_room)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatrain.config.choice import KEYS, Activations, Choice, StepBatch, Updates, read_member
+from megatrain.config.choice import KEYS, WITHOUT_DRIVES, Activations, Choice, StepBatch, Updates, read_member
 from megatrain.config.read_choice import checked
 from megatrain.errors import ConfigError
 from megatrain.layout.moments import MomentFormat
@@ -23,12 +23,12 @@ def require_drives(choice: Choice) -> None:
     Raises:
         ConfigError: It does.
     """
-    for name in ("boundaries", "gradients"):
+    for name, instead in WITHOUT_DRIVES.items():
         value = choice.given.get(name, "")
         if value == "nvme" or (name == "gradients" and "nvme" in value):
             raise ConfigError(
                 f"{name} is nvme, but there are no drives; name a directory on each of them (memory.tiers="
-                f"{{nvme: [DIRECTORY]}}, or tiers=Tiers(nvme=...)), or use {name}=host"
+                f"{{nvme: [DIRECTORY]}}, or tiers=Tiers(nvme=...)), or use {name}={instead}"
             )
 
 
@@ -85,11 +85,14 @@ def check_runs(choice: Choice, num_runs: int) -> None:
     """Refuse a choice that cannot add up gradients in so many runs.
 
     Raises:
-        ConfigError: The host adds them up.
+        ConfigError: The host adds them up, or drives have no room for several sums of a gradient.
     """
-    if num_runs > 1 and choice.sums == "host":
+    if num_runs > 1 and choice.sums != "device":
+        does = (
+            "lets the host add up gradients" if choice.sums == "host" else "has room for one sum of a block"
+        )
         raise ConfigError(
-            f"sums=host lets the host add up gradients, but a step has {num_runs} runs, whose sums are "
+            f"sums={choice.sums} {does}, but a step has {num_runs} runs, whose sums are "
             "joined on the device; use sums=device, or parallel.shards=1 (StepBatch(num_runs=1))"
         )
 

@@ -183,12 +183,14 @@ def kept_sums(
         ranks: That train together.
         sequence: Neighbours among them that share out rows.
     """
-    sums = StepSums.of(runs, choice.lockstep, 1 if ranks is None else ranks.size, sequence)
+    size, on_drives = 1 if ranks is None else ranks.size, choice.sums == "nvme"
+    sums = StepSums.of(runs, choice.lockstep, size, sequence, on_drives=on_drives)
     return sums.between(is_wide=precision is Precision.BF16)
 
 
 def with_gradients(tiers: Tiers, places: GradientPlaces) -> Tiers:
     """Let a placement count on the gradients that will wait in RAM; the caller may count on none at all."""
+    tiers = replace(tiers, sums_on_drives=frozenset(places.sums_on_drives))
     if not tiers.keeps_gradients:  # all of them pass through the buffers
         return replace(tiers, gradients_in_ram=frozenset())
     staged = frozenset(places.staged)

@@ -154,7 +154,9 @@ class Steps:
                     own = None if seeds is None else [seed + 1 + order for seed in seeds]
                     with each.around():
                         self._together(self._forward.turns.take, each.calls, numbers, own)
-                parts = self._together(self._forward.turns.take_loss, losses, numbers, seeds)
+                in_turn = self._arrangement.executor.spec.heads_in_turn
+                take_loss = self._forward.turns.take_loss
+                parts = self._together(take_loss, losses, numbers, seeds, heads_in_turn=in_turn)
                 torch.autograd.backward([root for _, root in parts])
                 found += [loss for loss, _ in parts]
         finally:
@@ -167,13 +169,15 @@ class Steps:
         calls: Sequence[Callable[[], S]],
         numbers: Sequence[int],
         seeds: Sequence[int] | None,
+        *,
+        heads_in_turn: bool = True,
     ) -> list[T]:
         """Let those of the calls that have these numbers take their turns, and return what comes of each."""
         turns = [
             partial(take, place, calls[number], None if seeds is None else seeds[number])
             for place, number in enumerate(numbers)
         ]
-        return self._forward.turns.run(turns)
+        return self._forward.turns.run(turns, heads_in_turn=heads_in_turn)
 
     def run_batches(self, micro_batches: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None) -> Tensor:
         """Run a step of the model's own loss; see `Engine.forward_backward`."""

@@ -60,6 +60,7 @@ CASES = {
         },
         on_drives=True,
     ),
+    "sums on drives": Case({"lockstep": 1, "activations": "recompute", "sums": "nvme"}, on_drives=True),
 }
 """All of two micro-batches of a model of four layers."""
 
@@ -84,6 +85,8 @@ POOLS = {
     "weights_buffer": ("drives", "ram"),
     "scratch_room": ("drives", "scratch"),
     "parked_gradient": ("drives", "scratch"),
+    "parked_sum": ("sums on drives", "scratch"),
+    "staging_buffer": ("sums on drives", "ram"),
 }
 """By function of `layout.pools`: a run that has the pool, and where the pool is."""
 
@@ -95,6 +98,7 @@ REFUSALS = {
     ("saved", "saved"): "some stay on the device",
     ("drives", "saved"): "saved activations pass 3 buffers",
     ("drives", "ram"): "the part of the state that stays in RAM takes",
+    ("sums on drives", "ram"): "the part of the state that stays in RAM takes",
     ("drives", "nvme"): "two copies, so that a crash leaves one whole",
 }
 """What the check before allocation says where a pool is too large, by run and place."""

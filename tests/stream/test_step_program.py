@@ -58,7 +58,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "boundaries": ("device", "host", "nvme"),
     "precision": ("bf16", "fp32"),
     "clips": (True, False),
-    "sums": ("device", "host"),
+    "sums": ("device", "host", "nvme"),
     "trained": ("all", "adapters"),
 }
 
@@ -72,10 +72,10 @@ def is_allowed(row: dict[str, Any]) -> bool:
         return False
     if row["sums"] == "host" and row["place"] in ("waiting gradients", "mixed gradients", "parked gradients"):
         return False
-    if row["boundaries"] == "nvme" and "resident" in row["place"]:
+    if "nvme" in (row["boundaries"], row["sums"]) and "resident" in row["place"]:
         return False
     if row["place"] == "waiting gradients":
-        return row["updates"] == "deferred" and row["rounds"][0] == 1
+        return row["updates"] == "deferred" and (row["rounds"][0] == 1 or row["sums"] == "nvme")
     if "gradients" in row["place"]:
         return row["updates"] != "immediate"
     return True
@@ -151,8 +151,8 @@ def settings_of(row: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
         settings |= {"gradients": ["device", "host", "nvme"]}
     elif row["place"] == "parked gradients":
         settings |= {"gradients": ["nvme"] * 3}
-    is_parked = "nvme" in settings.get("gradients", "")
-    if "drives" in row["place"] or row["boundaries"] == "nvme" or is_parked:
+    is_parked = "nvme" in (*settings.get("gradients", ()), row["boundaries"], row["sums"])
+    if "drives" in row["place"] or is_parked:
         settings["tiers"] = Tiers(nvme=(tmp_path / "drive",), ram=1 << 30)
     return settings
 
@@ -248,8 +248,12 @@ def expected_of(operation: Operation, spec: StepSpec) -> list[Expected]:
         case Kind.FORWARD | Kind.BACKWARD if operation.is_head:  # the final norm too, and parts come inside
             around = frozenset(("resident", number) for number in outer)
             passes = plain._replace(writes=frozenset(), nbytes=None, may_read=around)
-            takes = Expected(operation.lane, writes=writes, nbytes=None)
-            return [takes, passes] if kind is Kind.BACKWARD and operation.collects else [passes]
+            if kind is Kind.FORWARD or not operation.collects:
+                return [passes]
+            taken = [writes, *({("resident_gradient", number)} for number in behind_head(spec))]
+            return [*(Expected(operation.lane, writes=frozenset(w), nbytes=None) for w in taken), passes]
+        case Kind.BACKWARD if spec.ends.heads and block in behind_head(spec):
+            return []
         case Kind.BACKWARD if block in spec.ends.embeddings:  # which needs no weights
             return [Expected(operation.lane, writes=writes, nbytes=None)] * operation.collects
         case Kind.FORWARD:
@@ -287,6 +291,11 @@ def expected_of(operation: Operation, spec: StepSpec) -> list[Expected]:
             return []
         case _:
             return [plain]
+
+
+def behind_head(spec: StepSpec) -> list[int]:
+    """List the blocks on the device whose gradients are complete with the head's, the last first."""
+    return [block for block in reversed(spec.outer) if block in spec.behind and spec.sizes[block].is_trained]
 
 
 def is_exact(spec: StepSpec, block: int) -> bool:

@@ -118,6 +118,7 @@ class Step:
             tiers=self.block_sums.gradient_tiers(self.choice),
             ends=self.block_sums.ends,
             behind=self.block_sums.behind,
+            heads_in_turn=not self.anatomy.loss_reaches_layers,
             clips=self.clips,
             drives=self.block_sums.drive_spec(self.choice, self.batch),
             saved_bytes=[run.leaving_bytes for run in self.costs.runs],
@@ -289,8 +290,11 @@ class Step:
         saved = self.sums[3]
         restored = saved - rounds * self.costs.newest_bytes
         read, written = sums.drive_bytes(choice, rounds, self.batch, self.commit_every)
-        waiting = sums.gradient_places(choice, self.batch.num_micro_batches).on_drives
-        parked = sum(self.blocks[block].size.parked_bytes for block in waiting)
+        places = sums.gradient_places(choice, self.batch.num_micro_batches)
+        parked = sum(self.blocks[block].size.parked_bytes for block in places.on_drives)
+        parked += (rounds - 1) * sum(
+            self.blocks[block].size.parked_sum_bytes for block in places.sums_on_drives
+        )
         on_drives = choice.boundaries == "nvme"
         kept = self.rates.kernels.sum_bytes / 4
         exchanges = rounds if self.partial_sums.are_shared else 1

@@ -199,8 +199,9 @@ class BlockSums:
         if choice.uses_gradients_up(num_micro_batches):
             return GradientPlaces.none(self.totals, self.residency(choice))
         places = self._gradients(choice)[1]
-        if choice.adds_on_host(num_micro_batches):
-            return places.with_sums(self.residency(choice), at_once=choice.updates == "immediate")
+        if choice.sums_pass_buffers(num_micro_batches):
+            residency, at_once = self.residency(choice), choice.updates == "immediate"
+            return places.with_sums(choice.sums, residency, at_once=at_once)
         return places
 
     def _gradients(self, choice: Choice) -> tuple[tuple[str, ...], GradientPlaces]:

@@ -49,14 +49,22 @@ def drive_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> list[Pool
     found = [Pool("nvme", name, n) for name, n in pools.drive_pools(block_sums.images(batch)[:]).items()]
     found += [_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else []
     places = block_sums.gradient_places(choice, batch.num_micro_batches)
-    if places.on_drives:
-        room = places.on_drives.total(_parked_room, SCRATCH_CHUNK_BYTES)
-        found.append(Pool("nvme", "waiting gradients", room, is_exact=False))
-    return found
+    is_wide = anatomy.precision == "bf16"  # else a sum waits where its gradient will, if that is there
+    waiting = {
+        "waiting gradients": places.on_drives.total(_parked_room, SCRATCH_CHUNK_BYTES),
+        "sums of rounds": places.sums_on_drives.total(_parked_sum_room, SCRATCH_CHUNK_BYTES),
+    }
+    if not is_wide and waiting["sums of rounds"]:
+        del waiting["waiting gradients"]
+    return found + [Pool("nvme", name, room, is_exact=False) for name, room in waiting.items() if room]
 
 
 def _parked_room(sizes: BlockBytes, chunk_bytes: int) -> int:
     return pools.scratch_room(pools.parked_gradient(sizes), chunk_bytes)
+
+
+def _parked_sum_room(sizes: BlockBytes, chunk_bytes: int) -> int:
+    return pools.scratch_room(pools.parked_sum(sizes), chunk_bytes)
 
 
 def _scratch(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> Pool:

@@ -17,8 +17,9 @@ def most_without_gradients(
 ) -> int:
     """Return how many micro-batches fit into what the largest moment of a step takes.
 
-    They leave nothing behind: each has the input of the layer that it comes to next, and what the model's own
-    forward holds. As many as a round has always fit.
+    They leave nothing behind: each has the input of the layer that it comes to next, or the last layer's
+    output and input while it waits for its turn at the head, and what the model's own forward holds. As
+    many as a round has always fit.
 
     Args:
         anatomy: Of the model, for micro-batches as `batch` has them.
@@ -29,7 +30,7 @@ def most_without_gradients(
     """
     peaks = DevicePeaks(anatomy, choice, batch, overlaps=overlaps, has_scratch=has_scratch)
     boundary = max(layer.boundary_bytes for layer in anatomy.layers)
-    each = anatomy.pass_bytes + boundary * (1 + anatomy.holds_embedding) + IDS_BYTES * anatomy.tokens
+    each = anatomy.pass_bytes + boundary * (2 + anatomy.holds_embedding) + IDS_BYTES * anatomy.tokens
     inside = [
         layer.forward_peak_bytes["recompute"] + layer.saved_bytes["recompute"] - layer.boundary_bytes
         for layer in anatomy.layers

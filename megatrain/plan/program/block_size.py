@@ -37,6 +37,8 @@ class BlockSize:
     """The same, of the last one: the sum is rounded to the working dtype."""
     parked_bytes: int = 0
     """Bytes on drives of a complete gradient that waits there."""
+    parked_sum_bytes: int = 0
+    """The same, of a sum that waits there between rounds."""
     update_bytes: int = 0
     """Bytes of memory that an update reads and writes."""
     whole_bytes: int = 0
@@ -91,6 +93,7 @@ class BlockSize:
             parked_bytes=pools.parked_gradient(sizes)
             if share is None
             else sum(map(len, share.gradient_pages(sizes.num_split))),
+            parked_sum_bytes=pools.parked_sum(sizes),
             updates_on_device=on_device,
         )
         return size.with_moments(sizes, moments, share)

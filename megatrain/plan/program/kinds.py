@@ -73,9 +73,9 @@ class Kind(str, Enum):
     """Read it back, ahead of its RESTORE."""
     PARK = "park"
     """Write a complete gradient that an OFFLOAD has copied to the host on to the drives, to wait there for
-    the norm."""
+    the norm, or a sum, which waits for the next round."""
     UNPARK = "unpark"
-    """Read it back, ahead of its update."""
+    """Read it back, ahead of its update, or of its LOAD."""
     EXCHANGE = "exchange"
     """Send each rank its share of a complete sum, and add up what all ranks have sent of one's own."""
     SPREAD = "spread"

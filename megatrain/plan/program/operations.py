@@ -139,6 +139,8 @@ class Operation:
                 through = self._through if self.is_share else ()  # others write their shares of it
                 home = home_buffer(self.block, self.staging)
                 return (("resident_gradient", self.block) if self.on_device else home, *norm, *through)
+            case Kind.ROUND if self.staging >= 0:
+                return (home_buffer(self.block, self.staging),)
             case Kind.ROUND:
                 return (("resident_gradient" if self.on_device else "gradient", self.block),)
             case Kind.NORM:
@@ -202,7 +204,8 @@ class Operation:
                 return (("working", self.block), ("moments", self.block), *self._through)
             case Kind.ROUND:
                 sums = "resident_gradient" if self.on_device else "gradient"
-                return ((sums, self.block), ("squares", self.block))
+                through = (home_buffer(self.block, self.staging),) if self.staging >= 0 else ()
+                return ((sums, self.block), ("squares", self.block), *through)
             case Kind.RELEASE:
                 return tuple(("gradient", block) for block in self.blocks)
             case Kind.PULL:

@@ -220,17 +220,21 @@ def added(offload: Operation, size: BlockSize, count: int) -> list[Operation]:
 
 
 def parked(offload: Operation, size: BlockSize, staging: int) -> list[Operation]:
-    """List the two copies of a gradient to the drives: through a staging buffer, and on from there."""
-    through = replace(offload, staging=staging, nbytes=size.offload_bytes)
-    return [
-        through,
-        Operation(kind=Kind.PARK, block=through.block, staging=staging, nbytes=size.parked_bytes),
-    ]
+    """List the two copies of a gradient, or a sum, to the drives: to a staging buffer, and on from there."""
+    nbytes = size.offload_bytes if offload.completes else size.accumulator_bytes
+    through = replace(offload, staging=staging, nbytes=nbytes)
+    return [through, _passed(Kind.PARK, through.block, size, staging, completes=through.completes)]
 
 
-def unparked(block: int, size: BlockSize, staging: int) -> Operation:
-    """Return the read of a gradient from the drives into a staging buffer."""
-    return Operation(kind=Kind.UNPARK, block=block, staging=staging, nbytes=size.parked_bytes)
+def unparked(block: int, size: BlockSize, staging: int, *, completes: bool = True) -> Operation:
+    """Return the read of a gradient, or of a sum, from the drives into a staging buffer."""
+    return _passed(Kind.UNPARK, block, size, staging, completes=completes)
+
+
+def _passed(kind: Kind, block: int, size: BlockSize, staging: int, *, completes: bool) -> Operation:
+    """Return what takes a gradient, or a sum that does not complete it, from a buffer to drives or back."""
+    nbytes = size.parked_bytes if completes else size.parked_sum_bytes
+    return Operation(kind=kind, block=block, staging=staging, completes=completes, nbytes=nbytes)
 
 
 def _pass_head(visit: Visit, outer: Sequence[int]) -> Operation:
@@ -370,7 +374,7 @@ class _Rings:
         if tier != "nvme":
             return [load]
         staging = self.next_staging()
-        return [unparked(block, size, staging), replace(load, staging=staging)]
+        return [unparked(block, size, staging, completes=False), replace(load, staging=staging)]
 
     def _is_passed(self, block: int, start: int, stop: int) -> bool:
         """Whether a backward passes the block in visits `[start, stop)`: its sum is not there before."""

@@ -67,7 +67,7 @@ class StepSpec:
     """By block, where its complete gradient waits for the norm: `host`, `device` or `nvme`; empty: all on the
     host."""
     sums: str = "device"
-    """Where gradients of several rounds add up."""
+    """Where gradients of several rounds add up, or wait in between: see `Choice.sums`."""
     clips: bool = True
     splits: bool = True
     """Weights are bf16, the upper halves of fp32 masters: sums are wider than complete gradients."""
@@ -83,6 +83,11 @@ class StepSpec:
     drives: DriveSpec | None = None
     ends: Ends = field(default_factory=Ends)
     """Blocks in no layer that stream."""
+    behind: tuple[int, ...] = ()
+    """Blocks in no layer that the model passes behind all layers."""
+    heads_in_turn: bool = True
+    """The backward of each micro-batch's head follows its forward. False: the loss reaches layers by another
+    way than through the last one's output."""
     outer: tuple[int, ...] = field(init=False)
     """Blocks in no layer that stay on the device."""
 
@@ -97,6 +102,7 @@ class StepSpec:
         tiers: Sequence[str] = (),
         ends: tuple[Sequence[int], Sequence[int]] = ((), ()),
         behind: Collection[int] = (),
+        heads_in_turn: bool = True,
         clips: bool = True,
         drives: DriveSpec | None = None,
         saved_bytes: Sequence[int] | None = None,
@@ -115,6 +121,7 @@ class StepSpec:
             tiers: Where each block's gradient waits; none: on the host.
             ends: Outer blocks that may stream: embeddings, and heads.
             behind: Outer blocks that the model passes behind all layers.
+            heads_in_turn: The backward of each micro-batch's head follows its forward.
             clips: Gradients are clipped to a norm.
             drives: Where the state is, if a part of it is on drives.
             saved_bytes: As in `layer_plans`.
@@ -142,6 +149,8 @@ class StepSpec:
             tiers=tiers,
             sums=choice.sums,
             ends=_ends(ends, sizes),
+            behind=tuple(behind),
+            heads_in_turn=heads_in_turn,
             first_trained=trained.index(True) if any(trained) else 0,
             splits=splits,
             clips=clips,
@@ -164,9 +173,12 @@ class StepSpec:
 
         Args:
             block: Its number.
-            completes: False: it is a sum that goes on adding up in a later round. One in fp32 waits where it
-                will be complete: it takes no more room there. Others are wider, and the host keeps them.
+            completes: False: it is a sum that goes on adding up in a later round. Those may all wait on
+                drives. If not, one in fp32 waits where it will be complete: it takes no more room there.
+                Others are wider, and the host keeps them.
         """
+        if self.sums == "nvme" and not completes:
+            return "nvme"
         if not self.tiers or (self.keeps_wide_sums and not completes):
             return "host"
         return self.tiers[block]
@@ -195,7 +207,7 @@ class StepSpec:
         loads: bool = False,
         completes: bool = True,
         num_passes_before: int = 0,
-        heads_in_turn: bool = True,
+        heads_in_turn: bool | None = None,
     ) -> list[Visit]:
         """List the visits of a round.
 
@@ -204,18 +216,19 @@ class StepSpec:
             loads: Earlier rounds of the step left gradients to add to.
             completes: No later round of the step follows.
             num_passes_before: Passes without gradients that come first.
-            heads_in_turn: As in `round_visits`.
+            heads_in_turn: As in `round_visits`; None: as in a step.
         """
         visits = round_visits(
             self.layers,
             num_micro_batches=len(micro_batches),
             outer=self.outer,
+            behind=[block for block in self.outer if block in self.behind],
             ends=self.ends,
             first_trained=self.first_trained,
             loads=loads,
             completes=completes,
             num_passes_before=num_passes_before,
-            heads_in_turn=heads_in_turn,
+            heads_in_turn=self.heads_in_turn if heads_in_turn is None else heads_in_turn,
         )
         if all(count == 1 for count in micro_batches):
             return visits
@@ -231,7 +244,7 @@ class StepSpec:
             size = self.sizes[visit.block]
             return visit.loads and not visit.is_head and size.is_trained and size.is_streamed
 
-        if self.sums == "device":
+        if self.sums != "host":
             return list(visits)
         return [
             replace(v, sums_on_host=True, adds=False, is_last=True, completes=v.completes and v.is_last)

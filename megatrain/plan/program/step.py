@@ -96,6 +96,7 @@ def complete_program(
     spec: StepSpec,
     away: Iterable[int],
     on_host: Iterable[int] = (),
+    on_drives: Iterable[int] = (),
     *,
     updates_at_once: bool = False,
     num_staging: int = 0,
@@ -107,6 +108,7 @@ def complete_program(
         spec: Of the step.
         away: Resident blocks whose sums are wanted at home, or rounded where they are to wait.
         on_host: Blocks whose rounds have added up on the host.
+        on_drives: Blocks whose sums wait there.
         updates_at_once: Each is updated as soon as it is complete.
         num_staging: Host buffers through which gradients then pass, used in turn; 0: the gradient plane.
         first_staging: The first one to use.
@@ -124,6 +126,13 @@ def complete_program(
     for block in on_host:  # read in fp32, written and read again in the working dtype
         nbytes = spec.sizes[block].accumulator_bytes + 2 * spec.sizes[block].offload_bytes
         operations.append(Operation(kind=Kind.ROUND, block=block, nbytes=nbytes))
+    for number, block in enumerate(on_drives):
+        size, staging = spec.sizes[block], number % NUM_GRADIENT_STAGING
+        nbytes = size.accumulator_bytes + 2 * size.offload_bytes
+        rounding = Operation(kind=Kind.ROUND, block=block, staging=staging, nbytes=nbytes)
+        operations += [unparked(block, size, staging, completes=False), rounding]
+        if spec.tier(block) != "host":
+            operations.append(replace(unparked(block, size, staging), kind=Kind.PARK))
     return around_drives(spec, operations)
 
 
@@ -154,17 +163,11 @@ def offload_of_sum(spec: StepSpec, operation: Operation) -> list[Operation]:
     size, tier = spec.sizes[operation.block], spec.tier(operation.block, completes=False)
     if tier == "device":
         return [operation]
+    # in fp32 a place of complete gradients holds a sum like any other
+    left = replace(operation, kind=Kind.OFFLOAD, completes=not spec.keeps_wide_sums, waiting=-1)
     if tier == "nvme":
-        return parked(operation, size, operation.staging)
-    home = replace(
-        operation,
-        kind=Kind.OFFLOAD,
-        completes=not spec.keeps_wide_sums,  # in fp32 the plane holds a sum like any other
-        staging=-1,
-        waiting=-1,
-        nbytes=size.accumulator_bytes,
-    )
-    return [home]
+        return parked(left, size, max(operation.staging, 0))
+    return [replace(left, staging=-1, nbytes=size.accumulator_bytes)]
 
 
 def update_program(

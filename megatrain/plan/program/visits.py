@@ -91,6 +91,7 @@ def round_visits(
     *,
     num_micro_batches: int = 1,
     outer: Sequence[int] = (),
+    behind: Sequence[int] = (),
     ends: Ends | None = None,
     first_trained: int = 0,
     loads: bool = False,
@@ -106,6 +107,8 @@ def round_visits(
             first, adds up gradients in their own order.
         outer: Blocks in no layer. They are in use during a whole pass: the model finds them when it begins,
             and their gradients are complete when its backward ends.
+        behind: Those of them that the model passes behind all layers: their gradients are complete when the
+            head's backward ends.
         ends: Outer blocks that stream. The micro-batches pass the embedding as they start, and the head when
             all of them have passed the last layer.
         first_trained: Backward ends with this layer: neither it nor what is before it is trained.
@@ -117,7 +120,8 @@ def round_visits(
     """
     ends = ends or Ends()
     backward = range(num_micro_batches)
-    visits = pass_visits(layers, num_micro_batches, outer=outer, ends=ends) * num_passes_before
+    before = pass_visits(layers, num_micro_batches, outer=outer, ends=ends, heads_in_turn=heads_in_turn)
+    visits = before * num_passes_before
     visits += _visits_before_head(layers, num_micro_batches, outer=outer, ends=ends, saves=True)
     forward = [_head_visits(number, outer, ends) for number in backward]
     back = [
@@ -127,6 +131,7 @@ def round_visits(
             else replace(_backward(visit.block, number, num_micro_batches, loads, completes), is_head=True)
             for visit in forward[number]
         ]
+        + [_backward(block, number, num_micro_batches, loads, completes) for block in reversed(behind)]
         for number in backward
     ]
     in_turn = [part for number in backward for part in (forward[number], back[number])]
@@ -160,6 +165,7 @@ def round_visits(
         _backward(block, number, num_micro_batches, loads, completes)
         for number in backward
         for block in (*ends.trained_embeddings, *reversed(outer))
+        if block not in behind
     ]
     return visits
 
@@ -170,10 +176,14 @@ def pass_visits(
     *,
     outer: Sequence[int] = (),
     ends: Ends,
+    heads_in_turn: bool = True,
 ) -> list[Visit]:
-    """List the visits of one pass of all micro-batches without gradients."""
+    """List the visits of one pass of all micro-batches without gradients; see `round_visits`."""
     visits = _visits_before_head(layers, num_micro_batches, outer=outer, ends=ends, saves=False)
-    return visits + [visit for n in range(num_micro_batches) for visit in _head_visits(n, outer, ends)]
+    numbers = range(num_micro_batches)
+    for number in numbers if heads_in_turn else reversed(numbers):
+        visits += _head_visits(number, outer, ends)
+    return visits
 
 
 def _visits_before_head(

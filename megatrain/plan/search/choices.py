@@ -11,7 +11,17 @@ from typing import Any
 from megatrain.config.choice import AUTO, Choice
 from megatrain.errors import ConfigError
 from megatrain.layout import pools
-from megatrain.plan.search.placing import SMALL, may_wait_elsewhere, most_within, placed, placements, spread
+from megatrain.plan.search.placing import (
+    SMALL,
+    least_sums,
+    may_sum_on_drives,
+    may_wait_elsewhere,
+    most_within,
+    placed,
+    placements,
+    spread,
+    sum_options,
+)
 from megatrain.plan.search.request import Request, excess, is_too_large, overflow, pools_of
 
 
@@ -35,7 +45,10 @@ def list_choices(request: Request, extent: Breadth = Breadth.ALL) -> Iterator[Ch
         if not any(_placed_if_it_fits(request, frame) for frame in smallest):
             continue
         found = False
-        for frames in (_frames(request, tiers, extent), smallest):
+        frames_of = _frames(request, tiers, extent)
+        if extent is Breadth.COARSE and "nvme" in (request.choice.boundaries, request.choice.sums):
+            frames_of = _longest_rounds(request, frames_of)
+        for frames in (frames_of, smallest):
             for choice in frames:
                 for filled in fill(request, choice):
                     found = True
@@ -47,6 +60,19 @@ def list_choices(request: Request, extent: Breadth = Breadth.ALL) -> Iterator[Ch
     on_drives = with_activations_on_drives(request)
     if on_drives is not None:
         yield from list_choices(on_drives, extent)
+
+
+def _longest_rounds(request: Request, frames: Iterator[Choice]) -> Iterator[Choice]:
+    """Yield those frames alone that make the longest rounds that the device holds.
+
+    What waits on drives between rounds, or until the backward, costs least in long ones.
+    """
+    longest: set[Choice] = set()
+    for frame in sorted(frames, key=lambda frame: -frame.lockstep):
+        like = replace(frame, lockstep=1, num_gradient_buffers=1)
+        if like not in longest and not is_too_large(request, frame):
+            longest.add(like)
+            yield frame
 
 
 def first_fit(request: Request) -> Choice | None:
@@ -85,8 +111,9 @@ def least(request: Request) -> Choice:
         given = ", ".join(f"{name} {value}" for name, value in request.choice.given.items())
         raise ConfigError(
             f"these settings exclude each other: {given}; with fragments, num_slots and num_gradient_buffers "
-            "must be at least the parts of a layer, gradients wait on the device in a single round only, "
-            "boundaries on nvme need drives, moments in fp32 and no resident layer, and with a head in "
+            "must be at least the parts of a layer, gradients wait on the device in a single round only, or "
+            "with sums on nvme, which needs drives as boundaries there do, moments in fp32 and no resident "
+            "layer, and one run of one rank, and with a head in "
             "chunks (as that of judged answers is) that is tied to the embedding, lockstep divides the "
             "micro-batches of a run (parallel.shards)"
         )
@@ -185,7 +212,8 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
     elif is_coarse:
         wanted = _ROUND_TOKENS // (2 if given.sums == "host" else 1)  # without sums, half as much to hide
         enough = min(locksteps, key=lambda m: abs(m * request.anatomy.tokens - wanted))
-        locksteps = [locksteps[0], enough]
+        if "nvme" not in (given.boundaries, given.sums):
+            locksteps = [locksteps[0], enough]
     comes_apart = most > 1 and extent in (Breadth.LEAST, Breadth.ALL)
     for fragments, lockstep, boundaries, updates, outer, streams, sums, activations in product(
         values_of(given.fragments, [False, True] if comes_apart else [False]),
@@ -194,13 +222,13 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
         values_of(given.updates, ["deferred"] if request.clips else ["deferred", "immediate"]),
         values_of(given.outer_resident, [False] if is_least else outer_options(request)),
         values_of(given.outer_streams, stream_options(request) if is_least else [False]),
-        values_of(given.sums, ["device"] if is_least else sum_options(request)),
+        values_of(given.sums, least_sums(request) if is_least else sum_options(request)),
         bases,
     ):
         base = activations[0] if given.activations == AUTO else ""
         if (boundaries == "host" and base in ("keep", "offload")) or (is_least and base == "keep"):
             continue
-        if given.sums == AUTO and sums == "host" and lockstep >= batch.num_micro_batches:
+        if given.sums == AUTO and sums != "device" and lockstep >= batch.num_micro_batches:
             continue  # one round has nothing to add
         parts = most if fragments else 1
         default_buffers = parts + 1 if lockstep > 1 and not is_least else parts
@@ -244,8 +272,10 @@ def is_allowed(request: Request, choice: Choice) -> bool:
         return False
     if choice.has_scratch_on_drives and (request.spec.drives is None or request.state != "fp32"):
         return False
+    if choice.sums == "nvme" and not may_sum_on_drives(request):
+        return False
     if any(place != "host" for place in choice.gradients):
-        return choice.sums == "device" and may_wait_elsewhere(request, choice)
+        return may_wait_elsewhere(request, choice)
     return True
 
 
@@ -277,14 +307,6 @@ def may_stream_outer(request: Request) -> bool:
 def stream_options(request: Request) -> list[bool]:
     """List whether outer blocks may stream; to a CPU they would only be copied."""
     return [False, True] if may_stream_outer(request) and not request.spec.is_cpu else [False]
-
-
-def sum_options(request: Request) -> list[str]:
-    """List where gradients of several rounds may add up.
-
-    A CPU would only copy them more often, and the sums of several runs are joined on the device.
-    """
-    return ["device"] if request.spec.is_cpu or request.batch.num_runs > 1 else ["device", "host"]
 
 
 def lockstep_sizes(request: Request) -> list[int]:

@@ -16,9 +16,30 @@ SMALL = 4
 
 
 def may_wait_elsewhere(request: Request, choice: Choice) -> bool:
-    """Whether complete gradients may wait elsewhere than on the host: for one norm, so of one round."""
+    """Whether complete gradients may wait elsewhere than on the host: where no sum of rounds waits there."""
     is_one_round = choice.lockstep >= request.batch.num_micro_batches
-    return choice.updates == "deferred" and choice.sums == "device" and is_one_round
+    is_free = choice.sums == "nvme" or (choice.sums == "device" and is_one_round)
+    return choice.updates == "deferred" and is_free
+
+
+def sum_options(request: Request) -> list[str]:
+    """List where gradients of several rounds may add up, or wait in between.
+
+    A CPU would only copy them more often, and the sums of several runs are joined on the device.
+    """
+    options = ["device"] if request.spec.is_cpu or request.batch.num_runs > 1 else ["device", "host"]
+    return options + (["nvme"] if may_sum_on_drives(request) and request.anatomy.precision == "bf16" else [])
+
+
+def may_sum_on_drives(request: Request) -> bool:
+    """Whether sums may wait on drives: there is room for one of each gradient, of one rank."""
+    has_drives = request.spec.drives is not None and request.state == "fp32"
+    return has_drives and request.batch.num_runs == request.batch.num_ranks == 1
+
+
+def least_sums(request: Request) -> list[str]:
+    """List where sums take least memory: those on the host take no less than those of the device."""
+    return [place for place in sum_options(request) if place != "host"]
 
 
 def placed(request: Request, frame: Choice) -> Choice:

@@ -231,7 +231,7 @@ def _all_but(*names: str) -> Callable[[Choice], tuple[object, ...]]:
     return attrgetter(*(field.name for field in fields(Choice) if field.name not in names))
 
 
-_ON_DEVICE = _all_but("updates", "tiers", "blocks_in_ram", "weights_in_ram")
+_ON_DEVICE = _all_but("updates", "sums", "tiers", "blocks_in_ram", "weights_in_ram")
 _ON_HOST = _all_but("num_slots", "num_gradient_buffers")
 """What decides how many bytes a choice takes on the device, and in RAM whatever the device is."""
 _DEVICE_BYTES: WeakKeyDictionary[Anatomy, dict[tuple[object, ...], int]] = WeakKeyDictionary()

@@ -16,12 +16,11 @@ from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.choices import (
     Breadth,
     list_choices,
-    sum_options,
     values_of,
     with_activations_on_drives,
 )
 from megatrain.plan.search.neighbours import neighbours
-from megatrain.plan.search.placing import SMALL
+from megatrain.plan.search.placing import SMALL, sum_options
 from megatrain.plan.search.request import Request, overflow
 
 SEARCH_OPERATIONS = 30_000
@@ -57,8 +56,9 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS, enough_s: float
     gets better. Then the main questions are asked with all their answers, and what can be changed about the
     best of these is tried, and about those that were nearly as good. All of this is done for sums of several
     rounds on the device, and then, with as much to spend again, for sums on the host, which have to be faster
-    than what was found: so they never cost a plan its speed. Where state is on drives anyway, activations on
-    drives are tried last: a step in one round may then need no sums of rounds, which take RAM from the state.
+    than what was found: so they never cost a plan its speed. Where state is on drives anyway, sums on drives
+    are tried after that, and activations there last: both leave RAM to the state. Sums on drives are looked
+    at like any others where nothing fits without them.
 
     Args:
         request: What is asked for.
@@ -66,19 +66,24 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS, enough_s: float
         enough_s: Seconds of a step with which the search ends.
     """
     first, *others = values_of(request.choice.sums, sum_options(request))
+    others = others if request.batch.num_micro_batches > 1 else []
     race = _Race(_with_sums(request, first), budget, enough_s)
     race.run_all()
-    is_cut_short = race.is_over
-    for sums in others if race.best is not None and request.batch.num_micro_batches > 1 else ():
-        race.go_on(_with_sums(request, sums), budget)
+    if race.best is None and "nvme" in others:
+        race = _Race(_with_sums(request, "nvme"), budget, enough_s)
         race.run_all()
-        is_cut_short |= race.is_over
+    is_cut_short = race.is_over
     if race.best is None:
         return None
-    on_drives = with_activations_on_drives(request)
-    if on_drives is not None and race.best.choice.uses_drives and race.best.choice.boundaries != "nvme":
-        race.begin_with(on_drives, budget)
+    if "host" in others:
+        race.go_on(_with_sums(request, "host"), budget)
+        race.run_all()
         is_cut_short |= race.is_over
+    elsewhere = [_with_sums(request, "nvme")] if "nvme" in others and race.best.choice.sums != "nvme" else []
+    for asked in (*elsewhere, with_activations_on_drives(request)):
+        if asked is not None and race.best.choice.uses_drives and race.best.choice.boundaries != "nvme":
+            race.begin_with(asked, budget)
+            is_cut_short |= race.is_over
     return Found(race.best.choice, race.best, race.num_timed, is_cut_short)
 
 

@@ -193,7 +193,8 @@ def _verify(place: Place, number: int, drive: Drive, offset: int, what: str, mem
         raise CheckpointError(
             f"{drive.path} is damaged: chunk {number} of {what} (bytes {offset} to {offset + len(memory)}) "
             "is not what was written there; check this drive, and resume from the newest checkpoint with "
-            "another one in memory.tiers.nvme, or with memory.boundaries=host and memory.gradients=host"
+            "another one in memory.tiers.nvme, or with memory.boundaries=host, memory.gradients=host and "
+            "memory.sums=device"
         )
 
 

@@ -32,7 +32,8 @@ from megatrain.store.state import HostState, Precision
 from megatrain.stream.execute.block_visit import BETWEEN, BlockVisit
 from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.foresight import Foresight
-from megatrain.stream.execute.gradients import Gradients, Home
+from megatrain.stream.execute.gradient_buffers import Home
+from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.issuer import ActivationCopies, Counts, Issuer, Work
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
@@ -115,6 +116,11 @@ class Executor(Issuer):
         if not self._is_between and self.open_visit is None:
             self.lanes.begin_span(Lane.COMPUTE, BETWEEN)
             self._is_between = True
+
+    def end_head(self) -> None:
+        """Take note that the head of a micro-batch has gone back: what follows is other work."""
+        self._end_between()
+        self.begin_between()
 
     def _end_between(self) -> None:
         if self._is_between:
@@ -239,6 +245,7 @@ class Executor(Issuer):
                 self.spec,
                 [block for block in self.gradients.still_at(Home.DEVICE) if block not in leave],
                 self.gradients.still_at(Home.ACCUMULATOR),
+                self.gradients.still_at(Home.PARKED_SUM),
                 updates_at_once=self.update_at_once is not None,
                 num_staging=self.gradients.buffers.num_staging if self.gradients.buffers.is_staged else 0,
                 first_staging=self._staging,

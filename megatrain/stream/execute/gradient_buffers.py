@@ -8,6 +8,7 @@ memory. After the norm each passes through one of a few host buffers on its way 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -34,6 +35,26 @@ class Views(NamedTuple):
     """Of the trained parameters, in their shapes."""
     padding: list[Tensor]
     """What lies between them."""
+
+
+class Home(Enum):
+    """Where the sum of a block's gradients of this step is: what another backward adds to."""
+
+    NONE = 0
+    GRADIENT = 1
+    """In the gradient plane."""
+    ACCUMULATOR = 2
+    """In the fp32 accumulator plane."""
+    DEVICE = 3
+    """In the resident block's own fp32 buffer."""
+    UPDATED = 4
+    """Used up: the block was updated as soon as its gradient was complete."""
+    WAITING = 5
+    """On the device, in the working dtype, until the norm is known."""
+    PARKED = 6
+    """On drives, likewise."""
+    PARKED_SUM = 7
+    """On drives, in fp32, until the next round."""
 
 
 class GradientBuffers:
@@ -103,20 +124,23 @@ class GradientBuffers:
         for block in places.on_device:
             self._starts[block] = start
             start += pools.waiting_gradient(layouts[block].sizes, num_ranks)
-        self._staged = places.staged
+        self._places = places
+        self.sums_on_drives = bool(places.sums_on_drives)
+        """Whether sums of several rounds wait there."""
         self._adds_on_host = adds_on_host
         self._adds_parts = adds_parts
         self._scratch = scratch
         self.shares, self._num_ranks = shares, num_ranks
-        self._parked: dict[int, list[tuple[range, Place]]] = {}
-        """By block, the room on drives where these bytes of its gradient wait."""
+        self._parked: dict[tuple[int, bool], list[tuple[range, Place]]] = {}
+        """By block, the room on drives where these bytes of its gradient wait, and of its sum."""
 
     def needs_room(self, *, adds_up: bool, num_rounds: int, kept: SumRoom) -> bool:
         """Whether `prepare` would have to allocate something."""
         is_used_up = bool(self.num_staging) and not self.waits and num_rounds == 1
         self.is_staged = self.waits or is_used_up
         self._has_plane = bool(self.in_ram) and not is_used_up
-        self._has_staging = self.is_staged or (self._adds_on_host and num_rounds > 1)
+        passes_sums = self._adds_on_host or self.sums_on_drives
+        self._has_staging = self.is_staged or (passes_sums and num_rounds > 1)
         planes = ["staging"] * self._has_staging + ["gradient"] * self._has_plane
         if not self._host.sum_room.holds(kept):
             return True
@@ -136,8 +160,9 @@ class GradientBuffers:
             CapacityError: The device has no room for the ring, or the host none for the accumulator plane.
         """
         if self._has_staging:
-            passing = self._staged if self.waits or self._adds_on_host else self._blocks.on_host
-            nbytes = passing.largest(pools.gradient_staging)
+            nbytes = pools.staging_buffer(self._places)
+            if not (self.waits or self._adds_on_host or self.sums_on_drives):
+                nbytes = self._blocks.on_host.largest(pools.gradient_staging)
             self._staging = self._host.allocate_staging(NUM_GRADIENT_STAGING, nbytes)
         if self._has_plane:
             self._host.allocate_gradients(self.in_ram)
@@ -234,17 +259,32 @@ class GradientBuffers:
         """Return the (gradient_bytes,) uint8 part of a staging buffer that a block uses."""
         return self._staging[number][: self._host.layouts[block].gradient_bytes]
 
-    def park(self, operation: Operation) -> Callable[[], object]:
-        """Return the write of what a staging buffer holds to the drives.
+    def staged_sum(self, operation: Operation) -> Tensor:
+        """View a staging buffer as the (num_state,) fp32 sum of a block that is on its way."""
+        nbytes = 4 * self._host.layouts[operation.block].num_state
+        return self._staging[operation.staging][:nbytes].view(torch.float32)
+
+    def round_staged(self, operation: Operation) -> tuple[Tensor, Tensor]:
+        """Round a sum in a staging buffer into the gradient plane, or there if this has no such gradient."""
+        block = operation.block
+        state = self._host.blocks[block]
+        rounded = torch.empty(state.layout.gradient_bytes, dtype=torch.uint8)
+        round_into(split_gradient(rounded, state.layout), self.staged_sum(operation))
+        target = state.gradient if block in self.in_ram else self.staging(block, operation.staging)
+        assert target is not None
+        return split_gradient(target.copy_(rounded), state.layout)
+
+    def park(self, operation: Operation, *, is_sum: bool) -> Callable[[], object]:
+        """Return the write of what a staging buffer holds to the drives: a gradient, or a sum in fp32.
 
         Raises:
             MegatrainError: A drive has no room for it.
         """
         assert self._scratch is not None
-        block, scratch = operation.block, self._scratch
-        if block not in self._parked:
-            self._parked[block] = [(span, scratch.take(len(span))) for span in self._spans(block)]
-        places, buffer = self._parked[block], self._staging[operation.staging]
+        key, scratch = (operation.block, is_sum), self._scratch
+        if key not in self._parked:
+            self._parked[key] = [(span, scratch.take(len(span))) for span in self._spans(*key)]
+        places, buffer = self._parked[key], self._staging[operation.staging]
 
         def write() -> None:
             for span, place in places:
@@ -252,28 +292,38 @@ class GradientBuffers:
 
         return write
 
-    def unpark(self, operation: Operation) -> Callable[[], object]:
+    def unpark(self, operation: Operation, *, is_sum: bool) -> Callable[[], object]:
         """Return the read of what waits on the drives into a staging buffer."""
-        return partial(self._read, operation.block, self._staging[operation.staging])
+        return partial(self._read, operation.block, is_sum, self._staging[operation.staging])
 
-    def read_parked(self, block: int) -> Tensor:
-        """Return the (gradient_bytes,) uint8 gradient that waits on the drives, in new memory."""
-        nbytes = pools.parked_gradient(self._host.layouts[block].sizes)
-        buffer = Arena(nbytes).view(torch.uint8, 0, nbytes)
-        self._read(block, buffer)
-        return buffer[: self._host.layouts[block].gradient_bytes]
+    def read_parked(self, block: int, *, is_sum: bool) -> Tensor:
+        """Return the uint8 gradient, or sum, that waits on the drives, in new memory."""
+        (*_, span) = self._spans(block, is_sum)
+        buffer = Arena(span.stop).view(torch.uint8, 0, span.stop)
+        self._read(block, is_sum, buffer)
+        layout = self._host.layouts[block]
+        return buffer[: 4 * layout.num_state if is_sum else layout.gradient_bytes]
 
-    def _spans(self, block: int) -> list[range]:
-        """Return the bytes of a block's gradient that wait on drives, in whole pages."""
+    def _spans(self, block: int, is_sum: bool) -> list[range]:
+        """Return the bytes of a block's gradient, or sum, that wait on drives, in whole pages."""
         sizes = self._host.layouts[block].sizes
+        if is_sum:
+            return [range(pools.parked_sum(sizes))]
         if self._num_ranks == 1:
             return [range(pools.parked_gradient(sizes))]
         return self.shares[block].gradient_pages(sizes.num_split)
 
-    def _read(self, block: int, buffer: Tensor) -> None:
+    def _read(self, block: int, is_sum: bool, buffer: Tensor) -> None:
         assert self._scratch is not None
-        for span, place in self._parked[block]:
-            self._scratch.read(place, buffer[span.start : span.stop], f"the gradient of block {block}")
+        for span, place in self._parked[block, is_sum]:
+            what = "sum of gradients" if is_sum else "gradient"
+            self._scratch.read(place, buffer[span.start : span.stop], f"the {what} of block {block}")
 
     def _ring_bytes(self, *, adds_up: bool) -> int:
         return self._blocks.streamed.largest(pools.gradient_buffer, adds_up or self._adds_parts, self.room)
+
+
+def round_into(parts: tuple[Tensor, Tensor], sums: Tensor) -> None:
+    """Copy fp32 sums into the two parts of a complete gradient, rounded to their types."""
+    for part, own in zip(parts, sums.split([part.numel() for part in parts]), strict=True):
+        part.copy_(own)

@@ -8,7 +8,6 @@ parameter for which autograd gave None in every round has no gradient and gets n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from enum import Enum
 from functools import partial
 
 import torch
@@ -23,28 +22,10 @@ from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.operations import Operation
 from megatrain.store.nodes import part_of_plane
 from megatrain.store.state import HostState, Precision, split_gradient
-from megatrain.stream.execute.gradient_buffers import GradientBuffers, Views
+from megatrain.stream.execute.gradient_buffers import GradientBuffers, Home, Views, round_into
 from megatrain.stream.execute.run_sums import RunSums
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.ranks.shared_gradients import SharedGradients
-
-
-class Home(Enum):
-    """Where the sum of a block's gradients of this step is: what another backward adds to."""
-
-    NONE = 0
-    GRADIENT = 1
-    """In the gradient plane."""
-    ACCUMULATOR = 2
-    """In the fp32 accumulator plane."""
-    DEVICE = 3
-    """In the resident block's own fp32 buffer."""
-    UPDATED = 4
-    """Used up: the block was updated as soon as its gradient was complete."""
-    WAITING = 5
-    """On the device, in the working dtype, until the norm is known."""
-    PARKED = 6
-    """On drives, likewise."""
 
 
 class Gradients:
@@ -154,6 +135,9 @@ class Gradients:
         flat = self.buffers.sums(operation.block, operation.gradient_buffer)
         if operation.waiting >= 0:
             sources = split_gradient(self.buffers.waiting(operation.block), state.layout)
+        elif self.homes[operation.block] is Home.PARKED_SUM:
+            sum_ = self.buffers.staged_sum(operation)
+            sources = sum_[:edge], sum_[edge:]
         elif operation.staging >= 0:
             sources = split_gradient(self.home(operation), state.layout)
         elif self.homes[operation.block] is Home.ACCUMULATOR:
@@ -177,8 +161,9 @@ class Gradients:
             self._lanes.copy(self.home(operation), sent)
             if not operation.sums_on_host:
                 self._lanes.sum_of_squares(split_gradient(sent, layout), self._sums[operation.block])
-        elif self._stays_wide(operation):
-            self._lanes.copy(*reversed(self._both_ends(operation)))
+        elif self.stays_wide(operation):
+            here, there = self._both_ends(operation)
+            self._lanes.copy(there, here)
             return
         elif self.shared is not None:
             flat = self.buffers.sums(operation.block, operation.gradient_buffer)
@@ -195,6 +180,8 @@ class Gradients:
     def _both_ends(self, operation: Operation) -> tuple[Tensor, Tensor]:
         """View the partial sums that are copied, on the device and on the host: (sums, numel) in fp32."""
         here = self.buffers.partial_sums(operation)
+        if operation.staging >= 0:
+            return here, self.buffers.staged_sum(operation)[None]
         return here, self._host.blocks[operation.block].sums(operation.sums, here.shape[1])
 
     def hold(self, operation: Operation) -> None:
@@ -246,7 +233,7 @@ class Gradients:
         if state.gradient is not None:
             return state.gradient
         rounded = torch.empty(state.layout.gradient_bytes, dtype=torch.uint8)
-        _round_into(split_gradient(rounded, state.layout), state.sum)
+        round_into(split_gradient(rounded, state.layout), state.sum)
         return rounded
 
     def round_on_device(self, block: int) -> None:
@@ -267,7 +254,7 @@ class Gradients:
             self._is_filled[operation.gradient_buffer] = False
         if operation.sums_on_host:
             return
-        wide = self._stays_wide(operation)
+        wide = self.stays_wide(operation)
         if operation.gradient_buffer >= 0:
             complete = Home.WAITING if operation.kind is Kind.HOLD else Home.GRADIENT
             self.homes[operation.block] = Home.ACCUMULATOR if wide else complete
@@ -289,7 +276,7 @@ class Gradients:
             if is_rounded and sums is not out:  # a backward that was not foreseen follows a complete gradient
                 for _, total, rounded in parts:
                     total.copy_(rounded)
-            if self._stays_wide(operation):
+            if self.stays_wide(operation):
                 for part, total, _ in parts:
                     add(pool, part, total)
             else:
@@ -299,24 +286,40 @@ class Gradients:
 
     def settle_sum(self, operation: Operation) -> None:
         """Note where an addition leaves a block's gradient."""
-        wide = self._stays_wide(operation)
+        wide = self.stays_wide(operation)
         self.homes[operation.block] = Home.ACCUMULATOR if wide else Home.GRADIENT
         self._is_home[operation.block] = not wide
 
-    def complete_on_host(self, block: int) -> None:
-        """Round a gradient from the accumulator into the gradient plane, if there is one (host lane)."""
+    def complete_on_host(self, operation: Operation) -> None:
+        """Round a gradient from the accumulator into the gradient plane, if there is one (host lane).
+
+        A sum in a staging buffer, from drives, is rounded into that plane, or else in the buffer.
+        """
+        block, pool = operation.block, default_pool()
         state = self._host.blocks[block]
-        if state.gradient is None:
+        if operation.staging >= 0:
+            parts = self.buffers.round_staged(operation)
+        elif state.gradient is None:
             parts = split_gradient(self.home(Operation(kind=Kind.UPDATE, block=block)), state.layout)
         else:
             parts = split_gradient(state.gradient, state.layout)
-            _round_into(parts, state.sum)
-        pool = default_pool()
+            round_into(parts, state.sum)
         self._sums[block] = sum(sum_of_squares(pool, part) for part in parts)
 
-    def settle_on_host(self, block: int) -> None:
-        """Note that a gradient is rounded into the gradient plane."""
-        self._is_home[block] = True
+    def settle_on_host(self, operation: Operation) -> None:
+        """Note that a gradient is rounded into the gradient plane, or for the copy back to the drives."""
+        if operation.staging >= 0:
+            self.homes[operation.block] = Home.GRADIENT
+        self._is_home[operation.block] = True
+
+    def settle_on_drives(self, operation: Operation) -> None:
+        """Note that a gradient, or a sum, waits on the drives."""
+        self.homes[operation.block] = Home.PARKED_SUM if self.stays_wide(operation) else Home.PARKED
+
+    def is_parked(self, operation: Operation) -> bool:
+        """Whether what an UNPARK reads is there: a sum may have been taken for a complete gradient."""
+        wanted = Home.PARKED_SUM if self.stays_wide(operation) else Home.PARKED
+        return self.homes[operation.block] is wanted
 
     def sums(self, blocks: Sequence[int]) -> list[float]:
         """Return the sum of squares of the gradients of `blocks`, which must be complete."""
@@ -358,13 +361,17 @@ class Gradients:
         if home is Home.WAITING:
             found = state.gradient_of(entry, self.buffers.waiting(block))
         elif home is Home.PARKED:
-            found = state.gradient_of(entry, self.buffers.read_parked(block))
+            found = state.gradient_of(entry, self.buffers.read_parked(block, is_sum=False))
         else:
-            sums = self.buffers.sums(block) if home is Home.DEVICE else state.sum
+            if home is Home.PARKED_SUM:
+                sums = self.buffers.read_parked(block, is_sum=True).view(torch.float32)
+            else:
+                sums = self.buffers.sums(block) if home is Home.DEVICE else state.sum
             found = state.plane_of(sums, entry).to(entry.dtype)
         return found.to("cpu", torch.float32)
 
-    def _stays_wide(self, operation: Operation) -> bool:
+    def stays_wide(self, operation: Operation) -> bool:
+        """Whether an operation leaves a sum that is wider than a complete gradient, or is one of ranks."""
         return not operation.completes and (self.has_runs or self._host.precision is Precision.BF16)
 
     def _put(
@@ -387,8 +394,3 @@ class Gradients:
         if not adds and views.padding:
             torch._foreach_zero_(views.padding)
         self.present[block].update(names)
-
-
-def _round_into(parts: tuple[Tensor, Tensor], sums: Tensor) -> None:
-    for part, own in zip(parts, sums.split([part.numel() for part in parts]), strict=True):
-        part.copy_(own)

@@ -20,7 +20,8 @@ from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.plan.program.operations import Operation
 from megatrain.plan.program.schedule import unparked
 from megatrain.store.state import HostState, Precision
-from megatrain.stream.execute.gradients import Gradients, Home
+from megatrain.stream.execute.gradient_buffers import Home
+from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
@@ -118,6 +119,8 @@ class Issuer:
         if operation.kind is Kind.SYNC:
             with self.touching(reads=operation.reads):
                 return
+        if operation.kind is Kind.UNPARK and not self.gradients.is_parked(operation):
+            return
         if operation.kind is Kind.LOAD:
             if not self.gradients.has(operation.block):
                 return  # its backwards so far have brought none: what is there is of an earlier step
@@ -136,13 +139,16 @@ class Issuer:
         """Return the copy of a sum from where its gradient is: it was taken for complete, and waits."""
         home, block = self.gradients.homes[load.block], load.block
         if home is Home.WAITING:
-            return replace(load, waiting=block, nbytes=0)
-        if home is Home.PARKED and load.staging < 0:
+            return replace(load, waiting=block, staging=-1, nbytes=0)
+        if home in (Home.GRADIENT, Home.ACCUMULATOR):
+            return replace(load, staging=-1)
+        if home is Home.PARKED and (load.staging < 0 or self.host.precision is Precision.BF16):
             size = BlockSize.of(
                 self.host.layouts[block].sizes, is_streamed=True, on_device=False, moments=self.host.moments
             )
-            self.issue(unparked(block, size, 0))
-            return replace(load, staging=0, nbytes=size.offload_bytes)
+            staging = max(load.staging, 0)
+            self.issue(unparked(block, size, staging))
+            return replace(load, staging=staging, nbytes=size.offload_bytes)
         return load
 
     def _work_of(self, operation: Operation, work_of: Work | None) -> Callable[[], object]:
@@ -178,15 +184,15 @@ class Issuer:
                     working = self.drives.working(operation)
                 return partial(gradients.shared.spread, block, working)
             case Kind.PARK:
-                return gradients.buffers.park(operation)
+                return gradients.buffers.park(operation, is_sum=gradients.stays_wide(operation))
             case Kind.UNPARK:
-                return gradients.buffers.unpark(operation)
+                return gradients.buffers.unpark(operation, is_sum=gradients.stays_wide(operation))
             case Kind.ADD:
                 return gradients.add(operation)
             case Kind.ROUND if operation.on_device:
                 return lambda: gradients.round_on_device(block)
             case Kind.ROUND:
-                return lambda: gradients.complete_on_host(block)
+                return lambda: gradients.complete_on_host(operation)
             case Kind.NORM | Kind.UPDATE:
                 assert work_of is not None
                 return work_of(operation)
@@ -244,13 +250,13 @@ class Issuer:
             case Kind.ADD:
                 self.gradients.settle_sum(operation)
             case Kind.ROUND if not operation.on_device:
-                self.gradients.settle_on_host(block)
+                self.gradients.settle_on_host(operation)
             case Kind.UPDATE if operation.on_device:
                 self.states.settle_update(block)
             case Kind.UPDATE:
                 self._settle_update(operation)
             case Kind.PARK:
-                self.gradients.homes[block] = Home.PARKED
+                self.gradients.settle_on_drives(operation)
                 counts.drive_write_bytes += operation.nbytes
             case Kind.READ | Kind.PAGE | Kind.UNPARK:
                 counts.drive_read_bytes += operation.nbytes
@@ -319,7 +325,8 @@ class Issuer:
         buffers = self.gradients.buffers
         if kept is None:
             is_wide = self.host.precision is Precision.BF16
-            kept = StepSums(Runs(), (1,) * num_rounds).between(is_wide=is_wide)
+            sums = StepSums(Runs(), (1,) * num_rounds, on_drives=buffers.sums_on_drives)
+            kept = sums.between(is_wide=is_wide)
         needs: dict[str, Any] = {"adds_up": adds_up, "num_rounds": num_rounds, "kept": kept}
         if buffers.needs_room(**needs):
             with self.touching(writes=[("gradient_buffer", index) for index in range(buffers.num_buffers)]):

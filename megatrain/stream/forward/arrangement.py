@@ -19,6 +19,7 @@ from megatrain.layout.ownership import whole_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
 from megatrain.model.blocks import Block, ends_of, group_layers, outer_of
 from megatrain.model.profile.flops import ModelFlops, count_flops
+from megatrain.model.shares import adds_router_loss
 from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.spec import DriveSpec, StepSpec
 from megatrain.store.drives.scratch import ScratchFiles
@@ -28,8 +29,8 @@ from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.executor import Executor
-from megatrain.stream.execute.gradient_buffers import GradientBuffers
-from megatrain.stream.execute.gradients import Gradients, Home
+from megatrain.stream.execute.gradient_buffers import GradientBuffers, Home
+from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.issuer import Counts
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
@@ -99,7 +100,7 @@ class Arrangement:
         self.scratch = ScratchFiles(directories, rank=rank) if directories else None
         """Room for saved activations on the drives, if there are any."""
         self.parking = ScratchFiles(directories, rank=rank) if directories else None
-        """And for gradients that wait for the norm."""
+        """And for gradients that wait for the norm, or their sums for the next round."""
         self.shared = None
         if binding.ranks is not None:
             self.shared = SharedGradients(
@@ -183,7 +184,8 @@ class Arrangement:
         in_ram = frozenset(places_of(new, self.binding.blocks, self.host.layouts).on_host)
         if new.updates == "immediate" or in_ram != self.gradients.buffers.in_ram:
             planes.append("gradient")
-        return planes + (["accumulator"] if self.choice.lockstep != new.lockstep else [])
+        is_other = (self.choice.lockstep, self.choice.sums) != (new.lockstep, new.sums)
+        return planes + (["accumulator"] if is_other else [])
 
     def _arrange(self, choice: Choice) -> None:
         self.choice = choice
@@ -221,7 +223,7 @@ class Arrangement:
             choice.num_gradient_buffers,
             places_of(choice, blocks, host.layouts),
             adds_parts=choice.outer_streams,
-            scratch=self.parking if "nvme" in choice.gradients else None,
+            scratch=self.parking if "nvme" in (*choice.gradients, choice.sums) else None,
             host_limit=self.binding.host_limit,
             adds_on_host=choice.sums == "host",
             room=self.binding.sums(choice).on_device,
@@ -240,6 +242,7 @@ class Arrangement:
                 tiers=tiers_of_gradients(choice, blocks, host.layouts),
                 ends=ends_of(blocks),
                 behind=[number for number, block in enumerate(blocks) if block.is_behind],
+                heads_in_turn=not adds_router_loss(self._model.config),
                 drives=_drive_spec(host),
                 num_runs=self.binding.runs.number,
                 num_ranks=self.num_ranks,
@@ -347,8 +350,8 @@ def places_of(
     if num_micro_batches is not None and choice.uses_gradients_up(num_micro_batches):
         return GradientPlaces.none(totals, residency)
     places = GradientPlaces.of(totals, residency, tiers_of_gradients(choice, blocks, layouts))
-    if choice.sums == "host" and (num_micro_batches is None or choice.adds_on_host(num_micro_batches)):
-        return places.with_sums(residency, at_once=choice.updates == "immediate")
+    if num_micro_batches is None or choice.sums_pass_buffers(num_micro_batches):
+        return places.with_sums(choice.sums, residency, at_once=choice.updates == "immediate")
     return places
 
 

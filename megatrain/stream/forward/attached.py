@@ -50,7 +50,8 @@ class Binding:
     def sums(self, choice: Choice) -> StepSums:
         """Return the partial sums of a step under a choice."""
         num_ranks = 1 if self.ranks is None else self.ranks.size
-        return StepSums.of(self.runs, choice.lockstep, num_ranks, self.sequence)
+        on_drives = choice.sums == "nvme"
+        return StepSums.of(self.runs, choice.lockstep, num_ranks, self.sequence, on_drives=on_drives)
 
     def check(self) -> None:
         """Refuse to go on with parameters that are no views of the host state any more, or with their hooks.

@@ -75,9 +75,9 @@ class Cut:
             weights: Of blocks that the head uses and others may use too, such as a tied embedding: what the
                 head adds to their gradients waits for the rest.
         """
-        self._root, hidden, *weights = _Cut.apply(self._found, hidden, *weights)  # type: ignore[no-untyped-call]
+        self._root, hidden, *weights = _Cut.apply(self._found, hidden, *weights)
         self._edges = [get_gradient_edge(tensor) for tensor in (hidden, *weights)]
-        hidden = _Same.apply(hidden)  # type: ignore[no-untyped-call]
+        hidden = _Same.apply(hidden)
         return hidden, list(weights)
 
     def go_back(self, loss: Tensor) -> Tensor | None:

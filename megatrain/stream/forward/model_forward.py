@@ -43,6 +43,7 @@ from megatrain.stream.forward.turns import Turn, Turns
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 class PassWatcher(Protocol):
     """Is told of every pass of the model before it begins."""
 

@@ -87,7 +87,8 @@ class Pass:
 
     def _fill(self, found: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
         """Return the tensors for all places of outer blocks, from those of each block."""
-        self._places, own = [], []
+        own: list[Tensor] = []
+        self._places = []
         for block in self._outer:
             places, tensors = block.fill(found[block.index], self.tensors)
             self._places += places
@@ -143,6 +144,10 @@ class Pass:
     def __exit__(self, *_: object) -> None:
         self.until_end.close()
         self.restore()
+        self._places, self._own = (
+            [],
+            [],
+        )  # what the head was given leads back here, where no collector sees it
 
     def _stream_block(self, block: AttachedBlock, *, of_head: bool) -> list[Tensor]:
         arrangement, micro_batch = self._arrangement, self.micro_batch

@@ -126,7 +126,7 @@ class Rounds:
         gradients, is_wide = self._gradients, self._executor.host.precision is Precision.BF16
         shared, runs = gradients.shared, Runs.of(self._num_runs, sum(sizes))
         num_ranks, sequence = (1, 1) if shared is None else (shared.ranks.size, shared.sequence)
-        sums = StepSums(runs, tuple(sizes), num_ranks, sequence)
+        sums = StepSums(runs, tuple(sizes), num_ranks, sequence, gradients.buffers.sums_on_drives)
         if not gradients.buffers.room.holds(sums.on_device):
             raise ConfigError(
                 f"a step of {sum(sizes)} micro-batches on each rank, in rounds of {sizes[0]}, has more "
@@ -137,7 +137,7 @@ class Rounds:
         adds_up = sum(sizes) > 1 or num_ranks > 1
         kept = sums.between(is_wide=is_wide)
         self._prepare_gradients(num_rounds=len(sizes), adds_up=adds_up, kept=kept)
-        self._num_before, self._heads_in_turn = num_before, True
+        self._num_before, self._heads_in_turn = num_before, self._executor.spec.heads_in_turn
         visits = self._steps.get((tuple(sizes), num_before))
         if visits is None:
             visits = self._steps[tuple(sizes), num_before] = step_visits(

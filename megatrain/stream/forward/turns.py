@@ -69,9 +69,9 @@ class Turns:
         self.current: Turn | None = None
         """The call of a step that is running; None: somebody else has called the model."""
 
-    def run(self, turns: Sequence[Callable[[], T]]) -> list[T]:
+    def run(self, turns: Sequence[Callable[[], T]], *, heads_in_turn: bool) -> list[T]:
         """Let calls of `take` or `take_loss` go on together, and return what comes of each."""
-        return [turns[0]()] if len(turns) == 1 else self.lockstep.run(turns)
+        return [turns[0]()] if len(turns) == 1 else self.lockstep.run(turns, heads_in_turn=heads_in_turn)
 
     def take(self, place: int, call: Callable[[], T], seed: int | None) -> T:
         """Run the `place`-th call of a step's round, without gradients, before its losses.
@@ -98,9 +98,12 @@ class Turns:
         rounds = self._arrangement.rounds
         with self._turn(place, seed, with_gradients=True) as turn:
             loss = call()
+            if not self._arrangement.executor.spec.heads_in_turn:
+                return loss.detach(), loss
             self.lockstep.wait_for_earlier()
             with rounds.in_head():
                 root = self._head_backward.begin(loss, turn.cuts, place, rounds.num_together - 1 - place)
+            self._arrangement.executor.end_head()
             return loss.detach(), root
 
     @contextmanager

@@ -17,7 +17,7 @@ from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.plan.program.operations import Operation
 from megatrain.plan.program.step import step_program
 from megatrain.store.placement import Tiers
-from megatrain.stream.execute.gradients import Home
+from megatrain.stream.execute.gradient_buffers import Home
 from megatrain.stream.lanes import Cause, OrderingError
 from tests.families import FAMILIES
 from tests.products import every_value

@@ -147,6 +147,16 @@ def test_a_chunked_head_in_lockstep_equals_one_micro_batch_after_the_other(preci
             assert_same_bits(value, expected[name], name)
 
 
+def test_chunks_of_micro_batches_of_unequal_length_add_up_in_order() -> None:
+    """Some pass the head whole, whose gradient is not that of chunks; the order is that of micro-batches."""
+    settings = {"family": "olmo2", "head_chunk_tokens": 9}
+    batches = unequal_batches(4, 7, 16, 5)
+    expected = train_bits(1, lambda _: batches, **settings)
+    found = train_bits(1, lambda _: batches, lockstep=4, **settings)
+    for name, value in found.items():
+        assert_same_bits(value, expected[name], name)
+
+
 def test_a_chunked_head_with_tied_weights_agrees_to_rounding() -> None:
     """Chunks add to the embedding's gradient one by one, so lockstep adds its parts in another order."""
     settings = {"family": "llama_tied", "head_chunk_tokens": 7}
