@@ -75,10 +75,6 @@ class Runs:
             )
         return self.number // num_ranks
 
-    def has_whole_rounds(self, together: int) -> bool:
-        """Whether no round of so many micro-batches is a part of two runs."""
-        return self.number == 1 or self.length % together == 0
-
     def num_sums(self, done: int) -> int:
         """Return how many sums are in the stack after so many micro-batches."""
         whole, rest = divmod(done, self.length)

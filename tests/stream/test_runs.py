@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megatrain.errors import ModelError
 from tests.families import FAMILIES
 from tests.products import pairwise_rows
 from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
@@ -53,14 +52,9 @@ def gradients_of_chunks(family: str, lockstep: int) -> dict[str, Any]:
     return dict(engine.named_gradients())
 
 
-def test_chunks_of_a_head_belong_to_the_run_of_their_micro_batch() -> None:
+@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+def test_chunks_of_a_head_belong_to_the_run_of_their_micro_batch(family: str) -> None:
     """In lockstep all micro-batches have begun before the head of any of them runs."""
-    together = gradients_of_chunks("llama", 4)
-    for name, gradient in gradients_of_chunks("llama", 1).items():
+    together = gradients_of_chunks(family, 4)
+    for name, gradient in gradients_of_chunks(family, 1).items():
         assert_same_bits(together[name], gradient, name)
-
-
-def test_chunks_of_a_tied_head_in_lockstep_are_refused() -> None:
-    """The embedding's gradient would come when the head's is a part of the tree already."""
-    with pytest.raises(ModelError, match=r"use memory.lockstep=1, or parallel.shards=1"):
-        gradients_of_chunks("llama_tied", 4)

@@ -192,12 +192,6 @@ class Anatomy:
     """What was left out of the count, or taken for granted, that a reader must know."""
 
     @property
-    def trains_tied_head(self) -> bool:
-        """Whether the head's weights are those of the embedding, and trained."""
-        trained = {part.kind: part.sizes.num_state > 0 for part in self.outer}
-        return "head" not in trained and trained.get("embedding", False)
-
-    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
         return self.micro_batch_size * self.seq_len

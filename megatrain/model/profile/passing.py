@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from megatrain.model.chunk_sums import ChunkSums
 from megatrain.model.documents.begins import Packed, documents, documents_known
 from megatrain.model.head import Head
 from megatrain.model.profile.anatomy import Cost
@@ -101,6 +102,9 @@ class WholePassTracer:
         self._embedded: StorageWeakRef | None = None
         self._embedded_bytes: Any = 0
         self._chunk_start: Cost | None = None
+        self._streamed: dict[int, list[Tensor]] = {}
+        """By block: weights that want a gradient."""
+        self._chunk_sums: dict[int, ChunkSums] = {}
         self._head_start = Cost()
         self._head_base: Any = 0
         self.result = WholePass()
@@ -156,13 +160,22 @@ class WholePassTracer:
         """Let the modules outside all layers, or those behind them, find new weights, as a pass does."""
         for block in self._outer:
             if block.is_behind or not is_behind:
-                block.stream_weights(lambda _: None)
+                brought = block.stream_weights(lambda _: None)
+                self._streamed[id(block)] = [tensor for tensor in brought if tensor.requires_grad]
 
     @contextmanager
     def _stream_again(self) -> Iterator[None]:
         if self._chunk_start is None:
             self._chunk_start = self._meter.cost
-        self._stream_block()
+        for block in self._outer:
+            held = self._streamed[id(block)]
+            if block.is_behind or not held or not torch.is_grad_enabled():
+                block.stream_weights(lambda _: None)
+                continue
+            if id(block) not in self._chunk_sums:
+                self._chunk_sums[id(block)] = ChunkSums(held)
+            sums = self._chunk_sums[id(block)]
+            block.stream_weights(sums.add, sums.token)
         yield
 
     @contextmanager

@@ -72,18 +72,20 @@ class FakeBlock:
         self._weights = [torch.empty(entry.shape, dtype=entry.dtype) for entry in layout.entries]
         self._sites = block.sites
 
-    def stream_weights(self, collect: Collect) -> None:
-        """Let the modules find new aliases of the weights, whose gradients go to `collect`."""
+    def stream_weights(self, collect: Collect, anchor: Tensor | None = None) -> list[Tensor]:
+        """Let the modules find new aliases of the weights, whose gradients go to `collect`; return these."""
         pairs = list(zip(self._weights, self._is_trained, strict=True))
         trained = [weight for weight, flag in pairs if flag]
         if torch.is_grad_enabled() and trained:
-            brought = iter(_Weights.apply(torch.zeros((), requires_grad=True), collect, trained))
+            anchor = torch.zeros((), requires_grad=True) if anchor is None else anchor
+            brought = iter(_Weights.apply(anchor, collect, trained))
             tensors = [next(brought) if flag else weight.detach() for weight, flag in pairs]
         else:
             tensors = [weight.detach() for weight in self._weights]
         by_name = dict(zip(self._names, tensors, strict=True))
         for site in self._sites:
             site.module._parameters[site.leaf] = by_name[site.name]  # type: ignore[assignment]
+        return tensors
 
     def draw(self, generator: torch.Generator) -> None:
         """Draw weights of a common size, where the tensors have memory."""

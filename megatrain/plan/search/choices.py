@@ -113,9 +113,7 @@ def least(request: Request) -> Choice:
             f"these settings exclude each other: {given}; with fragments, num_slots and num_gradient_buffers "
             "must be at least the parts of a layer, gradients wait on the device in a single round only, or "
             "with sums on nvme, which needs drives as boundaries there do, moments in fp32 and no resident "
-            "layer, and one run of one rank, and with a head in "
-            "chunks (as that of judged answers is) that is tied to the embedding, lockstep divides the "
-            "micro-batches of a run (parallel.shards)"
+            "layer, and one run of one rank"
         )
     return min((placed(request, frame) for frame in frames), key=shortage)
 
@@ -264,8 +262,6 @@ def is_allowed(request: Request, choice: Choice) -> bool:
     parts = max(len(layer.fragments) for layer in request.anatomy.layers) if choice.fragments else 1
     if choice.lockstep > 1 and choice.num_gradient_buffers < parts:
         return False  # the gradients of a layer's fragments add up at the same time
-    if not _may_pass_together(request, choice.lockstep):
-        return False
     if choice.outer_streams and (choice.outer_resident or not may_stream_outer(request)):
         return False
     if not may_be_resident(request, choice) and (choice.outer_resident or choice.resident_layers):
@@ -310,22 +306,11 @@ def stream_options(request: Request) -> list[bool]:
 
 
 def lockstep_sizes(request: Request) -> list[int]:
-    """List numbers of micro-batches per round, of those that can be: all, half, a quarter, ..., one."""
+    """List numbers of micro-batches per round: all, half, a quarter, ..., one."""
     numbers = [request.batch.num_micro_batches]
     while numbers[-1] > 1:
         numbers.append(-(-numbers[-1] // 2))
-    return [number for number in numbers if _may_pass_together(request, number)]
-
-
-def _may_pass_together(request: Request, count: int) -> bool:
-    """Whether so many micro-batches can pass as a round.
-
-    The gradient of a tied head in chunks comes twice, the head's part of all of them first: a run whose part
-    has been added up takes no more. The head of judged answers runs row by row, which are chunks too.
-    """
-    is_chunked = request.anatomy.head_is_chunked or request.batch.rows_each > 1
-    comes_twice = is_chunked and request.anatomy.trains_tied_head
-    return not comes_twice or request.batch.runs.has_whole_rounds(count)
+    return numbers
 
 
 def slot_counts(num_blocks: int, parts: int) -> list[int]:

@@ -61,8 +61,8 @@ class RunSums:
         run = self.round[micro_batch] // self.runs.length
         if run < self._done[block]:
             raise ModelError(
-                "a head in chunks has the weights of the embedding, so their gradients of micro-batches in "
-                "lockstep come twice and add up in no run; use memory.lockstep=1, or parallel.shards=1"
+                "gradients of a micro-batch come after those of later ones, so they add up in no run; use "
+                "memory.lockstep=1, or parallel.shards=1"
             )
         self._complete(block, run, sums_of)
         is_new = self._open[block] is None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
+from megatrain.model.chunk_sums import ChunkSums
 from megatrain.plan.program.kinds import Kind
 from megatrain.store.state import HostState
 from megatrain.store.tiered import TieredState
@@ -22,7 +23,15 @@ from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.gradient_hooks import Backward
 from megatrain.stream.forward.head_backward import Cut
 from megatrain.stream.forward.overrides import Overrides
-from megatrain.stream.forward.stream_weights import Place, SavedWeight, exchange, stream_weights, swapped
+from megatrain.stream.forward.stream_weights import (
+    ANCHOR,
+    HEAD_ANCHOR,
+    Place,
+    SavedWeight,
+    exchange,
+    stream_weights,
+    swapped,
+)
 
 _STAGED_BYTES = 16 << 20
 """Two million ids. Larger inputs, which are embeddings, would leave as much locked memory behind."""
@@ -46,7 +55,13 @@ class Pass:
         self._arrangement = arrangement
         self._outer = arrangement.resident_outer
         is_part = whole is not None
-        self.tensors = {block.index: self._stream_block(block, of_head=is_part) for block in self._outer}
+        self._chunk_sums: dict[int, ChunkSums] = {}
+        """By block: what chunks of the head add to the gradients of weights that others use too."""
+        self.tensors = {
+            block.index: self._stream_block(block, whole, of_head=is_part) for block in self._outer
+        }
+        self._of_head: Mapping[int, Sequence[Tensor]] = self.tensors
+        """What head and loss compute with, by block."""
         self._places: list[Place] = []
         self._own = self._fill(self.tensors)
         self._parameters: list[Any] | None = None
@@ -68,7 +83,9 @@ class Pass:
         self.is_in_head = True
         cut = Cut()
         behind = [block for block in self._outer if block.block.is_behind]
-        found = {**self.tensors, **{block.index: self._stream_block(block, of_head=True) for block in behind}}
+        found = dict(self.tensors)
+        for block in behind:
+            found[block.index] = self._stream_block(block, None, of_head=True)
         if cuts is not None:
             cuts.append(cut)
             hidden = output[0] if type(output) is tuple else output
@@ -80,6 +97,7 @@ class Pass:
                 handed = iter(passed)
                 for index in others:
                     found[index] = [next(handed) if t.requires_grad else t for t in found[index]]
+        self._of_head = found
         self._own = self._fill(found)
         if self._parameters is not None:
             exchange(self._places, self._own)
@@ -147,11 +165,23 @@ class Pass:
         self._places, self._own = (
             [],
             [],
-        )  # what the head was given leads back here, where no collector sees it
+        )  # what the head got leads back here, unseen by collectors
 
-    def _stream_block(self, block: AttachedBlock, *, of_head: bool) -> list[Tensor]:
+    def _sums_of_chunks(self, block: AttachedBlock) -> ChunkSums | None:
+        """Return where chunks add up a block's gradients; None: it is the head's own, or wants none."""
+        if block.index not in self._chunk_sums and not block.block.is_behind:
+            held = [tensor for tensor in self._of_head[block.index] if tensor.requires_grad]
+            if held:
+                self._chunk_sums[block.index] = ChunkSums(held)
+        return self._chunk_sums.get(block.index)
+
+    def _stream_block(self, block: AttachedBlock, whole: Pass | None, *, of_head: bool) -> list[Tensor]:
         arrangement, micro_batch = self._arrangement, self.micro_batch
         trained, begin_backward, executor = block.trained_now(), self.begin_backward, arrangement.executor
+        aliases = arrangement.slots.aliases(block.index, -1)
+        sums = None if whole is None or not torch.is_grad_enabled() else whole._sums_of_chunks(block)
+        if sums is not None:
+            return stream_weights(aliases, trained, sums.add, anchor=sums.token)
 
         def collect(grads: Sequence[Tensor | None]) -> None:
             begin_backward()
@@ -159,8 +189,7 @@ class Pass:
                 by_entry = block.line_up(grads, trained, self.backward)
                 executor.collect_resident(block.index, micro_batch, by_entry)
 
-        aliases = arrangement.slots.aliases(block.index, -1)
-        return stream_weights(aliases, trained, collect, of_head=of_head)
+        return stream_weights(aliases, trained, collect, anchor=HEAD_ANCHOR if of_head else ANCHOR)
 
 
 class OuterVisit(BlockVisit):
@@ -255,7 +284,8 @@ class OuterVisit(BlockVisit):
         elif self._executor.open_visit is not self:
             self._executor.open(self, is_backward=False, is_again=False)
         aliases = self._slots.aliases(self.block, self.operation.slot)
-        weights = stream_weights(aliases, self._trained, self._collect, of_head=self._is_head)
+        anchor = HEAD_ANCHOR if self._is_head else ANCHOR
+        weights = stream_weights(aliases, self._trained, self._collect, anchor=anchor)
         return self._attached.fill(weights, {})
 
     def _open_backward(self, *, is_again: bool = False) -> None:

@@ -20,7 +20,7 @@ Collect = Callable[[Sequence[Tensor | None]], None]
 
 
 with torch.inference_mode(False):
-    _ANCHOR = torch.zeros((), requires_grad=True)
+    ANCHOR = torch.zeros((), requires_grad=True)
     HEAD_ANCHOR = torch.zeros((), requires_grad=True)
 """They make autograd take note of the function, and get no gradient. The second is of the weights that head
 and loss use: a backward that ends with these runs as far as there."""
@@ -48,7 +48,7 @@ _apply = super(torch.autograd.Function, _StreamWeights).apply
 
 
 def stream_weights(
-    aliases: Sequence[Tensor], trained: Sequence[bool], collect: Collect, *, of_head: bool = False
+    aliases: Sequence[Tensor], trained: Sequence[bool], collect: Collect, *, anchor: Tensor = ANCHOR
 ) -> list[Tensor]:
     """Return one tensor per alias to compute with; gradients of the trained ones go to `collect`.
 
@@ -56,11 +56,11 @@ def stream_weights(
         aliases: Tensors that share the device memory of a block's parameters.
         trained: Which of them want a gradient now.
         collect: Called once in the backward, last of the block, with one gradient or None per trained alias.
-        of_head: They are used behind the last layer.
+        anchor: Makes autograd take note: `HEAD_ANCHOR` where they are used behind the last layer. What
+            another one was made of has its backward after theirs.
     """
     if not torch.is_grad_enabled() or True not in trained:
         return list(map(Tensor.detach, aliases))
-    anchor = HEAD_ANCHOR if of_head else _ANCHOR
     if False not in trained:
         return list(_apply(anchor, collect, aliases))
     streamed = iter(_apply(anchor, collect, [a for a, t in zip(aliases, trained, strict=True) if t]))
