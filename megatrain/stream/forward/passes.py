@@ -162,10 +162,8 @@ class Pass:
     def __exit__(self, *_: object) -> None:
         self.until_end.close()
         self.restore()
-        self._places, self._own = (
-            [],
-            [],
-        )  # what the head got leads back here, unseen by collectors
+        # what the head was given leads back here by ways that no garbage collector sees
+        self._places, self._own, self._of_head, self._chunk_sums = [], [], self.tensors, {}
 
     def _sums_of_chunks(self, block: AttachedBlock) -> ChunkSums | None:
         """Return where chunks add up a block's gradients; None: it is the head's own, or wants none."""
