@@ -18,7 +18,8 @@ from megatrain.layout.moments import MOMENT_PLANES, MomentFormat, num_scales
 from megatrain.layout.totals import BlockTotals
 from megatrain.model.profile.count import count_anatomy
 from megatrain.optim import pool
-from megatrain.plan.memory.block_sums import BlockSums, list_blocks
+from megatrain.plan.memory.block_sums import BlockSums
+from megatrain.plan.memory.planned_blocks import list_blocks
 from megatrain.stream.engine import Engine
 from megatrain.stream.forward.arrangement import residency_of
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine

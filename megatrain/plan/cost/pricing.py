@@ -9,7 +9,8 @@ from megatrain.plan.cost.contention import Shares
 from megatrain.plan.cost.layer_costs import LayerCosts
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.timetable import Task
-from megatrain.plan.memory.block_sums import PlannedBlock, share_of
+from megatrain.plan.memory.block_sums import share_of
+from megatrain.plan.memory.planned_blocks import PlannedBlock
 from megatrain.plan.program.buffers import Buffer
 from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.plan.program.operations import Operation

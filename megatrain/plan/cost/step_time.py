@@ -24,12 +24,11 @@ from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.timetable import Task, busy_seconds, links, steady_ends
 from megatrain.plan.memory.block_sums import (
     BlockSums,
-    PlannedBlock,
     exchanged,
     given_weights,
-    list_blocks,
     updated_share,
 )
+from megatrain.plan.memory.planned_blocks import PlannedBlock, list_blocks
 from megatrain.plan.program.kinds import Kind, Lane
 from megatrain.plan.program.operations import Program
 from megatrain.plan.program.spec import StepSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,86 +18,9 @@ from megatrain.layout.host_buffers import largest_first
 from megatrain.layout.moments import MomentFormat
 from megatrain.layout.ownership import drive_totals, node_totals, piece_bytes, planned_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
-from megatrain.model.profile.anatomy import Anatomy, Fragment, Layer
-from megatrain.plan.program.block_size import BlockSize
+from megatrain.model.profile.anatomy import Anatomy, Layer
+from megatrain.plan.memory.planned_blocks import list_blocks
 from megatrain.plan.program.spec import DriveSpec
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedBlock:
-    """What streams as one under a choice."""
-
-    size: BlockSize
-    """What the schedule knows of it."""
-    sizes: BlockBytes
-    layer: int
-    """-1: outside all layers."""
-    largest_run: int
-    """State elements that AdamW updates in one go, at most."""
-    share: float
-    """Of its layer's work."""
-    is_last: bool = True
-    """Of its layer's blocks."""
-
-
-def list_blocks(
-    anatomy: Anatomy, choice: Choice, moments: MomentFormat, batch: StepBatch | None = None
-) -> list[PlannedBlock]:
-    """List the blocks of a choice: of all layers in forward order, then the outer ones.
-
-    Args:
-        anatomy: Of the model.
-        choice: Resolved.
-        moments: How they are kept.
-        batch: Which says how many ranks there are, see `planned_share`; None: one.
-    """
-    exchange, among = Exchange(), 1
-    if batch is not None:
-        exchange, among = Exchange.of(batch), batch.gathers_among
-
-    def block(
-        parts: Sequence[Fragment],
-        layer: int,
-        share: float,
-        largest_run: int,
-        *,
-        streams: bool,
-        on_device: bool,
-    ) -> PlannedBlock:
-        sizes = sum((part.sizes for part in parts), BlockBytes())
-        others = (exchange.num_ranks if on_device else exchange.num_nodes) - 1
-        own = None if exchange.num_ranks == 1 else planned_share(sizes, exchange.num_ranks)
-        size = BlockSize.of(
-            sizes,
-            is_streamed=streams,
-            on_device=on_device,
-            moments=moments,
-            share=own,
-            gathers_among=among,
-            sequence=exchange.sequence,
-            exchange_bytes=exchange.planned_bytes(sizes),
-            spread_bytes=0 if own is None else others * own.sizes.working_bytes,
-        )
-        return PlannedBlock(size, sizes, layer, largest_run, share)
-
-    blocks = []
-    for number, layer in enumerate(anatomy.layers):
-        groups: Sequence[Sequence[Fragment]] = [layer.fragments]
-        if choice.fragments:
-            groups = [[fragment] for fragment in layer.fragments]
-        is_resident = number < choice.resident_layers
-        total = max(1, layer.num_params)
-        for place, parts in enumerate(groups):
-            share = sum(fragment.num_params for fragment in parts) / total
-            run = parts[0].largest_run if choice.fragments else layer.largest_run
-            found = block(parts, number, share, run, streams=not is_resident, on_device=is_resident)
-            blocks.append(replace(found, is_last=place == len(groups) - 1))
-    for part in anatomy.outer:
-        streams = choice.outer_streams and part.may_stream
-        blocks.append(
-            block([part], -1, 0.0, part.largest_run, streams=streams, on_device=choice.outer_resident)
-        )
-    return blocks
 
 
 class BlockSums:

@@ -28,15 +28,9 @@ from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.layer_visit import LayerVisit
 from megatrain.stream.forward.micro_batches import MicroBatchSize, join_outputs, split_batch
+from megatrain.stream.forward.outer_visits import OuterVisit, let_reads_stream, refuse_calls_beside
 from megatrain.stream.forward.overrides import Overrides
-from megatrain.stream.forward.passes import (
-    OuterVisit,
-    Pass,
-    let_reads_stream,
-    move_buffers,
-    refuse_calls_beside,
-    to_device,
-)
+from megatrain.stream.forward.passes import Pass, move_buffers, to_device
 from megatrain.stream.forward.shared_state import SharedState
 from megatrain.stream.forward.turns import Turn, Turns
 

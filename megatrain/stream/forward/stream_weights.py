@@ -1,4 +1,4 @@
-"""The one autograd function of the project: it streams weights. Views of them go out, gradients come in.
+"""The autograd function that streams weights: views of them go out, gradients come in.
 
 Forward hands out tensors that share a place's memory; the model computes with them in place of its
 parameters. Backward receives their gradients. Its node is made first in a block, so it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.resume.state_commits import find_commit, held_by
 from megatrain.train.run import prepare
 from megatrain.train.step import train_step
-from tests.forks import run_module
+from tests.forks import run_module, run_script
 from tests.products import every_value
 from tests.train.project import make_config
 from tests.train.test_loop import assert_same_runs, rows_of
@@ -207,6 +208,55 @@ def test_a_killed_run_goes_on_from_the_last_committed_step(tmp_path: Path, num_k
     ]
     assert resumed == sorted(resumed)
     assert resumed, "no attempt went on from a commit"
+
+
+KILLED_IN_A_SUM = """
+import os, signal, sys
+from pathlib import Path
+from megatrain.store.drives.scratch import ScratchFiles
+from megatrain.train import loop
+from tests.train.project import make_config
+from tests.train.resume.test_state_commits import with_sums
+
+steps, step_of, write = [], loop.train_step, ScratchFiles.write
+
+def train_step(run):
+    steps.append(run.step)
+    return step_of(run)
+
+def written(scratch, place, buffer):
+    write(scratch, place, buffer)
+    if len(steps) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+loop.train_step, ScratchFiles.write = train_step, written
+loop.train(make_config(Path(sys.argv[1]), "killed", **with_sums(Path(sys.argv[1]), on_drives=True)))
+"""
+
+
+def with_sums(root: Path, *, on_drives: bool) -> dict[str, Any]:
+    """Return settings of a run with four rounds a step, whose state and sums are on drives, or in RAM."""
+    found = sections(root, lockstep=1, **({"sums": "nvme"} if on_drives else {}))
+    found["train"]["grad_accumulation"] = 4
+    found["memory"]["tiers"]["ram"] = 600_000
+    if not on_drives:
+        del found["memory"]["tiers"]
+    return found
+
+
+def test_a_run_killed_while_a_sum_goes_to_a_drive_makes_the_step_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(make_config(tmp_path, "whole", **with_sums(tmp_path, on_drives=False)))
+    assert run_script(KILLED_IN_A_SUM, tmp_path).returncode == -signal.SIGKILL
+    record = read_record(tmp_path / "drive0")
+    assert record is not None
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        train(make_config(tmp_path, "killed", **with_sums(tmp_path, on_drives=True)))
+    assert f"going on from step {record.step}" in caplog.text
+    assert record.step in (2, 3), "the third step may not have been committed yet"
+    assert_same_runs(tmp_path / "killed", tmp_path / "whole")
+    assert list((tmp_path / "drive0").iterdir()) == list((tmp_path / "drive1").iterdir()) == []
 
 
 def test_a_dry_run_leaves_the_run_s_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,225 @@
+"""The outer blocks that stream, embeddings and heads: visits of theirs, and reads and calls beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import ModelError
+from megatrain.plan.program.kinds import Kind
+from megatrain.store.state import HostState
+from megatrain.store.tiered import TieredState
+from megatrain.stream.execute.block_visit import BlockVisit
+from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.slots import Slots
+from megatrain.stream.forward.attached import AttachedBlock
+from megatrain.stream.forward.gradient_hooks import Backward
+from megatrain.stream.forward.overrides import Overrides
+from megatrain.stream.forward.stream_weights import (
+    ANCHOR,
+    HEAD_ANCHOR,
+    Place,
+    SavedWeight,
+    stream_weights,
+    swapped,
+)
+
+
+class OuterVisit(BlockVisit):
+    """A micro-batch in an embedding or a head that streams, which is entered when its module is called.
+
+    A head may run in chunks, whose forwards run again in the backward: all chunks of a micro-batch are one
+    visit each way. What autograd saves of the weights is their place in the block, as in a layer that keeps
+    what it saves.
+    """
+
+    def __init__(
+        self,
+        block: AttachedBlock,
+        executor: Executor,
+        slots: Slots,
+        micro_batch: int,
+        begin_backward: Callable[[], None],
+        until_end: ExitStack,
+        backward: Backward,
+    ) -> None:
+        """Prepare the visit of `block` by a micro-batch, by its number within the round.
+
+        Args:
+            block: The embedding, or the head.
+            executor: Opens and closes visits.
+            slots: Where the block's weights are then.
+            micro_batch: Number within the round.
+            begin_backward: Called when autograd reaches the block.
+            until_end: Is closed when the pass's forward has ended.
+            backward: Of whom its gradients are.
+        """
+        super().__init__(block.index, micro_batch, self)
+        self._attached = block
+        self._executor = executor
+        self._slots = slots
+        self._begin_backward = begin_backward
+        self._trained = block.trained_now()
+        self._is_head = block.block.is_head
+        self._until_end = until_end
+        self._backward = backward
+        self._read: dict[str, Tensor] | None = None
+
+    def run(
+        self,
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        in_chunk: bool,
+    ) -> Any:
+        """Run the module's own forward on the weights in the slot.
+
+        Args:
+            inner: That forward.
+            args: Of the call.
+            kwargs: Of the call.
+            in_chunk: It runs again in the backward, so that autograd keeps nothing of it until then.
+        """
+        if in_chunk:
+            self._backward = self._backward._replace(is_part=True)
+        places, found = self._weights()
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with swapped(places, found), nullcontext() if in_chunk else hooks:
+            result = inner(*args, **kwargs)
+        if not self._is_head:
+            self._executor.close()
+        return result
+
+    def read(self) -> Mapping[str, Tensor]:
+        """Return the head's weights, for somebody who computes with them in place of the module.
+
+        What autograd saves of them until the end of the forward is their place in the block.
+
+        Raises:
+            ModelError: In a recomputation, which nobody closes.
+        """
+        if self._read is None:
+            if torch._C._current_graph_task_id() != -1:
+                raise ModelError(
+                    f"the weights of {self._attached.block.name} are read in a recomputation of the head, "
+                    "which streams; call the module, or attach with outer_streams=False"
+                )
+            places, found = self._weights()
+            self._read = {leaf: tensor for (_, leaf), tensor in zip(places, found, strict=True)}
+            self._until_end.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+        return self._read
+
+    def _weights(self) -> tuple[Sequence[Place], Sequence[Tensor]]:
+        """Open the visit, and return the places of its parameters with the tensors in the slot."""
+        if torch._C._current_graph_task_id() != -1:
+            self._open_backward(is_again=True)
+        elif self._executor.open_visit is not self:
+            self._executor.open(self, is_backward=False, is_again=False)
+        aliases = self._slots.aliases(self.block, self.operation.slot)
+        anchor = HEAD_ANCHOR if self._is_head else ANCHOR
+        weights = stream_weights(aliases, self._trained, self._collect, anchor=anchor)
+        return self._attached.fill(weights, {})
+
+    def _open_backward(self, *, is_again: bool = False) -> None:
+        executor = self._executor
+        if executor.open_visit is self and self.operation.kind is Kind.BACKWARD:
+            return
+        self._begin_backward()
+        executor.open(self, is_backward=True, is_again=is_again)
+
+    def _collect(self, grads: Sequence[Tensor | None]) -> None:
+        self._open_backward()
+        by_entry = self._attached.line_up(grads, self._trained, self._backward)
+        if self._is_head:  # other chunks may follow: whatever is opened next closes the visit
+            self._executor.collect_part(self.operation, by_entry)
+        else:
+            self._executor.close(by_entry)
+
+    def _pack(self, tensor: Tensor) -> Tensor | SavedWeight:
+        assert self.place is not None
+        return SavedWeight.of(tensor, self.place, 0) or tensor.detach()
+
+    def _unpack(self, saved: Tensor | SavedWeight) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self._open_backward()
+        assert self.place is not None
+        return saved.found(self.place)
+
+
+VisitOf: TypeAlias = Callable[[AttachedBlock], "OuterVisit | None"]
+
+
+class _Parameters(dict[str, Any]):
+    """A module's parameters, of which those that a pass streams are found where they are then.
+
+    A loss that multiplies by `lm_head.weight` itself, such as TRL's, never calls the module: its dictionary
+    of parameters notices the read.
+    """
+
+    def __init__(self, held: dict[str, Any], block: AttachedBlock, visit_of: VisitOf) -> None:
+        """Stand for `held`, the module's own dictionary."""
+        super().__init__(held)
+        self._held = held
+        self._block = block
+        self._visit_of = visit_of
+
+    def __getitem__(self, leaf: str) -> Any:
+        """Return a parameter, or the streamed tensor that takes its place now."""
+        own, now = super().__getitem__(leaf), self._held[leaf]
+        if now is not own or own is None:  # the module's own forward is running
+            return now
+        visit = self._visit_of(self._block)
+        return own if visit is None else visit.read()[leaf]
+
+    def __setitem__(self, leaf: str, value: Any) -> None:
+        super().__setitem__(leaf, value)
+        self._held[leaf] = value
+
+
+def let_reads_stream(block: AttachedBlock, visit_of: VisitOf) -> Callable[[], object]:
+    """Let reads of a head's weights stream, and return what undoes it.
+
+    Args:
+        block: The head.
+        visit_of: Returns its visit in the running pass; None: it does not stream now.
+    """
+    module = block.block.caller
+    assert module is not None
+    held = module._parameters
+    module.__dict__["_parameters"] = _Parameters(held, block, visit_of)
+
+    def undo() -> None:
+        module.__dict__["_parameters"] = held
+
+    return undo
+
+
+def refuse_calls_beside(
+    block: AttachedBlock, overrides: Overrides, host: HostState, current: Callable[[], object | None]
+) -> None:
+    """Refuse calls of an outer block's modules beside every pass, while its weights are on drives.
+
+    Args:
+        block: Its modules are called by the model.
+        overrides: Of the model.
+        host: Where its weights are.
+        current: Returns the pass that is going on.
+    """
+    if not isinstance(host, TieredState):
+        return
+
+    def check(*_: Any) -> None:
+        if current() is None and not host.has_working:
+            raise ModelError(
+                f"{block.block.name} was called outside the model's forward, and its weights are on drives; "
+                "call the model, or engine.sync() before"
+            )
+
+    for module in {id(site.module): site.module for site in block.block.sites}.values():
+        overrides.before_call(module, check)
