@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.config import load_config, read_config
+from megatrain.config import load_config, read_config, set_keys
+from megatrain.config.choice import AUTO
 from megatrain.hardware import load_machine
 from megatrain.recipes import recipes, shapes
 from megatrain.train.planning.plan_report import report
@@ -41,12 +42,13 @@ SHOWN = re.findall(
 """Plans of recipes in the other page: what is asked, and lines of what is printed."""
 
 
-def plan(name: str, *, shape: str, machine: str, ram: str, nvme: str) -> Planned:
+def plan(name: str, *, shape: str, machine: str, ram: str, nvme: str, **settings: str) -> Planned:
     """Plan a recipe as its command does."""
     spec = load_machine(machine).with_ram(int(ram.removesuffix("GiB")) << 30)
     spec = spec.with_drive_bytes(int(float(nvme.removesuffix("TB") or 0) * 1e12))
     file = recipes()[name]
-    return plan_run(read_config(file), spec, source=str(file), hf_config=shapes()[shape])
+    raw = set_keys(read_config(file), list(settings.items()))
+    return plan_run(raw, spec, source=str(file), hf_config=shapes()[shape])
 
 
 def words_of(text: str) -> list[str | float]:
@@ -139,6 +141,14 @@ def test_numbers_are_the_planner_s(name: str) -> None:
                 assert any(is_alike(words, printed[start : start + len(words)]) for start in starts), line
 
 
+def test_the_8b_s_step_is_the_one_that_is_proposed_where_the_usual_one_does_not_fit() -> None:
+    usual = {"train.tokens_per_step": "auto"}
+    found = plan("8b-24gb", **RECIPES["8b-24gb"], **usual)
+    assert not found.plan.fits
+    wanted = load_config("8b-24gb").train.tokens_per_step
+    assert found.remedies[0].text == f"train.tokens_per_step={wanted}"
+
+
 def test_planning_shows_a_plan_that_fits_and_one_that_does_not() -> None:
     verdicts = [re.findall(r"verdict (FITS|DOES NOT FIT)", text) for *_, text in SHOWN]
     assert verdicts == [["FITS"], ["DOES NOT FIT"]]
@@ -147,11 +157,7 @@ def test_planning_shows_a_plan_that_fits_and_one_that_does_not() -> None:
 def test_recipes_clip_and_are_exact() -> None:
     for name in RECIPES:
         config = load_config(name)
-        assert (config.optim.max_grad_norm, config.optim.state, config.train.precision) == (
-            1.0,
-            "fp32",
-            "bf16",
-        )
+        assert (config.optim.max_grad_norm, config.optim.state, config.train.precision) == (1.0, "fp32", AUTO)
 
 
 @pytest.mark.parity

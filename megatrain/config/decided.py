@@ -115,6 +115,9 @@ def as_begun(config: Config, saved: Mapping[str, Any]) -> Config:
     return _changed(config, train=train, data={"seq_len": seq_len})
 
 
+_TOKENS_KEY = "train.tokens_per_step"
+
+
 def larger_step_settings(config: Config, factor: int) -> str:
     """Say the settings with which a step is so many times as large; empty: its size is not of the user.
 
@@ -122,12 +125,30 @@ def larger_step_settings(config: Config, factor: int) -> str:
         config: As the user gave it.
         factor: Of the tokens of a step.
     """
+    return " and ".join(f"{key}={value * factor}" for key, value in _given_sizes(config).items())
+
+
+def smaller_step_settings(config: Config, part: int, step_tokens: int) -> str:
+    """Say the settings with which a step is a half, a quarter, ... of what it is.
+
+    Args:
+        config: As the user gave it.
+        part: 2: a half.
+        step_tokens: Of the smaller step.
+    """
+    sizes = {key: value // part for key, value in _given_sizes(config).items()}
+    if AUTO in (config.train.micro_batch_size, config.train.grad_accumulation):
+        sizes = {_TOKENS_KEY: step_tokens, **sizes}  # else they say the step, and it need not be repeated
+    return " ".join(f"{key}={value}" for key, value in sizes.items())
+
+
+def _given_sizes(config: Config) -> dict[str, int]:
+    """Return those settings of a step's size that the user gave."""
     values = {
-        "tokens_per_step": config.train.tokens_per_step,
-        "grad_accumulation": config.train.grad_accumulation,
+        _TOKENS_KEY: config.train.tokens_per_step,
+        "train.grad_accumulation": config.train.grad_accumulation,
     }
-    given = {f"train.{name}": value for name, value in values.items() if value != AUTO}
-    return " and ".join(f"{key}={value * factor}" for key, value in given.items())
+    return {key: value for key, value in values.items() if value != AUTO}
 
 
 def step_problems(config: Config) -> list[str]:

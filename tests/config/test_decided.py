@@ -8,7 +8,14 @@ import pytest
 
 from megatrain.config import Config, build_config
 from megatrain.config.choice import AUTO
-from megatrain.config.decided import as_begun, micro_batch_sizes, with_micro_batches, with_rows, with_step
+from megatrain.config.decided import (
+    as_begun,
+    micro_batch_sizes,
+    smaller_step_settings,
+    with_micro_batches,
+    with_rows,
+    with_step,
+)
 from megatrain.config.defaults import default_batch
 from megatrain.errors import ConfigError
 
@@ -149,3 +156,28 @@ def test_a_run_that_goes_on_keeps_what_it_was_begun_with(
     sizes = config.train
     assert (sizes.precision, config.data.seq_len, sizes.micro_batch_size, sizes.grad_accumulation) == found
     assert config.is_decided
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({}, "train.tokens_per_step=65536"),
+        ({"micro_batch_size": 2}, "train.tokens_per_step=65536"),
+        ({"tokens_per_step": 131_072}, "train.tokens_per_step=65536"),
+        ({"micro_batch_size": 1, "grad_accumulation": 32}, "train.grad_accumulation=16"),
+        ({"grad_accumulation": 32}, "train.tokens_per_step=65536 train.grad_accumulation=16"),
+        (
+            {"tokens_per_step": 131_072, "grad_accumulation": 32},
+            "train.tokens_per_step=65536 train.grad_accumulation=16",
+        ),
+    ],
+)
+def test_half_a_step_is_said_in_the_settings_that_were_given(train: dict[str, Any], words: str) -> None:
+    given = config_of(data={"seq_len": 4096}, train=train)
+    assert smaller_step_settings(given, 2, 65_536) == words
+    halved = {key.removeprefix("train."): int(value) for key, value in (w.split("=") for w in words.split())}
+    tokens = []
+    for chosen in (train, {**train, **halved}):
+        found = with_micro_batches(step_of(config_of(data={"seq_len": 4096}, train=chosen)), 1)
+        tokens.append(found.train.tokens_per_step)
+    assert tokens[0] == 2 * tokens[1], tokens

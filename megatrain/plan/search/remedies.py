@@ -26,6 +26,10 @@ _MOST_SETTINGS, _MOST_MEMORY = 2, 3
 """Remedies of a kind that are proposed."""
 
 
+SmallerStep = Callable[[int, int], str]
+"""Says the settings of a step of a part, a half or a quarter, that has so many tokens: `(2, 65536)`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Remedy:
     """Something that a user could change, and the request that it makes, which fits."""
@@ -40,6 +44,7 @@ def advise(
     recount: Callable[..., Anatomy],
     *,
     is_running: bool = False,
+    smaller: SmallerStep | None = None,
 ) -> list[Remedy]:
     """Return what a user could change so that a model fits: one line each, settings before hardware.
 
@@ -47,8 +52,9 @@ def advise(
         request: What does not fit.
         recount: Counts the model anew with another `precision`, `micro_batch_size` or `seq_len`.
         is_running: A run is about to begin, on a machine that is as it is: only settings can be changed.
+        smaller: Says the settings of a smaller step; None: the step is to stay as it is.
     """
-    found = list(islice(list_settings(request, recount), _MOST_SETTINGS))
+    found = list(islice(list_settings(request, recount, smaller), _MOST_SETTINGS))
     memory = list(islice(list_memory(request, is_running=is_running), _MOST_MEMORY))
     if not (found or memory or is_running):
         return list(islice(list_devices(request), 1))
@@ -62,10 +68,12 @@ def with_ways_out(problem: str, remedies: list[Remedy]) -> str:
     return f"{problem}; no other setting is enough, nor are drives: megatrain plan says what a machine needs"
 
 
-def list_settings(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Remedy]:
-    """Yield settings with which a model fits: first those that change no bit of a result."""
+def list_settings(
+    request: Request, recount: Callable[..., Anatomy], smaller: SmallerStep | None = None
+) -> Iterator[Remedy]:
+    """Yield settings with which a model fits: first those that change no bit of a result; see `advise`."""
     num_found = 0
-    for remedy in _settings(request, recount):
+    for remedy in _settings(request, recount, smaller):
         if fits(remedy.request):
             num_found += 1
             yield remedy
@@ -73,7 +81,9 @@ def list_settings(request: Request, recount: Callable[..., Anatomy]) -> Iterator
         yield from _lengths(request, recount)
 
 
-def _settings(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Remedy]:
+def _settings(
+    request: Request, recount: Callable[..., Anatomy], smaller: SmallerStep | None
+) -> Iterator[Remedy]:
     yield from _limits(request)
     yield from _freed(request)
     batch, anatomy = request.batch, request.anatomy
@@ -85,6 +95,8 @@ def _settings(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Rem
             f"train.micro_batch_size=1 train.grad_accumulation={count * batch.num_ranks}",
             replace(request, anatomy=recount(micro_batch_size=batch.rows_each), batch=fewer),
         )
+    if smaller is not None:
+        yield from _smaller_steps(request, smaller)
     if anatomy.precision == "fp32":
         yield Remedy("train.precision=bf16", replace(request, anatomy=recount(precision="bf16")))
     if request.clips:
@@ -92,6 +104,18 @@ def _settings(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Rem
         unclipped = replace(request, clips=False, choice=choice)
         yield Remedy("optim.max_grad_norm=null optim.updates=immediate", unclipped)
     yield from list_states(request)
+
+
+def _smaller_steps(request: Request, smaller: SmallerStep) -> Iterator[Remedy]:
+    """Yield the largest step that fits, of a half, a quarter or an eighth: smaller ones train too slowly."""
+    batch = request.batch
+    for part in (2, 4, 8):
+        if batch.num_micro_batches % (part * batch.num_runs):
+            return
+        fewer = replace(request, batch=replace(batch, num_micro_batches=batch.num_micro_batches // part))
+        if fits(fewer):
+            yield Remedy(smaller(part, fewer.batch.step_tokens), fewer)
+            return
 
 
 def list_states(request: Request) -> Iterator[Remedy]:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.config.decided import smaller_step_settings
 from megatrain.config.plan import Plan
 from megatrain.errors import CapacityError, ModelError, WearError
 from megatrain.hardware import GIB, HardwareSpec
@@ -121,7 +122,9 @@ def plan_training(
     request = ask(config, anatomy)
     plan = make_plan(request)
     if not plan.fits:
-        raise CapacityError(with_ways_out(plan.problem, advise(request, recount, is_running=True)))
+        smaller = None if given is None or earlier is not None else partial(smaller_step_settings, given)
+        remedies = advise(request, recount, is_running=True, smaller=smaller)
+        raise CapacityError(with_ways_out(plan.problem, remedies))
     done, written_bytes = done_before(earlier)
     tokens = max(0, num_steps - done) * plan.batch.step_tokens
     verdict = judge(request, plan, tokens=tokens, written_bytes=written_bytes)

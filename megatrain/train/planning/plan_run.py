@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.config.decided import larger_step_settings
+from megatrain.config.decided import larger_step_settings, smaller_step_settings
 from megatrain.config.plan import Plan
 from megatrain.hardware import GIB, HardwareSpec
 from megatrain.plan.cost.deterministic import copies_of_gradient, filled_share, is_priced
@@ -92,7 +93,8 @@ def plan_run(
     spares: tuple[str, ...] = ()
     if not plan.fits:
         progress("looking for what would make it fit")
-        remedies = advise(request, asked.recount)
+        smaller = partial(smaller_step_settings, asked.given) if goes_on is None else None
+        remedies = advise(request, asked.recount, smaller=smaller)
     verdict = judge(request, plan, tokens=tokens, written_bytes=written_bytes, progress=progress)
     if plan.fits and plan.bytes_per_step["drive_written"]:
         progress("looking for what would spare the drives")

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.choice import AUTO, Choice, StepBatch
 from megatrain.config.sizes import parse_bytes
 from megatrain.hardware import Drives, HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
+from megatrain.plan.search.choices import least_bytes
 from megatrain.plan.search.enough import enough_drives, enough_ram, fits
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, list_memory, list_settings, with_ways_out
@@ -80,6 +81,27 @@ def test_the_rows_of_a_pair_stay_together() -> None:
     assert not found[2]
     (remedy,) = found[4]
     assert (remedy.request.batch.micro_batch_size, remedy.request.batch.num_micro_batches) == (2, 8)
+
+
+def test_the_largest_part_of_a_step_that_fits_is_proposed() -> None:
+    """Boundaries of 64 micro-batches wait on the host: a step of several rounds would keep sums there."""
+    batch = replace(BATCH, num_micro_batches=64)
+    choice = Choice(boundaries="host", lockstep=64)
+
+    def held(part: int) -> int:
+        fewer = replace(batch, num_micro_batches=64 // part)
+        return least_bytes(request(batch=fewer, choice=replace(choice, lockstep=64 // part)), "ram") or 0
+
+    def words(part: int, tokens: int) -> str:
+        return f"a step of {tokens} tokens, 1/{part}"
+
+    tight = request(batch=batch, host_limit=(held(4) + held(2)) // 2, choice=replace(choice, lockstep=AUTO))
+    (found,) = [r for r in list_settings(tight, count, words) if r.text.startswith("a step")]
+    assert found.text == f"a step of {2 * 1024 * 16} tokens, 1/4"
+    assert found.request.batch == replace(batch, num_micro_batches=16)
+    assert fits(found.request)
+    assert not fits(replace(tight, batch=replace(batch, num_micro_batches=32)))
+    assert not [r for r in list_settings(tight, count) if r.text.startswith("a step")]
 
 
 def before(option: str, sizes: list[Size]) -> int:
