@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data.example import Example, KtoExample, PreferenceExample, texts_of
+from megatrain.data.example import ChatExample, Example, KtoExample, PreferenceExample, texts_of
 from megatrain.data.read.examples import ExampleStream
 from megatrain.data.read.report import ReadReport
 from megatrain.data.tokens.encode import Encoder, Refused, show
+from megatrain.data.tokens.left_out import held_by
 from megatrain.data.words import num_trained
 from megatrain.errors import DataError
 
@@ -42,6 +43,8 @@ class Inspection:
     """Tokens."""
     samples: list[tuple[str, Pieces]] = field(default_factory=list)
     """Each with its place."""
+    warnings: list[str] = field(default_factory=list)
+    """Of what the chat template does with such data."""
 
     @property
     def is_trainable(self) -> bool:
@@ -64,6 +67,7 @@ class Inspection:
         if self.seq_len is not None and longest > self.seq_len:
             beyond = int((lengths > self.seq_len).sum())
             lines.append(f"  {beyond:,} longer than data.seq_len {self.seq_len:,} (data.too_long)")
+        lines += [line for warning in self.warnings for line in ("", f"warning: {warning}")]
         for place, pieces in self.samples:
             marked = "green" if colour else "in [[ ]]"
             trained_on = f", trained on what is {marked}" if self.unit == "tokens" else ""
@@ -84,6 +88,7 @@ class Inspection:
             "trained": self.num_trained if self.unit == "tokens" else None,
             "longer_than_seq_len": None if self.seq_len is None else int((lengths > self.seq_len).sum()),
             "lengths": [{"most": most, "examples": count} for most, count in _bins(lengths)],
+            "warnings": self.warnings,
             "samples": [{"place": place, "pieces": pieces} for place, pieces in self.samples],
         }
 
@@ -112,12 +117,19 @@ def inspect_examples(
     found = Inspection(
         report=stream.report, unit="characters" if encoder is None else "tokens", seq_len=seq_len
     )
+    held: set[str] = set()
+    has_chats = False
     while examples := list(islice(stream, _EXAMPLES_AT_ONCE)):
+        held.update(*map(held_by, examples))
+        has_chats = has_chats or any(isinstance(example, ChatExample) for example in examples)
         if encoder is None or tokenizer is None:
             for example in examples:
                 _add_text(found, example, num_samples)
         else:
             _add_tokens(found, examples, encoder, tokenizer, num_samples)
+    if encoder is not None and found.lengths:
+        said = (encoder.untrained_end() if has_chats else None, encoder.left_out(held))
+        found.warnings = [one for one in said if one is not None]
     return found
 
 

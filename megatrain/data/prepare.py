@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from megatrain.data.read.examples import ExampleStream
 from megatrain.data.read.report import ReadReport
 from megatrain.data.tokens.encode import EncoderRecipe, show
 from megatrain.data.tokens.ends import TrainedEnds
+from megatrain.data.tokens.left_out import held_by
 from megatrain.data.tokens.processes import encode_all
 from megatrain.data.words import Words
 from megatrain.errors import ConfigError, DataError
@@ -204,12 +205,14 @@ def _make(
     packer, counts = _packer(packing), Counts()
     sample: list[tuple[str, bool]] = []
     ends, has_chats, is_text = TrainedEnds(recipe.tokenizer), False, True
+    held: set[str] = set()
     started = shown = time.monotonic()
     with RowWriter(place, packing.width) as writer:
         for example, encoded in encode_all(examples, recipe, workers):
             counts.examples += 1
             has_chats = has_chats or isinstance(example, ChatExample)
             is_text = is_text and isinstance(example, TextExample)
+            held |= held_by(example)
             pieces = fit(example, encoded, packing, counts, examples.report)
             if pieces and not sample:
                 sample = _show(pieces[0], recipe.tokenizer)
@@ -232,7 +235,8 @@ def _make(
     counts.filled = packer.num_filled
     if writer.num_rows == 0:
         raise _no_rows(counts, packing, examples.report)
-    unended = recipe.make().untrained_end() if has_chats else None
+    encoder = recipe.make()
+    unended = encoder.untrained_end() if has_chats else None
     return {
         "packing": packing.way,
         "shape": [writer.num_rows, packing.width],
@@ -241,14 +245,14 @@ def _make(
         "sample": sample,
         "read": examples.report.lines(),
         "day": recipe.day.isoformat() if has_chats and recipe.asks_day else None,
-        "warning": _warning(counts, packing, unended),
+        "warning": _warning(counts, packing, [unended, encoder.left_out(held)]),
         "ends": None if is_text or unended is not None else sorted(ends.found),
     }
 
 
-def _warning(counts: Counts, packing: Packing, more: str | None) -> str | None:
+def _warning(counts: Counts, packing: Packing, more: Sequence[str | None]) -> str | None:
     """Return what a user should hear of the rows before the first step, beside `more`."""
-    warnings = [] if more is None else [more]
+    warnings = [one for one in more if one is not None]
     if counts.cut_off > counts.examples * _MOST_CUT_OFF:
         warnings.append(
             f"{counts.cut_off:,} of {counts.examples:,} examples are left out, since what is trained on "

@@ -54,6 +54,18 @@ def test_what_is_trained_on_is_marked(
     assert "\x1b[32mgood day<|endoftext|>\x1b[0m" in coloured
 
 
+def test_what_the_template_leaves_out_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: str
+) -> None:
+    thinking = {"role": "assistant", "content": "good day", "reasoning_content": "so"}
+    path = write(tmp_path, {"messages": [CHAT["messages"][0], thinking]})
+    arguments = ("--data", path, tokenizer, "data.chat_template=plain")
+    said = "the chat template leaves out what the data holds of reasoning"
+    assert f"\nwarning: {said}" in inspect(capsys, *arguments)
+    (found,) = json.loads(inspect(capsys, *arguments, "--json")).values()
+    assert [warning.startswith(said) for warning in found["warnings"]] == [True]
+
+
 def test_tokens_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: str) -> None:
     """A byte is a token, and each document has its end: so many tokens, in bins of powers of two."""
     path = write(tmp_path, *[{"prompt": "p" * n, "completion": "c"} for n in (1, 1, 6, 30)])

@@ -64,7 +64,7 @@ def prepare(tokenizer: Any, file: Path, folder: Path | None = None, **more: Any)
         lambda: read_examples(data),
         EncoderRecipe(
             tokenizer=tokenizer,
-            template=TEMPLATE,
+            template=more.pop("template", TEMPLATE),
             train_on=train_on,
             end_id=tokenizer.eos_token_id,
             loss=more.pop("loss", "sft"),
@@ -93,6 +93,37 @@ def test_every_trained_token_of_every_example_is_in_a_row(tokenizer: Any, tmp_pa
     assert prepared.fingerprint == fingerprint(all_rows(prepared))
     assert prepared.max_id == ids.max()
     assert prepared.show_sample() == "<user>hello <assistant>[[world <|endoftext|>]]"
+
+
+def test_what_the_template_leaves_out_is_warned_of(tokenizer: Any, tmp_path: Path) -> None:
+    """Once, and of what the data holds alone; a template that writes it is not blamed."""
+    system = {"role": "system", "content": "be brief"}
+    asked, thought = {"role": "user", "content": "hello"}, {"reasoning_content": "so", "content": "world"}
+    answer = {"role": "assistant", "content": "world"}
+    call = {"function": {"name": "add", "arguments": {}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    file = tmp_path / "told.jsonl"
+
+    def warned(*rows: dict[str, Any], template: str = TEMPLATE) -> str | None:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return prepare(tokenizer, file, template=template).warning
+
+    whole = [system, asked, {**answer, **thought}]
+    assert warned({"messages": [system, asked, answer]}) is None
+    assert warned({"messages": whole}) == (
+        "the chat template leaves out what the data holds of reasoning: the model never sees it; give a "
+        "template that writes it (data.chat_template)"
+    )
+    mute = "{% if messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}" + TEMPLATE
+    said = str(warned({"messages": whole, "tools": tools}, {"messages": [asked, answer]}, template=mute))
+    assert said.startswith("the chat template leaves out what the data holds of system prompts and tools and")
+    thinks = TEMPLATE.replace("{{ message['content'] }}", "{{ message.thinking }}{{ message['content'] }}")
+    assert warned({"messages": whole}, template=thinks) is None
+    calls = thinks.replace(
+        "{{ message.th", "{{ message.tool_calls | tojson if message.tool_calls }}{{ message.th"
+    )
+    beside = {"messages": [asked, {**answer, **thought, "tool_calls": [call]}, answer]}
+    assert warned(beside, template=calls) is None
 
 
 def test_several_processes_give_the_same_rows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from megatrain.data.example import (
 )
 from megatrain.data.pairs import Judged
 from megatrain.data.templates import template_names
+from megatrain.data.tokens.left_out import why_left_out
 from megatrain.data.tokens.rendering import RenderError, Span
 from megatrain.data.tokens.template import ChatTemplate, TrainOn
 from megatrain.data.words import IDS, TRAINED, Words, join_words
@@ -170,6 +171,14 @@ class Encoder:
                 "let {% generation %} enclose it in a template file (data.chat_template)"
             )
         return None
+
+    def left_out(self, held: Collection[str]) -> str | None:
+        """Say what of the data the chat template leaves out in silence; None: nothing.
+
+        Args:
+            held: By any of the examples, as of `held_by`.
+        """
+        return None if self._template is None else why_left_out(self._template, held)
 
     def encode_pair(self, example: PreferenceExample | KtoExample) -> Judged:
         """Return answers with their prompts, ended by the template or by the token that ends a document.

@@ -62,9 +62,9 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
 
 
-_TURNS = (Message(role="user", content="Alpha"), Message(role="assistant", content="Bravo"))
-_CALLS = (
-    _TURNS[0],
+TURNS = (Message(role="user", content="Alpha"), Message(role="assistant", content="Bravo"))
+CALLS = (
+    TURNS[0],
     Message(
         role="assistant",
         content="",
@@ -78,8 +78,8 @@ _CALLS = (
     ),
     Message(role="tool", content="Foxtrot", name="Charlie", tool_call_id="call00001"),
 )
-_SYSTEM = (Message(role="system", content="Golf"), *_TURNS)
-_TOOL = {
+SYSTEM = (Message(role="system", content="Golf"), *TURNS)
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "Charlie",
@@ -119,11 +119,11 @@ class Forms:
     @cached_property
     def _takes_text(self) -> bool:
         """A template that writes neither text nor parts is given text."""
-        return self._writes(_TURNS, Form()) or not self._writes(_TURNS, Form(takes_text=False))
+        return self._writes(TURNS, Form()) or not self._writes(TURNS, Form(takes_text=False))
 
     def _takes_parts(self, role: str) -> bool:
         if role not in self._part_roles:
-            turns = {"system": _SYSTEM, "tool": _CALLS}.get(role, _TURNS)
+            turns = {"system": SYSTEM, "tool": CALLS}.get(role, TURNS)
             self._part_roles[role] = self._writes(turns, Form(part_roles=frozenset((role,))), in_parts=True)
         return self._part_roles[role]
 
@@ -148,12 +148,12 @@ class Forms:
 
     def _writes_calls(self, form: Form) -> bool:
         """Tell whether the template writes a call with its arguments."""
-        rendered = self._render(_CALLS, form)
+        rendered = self._render(CALLS, form)
         written = rendered.text_of(1) if rendered else ""
         return all(word in written for word in ("Charlie", "Delta", "Echo"))
 
     def _render(self, turns: Sequence[Message], form: Form) -> Rendered | None:
-        tools = [_TOOL] if any(turn.tool_calls for turn in turns) else None
+        tools = [TOOL] if any(turn.tool_calls for turn in turns) else None
         try:
             return self._rendering.render(Conversation([form.mapping(turn) for turn in turns], tools))
         except RenderError:

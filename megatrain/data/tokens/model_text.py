@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from megatrain.data.example import Message
-from megatrain.data.tokens.forms import REASONING, Forms
+from megatrain.data.tokens.forms import REASONING, TURNS, Forms
 from megatrain.data.tokens.headers import Headers
 from megatrain.data.tokens.rendering import Conversation, Rendered, RenderError, Rendering, Span
 
@@ -22,7 +22,6 @@ WAYS_OUT = (
 _OTHER = "give one that writes it (data.chat_template)"
 _SAID = ("content", *REASONING, "tool_calls")
 """Keys of what a message says."""
-_PLAIN = (Message(role="user", content="Alpha"), Message(role="assistant", content="Bravo"))
 
 _REASONING_TAGS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _AFTER_REASONING = re.compile(r"\s*(?:</[^<>\s]+>|<\|[^<>\s|]+\|>)?\s*")
@@ -78,7 +77,7 @@ class ModelText:
 
     def _begin(self, conversation: Conversation, rendered: Rendered, number: int) -> int:
         if self._headers is None:
-            self._headers = Headers(self.rendering, self.forms.conversation(_PLAIN))
+            self._headers = Headers(self.rendering, self.forms.conversation(TURNS))
         return self._headers.begin(conversation, rendered, number)
 
     def check_reasoning(self, conversation: Conversation, rendered: Rendered) -> None:

@@ -1,0 +1,72 @@
+"""What a chat template leaves out in silence of conversations: a model neither sees nor learns it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatrain.data.example import ChatExample, Example, KtoExample, Message, PreferenceExample
+from megatrain.data.tokens.forms import CALLS, SYSTEM, TOOL, TURNS
+from megatrain.data.tokens.rendering import RenderError
+from megatrain.data.tokens.template import ChatTemplate, TrainOn
+
+_SYSTEM, _TOOLS, _REASONING, _BESIDE_CALLS = (
+    "system prompts",
+    "tools",
+    "reasoning",
+    "reasoning beside calls of tools",
+)
+_PROBES: Mapping[str, tuple[Sequence[Message], Sequence[Mapping[str, Any]], str]] = {
+    _SYSTEM: (SYSTEM, (), SYSTEM[0].content),
+    _TOOLS: (TURNS, (TOOL,), TOOL["function"]["name"]),
+    _REASONING: ((TURNS[0], replace(TURNS[1], reasoning="Juliett")), (), "Juliett"),
+    _BESIDE_CALLS: ((CALLS[0], replace(CALLS[1], reasoning="Juliett"), CALLS[2]), (TOOL,), "Juliett"),
+}
+"""By what a conversation may hold: messages, tools, and a word that a template which takes it writes."""
+
+
+def held_by(example: Example) -> set[str]:
+    """Return what a conversation holds that chat templates may leave out."""
+    if not isinstance(example, (ChatExample, PreferenceExample, KtoExample)):
+        return set()
+    held = {_TOOLS} if example.tools else set()
+    for message in _messages(example):
+        if message.role == "system" and message.content.strip():
+            held.add(_SYSTEM)
+        if message.reasoning and message.reasoning.strip():
+            held.add(_BESIDE_CALLS if message.tool_calls else _REASONING)
+    return held
+
+
+def _messages(example: ChatExample | PreferenceExample | KtoExample) -> Iterator[Message]:
+    if isinstance(example, ChatExample):
+        yield from example.messages
+        return
+    answers = (example.completion,) if isinstance(example, KtoExample) else (example.chosen, example.rejected)
+    for part in (example.prompt, *answers):
+        if not isinstance(part, str):
+            yield from part
+
+
+def why_left_out(template: ChatTemplate, held: Collection[str]) -> str | None:
+    """Say what a template leaves out of what the data holds; None: nothing.
+
+    It is asked with a short conversation. What it refuses, it does not leave out in silence.
+    """
+    lost = [kind for kind in _PROBES if kind in held and _leaves_out(template, kind)]
+    if not lost:
+        return None
+    return (
+        f"the chat template leaves out what the data holds of {' and '.join(lost)}: the model never sees it; "
+        "give a template that writes it (data.chat_template)"
+    )
+
+
+def _leaves_out(template: ChatTemplate, kind: str) -> bool:
+    messages, tools, word = _PROBES[kind]
+    try:
+        text, _ = template.spans(messages, tools, TrainOn(everything=True))
+    except RenderError:
+        return False
+    return word not in text
