@@ -122,6 +122,7 @@ def translate(t: Translation) -> None:
             "attn_implementation": "model.attn_implementation",
         }
     )
+    t.settings.setdefault("train.micro_batch_size", 1)
     t.set("data.seq_len", t.take("sequence_len", 512))
     packs = t.take("sample_packing")
     if packs and method is not None:

@@ -78,7 +78,6 @@ def common(t: Translation) -> None:
     """Translate what both have from transformers' TrainingArguments, with the defaults of these."""
     t.rename(
         {
-            "gradient_accumulation_steps": "train.grad_accumulation",
             "learning_rate": "optim.lr",
             "adam_epsilon": "optim.eps",
             "output_dir": "out",
@@ -88,6 +87,7 @@ def common(t: Translation) -> None:
             "load_best_model_at_end": "eval.load_best",
         }
     )
+    t.set("train.grad_accumulation", t.take("gradient_accumulation_steps", 1))
     t.set("train.seed", t.take("seed", 42))
     t.set("optim.weight_decay", t.take("weight_decay", 0.0))
     t.set("optim.betas", [t.take("adam_beta1", 0.9), t.take("adam_beta2", 0.999)])

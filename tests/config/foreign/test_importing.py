@@ -225,6 +225,15 @@ def test_llamafactory_lora_and_mixture() -> None:
     assert left_out.keys() == {"quantization_bit", "fp16", "resize_vocab"}
 
 
+@pytest.mark.parametrize("text", [LF_FULL, AX_FULL])
+def test_a_step_that_is_not_given_is_theirs_and_not_ours(text: str) -> None:
+    sizes = ("per_device_train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+    kept = "\n".join(line for line in text.splitlines() if not line.startswith(sizes))
+    settings, _ = translated(f"{kept}\n")
+    theirs = 8 if text == LF_FULL else 1  # transformers' default, and axolotl's
+    assert (settings["train.micro_batch_size"], settings["train.grad_accumulation"]) == (theirs, 1)
+
+
 def test_warmup_as_a_share_of_the_steps() -> None:
     settings, _ = translated(LF_FULL.replace("warmup_steps: 20", "warmup_ratio: 0.1"))
     assert settings["optim.warmup_steps"] == 0.1
