@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.distributed.processes import how_ended
+from megatrain.hub import may_be_on_hub
 
 
 def event_text(row: Mapping[str, Any]) -> str:
@@ -42,10 +43,9 @@ def model_name(place: str) -> tuple[str, bool]:
     A directory is called by its last part; one of a run (`RUN/hf`, `RUN/checkpoints/step-*`) as the run is,
     and the hub's cache by the name on the hub.
     """
-    path = Path(place)
-    if place.count("/") <= 1 and not place.startswith((".", "/", "~")) and not path.exists():
+    if may_be_on_hub(place):
         return place, True
-    path = path.absolute()
+    path = Path(place).absolute()
     for part in path.parts:
         if part.startswith("models--"):
             return part.removeprefix("models--").replace("--", "/"), True

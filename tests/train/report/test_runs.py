@@ -121,6 +121,10 @@ def test_models_are_called_by_what_tells_them_apart(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("HOME", "/home/alice")
     assert model_name("Qwen/Qwen3-8B") == ("Qwen/Qwen3-8B", True)
     assert model_name("gpt2") == ("gpt2", True)
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for place in ("models/gone", "a model", "org/name/main", "org/", "-x"):  # none may be asked of the hub
+        assert not model_name(place)[1], place
     cached = "/home/alice/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0123abc"
     assert model_name(cached) == ("Qwen/Qwen3-8B", True)
     for place in ("my-model", "my-model/hf", "my-model/checkpoints/step-00000100"):
