@@ -42,8 +42,9 @@ def without_home(value: _Value) -> _Value:
     names = {str(home), str(home.resolve())} - {"/"}
     if not names:
         return value
-    # not the beginning of a longer name: /home/ann is no part of /home/anna
-    return _replaced(value, re.compile(rf"({'|'.join(map(re.escape, names))})(?![\w.-])"))
+    # not a part of a longer name: /home/ann is none of /home/anna, and /root none of /data/root
+    home_alone = rf"(?<![\w.-])({'|'.join(map(re.escape, names))})(?![\w-]|\.[\w.-])"
+    return _replaced(value, re.compile(home_alone))
 
 
 def _replaced(value: Any, home: re.Pattern[str]) -> Any:

@@ -75,3 +75,5 @@ def test_what_a_run_leaves_to_be_shared_tells_nothing_of_its_user(
 def test_only_whole_names_are_the_home_directory(home: Path) -> None:
     texts = [f"{home}/a: {home}", f"{home}2/a", {f"{home}": [f"file://{home}/b"]}, 3]
     assert without_home(texts) == ["~/a: ~", f"{home}2/a", {"~": ["file://~/b"]}, 3]
+    others = [f"/data{home}/a", f"{home}.old/a", f"there is no {home}.", f"({home})"]
+    assert without_home(others) == [*others[:2], "there is no ~.", "(~)"]
