@@ -197,6 +197,8 @@ class HostState:
         self.moments = MomentFormat.FP32
         """How the moments are kept, once they are allocated."""
         self.layouts = tuple(layouts)
+        self.digests: dict[str, bytes] = {}
+        """Of weights that an engine has given back, by name; see `digests`."""
         self._arenas: dict[str, Arena] = {}
         self._staging: list[Tensor] = []
         self.sum_room = SumRoom()

@@ -23,6 +23,7 @@ from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import Block
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.weights.built import cast_buffers
+from megatrain.store.digests import drop_remainders_of_changed
 from megatrain.store.nodes import NodeState
 from megatrain.store.nodes_on_drives import NodeTieredState
 from megatrain.store.placement import Tiers
@@ -109,11 +110,14 @@ def bind(
             "the model was loaded with its state on drives for other settings; give megatrain.load and "
             "attach the same tiers, precision and fragments"
         )
+    if loaded is not None:
+        drop_remainders_of_changed(loaded)
     if loaded is not None and is_same and isinstance(loaded, TieredState) == (tiers is not None):
         binding = Binding(blocks, loaded, host_limit, moments, runs, ranks, sequence)
-        binding.check()
-        fits(held=loaded.host_bytes)
-        return binding
+        if type(loaded) is not HostState or binding.moved is None:
+            binding.check()
+            fits(held=loaded.host_bytes)
+            return binding
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ModelError(f"parameter {name} has no data (it is on the meta device); use megatrain.load")

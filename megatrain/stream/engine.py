@@ -374,8 +374,8 @@ class Engine:
     def detach(self) -> None:
         """Give the model back: its parameters keep their values, in the working dtype, in host memory.
 
-        What is left beside them is the rest of fp32 masters, with which a later `attach` in bf16 goes on; of
-        state on drives nothing is left, and it begins from these values. The optimizer's state is gone.
+        What is left beside them is the rest of fp32 masters, with which a later `attach` in bf16 goes on, but
+        for weights that were changed meanwhile; of state on drives, and of the optimizer's, nothing is left.
         """
         if self.model.__dict__.get("_megatrain_engine") is not self:
             return
@@ -386,7 +386,7 @@ class Engine:
         if self._tiered is not None:
             self.model.__dict__.pop("_megatrain_host", None)
         else:
-            self.host.release_training()
+            self.arrangement.binding.give_back()
 
     def close(self, *, removes: bool = False) -> None:
         """Finish all work, let go of threads and drives, and remove what is there if nobody will go on."""

@@ -699,6 +699,27 @@ def test_attaching_again_goes_on_from_the_masters_under_any_choice(precision: st
     assert engine.host.plane_bytes.keys() <= {"working", "remainder"}
 
 
+@pytest.mark.parametrize("way", ["in place", "other memory"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_that_are_changed_between_engines_are_whole_values(precision: str, way: str) -> None:
+    """The rest of a master belongs to the weight that it was split from, and to no other one."""
+    model, reference, engine, optimizer = start("llama", precision=precision)
+    assert_same_steps(engine, optimizer, reference)
+    masters = dict(engine.named_masters())
+    engine.detach()
+    weight = model.model.layers[1].mlp.up_proj.weight
+    if way == "in place":
+        weight.data.mul_(3)
+    else:
+        weight.data = (3 * weight.data).float()
+    changed = weight.detach().float()
+    again = attach_plainly(model, device="checked", precision=precision)
+    found = dict(again.named_masters())
+    assert_same_bits(found.pop("model.layers.1.mlp.up_proj.weight"), changed, "the changed weight")
+    for name, master in found.items():
+        assert_same_bits(master, masters[name], name)
+
+
 def test_weights_that_are_frozen_between_engines_stay_as_they_are_and_lose_their_masters(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

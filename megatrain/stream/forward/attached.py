@@ -17,6 +17,7 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import Block, group_layers, outer_of
 from megatrain.model.sequence.attention import SharedRows, rows_shared
+from megatrain.store.digests import note_weights
 from megatrain.store.state import HostState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
@@ -59,16 +60,29 @@ class Binding:
         Raises:
             ModelError: Something replaced a parameter's data, or a hook could never be run.
         """
+        for block in self.blocks:
+            for name, parameter in block.parameters.items():
+                refuse_hooks(name, parameter, is_shared=self.sequence > 1)
+        if self.moved is not None:
+            raise ModelError(
+                f"parameter {self.moved} was moved or cast after the engine was attached; call "
+                "engine.detach(), change the model, and attach again"
+            )
+
+    @property
+    def moved(self) -> str | None:
+        """Name of a parameter that is no view of the host state any more; None: all are."""
         for block, state in zip(self.blocks, self.host.blocks, strict=True):
             base = state.working.data_ptr()
             for entry in state.layout.entries:
-                parameter = block.parameters[entry.name]
-                refuse_hooks(entry.name, parameter, is_shared=self.sequence > 1)
-                if parameter.data_ptr() != base + entry.byte_offset:
-                    raise ModelError(
-                        f"parameter {entry.name} was moved or cast after the engine was attached; call "
-                        "engine.detach(), change the model, and attach again"
-                    )
+                if block.parameters[entry.name].data_ptr() != base + entry.byte_offset:
+                    return entry.name
+        return None
+
+    def give_back(self) -> None:
+        """Let go of what training has taken, and leave the weights to whoever changes or attaches them."""
+        self.host.release_training()
+        note_weights(self.host)
 
     @property
     def hooked(self) -> str | None:
