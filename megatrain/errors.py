@@ -97,6 +97,15 @@ class DivergedError(MegatrainError):
     exit_code = 5
 
 
+def is_text(given: str) -> bool:
+    """Whether a string can be written as UTF-8; Python hides bytes that are none in what it is given."""
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def os_error_of(error: BaseException) -> OSError | None:
     """Return the error of the operating system that is behind another one; None: there is none.
 

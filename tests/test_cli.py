@@ -231,6 +231,10 @@ def test_export_and_quickstart_are_called(calls: list[tuple[Any, ...]]) -> None:
             "error: command line: data.path is required (--data, or data.path=",
         ),
         (["train", "--model", "m", "--data", "d", "--steps", "0"], "error: command line: train.steps is 0"),
+        (
+            ["train", "--model", "m", "--data", "\udcff.txt"],
+            "error: '\\udcff.txt' is not UTF-8 text; rename the file, or write it otherwise",
+        ),
         (["train", "--model", "m", "--data", "d", "train.stepz=3"], "did you mean train.steps?"),
         (["train", "--model", "m", "--data", "d", "--precision", "fp16"], "train.precision is 'fp16'"),
     ],

@@ -31,7 +31,7 @@ from megatrain.cli.machine import measure, planned_machine
 from megatrain.cli.plan import print_plan
 from megatrain.cli.ranks import join_ranks, leave_out_stacks, start_ranks
 from megatrain.distributed.processes import tell_launcher
-from megatrain.errors import ConfigError, RankError, as_ours
+from megatrain.errors import ConfigError, RankError, as_ours, is_text
 from megatrain.recipes import place, recipes
 
 if TYPE_CHECKING:
@@ -58,8 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     typer ends usage errors with 2 and Ctrl-C with 130; an error that nobody foresaw keeps its traceback. One
     of the operating system, from a place without `os_errors`, is said in a sentence here.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="megatrain")
+        if (strange := next((each for each in given if not is_text(each)), None)) is not None:
+            raise ConfigError(f"{strange!a} is not UTF-8 text; rename the file, or write it otherwise")
+        app(args=given, prog_name="megatrain")
     except Exception as error:
         ours = as_ours(error)
         if ours is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -74,6 +75,8 @@ def chat(
         temperature=temperature,
         template=chat_template,
     )
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # `ask` says which turn is no text
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401 - lines can be edited, and earlier ones come back

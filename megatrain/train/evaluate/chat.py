@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.data.context import context_length
 from megatrain.data.templates import template_names
 from megatrain.data.tokens.template import template_source
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, is_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -79,10 +79,13 @@ class Chat:
             show: Is given the answer in pieces, as soon as there are words.
 
         Raises:
-            ConfigError: The conversation is longer than the model's context, or the template refuses it.
+            ConfigError: The question is no text, the conversation is longer than the model's context, or the
+                template refuses it.
         """
         import torch
 
+        if not is_text(question):
+            raise ConfigError("what was asked is not UTF-8 text; ask again")
         asked = [*self.messages, {"role": "user", "content": question}]
         ids = self._prompt(asked)
         room = self._max_new_tokens if self._context is None else self._context - len(ids)
@@ -130,7 +133,10 @@ class Chat:
 
         try:
             ids: Any = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
+                messages,
+                add_generation_prompt=True,
+                return_dict=False,
+                tokenizer_kwargs={"verbose": False},  # a conversation that is too long is said by `ask`
             )
         except TemplateError as error:
             raise ConfigError(f"the chat template refuses the conversation: {error}") from error

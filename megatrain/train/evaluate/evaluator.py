@@ -134,11 +134,17 @@ class Evaluator:
         return outcome
 
     def _answer(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-        """Return a prompt with what continues it, or the answer to it."""
+        """Return a prompt with what continues it, or the answer to it; else why there is none.
+
+        A prompt for which the model has no room does not end a run.
+        """
         most = self._settings.max_new_tokens
-        if self._settings.chat:
-            return Chat(engine.model, tokenizer, max_new_tokens=most).ask(prompt)
-        return continue_text(engine.model, tokenizer, prompt, max_new_tokens=most)
+        try:
+            if self._settings.chat:
+                return Chat(engine.model, tokenizer, max_new_tokens=most).ask(prompt)
+            return continue_text(engine.model, tokenizer, prompt, max_new_tokens=most)
+        except ConfigError as error:
+            return f"({error})"
 
     @property
     def kept_steps(self) -> set[int]:

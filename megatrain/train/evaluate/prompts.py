@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatrain.data.context import context_length
 from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,23 +25,30 @@ def continue_text(
         model: In the mode that is wanted.
         tokenizer: Its own.
         prompt: Text to continue.
-        max_new_tokens: Tokens to add at most.
+        max_new_tokens: Tokens to add at most; the model's context ends it too.
         temperature: 0 takes the likeliest token each time.
 
     Raises:
-        ConfigError: The prompt has no token.
+        ConfigError: The prompt has no token, or the model's context has no room for another one.
     """
     import torch
 
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    if inputs["input_ids"].numel() == 0:
+    # verbose=False: a prompt that is too long is said below
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, verbose=False)
+    count = inputs["input_ids"].numel()
+    if count == 0:
         raise ConfigError("the prompt is empty; give --prompt some text")
+    context = context_length(model.config)
+    if context is not None and count >= context:
+        raise ConfigError(
+            f"the prompt has {count:,} tokens, and the model takes {context:,}, so there is no room to go on;"
+            " give a shorter one"
+        )
+    room = max_new_tokens if context is None else min(max_new_tokens, context - count)
     options: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with torch.no_grad():
-        ids = model.generate(
-            **inputs, max_new_tokens=max_new_tokens, max_length=None, pad_token_id=pad, **options
-        )
+        ids = model.generate(**inputs, max_new_tokens=room, max_length=None, pad_token_id=pad, **options)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))

@@ -17,6 +17,7 @@ from megatrain.data.templates import named_template
 from megatrain.data.tokenizer import add_tokens, train_tokenizer
 from megatrain.errors import ConfigError
 from megatrain.train.evaluate.chat import Chat, converse, stop_ids
+from megatrain.train.evaluate.prompts import continue_text
 
 WORDS = ["Hello", "world", "again", "more"]
 
@@ -40,8 +41,9 @@ class Scripted(LlamaForCausalLM):
         self.asked: list[list[int]] = []
         self._said = 0
 
-    def generate(self, inputs: torch.Tensor, **options: Any) -> Any:
-        self.asked.append(inputs[0].tolist())
+    def generate(self, inputs: torch.Tensor | None = None, **options: Any) -> Any:
+        given = options["input_ids"] if inputs is None else inputs
+        self.asked.append(given[0].tolist())
         self._said = 0
         return super().generate(inputs, **options)
 
@@ -116,6 +118,27 @@ def test_what_cannot_be_a_conversation_is_one_sentence() -> None:
         strict.ask("Hello")
 
 
+def test_a_turn_that_is_no_text_is_said_and_the_conversation_goes_on() -> None:
+    model = Scripted(script="Hello", end="<|im_end|>")
+    lines = iter([b"a\xffb".decode(errors="surrogateescape"), "again", None])
+    said: list[str] = []
+    converse(Chat(model, made(), template="chatml"), lambda: next(lines), str, said.append)
+    assert said == ["what was asked is not UTF-8 text; ask again"]
+    assert len(model.asked) == 1
+
+
+def test_a_text_is_continued_within_the_context() -> None:
+    """And one that has no room there is a sentence, not words that the model was never trained to read."""
+    tokenizer, model = made(), Scripted(script="Hello", context=20)
+    whole = continue_text(model, tokenizer, "Hello", max_new_tokens=100_000)
+    assert len(model.asked[0]) + model._said == 20
+    assert whole.startswith("Hello")
+    with pytest.raises(
+        ConfigError, match=r"the prompt has \d+ tokens, and the model takes 20, so there is no"
+    ):
+        continue_text(model, tokenizer, "again " * 20, max_new_tokens=1)
+
+
 def test_lines_are_turns_and_commands() -> None:
     model = Scripted(script="Hello world", end="<|im_end|>", context=60)
     chat = Chat(model, made(), template="chatml")
@@ -166,5 +189,8 @@ def test_the_commands(
     assert len(talked) % 2 == 0
     half = len(talked) // 2
     assert talked[:half] == talked[half:] != [""] * half
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\nHello\n"), "utf-8"))
+    again = output("chat", str(tmp_path), "--max-new-tokens", "5").splitlines()
+    assert again == ["", *talked[:half]], "a line that is no text has no answer"
     sampled = output("sample", str(tmp_path), "--prompt", "Hello", "--chat", "--max-new-tokens", "5")
     assert sampled.strip() == "\n".join(talked[:half]).strip()

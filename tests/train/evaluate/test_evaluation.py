@@ -49,13 +49,17 @@ def saved_steps(run: Path) -> list[int]:
     return sorted(int(path.name.partition("-")[2]) for path in (run / "checkpoints").iterdir())
 
 
+TOO_LONG = "giant " * 999
+
+
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 12 steps with dropout, evaluated on two sets at every third step, with prompts."""
     root = tmp_path_factory.mktemp("evaluated")
     make_config(root)
     write_corpus(root / "other.txt", 900)
-    settings = {"every": 3, "at_start": True, "prompts": ["one small", "giant"], "max_new_tokens": 3}
+    prompts = ["one small", TOO_LONG, "giant"]
+    settings = {"every": 3, "at_start": True, "prompts": prompts, "max_new_tokens": 3}
     data = {**HELD_OUT, "eval_path": {"other": str(root / "other.txt")}}
     train(make_config(root, data=data, eval=settings))
     return root
@@ -119,7 +123,8 @@ def test_losses_are_those_of_the_resident_model_over_all_tokens(evaluated: Path)
 
 def test_a_prompt_is_continued_as_by_the_saved_model(evaluated: Path) -> None:
     samples = events_of(evaluated / "run", "sample")
-    assert [row["prompt"] for row in samples] == ["one small", "giant"] * 5
+    assert [row["prompt"] for row in samples] == ["one small", TOO_LONG, "giant"] * 5
+    assert samples[-2]["text"].startswith("(the prompt has "), "a prompt without room does not end a run"
     model = AutoModelForCausalLM.from_pretrained(evaluated / "run/hf").eval()
     tokenizer = load_tokenizer(str(evaluated / "run/hf"))
     ids = tokenizer("giant", return_tensors="pt", return_token_type_ids=False)
