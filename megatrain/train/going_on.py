@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from megatrain.checkpoint.format import Manifest
+from megatrain.checkpoint.format import MANIFEST_NAME, Manifest
 from megatrain.checkpoint.load import find, newest_whole, verify
 from megatrain.config import Config
 from megatrain.errors import CheckpointError, OutputError, os_errors
@@ -28,7 +28,8 @@ def find_checkpoint(
         digests: As in `verify`; without them nothing is said of damaged checkpoints that are passed over.
 
     Raises:
-        CheckpointError: The named checkpoint is damaged, or none of the run's is whole.
+        CheckpointError: The named checkpoint is damaged, or is a directory of several, or none of the run's
+            is whole.
         OutputError: `no`, and the directory holds a run.
     """
     if resume == "no":
@@ -43,6 +44,12 @@ def find_checkpoint(
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint directory; give one of checkpoints/step-*")
+    if not (path / MANIFEST_NAME).exists() and (
+        within := [*find(RunDirectory(path).checkpoints), *find(path)]
+    ):
+        raise CheckpointError(
+            f"{path} is no checkpoint but holds some; give one of them, such as {within[0]}"
+        )
     later = [other for other in find(directory.checkpoints) if other.name > path.name]
     if later and path.absolute().parent == directory.checkpoints.absolute():
         raise CheckpointError(

@@ -71,11 +71,19 @@ def test_ranks_of_torchrun_start_no_others(tmp_path: Path, monkeypatch: pytest.M
     [
         (2, "no", OutputError, "run holds a run already; give a new directory with --out, or use --resume"),
         (8, "auto", ConfigError, r"4 runs \(parallel.shards\), which 8 ranks cannot share out evenly"),
+        (2, "run", CheckpointError, "run is no checkpoint but holds some; give one of them, such as run/che"),
+        (2, "run/checkpoints", CheckpointError, "such as run/checkpoints/step-"),
     ],
 )
 def test_a_directory_that_was_used_is_left_as_it_is(
-    tmp_path: Path, ranks: int, resume: str, error: type[MegatrainError], sentence: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    resume: str,
+    error: type[MegatrainError],
+    sentence: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     saved_by(tmp_path, 4)
     before = contents(tmp_path)
     config = make_config(tmp_path, train={"grad_accumulation": 8}, checkpoint={"resume": resume})
