@@ -40,6 +40,15 @@ def parse_bytes(value: object, what: str) -> int:
     return size
 
 
+def parse_limit(value: int | str | None, what: str) -> int | None:
+    """Read a size that may be left out, as `parse_bytes` does.
+
+    Raises:
+        ConfigError: As of `parse_bytes`.
+    """
+    return None if value is None else parse_bytes(value, what)
+
+
 def parse_tokens(text: str) -> int:
     """Read a number of tokens: `2e9`, `20B`, `1.5T`, `1_000_000`.
 

@@ -55,10 +55,10 @@ class MegatrainArguments:
     """Whether layers run through torch.compile: `on`, `off` or `auto`."""
     deterministic: bool = False
     """Give the same bits in every run on the same device."""
-    host_limit: int | None = None
-    """Bytes of host memory that the state may take; None: what there is."""
-    device_limit: int | None = None
-    """Bytes of device memory for what streams; None: what there is."""
+    host_limit: int | str | None = None
+    """Host memory that the state may take, in bytes or as `64GiB`; None: what there is."""
+    device_limit: int | str | None = None
+    """Device memory for what streams, likewise; None: what there is."""
     tiers: Tiers | None = None
     """Drives, and what of the state lives there."""
     shards: int | None = None

@@ -10,6 +10,7 @@ import torch
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.read_choice import as_values, from_values, read_choice
 from megatrain.config.runs import Runs, StepSums
+from megatrain.config.sizes import parse_limit
 from megatrain.errors import ConfigError, ModelError
 from megatrain.hardware.accelerators import can_compile
 from megatrain.hardware.determinism import set_environment
@@ -47,8 +48,8 @@ def attach(
     micro_batch_size: int | None = None,
     compile: str = "auto",
     optimizer_state: str = "fp32",
-    host_limit: int | None = None,
-    device_limit: int | None = None,
+    host_limit: int | str | None = None,
+    device_limit: int | str | None = None,
     tiers: Tiers | None = None,
     deterministic: bool = False,
     ranks: Ranks | None = None,
@@ -76,8 +77,9 @@ def attach(
             under `recompute_cheap`.
         optimizer_state: What `engine.adamw` will keep the moments in, for which memory is planned: `fp32`, or
             `bf16` or `int8`, which are not exact.
-        host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
-        device_limit: Bytes of device memory for slots, resident blocks and gradients; None: what there is.
+        host_limit: Host memory that the state may take, in bytes or as `64GiB`; None: what the machine and
+            its cgroups give.
+        device_limit: Device memory for slots, resident blocks and gradients; None: what there is.
         tiers: Put on drives what of the state does not fit into `tiers.ram`, which then takes the place of
             `host_limit`; no block is resident then. Give `megatrain.load` the same.
         deterministic: Give the same bits in every run on the same device. This is
@@ -121,10 +123,12 @@ def attach(
     moments = MomentFormat.read(optimizer_state)
     if getattr(model, "_megatrain_engine", None) is not None:
         raise ModelError("the model is attached to an engine already; call engine.detach() first")
+    host_bytes = parse_limit(host_limit, "host_limit")
+    device_bytes = parse_limit(device_limit, "device_limit")
     if tiers is not None:
         _refuse_beside_drives(choice, moments)
-        host_limit = tiers.ram_bytes if host_limit is None else host_limit
-    lanes = make_lanes(device, device_limit)
+        host_bytes = tiers.ram_bytes if host_bytes is None else host_bytes
+    lanes = make_lanes(device, device_bytes)
     if deterministic:
         set_environment(lanes.device)
     compiles = choice.is_compiled(compile, can_compile=can_compile(lanes.device))
@@ -135,7 +139,7 @@ def attach(
         batch=batch,
         compiles=compiles,
         deterministic=deterministic,
-        host_limit=host_limit,
+        host_limit=host_bytes,
         num_drives=0 if tiers is None else len(tiers.nvme),
     )
     decided = choice.given
@@ -163,7 +167,7 @@ def attach(
         choice,
         residents,
         runs=runs,
-        host_limit=host_limit,
+        host_limit=host_bytes,
         moments=moments,
         tiers=tiers,
         ranks=ranks,
@@ -187,8 +191,8 @@ def attach(
         "micro_batch_size": micro_batch_size,
         "compile": compile,
         "optimizer_state": optimizer_state,
-        "host_limit": host_limit,
-        "device_limit": device_limit,
+        "host_limit": host_bytes,
+        "device_limit": device_bytes,
         "tiers": drives,
         "deterministic": deterministic,
         "ranks": ranks,

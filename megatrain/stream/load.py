@@ -14,6 +14,7 @@ from megatrain.config.adaptation import Adaptation
 from megatrain.config.choice import AUTO, Choice, StepBatch
 from megatrain.config.read_choice import read_choice
 from megatrain.config.runs import Runs
+from megatrain.config.sizes import parse_limit
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.layout.moments import MomentFormat
@@ -65,7 +66,7 @@ def load(
     attn_implementation: str | None = None,
     batch: StepBatch | None = None,
     optimizer_state: str = "fp32",
-    host_limit: int | None = None,
+    host_limit: int | str | None = None,
     tiers: Tiers | None = None,
     adaptation: Adaptation | None = None,
     adapter: str | Path | None = None,
@@ -90,7 +91,7 @@ def load(
         attn_implementation: As in transformers.
         batch: As in `attach`; only the check before allocation uses it.
         optimizer_state: Likewise.
-        host_limit: Bytes of host memory that the state may take; None: what the machine and its cgroups give.
+        host_limit: As in `attach`.
         tiers: As in `attach`: each block goes straight to where it belongs. With `tiers.resumes`, weights are
             what is committed on the drives, and `path` gives the configuration.
         adaptation: What of the model is trained, adapters among it; None: all of it.
@@ -159,7 +160,7 @@ def load(
         kept,
         held=0,
         sum_room=kept_sums(least, runs, kept, ranks, sequence),
-        limit=host_limit,
+        limit=parse_limit(host_limit, "host_limit"),
         moments=moments,
         places=places,
         tiers=tiers,

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, 
 
 import megatrain
 from megatrain.config.choice import Choice
-from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.errors import CapacityError, ConfigError, DataError, ModelError
 from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.step import step_program
 from megatrain.stream.engine import Engine
@@ -506,6 +506,8 @@ def test_a_block_called_on_its_own_is_refused() -> None:
         ({"boundaries": "nvme"}, "boundaries is nvme, but there are no drives"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0; use 1 or more"),
         ({"compile": "yes"}, "compile is 'yes'; use auto, on or off"),
+        ({"host_limit": "64XB"}, "host_limit is '64XB'; use bytes or a size such as 24GiB"),
+        ({"device_limit": -1}, "device_limit is -1; use bytes or a size such as 24GiB"),
     ],
 )
 def test_bad_settings_are_refused_and_leave_the_model_alone(settings: dict[str, Any], message: str) -> None:
@@ -514,6 +516,13 @@ def test_bad_settings_are_refused_and_leave_the_model_alone(settings: dict[str, 
         megatrain.attach(model, **settings)
     assert not any("forward" in module.__dict__ for module in model.modules())
     attach_plainly(model).forward_backward(make_batches(1))
+
+
+def test_limits_may_be_written_as_sizes() -> None:
+    model = make_model(FAMILIES["llama"]())
+    with pytest.raises(CapacityError, match=r"but the limit is 1\.00 KiB"):
+        megatrain.attach(model, host_limit="1KiB")
+    assert megatrain.attach(model, host_limit="1GiB", device_limit="64MiB").lanes.device_limit == 64 << 20
 
 
 @pytest.mark.parametrize(
