@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from transformers import Trainer
 
 from megatrain.errors import ConfigError
 from megatrain.stream.engine import Engine
@@ -37,6 +38,16 @@ def streamed(optimizer: Any) -> StreamedAdamW | None:
     """Return the engine's optimizer of what accelerate may have wrapped; None: it is another."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, StreamedAdamW) else None
+
+
+def names_optimizer(create: Any) -> bool:
+    """Whether a trainer's class makes an optimizer, or names one, in another way than the plain class.
+
+    Args:
+        create: The trainer's method `create_optimizer`.
+    """
+    named = type(create.__self__).get_optimizer_cls_and_kwargs
+    return (create.__func__, named) != (Trainer.create_optimizer, Trainer.get_optimizer_cls_and_kwargs)
 
 
 def require_new(optimizer: Any) -> None:

@@ -39,7 +39,13 @@ from megatrain.hf.model.attached import (
 )
 from megatrain.hf.model.precision import precision_of
 from megatrain.hf.model.saved import Checkpoints
-from megatrain.hf.optimizer import as_streamed, require_its_schedule, require_new, streamed
+from megatrain.hf.optimizer import (
+    as_streamed,
+    names_optimizer,
+    require_its_schedule,
+    require_new,
+    streamed,
+)
 from megatrain.hf.ranks import join
 from megatrain.stream.engine import Engine
 from megatrain.stream.optimizer import StreamedAdamW
@@ -225,7 +231,7 @@ class Streaming(_Base):
         """Make the engine's AdamW as `TrainingArguments` describe it, unless it was given."""
         if self.optimizer is not None:
             self.optimizer = self.optimizer  # it may have been given before there was an engine
-        elif self.optimizer_cls_and_kwargs is not None:
+        elif self.optimizer_cls_and_kwargs is not None or names_optimizer(super().create_optimizer):
             super().create_optimizer()
         else:
             parameters = dict(self.model.named_parameters())

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hf import StreamingTrainer
+from megatrain.hf.streaming import Streaming
 from tests.hf.setups import (
     Padded,
     arguments,
@@ -53,7 +54,7 @@ class Plain(Trainer):
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Make torch's."""
-        self.optimizer = exact(self.model)
+        self.optimizer = (of_torch if isinstance(self, Streaming) else exact)(self.model)
         return self.optimizer
 
 
@@ -126,6 +127,45 @@ def test_a_class_with_arguments_is_made_as_the_plain_trainer_makes_it(tmp_path: 
         optimizer_cls_and_kwargs=(Padded, dict(kwargs)),
     )
     reference.train()
+    assert_same_weights(weights(ours), weights(reference))
+
+
+class Named(Trainer):
+    """Says which optimizer it wants, and leaves the making to the plain class."""
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
+        """Return torch's class with a rate of its own."""
+        return Padded, {"lr": 3e-2, "betas": (0.7, 0.8)}
+
+
+class StreamingPlain(Streaming, Plain):
+    """Stands before a class that makes its optimizer."""
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
+        """Of nobody: `create_optimizer` makes it."""
+        raise AssertionError
+
+
+class StreamingNamed(StreamingTrainer):
+    """Names torch's own."""
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
+        """Return torch's class with a rate of its own."""
+        return torch.optim.AdamW, {"lr": 3e-2, "betas": (0.7, 0.8)}
+
+
+@pytest.mark.parametrize(("kind", "resident"), [(StreamingPlain, Plain), (StreamingNamed, Named)])
+def test_an_optimizer_that_a_class_makes_or_names_is_taken(kind: Any, resident: Any, tmp_path: Path) -> None:
+    """Also where `Streaming` stands before the class, so that its own methods come first."""
+    model = tiny()
+    settings: dict[str, Any] = {"args": arguments(tmp_path, max_steps=2), "train_dataset": rows()}
+    ours = kind(model=model, megatrain=planned(model), **settings)
+    reference = resident(model=tiny(), **settings)
+    for trainer in (ours, reference):
+        trainer.train()
     assert_same_weights(weights(ours), weights(reference))
 
 
