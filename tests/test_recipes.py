@@ -13,6 +13,8 @@ import pytest
 from megatrain.config import load_config, read_config, set_keys
 from megatrain.config.choice import AUTO
 from megatrain.hardware import load_machine
+from megatrain.plan.search import verdict
+from megatrain.plan.search.planner import make_plan
 from megatrain.recipes import recipes, shapes
 from megatrain.train.planning.plan_report import report
 from megatrain.train.planning.plan_run import Planned, plan_run
@@ -40,6 +42,12 @@ SHOWN = re.findall(
     re.MULTILINE,
 )
 """Plans of recipes in the other page: what is asked, and lines of what is printed."""
+
+
+@pytest.fixture(autouse=True)
+def searched_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts are those of the command, not of a search for a moment, as in other tests."""
+    monkeypatch.setattr(verdict, "make_plan", make_plan)
 
 
 def plan(name: str, *, shape: str, machine: str, ram: str, nvme: str, **settings: str) -> Planned:

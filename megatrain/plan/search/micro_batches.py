@@ -7,8 +7,10 @@ is of the size that does best.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
+from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.request import Request
 from megatrain.plan.search.search import search
 
@@ -31,3 +33,18 @@ def fastest(requests: Sequence[Request]) -> Request:
         if found is not None and found.step.step_s < best_s * (1 - _TOLERANCE):
             best, best_s = request, found.step.step_s
     return best
+
+
+def in_smaller_micro_batches(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Request]:
+    """Yield the same step in micro-batches of a half, a quarter, ... of the rows, down to one.
+
+    Args:
+        request: Of a step.
+        recount: Counts its model anew with another `micro_batch_size`.
+    """
+    batch = request.batch
+    size, count = batch.micro_batch_size, batch.num_micro_batches
+    while size % (2 * batch.rows_each) == 0:
+        size, count = size // 2, count * 2
+        smaller = replace(batch, micro_batch_size=size, num_micro_batches=count)
+        yield replace(request, anatomy=recount(micro_batch_size=size), batch=smaller)

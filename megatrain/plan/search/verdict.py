@@ -7,9 +7,10 @@ drive's rated endurance. Where that is not known, nothing is claimed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from megatrain.config.plan import Plan
@@ -157,6 +158,7 @@ def judge(
     *,
     tokens: int,
     written_bytes: int = 0,
+    others: Callable[[], Iterable[Request]] = tuple,
     progress: Callable[[str], object] = lambda doing: None,
 ) -> Verdict:
     """Return the verdict on a plan.
@@ -166,6 +168,8 @@ def judge(
         plan: The plan.
         tokens: That the run still trains on.
         written_bytes: That it has written to its drives so far.
+        others: Returns what would be asked for in place of `request` where the device has less memory: the
+            same step in smaller micro-batches, as long as their size is open.
         progress: Is told what takes time, before it begins.
     """
     if not plan.fits:
@@ -176,30 +180,40 @@ def judge(
     )
     return Verdict(
         fits=True,
-        with_less=tuple(_with_less(request, plan, progress)),
+        with_less=tuple(_with_less(request, plan, others, progress)),
         wear=wear_of(request, plan, tokens=tokens, written_bytes=written_bytes),
         is_endurance_unknown=is_unknown,
     )
 
 
-def _with_less(request: Request, plan: Plan, progress: Callable[[str], object]) -> Iterator[WithLess]:
+def _with_less(
+    request: Request,
+    plan: Plan,
+    others: Callable[[], Iterable[Request]],
+    progress: Callable[[str], object],
+) -> Iterator[WithLess]:
     """Yield the plans for machines with less memory that do not fit, or are slower."""
     spec, enough_s = request.spec, plan.step_s / (1 - SLOWER)
     smaller = {"ram": spec.with_ram(int((1 - LESS) * spec.host_bytes))}
     if spec.device_bytes is not None and not spec.is_cpu:
         smaller["device"] = replace(spec, device_bytes=int((1 - LESS) * spec.device_bytes))
     for tier, machine in smaller.items():
-        less = replace(request, spec=machine)
-        if not overflow(less, plan.choice):
+        if not overflow(replace(request, spec=machine), plan.choice):
             continue  # it runs there as it is
         progress(f"planning with 10 % less {_MEMORIES[tier]}")
-        other = make_plan(less, enough_s=enough_s)
-        if other.fits and other.step_s <= enough_s:
-            continue
-        nbytes = machine.host_bytes if tier == "ram" else machine.device_bytes
-        assert nbytes is not None
-        slower = 1 - plan.step_s / other.step_s
-        yield WithLess(tier=tier, machine_bytes=nbytes, plan=other, slower=slower)
+        best: Plan | None = None
+        for asked in chain([request], others() if tier == "device" else ()):
+            found = make_plan(replace(asked, spec=machine), enough_s=enough_s)
+            if best is None or (found.fits and (not best.fits or found.step_s < best.step_s)):
+                best = found
+            if best.fits and best.step_s <= enough_s:
+                break
+        else:
+            nbytes = machine.host_bytes if tier == "ram" else machine.device_bytes
+            assert best is not None
+            assert nbytes is not None
+            slower = 1 - plan.step_s / best.step_s
+            yield WithLess(tier=tier, machine_bytes=nbytes, plan=best, slower=slower)
 
 
 def wear_of(request: Request, plan: Plan, *, tokens: int, written_bytes: int = 0) -> Wear | None:

@@ -29,7 +29,7 @@ from megatrain.train.planning.counting import PlannedModel, device_type
 from megatrain.train.planning.gpus import of_ranks
 from megatrain.train.planning.lately import Lately
 from megatrain.train.planning.micro_batches import with_fastest_size
-from megatrain.train.planning.plan_run import Planned, done_before, step_hint
+from megatrain.train.planning.plan_run import Planned, done_before, open_sizes, step_hint
 from megatrain.train.planning.run_machine import machine_for, with_layers_timed
 
 _log = logging.getLogger(__name__)
@@ -127,7 +127,8 @@ def plan_training(
         raise CapacityError(with_ways_out(plan.problem, remedies))
     done, written_bytes = done_before(earlier)
     tokens = max(0, num_steps - done) * plan.batch.step_tokens
-    verdict = judge(request, plan, tokens=tokens, written_bytes=written_bytes)
+    others = partial(open_sizes, request, recount, given if earlier is None else None)
+    verdict = judge(request, plan, tokens=tokens, written_bytes=written_bytes, others=others)
     if verdict.wear is not None and not config.memory.accept_wear:
         ways = spare_drives(request, plan, tokens=tokens, written_bytes=written_bytes, is_running=True)
         raise WearError(f"{verdict.text}; use {', or '.join([*ways, _ALL_THE_SAME])}")

@@ -5,18 +5,21 @@ What is asked, settings and data with all that is decided, is in `asking`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.config.choice import AUTO
 from megatrain.config.decided import larger_step_settings, smaller_step_settings
 from megatrain.config.plan import Plan
 from megatrain.hardware import GIB, HardwareSpec
+from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.deterministic import copies_of_gradient, filled_share, is_priced
 from megatrain.plan.cost.passes import Passes
+from megatrain.plan.search.micro_batches import in_smaller_micro_batches
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import Remedy, advise
 from megatrain.plan.search.request import Request
@@ -95,7 +98,15 @@ def plan_run(
         progress("looking for what would make it fit")
         smaller = partial(smaller_step_settings, asked.given) if goes_on is None else None
         remedies = advise(request, asked.recount, smaller=smaller)
-    verdict = judge(request, plan, tokens=tokens, written_bytes=written_bytes, progress=progress)
+    is_begun = goes_on is not None
+    verdict = judge(
+        request,
+        plan,
+        tokens=tokens,
+        written_bytes=written_bytes,
+        others=partial(open_sizes, request, asked.recount, None if is_begun else asked.given),
+        progress=progress,
+    )
     if plan.fits and plan.bytes_per_step["drive_written"]:
         progress("looking for what would spare the drives")
         spares = tuple(spare_drives(request, plan, tokens=tokens, written_bytes=written_bytes))
@@ -113,6 +124,18 @@ def plan_run(
         notes=(*asked.notes, *_notes(request)),
         count_s=asked.count_s,
     )
+
+
+def open_sizes(request: Request, recount: Callable[..., Anatomy], given: Config | None) -> Iterator[Request]:
+    """Yield the step of a request in smaller micro-batches, if their size is the planner's to choose.
+
+    Args:
+        request: Of the step.
+        recount: Counts its model anew.
+        given: Settings of a run that begins, as the user gave them; None: its sizes are decided.
+    """
+    if given is not None and given.train.micro_batch_size == AUTO:
+        yield from in_smaller_micro_batches(request, recount)
 
 
 def step_hint(request: Request, plan: Plan, given: Config) -> str:

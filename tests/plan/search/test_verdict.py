@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.plan import Plan
 from megatrain.hardware import Drives
+from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.economics import economics
 from megatrain.plan.search import verdict, wear
 from megatrain.plan.search.enough import fits
+from megatrain.plan.search.micro_batches import in_smaller_micro_batches
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request, overflow
 from megatrain.plan.search.verdict import Kind, in_days, judge
@@ -103,6 +106,37 @@ def test_a_plan_that_loses_less_is_not_tight(mib: int) -> None:
         assert overflow(smaller, plan.choice)
     assert make_plan(smaller, budget=1_000).tokens_per_s > 0.9 * plan.tokens_per_s
     assert judge(asked, plan, tokens=1).kind is Kind.FITS
+
+
+def test_a_plan_that_smaller_micro_batches_would_save_is_not_tight() -> None:
+    """As long as their size is open: a run that has begun with it keeps it, on any machine."""
+    asked = request(
+        anatomy=llama_like(Shape(num_layers=6), micro_batch_size=4, seq_len=512),
+        batch=StepBatch(micro_batch_size=4, seq_len=512, num_micro_batches=2),
+    )
+    low, high = 0, GIB
+    while high - low > high // 1000:
+        middle = (low + high) // 2
+        spec = replace(asked.spec, device_bytes=middle)
+        low, high = (low, middle) if fits(replace(asked, spec=spec)) else (middle, high)
+    asked = replace(asked, spec=replace(asked.spec, device_bytes=int(1.05 * high)))
+    plan = make_plan(asked, budget=1_000)
+    counted = []
+
+    def recount(micro_batch_size: int) -> Anatomy:
+        counted.append(micro_batch_size)
+        return llama_like(Shape(num_layers=6), micro_batch_size=micro_batch_size, seq_len=512)
+
+    (less,) = judge(asked, plan, tokens=1).with_less
+    assert (less.tier, less.plan.fits) == ("device", False)
+    others = partial(in_smaller_micro_batches, asked, recount)
+    assert judge(asked, plan, tokens=1, others=others).kind is Kind.FITS
+    assert counted == [2], "half as large is enough"
+    smaller = next(others())
+    spec = replace(smaller.spec, device_bytes=int(0.9 * 1.05 * high))
+    found = make_plan(replace(smaller, spec=spec), budget=1_000)
+    assert smaller.batch.step_tokens == asked.batch.step_tokens
+    assert found.tokens_per_s > 0.9 * plan.tokens_per_s
 
 
 def test_what_does_not_fit_is_nothing_else() -> None:

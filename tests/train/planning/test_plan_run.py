@@ -25,7 +25,7 @@ from megatrain.plan.search import verdict
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_DEVICE, USABLE_HOST
 from megatrain.train.loop import train
-from megatrain.train.planning import plan_report
+from megatrain.train.planning import micro_batches, plan_report
 from megatrain.train.planning import plan_run as planning
 from megatrain.train.planning.plan_report import plan_text
 from megatrain.train.planning.plan_run import plan_run
@@ -47,6 +47,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best choice that is found soon."""
     for module in (planning, plan_report, verdict):
         monkeypatch.setattr(module, "make_plan", partial(make_plan, budget=1_000))
+    monkeypatch.setattr(micro_batches, "micro_batch_sizes", lambda *_: [1])  # none is looked for
 
 
 @pytest.fixture

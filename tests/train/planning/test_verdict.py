@@ -12,6 +12,7 @@ import yaml
 
 from megatrain.cli import main
 from megatrain.config import Config
+from megatrain.config.decided import micro_batch_sizes
 from megatrain.config.plan import Plan
 from megatrain.errors import WearError
 from megatrain.hardware import Drives, load_machine, save_machine
@@ -19,6 +20,7 @@ from megatrain.plan.search import verdict, wear
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
 from megatrain.train.commands.dry_run import dry_run
+from megatrain.train.planning import micro_batches
 from megatrain.train.planning import plan_run as planning
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
@@ -33,6 +35,12 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best choices that are found soon."""
     for module in (planning, verdict, wear):
         monkeypatch.setattr(module, "make_plan", _soon)
+    monkeypatch.setattr(micro_batches, "micro_batch_sizes", _largest)
+
+
+def _largest(config: Config, num_runs: int) -> list[int]:
+    """Return one size of micro-batches, so that none is looked for."""
+    return micro_batch_sizes(config, num_runs)[-1:]
 
 
 def _soon(request: Request, *, budget: int = 0, enough_s: float = 0.0) -> Plan:
