@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from megatrain.config.choice import Choice
 from megatrain.layout.drive_chunks import first_turn, own_bytes
 from megatrain.plan.program.block_size import BlockSize
-from megatrain.plan.program.visits import Ends, LayerPlan, Visit, layer_plans, round_visits
+from megatrain.plan.program.visits import Ends, LayerPlan, Visit, layer_plans, most_open, round_visits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,6 +208,7 @@ class StepSpec:
         completes: bool = True,
         num_passes_before: int = 0,
         heads_in_turn: bool | None = None,
+        in_succession: bool = False,
     ) -> list[Visit]:
         """List the visits of a round.
 
@@ -217,6 +218,7 @@ class StepSpec:
             completes: No later round of the step follows.
             num_passes_before: Passes without gradients that come first.
             heads_in_turn: As in `round_visits`; None: as in a step.
+            in_succession: As there.
         """
         visits = round_visits(
             self.layers,
@@ -229,10 +231,17 @@ class StepSpec:
             completes=completes,
             num_passes_before=num_passes_before,
             heads_in_turn=self.heads_in_turn if heads_in_turn is None else heads_in_turn,
+            in_succession=in_succession,
         )
         if all(count == 1 for count in micro_batches):
             return visits
         return [replace(v, num_micro_batches=micro_batches[v.micro_batch]) for v in visits]
+
+    def has_buffers(self, visits: Sequence[Visit]) -> bool:
+        """Whether there are gradient buffers for all that adds up at the same time in a round's visits."""
+        sizes = self.sizes
+        own = [v for v in visits if v.block >= 0 and sizes[v.block].is_trained and sizes[v.block].is_streamed]
+        return most_open(self.with_sums(own)) <= self.num_gradient_buffers
 
     def with_sums(self, visits: Sequence[Visit]) -> list[Visit]:
         """Say of each visit whether the host adds its gradient to those of earlier rounds.

@@ -98,6 +98,7 @@ def round_visits(
     completes: bool = True,
     num_passes_before: int = 0,
     heads_in_turn: bool = True,
+    in_succession: bool = False,
 ) -> list[Visit]:
     """List the visits of one round: all micro-batches pass a layer before the next is entered.
 
@@ -117,57 +118,106 @@ def round_visits(
         num_passes_before: Passes without gradients that come first, all micro-batches together in each.
         heads_in_turn: The backward of each micro-batch's head follows its forward; False: all have passed the
             head before the backward begins, as where somebody else runs it.
+        in_succession: Each micro-batch passes all layers before the next one begins, in the forward and in
+            the backward, which begins when all have passed: gradients add up as those of rounds do.
     """
     ends = ends or Ends()
-    backward = range(num_micro_batches)
+    numbers = range(num_micro_batches)
+    assert not (in_succession and num_passes_before)
     before = pass_visits(layers, num_micro_batches, outer=outer, ends=ends, heads_in_turn=heads_in_turn)
     visits = before * num_passes_before
-    visits += _visits_before_head(layers, num_micro_batches, outer=outer, ends=ends, saves=True)
-    forward = [_head_visits(number, outer, ends) for number in backward]
+
+    def backward(block: int, number: int, *, restores: bool = False) -> Visit:
+        return Visit(
+            block,
+            is_backward=True,
+            micro_batch=number,
+            adds=number > 0 and not in_succession,
+            loads=loads or (number > 0 and in_succession),
+            is_last=number == num_micro_batches - 1 or in_succession,
+            completes=completes and (number == num_micro_batches - 1 or not in_succession),
+            restores=block if restores else -1,
+        )
+
+    forward = [_head_visits(number, outer, ends) for number in numbers]
     back = [
         [
             Visit(HEAD, is_backward=True, micro_batch=number)
             if visit.block == HEAD
-            else replace(_backward(visit.block, number, num_micro_batches, loads, completes), is_head=True)
+            else replace(backward(visit.block, number), is_head=True)
             for visit in forward[number]
         ]
-        + [_backward(block, number, num_micro_batches, loads, completes) for block in reversed(behind)]
-        for number in backward
+        + [backward(block, number) for block in reversed(behind)]
+        for number in numbers
     ]
-    in_turn = [part for number in backward for part in (forward[number], back[number])]
+    layers_back, made_before = _layers_back(layers, num_micro_batches, first_trained, backward)
+    ends_back = [
+        [
+            backward(block, number)
+            for block in (*ends.trained_embeddings, *reversed(outer))
+            if block not in behind
+        ]
+        for number in numbers
+    ]
+    if in_succession:
+        for number in reversed(numbers):
+            visits += _visits_before_head(layers, [number], outer=outer, ends=ends, saves=True)
+            visits += forward[number]
+        for number in numbers:
+            visits += back[number]
+            for made, of_layer in zip(made_before, layers_back, strict=True):
+                visits += [*(made if number == 0 else ()), *of_layer[number]]
+            visits += ends_back[number]
+        return visits
+    visits += _visits_before_head(layers, numbers[::-1], outer=outer, ends=ends, saves=True)
+    in_turn = [part for number in numbers for part in (forward[number], back[number])]
     for part in in_turn if heads_in_turn else [*reversed(forward), *back]:
         visits += part
+    for made, of_layer in zip(made_before, layers_back, strict=True):
+        visits += [*made, *(visit for of_one in of_layer for visit in of_one)]
+    return visits + [visit for of_one in ends_back for visit in of_one]
+
+
+def _layers_back(
+    layers: Sequence[LayerPlan],
+    num_micro_batches: int,
+    first_trained: int,
+    backward: Callable[..., Visit],
+) -> tuple[list[list[list[Visit]]], list[list[Visit]]]:
+    """List the visits of the backward through the layers, the last layer first.
+
+    Returns:
+        By layer: of each micro-batch; and what all of them pass before the first one's, to make boundaries
+        again.
+    """
+    found: list[list[list[Visit]]] = []
+    made_before: list[list[Visit]] = []
     made_again: set[int] = set()
     restored: set[int] = set()
     """Layers whose boundaries a chain has brought back: they stay until their own backward."""
     for number in range(len(layers) - 1, first_trained - 1, -1):
         layer = layers[number]
+        made: list[Visit] = []
         if layer.drops and number not in made_again:
             start = number
             while start > 0 and layers[start].drops and start not in made_again:
                 start -= 1
             for earlier in range(start, number):
                 restores = earlier == start and layers[earlier].saves
-                visits += _forward(layers[earlier], num_micro_batches, restores=restores)
+                made += _forward(layers[earlier], range(num_micro_batches)[::-1], restores=restores)
                 made_again.add(earlier + 1)
                 restored |= {earlier} if restores else set()
-        for micro_batch in backward:
+        made_before.append(made)
+        of_layer = []
+        for micro_batch in range(num_micro_batches):
             *others, _ = layer.blocks
-            if layer.is_recomputed:
-                visits += [Visit(block, micro_batch=micro_batch) for block in others]
+            visits = [Visit(block, micro_batch=micro_batch) for block in others if layer.is_recomputed]
             for index, block in enumerate(reversed(layer.blocks)):
                 waits = layer.saves and number < len(layers) - 1 and number not in restored
-                restores = waits and index == 0
-                visits.append(
-                    _backward(block, micro_batch, num_micro_batches, loads, completes, restores=restores)
-                )
-    visits += [
-        _backward(block, number, num_micro_batches, loads, completes)
-        for number in backward
-        for block in (*ends.trained_embeddings, *reversed(outer))
-        if block not in behind
-    ]
-    return visits
+                visits.append(backward(block, micro_batch, restores=waits and index == 0))
+            of_layer.append(visits)
+        found.append(of_layer)
+    return found, made_before
 
 
 def pass_visits(
@@ -179,23 +229,25 @@ def pass_visits(
     heads_in_turn: bool = True,
 ) -> list[Visit]:
     """List the visits of one pass of all micro-batches without gradients; see `round_visits`."""
-    visits = _visits_before_head(layers, num_micro_batches, outer=outer, ends=ends, saves=False)
     numbers = range(num_micro_batches)
+    visits = _visits_before_head(layers, numbers[::-1], outer=outer, ends=ends, saves=False)
     for number in numbers if heads_in_turn else reversed(numbers):
         visits += _head_visits(number, outer, ends)
     return visits
 
 
 def _visits_before_head(
-    layers: Sequence[LayerPlan], num_micro_batches: int, *, outer: Sequence[int], ends: Ends, saves: bool
+    layers: Sequence[LayerPlan], numbers: Sequence[int], *, outer: Sequence[int], ends: Ends, saves: bool
 ) -> list[Visit]:
-    """List the forward visits of a pass, with gradients (`saves`) or without, up to the last layer."""
-    numbers = range(num_micro_batches - 1, -1, -1)
+    """List the forward visits of a pass, with gradients (`saves`) or without, up to the last layer.
+
+    `numbers` are of its micro-batches, in the order in which they pass.
+    """
     visits = [Visit(block, micro_batch=n) for n in numbers for block in (*outer, *ends.embeddings)]
     for number, layer in enumerate(layers):
         # what is saved last is needed first: it stays where it is
         saves_layer = saves and layer.saves and number < len(layers) - 1
-        visits += _forward(layer, num_micro_batches, saves=saves_layer)
+        visits += _forward(layer, numbers, saves=saves_layer)
     return visits
 
 
@@ -204,27 +256,6 @@ def _head_visits(micro_batch: int, outer: Sequence[int], ends: Ends) -> list[Vis
     if ends.heads:
         return [Visit(block, micro_batch=micro_batch, is_head=True) for block in ends.heads]
     return [Visit(HEAD, micro_batch=micro_batch)] if outer else []
-
-
-def _backward(
-    block: int,
-    micro_batch: int,
-    num_micro_batches: int,
-    loads: bool,
-    completes: bool,
-    *,
-    restores: bool = False,
-) -> Visit:
-    return Visit(
-        block,
-        is_backward=True,
-        micro_batch=micro_batch,
-        adds=micro_batch > 0,
-        loads=loads,
-        is_last=micro_batch == num_micro_batches - 1,
-        completes=completes,
-        restores=block if restores else -1,
-    )
 
 
 def is_dropped(policy: str, number: int) -> bool:
@@ -319,30 +350,29 @@ def marked(
     return visits
 
 
-def most_open(seen: Sequence[Visit]) -> int:
-    """Count the blocks whose gradients add up at the same time, at most: the buffers that an order takes."""
-    last = {visit.block: number for number, visit in enumerate(seen) if visit.is_backward}
+def most_open(visits: Sequence[Visit]) -> int:
+    """Count the blocks whose gradients add up at the same time, at most: the buffers that visits take."""
     is_open: set[int] = set()
     most = 0
-    for number, visit in enumerate(seen):
+    for visit in visits:
         if visit.is_backward:
             is_open.add(visit.block)
             most = max(most, len(is_open))
-            if last[visit.block] == number:
+            if visit.is_last:
                 is_open.remove(visit.block)
     return most
 
 
 def _forward(
     layer: LayerPlan,
-    num_micro_batches: int,
+    numbers: Sequence[int],
     *,
     saves: bool = False,
     restores: bool = False,
 ) -> list[Visit]:
     first, last = layer.blocks[0], layer.blocks[-1]
     visits = []
-    for micro_batch in range(num_micro_batches - 1, -1, -1):
+    for micro_batch in numbers:
         visits += [
             Visit(
                 block,

@@ -93,13 +93,16 @@ class Lockstep:
         random.restore()
         self._keeper.put_back(kept)
 
-    def run(self, calls: Sequence[Callable[[], T]], *, heads_in_turn: bool = True) -> list[T]:
+    def run(
+        self, calls: Sequence[Callable[[], T]], *, heads_in_turn: bool = True, in_succession: bool = False
+    ) -> list[T]:
         """Run all calls in lockstep and return their results, in the order of `calls`.
 
         Args:
             calls: One per micro-batch.
             heads_in_turn: They come to the head in their own order; False: in that of the layers, since the
                 backward begins when all have passed it.
+            in_succession: Each call runs to its end before the next one begins, the last one first.
 
         Raises:
             BaseException: What a call raised; the others are unwound first.
@@ -124,6 +127,9 @@ class Lockstep:
             for worker in workers:
                 worker.gr_context = contextvars.copy_context()
             while alive := [worker for worker in workers if not worker.dead]:
+                if in_succession:
+                    alive[-1].switch()
+                    continue
                 # A model may skip a layer (layer drop): who is ahead waits for the others.
                 places = {worker: self._next_layer.get(worker, (0, -1)) for worker in alive}
                 place = min(places.values())

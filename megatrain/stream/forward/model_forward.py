@@ -346,7 +346,7 @@ class ModelForward:
 
     def _enter_pieces(self, inner: Callable[..., Any], pieces: Sequence[dict[str, Any]]) -> Any:
         """Run one large batch as micro-batches in lockstep, and return what the whole would."""
-        self._arrangement.rounds.foresee_round(len(pieces))
+        together = self._arrangement.rounds.foresee_round(len(pieces))
         as_tuple = pieces[0].get("return_dict") is False
         # Each piece draws on from the same state, so equal rows would get equal masks.
         seeds = torch.randint(2**62, (len(pieces),)).tolist()
@@ -365,7 +365,8 @@ class ModelForward:
             return output
 
         calls = [partial(call, number) for number in range(len(pieces))]
-        output = join_outputs(self.turns.lockstep.run(calls, heads_in_turn=False))
+        run = self.turns.lockstep.run
+        output = join_outputs(run(calls, heads_in_turn=False, in_succession=not together))
         return output.to_tuple() if as_tuple else output
 
     def _stream_again(self) -> Callable[[], AbstractContextManager[object]]:

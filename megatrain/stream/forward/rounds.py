@@ -16,7 +16,7 @@ import torch
 from megatrain.config.choice import Activations, Choice
 from megatrain.config.runs import Runs, StepSums, SumRoom
 from megatrain.errors import ConfigError, ModelError
-from megatrain.plan.program.visits import HEAD, Visit, marked, most_open, pass_visits, step_visits
+from megatrain.plan.program.visits import HEAD, Visit, marked, pass_visits, step_visits
 from megatrain.store.state import Precision
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.ranks.same_step import SameStep
@@ -61,6 +61,8 @@ class Rounds:
         self._in_head = False
         self._heads_in_turn = True
         """The backward of each head follows its forward: the calls are a step's, which runs them."""
+        self._in_succession = False
+        """Micro-batches of the round pass the model one after the other, and then comes their backward."""
 
     @property
     def adds_up(self) -> bool:
@@ -138,6 +140,7 @@ class Rounds:
         kept = sums.between(is_wide=is_wide)
         self._prepare_gradients(num_rounds=len(sizes), adds_up=adds_up, kept=kept)
         self._num_before, self._heads_in_turn = num_before, self._executor.spec.heads_in_turn
+        self._in_succession = False
         visits = self._steps.get((tuple(sizes), num_before))
         if visits is None:
             visits = self._steps[tuple(sizes), num_before] = step_visits(
@@ -150,8 +153,13 @@ class Rounds:
         self._executor.foresee(visits, of_all=True)
         self.num_together, self.in_step = sizes[0], True
 
-    def foresee_round(self, num_micro_batches: int) -> None:
+    def foresee_round(self, num_micro_batches: int) -> bool:
         """Foresee a round that the caller begins: whether others follow is not known.
+
+        Returns:
+            Whether its micro-batches pass each layer together. Where a layer has more fragments than there
+            are buffers for gradients, which then add up at the same time, they pass the model one after the
+            other, the last one first.
 
         Raises:
             ConfigError: A step has several runs, which only a whole step can be cut into.
@@ -169,16 +177,19 @@ class Rounds:
                 "a second backward before opt.step(): with updates=immediate, the first one has updated the "
                 "weights already; give all micro-batches to engine.forward_backward, or use deferred"
             )
-        self._num_before, self._heads_in_turn = 0, False
-        self._prepare_gradients(num_rounds=1 + has_gradients, adds_up=has_gradients or num_micro_batches > 1)
-        self._executor.foresee(
-            self.visits(
-                num_micro_batches,
-                loads=has_gradients,
-                completes=not has_gradients or self._executor.host.precision is Precision.FP32,
-            )
+        self._num_before, self._heads_in_turn, self._in_succession = 0, False, False
+        completes = not has_gradients or self._executor.host.precision is Precision.FP32
+        visits = self.visits(num_micro_batches, loads=has_gradients, completes=completes)
+        if not self._executor.spec.has_buffers(visits):
+            self._in_succession = True
+            visits = self.visits(num_micro_batches, loads=has_gradients, completes=completes)
+        num_sums = num_micro_batches if self._in_succession else 1
+        self._prepare_gradients(
+            num_rounds=num_sums + has_gradients, adds_up=has_gradients or num_micro_batches > 1
         )
+        self._executor.foresee(visits)
         self._passes_foreseen = self.num_together = num_micro_batches
+        return not self._in_succession
 
     def foresee_evaluation(self) -> None:
         """Foresee one pass through all layers without a backward, unless it is a part of a step's round."""
@@ -235,7 +246,7 @@ class Rounds:
     def visits(self, num_micro_batches: int, *, loads: bool, completes: bool) -> list[Visit]:
         """List the visits of a round."""
         order = self._orders.get((num_micro_batches, self._num_before, self._heads_in_turn))
-        if order is not None:
+        if order is not None and not self._in_succession:
             heads = self._executor.spec.ends.heads
             return marked(order, loads=loads, completes=completes, heads=heads)
         return self._executor.spec.visits(
@@ -244,6 +255,7 @@ class Rounds:
             completes=completes,
             num_passes_before=self._num_before,
             heads_in_turn=self._heads_in_turn,
+            in_succession=self._in_succession,
         )
 
     @property
@@ -279,6 +291,8 @@ class Rounds:
         self._executor.end_backward()
         seen = self._executor.take_seen()
         passes, self._passes_since_backward = self._passes_since_backward, 0
+        if self._in_succession:
+            return
         passes = self.num_together if self.in_step else passes  # a call of a step may be several passes
         kind = passes, self._num_before, self._heads_in_turn
         if kind not in self._bare:
@@ -286,6 +300,6 @@ class Rounds:
             outer = set(self._executor.spec.outer)
             self._bare[kind] = [visit.bare for visit in visits if visit.block not in {HEAD, *outer}]
         is_new = passes == self.num_together and seen != self._bare[kind]
-        if is_new and most_open(seen) <= self._choice.num_gradient_buffers:
+        if is_new and self._executor.spec.has_buffers(marked(seen, loads=False, completes=True)):
             self._orders[kind] = self._bare[kind] = seen
             self._steps.clear()

@@ -13,7 +13,7 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.stream.engine import Engine
 from tests.reference import Batch, Resident, assert_same_bits, make_batches
 from tests.stream.forward.test_lockstep import RaiseOnCall, Stop, recorded_visits
-from tests.stream.runs import assert_same_gradients, family_config, start
+from tests.stream.runs import assert_same_gradients, assert_same_masters, family_config, start
 
 
 def pieces_of(batch: Batch, rows: int) -> list[Batch]:
@@ -90,6 +90,36 @@ def test_a_split_batch_with_dropout_equals_forward_backward_of_its_pieces() -> N
     assert_same_bits(output.loss.detach(), expected, "loss")
     assert_same_gradients(engine, wanted)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama_tied", {"activations": "recompute", "boundaries": "host"}),
+        ("llama", {"activations": "drop_boundary", "outer_streams": True, "updates": "immediate"}),
+        ("llama", {"activations": "keep", "precision": "bf16", "gradients": "device"}),
+        ("llama", {"activations": "offload", "precision": "bf16", "sums": "host", "outer_streams": True}),
+    ],
+)
+def test_pieces_pass_one_after_the_other_where_gradient_buffers_do_not_suffice(
+    family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One buffer, and two fragments of a layer whose gradients would add up together; it is all foreseen."""
+    model, reference, engine, optimizer = split_start(family, fragments=True, max_grad_norm=None, **settings)
+    visits = recorded_visits(engine, monkeypatch)
+    for step in range(2):
+        batch = make_batches(1, seed=step, rows=6)[0]
+        visits.clear()
+        output = model(**batch)
+        output.loss.backward()
+        assert [number for block, number, _ in visits if block == 0][:3] == [2, 1, 0]
+        expected = reference.forward_backward(pieces_of(batch, 2))
+        assert_same_bits(output.loss.detach(), expected, f"loss of step {step}")
+        if settings.get("updates") != "immediate":
+            assert_same_gradients(engine, reference.sums)
+        reference.step(optimizer.step().grad_norm, None)
+        assert_same_masters(engine, reference)
+    assert not engine.executor._surprised
 
 
 def test_a_scaled_loss_scales_every_gradient() -> None:
