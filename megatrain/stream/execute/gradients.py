@@ -238,15 +238,17 @@ class Gradients:
 
     def round_on_device(self, block: int) -> None:
         """Round a resident block's sum to the working dtype where it is, and sum its squares."""
-        edge = self._host.layouts[block].num_split
-        flat = self.buffers.sums(block)
         if self.shared is not None:
-            self.shared.round(block, flat)
+            self.shared.round(block, self.buffers.sums(block))
             return
-        low, full = flat[:edge], flat[edge:]
-        rounded = low.to(torch.bfloat16)
-        low.copy_(rounded)
-        self._lanes.sum_of_squares((rounded, full), self._sums[block])
+        self._lanes.sum_of_squares(self.round_in_place(block), self._sums[block])
+
+    def round_in_place(self, block: int) -> tuple[Tensor, Tensor]:
+        """Round a resident block's sum to the working dtype where it is: in bf16, and what is fp32."""
+        flat, edge = self.buffers.sums(block), self._host.layouts[block].num_split
+        rounded = flat[:edge].to(torch.bfloat16)
+        flat[:edge].copy_(rounded)
+        return rounded, flat[edge:]
 
     def settle(self, operation: Operation) -> None:
         """Note where an offload puts a block's gradient."""

@@ -314,6 +314,14 @@ class Issuer:
             if self.gradients.buffers.is_resident(block) and block not in self.gradients.run_sums.summed:
                 self.leave_round(block)
 
+    def round_residents(self) -> None:
+        """Round the sums of blocks on the device to the working dtype, as those of others are at home."""
+        for block in self.gradients.still_at(Home.DEVICE):
+            buffer = [gradients_buffer(block, -1)]
+            self.lanes.begin(Lane.COMPUTE, writes=buffer)
+            self.gradients.round_in_place(block)
+            self.lanes.end(Lane.COMPUTE, writes=buffer)
+
     def prepare_gradients(self, *, adds_up: bool, num_rounds: int, kept: SumRoom | None = None) -> None:
         """Make room for a step's gradients; waits for whoever uses the ring only if it has to grow.
 

@@ -63,6 +63,8 @@ class Rounds:
         """The backward of each head follows its forward: the calls are a step's, which runs them."""
         self._in_succession = False
         """Micro-batches of the round pass the model one after the other, and then comes their backward."""
+        self._completes = False
+        """The caller's round is the first, and may be the last: its gradients are rounded when it ends."""
 
     @property
     def adds_up(self) -> bool:
@@ -178,6 +180,7 @@ class Rounds:
                 "weights already; give all micro-batches to engine.forward_backward, or use deferred"
             )
         self._num_before, self._heads_in_turn, self._in_succession = 0, False, False
+        self._completes = not has_gradients
         completes = not has_gradients or self._executor.host.precision is Precision.FP32
         visits = self.visits(num_micro_batches, loads=has_gradients, completes=completes)
         if not self._executor.spec.has_buffers(visits):
@@ -291,6 +294,9 @@ class Rounds:
         self._executor.end_backward()
         seen = self._executor.take_seen()
         passes, self._passes_since_backward = self._passes_since_backward, 0
+        is_wide = self._executor.host.precision is Precision.BF16
+        if is_wide and self._completes and not self.in_step and passes == self.num_together:
+            self._executor.round_residents()
         if self._in_succession:
             return
         passes = self.num_together if self.in_step else passes  # a call of a step may be several passes
