@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from megatrain.errors import ConfigError, DataError
+from megatrain.errors import DataError
 from megatrain.model.shares import RowSums, Share, adds_router_loss
 
 _log = logging.getLogger(__name__)
@@ -50,23 +50,6 @@ def count_targets(batch: Mapping[str, Any]) -> int:
             "a micro-batch has no 'labels'; pass labels of the shape of input_ids, -100 where not trained"
         )
     return int(count)
-
-
-def read_micro_batches(
-    micro_batches: Sequence[Mapping[str, Any]],
-) -> tuple[list[Mapping[str, Any]], list[int]]:
-    """Return a step's micro-batches as a list, and the tokens to train on in each.
-
-    Raises:
-        ConfigError: There is none, or one that is not in a list.
-        DataError: No labels.
-    """
-    if isinstance(micro_batches, Mapping):
-        raise ConfigError("forward_backward takes a list of micro-batches; put the one batch into a list")
-    batches = list(micro_batches)
-    if not batches:
-        raise ConfigError("forward_backward got no micro-batch; pass a list of at least one")
-    return batches, [count_targets(batch) for batch in batches]
 
 
 def targets_of(batch: Mapping[str, Any]) -> Tensor | None:
@@ -171,7 +154,13 @@ class Head:
 
     def call(self, inner: Callable[..., Any], named: dict[str, Any]) -> Any:
         """Run the CausalLM's own forward with its head in chunks, on arguments from `in_chunks`."""
-        output = self._decode(inner, named)
+        output, is_whole = self._decode(inner, named)
+        if is_whole:
+            self._adds_up = False
+            _log.warning(
+                "%s computes its loss whole: it does not call its decoder", type(self._model).__name__
+            )
+            return output
         labels = named["labels"]
         if named.get("shift_labels") is not None:
             targets = named["shift_labels"]
@@ -209,11 +198,18 @@ class Head:
         return bool(labels.numel() > self.chunk_tokens) and self._decoder() is not None
 
     def _decoder(self) -> nn.Module | None:
-        decoder = self._model.get_decoder() if hasattr(self._model, "get_decoder") else self._model.base_model
+        model = self._owner
+        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        if decoder is model.get_output_embeddings():  # transformers asks for a module of that name first
+            decoder = model.base_model
         return decoder if isinstance(decoder, nn.Module) and decoder is not self._model else None
 
-    def _decode(self, inner: Callable[..., Any], named: dict[str, Any]) -> Any:
-        """Run the decoder as the CausalLM calls it, and nothing after it."""
+    def _decode(self, inner: Callable[..., Any], named: dict[str, Any]) -> tuple[Any, bool]:
+        """Run the decoder as the CausalLM calls it, and nothing after it.
+
+        Returns:
+            What it returns; or what the CausalLM does, which has not called it: then the second is true.
+        """
         decoder = self._decoder()
         assert decoder is not None
         forward = decoder.forward
@@ -225,23 +221,20 @@ class Head:
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._standing_in(capture))
-                inner(**named)
+                return inner(**named), True
         except _Captured as captured:
-            return captured.output
-        raise AssertionError(f"{type(self._model).__name__} does not call its decoder")
+            return captured.output, False
 
     @contextmanager
     def _standing_in(self, forward: Callable[..., Any]) -> Iterator[None]:
         decoder = self._decoder()
         assert decoder is not None
         held = decoder.__dict__.get("forward")
-        hooks = decoder._forward_hooks, decoder._forward_pre_hooks
         decoder.__dict__["forward"] = forward
-        decoder._forward_hooks, decoder._forward_pre_hooks = OrderedDict(), OrderedDict()
         try:
-            yield
+            with _without_hooks(decoder, inside=False):
+                yield
         finally:
-            decoder._forward_hooks, decoder._forward_pre_hooks = hooks
             if held is None:
                 del decoder.__dict__["forward"]
             else:
@@ -322,7 +315,7 @@ class Head:
 
     @torch.no_grad()
     def _probe(self, inner: Callable[..., Any], named: dict[str, Any], output: Any) -> bool:
-        """Check on a few tokens that chunks add up to the model's own loss."""
+        """Check on a few tokens that chunks add up to the model's own loss; no hook of a user sees it."""
         name = type(self._model).__name__
         try:
             if (
@@ -343,17 +336,18 @@ class Head:
             part = dataclasses.replace(output, last_hidden_state=hidden)
             held, self.share = self.share, None
             try:
-                with self._standing_in(lambda *_, **__: part):
-                    whole = float(inner(**whole_named).loss)
                 half = hidden.shape[1] // 2
-                halves = sum(
-                    float(
-                        self._part(
-                            inner, named, output, hidden[:, span], targets[:, span], count, is_first=False
+                with _without_hooks(self._owner):
+                    with self._standing_in(lambda *_, **__: part):
+                        whole = float(inner(**whole_named).loss)
+                    halves = sum(
+                        float(
+                            self._part(
+                                inner, named, output, hidden[:, span], targets[:, span], count, is_first=False
+                            )
                         )
+                        for span in (slice(0, half), slice(half, None))
                     )
-                    for span in (slice(0, half), slice(half, None))
-                )
             finally:
                 self.share = held
         except Exception as error:  # any model's forward may refuse what it has not foreseen
@@ -371,6 +365,20 @@ class Head:
             self.share.was_used = True
             return self.share.parted(self._original(*args, **kwargs))
         return self._original(*args, **kwargs)
+
+
+@contextmanager
+def _without_hooks(module: nn.Module, *, inside: bool = True) -> Iterator[None]:
+    """Let calls of a module, and of all inside, run no hooks of forwards for as long as the context lasts."""
+    modules = [*module.modules()] if inside else [module]
+    held = [(one, one._forward_hooks, one._forward_pre_hooks) for one in modules]
+    for one in modules:
+        one._forward_hooks, one._forward_pre_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for one, hooks, pre_hooks in held:
+            one._forward_hooks, one._forward_pre_hooks = hooks, pre_hooks
 
 
 def _scalar(value: int | Tensor, like: Tensor) -> Tensor:

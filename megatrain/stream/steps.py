@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatrain.config.runs import Runs, in_order, num_places
 from megatrain.errors import ConfigError, DataError
-from megatrain.model.head import count_targets, read_micro_batches
+from megatrain.model.head import count_targets
 from megatrain.model.sequence.attention import SharedRows
 from megatrain.model.sequence.rows import cut_rows
 from megatrain.stream.failures import explained
@@ -181,7 +181,7 @@ class Steps:
 
     def run_batches(self, micro_batches: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None) -> Tensor:
         """Run a step of the model's own loss; see `Engine.forward_backward`."""
-        batches, counts = read_micro_batches(micro_batches)
+        batches, counts = _read_micro_batches(micro_batches)
         rows = self._rows
         if rows is not None:
             batches = [cut_rows(batch, rows) for batch in batches]
@@ -237,3 +237,20 @@ def _checked(number: int, loss: Callable[[], Tensor]) -> Tensor:
             f"loss {number} of the step has no gradient: it was computed without the model, or under no_grad"
         )
     return found
+
+
+def _read_micro_batches(
+    micro_batches: Sequence[Mapping[str, Any]],
+) -> tuple[list[Mapping[str, Any]], list[int]]:
+    """Return a step's micro-batches as a list, and the tokens to train on in each.
+
+    Raises:
+        ConfigError: There is none, or one that is not in a list.
+        DataError: No labels.
+    """
+    if isinstance(micro_batches, Mapping):
+        raise ConfigError("forward_backward takes a list of micro-batches; put the one batch into a list")
+    batches = list(micro_batches)
+    if not batches:
+        raise ConfigError("forward_backward got no micro-batch; pass a list of at least one")
+    return batches, [count_targets(batch) for batch in batches]

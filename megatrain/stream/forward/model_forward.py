@@ -28,7 +28,7 @@ from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.layer_visit import LayerVisit
 from megatrain.stream.forward.micro_batches import MicroBatchSize, join_outputs, split_batch
-from megatrain.stream.forward.outer_visits import OuterVisit, let_reads_stream, refuse_calls_beside
+from megatrain.stream.forward.outer_visits import let_reads_stream, refuse_calls_beside
 from megatrain.stream.forward.overrides import Overrides
 from megatrain.stream.forward.passes import Pass, move_buffers, to_device
 from megatrain.stream.forward.shared_state import SharedState
@@ -125,7 +125,7 @@ class ModelForward:
             if block.block.caller is not None:
                 self._override_outer(block, block.block.caller)
                 if block.block.is_head:
-                    self._overrides.on_removal(let_reads_stream(block, self._visit_of_read))
+                    self._overrides.on_removal(let_reads_stream(block, self._read_head))
         for module, activate in adapters_of_parameters(self._model):
             self._overrides.put(module, ATTRIBUTE, activate)
         self._overrides.refuse_moves(self._device)
@@ -148,11 +148,12 @@ class ModelForward:
             )
         self._overrides.replace(self._model, partial(self._enter, self._model.forward, self._model))
 
-    def _visit_of_read(self, block: AttachedBlock) -> OuterVisit | None:
-        """Return the visit in which a read of the head's weights streams them; None: they are there."""
-        if self._pass is None or block in self._arrangement.resident_outer:
+    def _read_head(self, block: AttachedBlock) -> Mapping[str, Tensor] | None:
+        """Stream the head's weights for somebody who reads them; None: they are there."""
+        current = self._current
+        if current is None or block in self._arrangement.resident_outer:
             return None
-        return self._pass.visit_outer(block)
+        return current.visit_outer(block).read(in_chunk=self._part_of is not None)
 
     def _override_outer(self, block: AttachedBlock, module: nn.Module) -> None:
         inner = module.forward

@@ -95,14 +95,22 @@ class OuterVisit(BlockVisit):
             self._executor.close()
         return result
 
-    def read(self) -> Mapping[str, Tensor]:
+    def read(self, *, in_chunk: bool) -> Mapping[str, Tensor]:
         """Return the head's weights, for somebody who computes with them in place of the module.
 
-        What autograd saves of them until the end of the forward is their place in the block.
+        What autograd saves of them until the end of the forward is their place in the block; of a chunk,
+        which runs again in the backward, it saves nothing.
+
+        Args:
+            in_chunk: As in `run`.
 
         Raises:
             ModelError: In a recomputation, which nobody closes.
         """
+        if in_chunk:
+            self._backward = self._backward._replace(is_part=True)
+            places, found = self._weights()
+            return {leaf: tensor for (_, leaf), tensor in zip(places, found, strict=True)}
         if self._read is None:
             if torch._C._current_graph_task_id() != -1:
                 raise ModelError(
@@ -152,7 +160,7 @@ class OuterVisit(BlockVisit):
         return saved.found(self.place)
 
 
-VisitOf: TypeAlias = Callable[[AttachedBlock], "OuterVisit | None"]
+ReadOf: TypeAlias = Callable[[AttachedBlock], Mapping[str, Tensor] | None]
 
 
 class _Parameters(dict[str, Any]):
@@ -162,37 +170,37 @@ class _Parameters(dict[str, Any]):
     of parameters notices the read.
     """
 
-    def __init__(self, held: dict[str, Any], block: AttachedBlock, visit_of: VisitOf) -> None:
+    def __init__(self, held: dict[str, Any], block: AttachedBlock, read_of: ReadOf) -> None:
         """Stand for `held`, the module's own dictionary."""
         super().__init__(held)
         self._held = held
         self._block = block
-        self._visit_of = visit_of
+        self._read_of = read_of
 
     def __getitem__(self, leaf: str) -> Any:
         """Return a parameter, or the streamed tensor that takes its place now."""
         own, now = super().__getitem__(leaf), self._held[leaf]
         if now is not own or own is None:  # the module's own forward is running
             return now
-        visit = self._visit_of(self._block)
-        return own if visit is None else visit.read()[leaf]
+        found = self._read_of(self._block)
+        return own if found is None else found[leaf]
 
     def __setitem__(self, leaf: str, value: Any) -> None:
         super().__setitem__(leaf, value)
         self._held[leaf] = value
 
 
-def let_reads_stream(block: AttachedBlock, visit_of: VisitOf) -> Callable[[], object]:
+def let_reads_stream(block: AttachedBlock, read_of: ReadOf) -> Callable[[], object]:
     """Let reads of a head's weights stream, and return what undoes it.
 
     Args:
         block: The head.
-        visit_of: Returns its visit in the running pass; None: it does not stream now.
+        read_of: Returns its weights in the running pass; None: it does not stream now.
     """
     module = block.block.caller
     assert module is not None
     held = module._parameters
-    module.__dict__["_parameters"] = _Parameters(held, block, visit_of)
+    module.__dict__["_parameters"] = _Parameters(held, block, read_of)
 
     def undo() -> None:
         module.__dict__["_parameters"] = held
