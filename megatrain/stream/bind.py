@@ -108,7 +108,7 @@ def bind(
     if isinstance(loaded, TieredState) and not loaded.is_for(layouts, precision, tiers):
         raise ConfigError(
             "the model was loaded with its state on drives for other settings; give megatrain.load and "
-            "attach the same tiers, precision and fragments"
+            "attach the same tiers, precision and fragments, and freeze parameters after attach"
         )
     if loaded is not None:
         drop_remainders_of_changed(loaded)

@@ -55,6 +55,8 @@ class Oracle:
         self.gradients: dict[str, Tensor] = {}
         self._begin(values)
         self._divides = self._takes_total()
+        self.is_random = self._draws_numbers()
+        """A forward draws random numbers: dropout, or noise of routers."""
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -186,6 +188,13 @@ class Oracle:
                 self.model(**batch)
                 return False
         return not torch.equal(*losses)
+
+    def _draws_numbers(self) -> bool:
+        ids = torch.arange(3, 9)[None]
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            before = torch.get_rng_state()
+            self.model(input_ids=ids)
+            return not torch.equal(before, torch.get_rng_state())
 
     def _share(self, batch: Batch, total: int, num_micro_batches: int) -> Tensor:
         """Return a micro-batch's part of a step's loss: of tokens, and of the mean of routers' losses."""

@@ -331,7 +331,7 @@ class Run:
         """Return how a step is taken, its micro-batches and their seeds."""
         settings, how = self._settings, event["how"]
         unequal = len({*settings["data"]["tokens"]}) > 1
-        if how == "split" and (unequal or settings["dropout"] or settings["lora"] is not None):
+        if how == "split" and (unequal or self.oracle.is_random or settings["lora"] is not None):
             how = "hand"  # rows of one length; and the engine draws a seed for each piece
         if how == "hand" and self.streamed.engine.choice.updates == "immediate":
             how = "engine"  # a backward uses gradients up, so a second one is refused

@@ -92,9 +92,12 @@ class Streamed:
             tiers=tiers,
             fragments=bool(self._drawn.get("fragments")),
         ).train()
+        if tiers is not None:  # they hold what was loaded, as it was laid out: nothing was frozen
+            self.attach(self._drawn, self.tiers)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(trained[name])
-        self.attach(self._drawn, self.tiers)
+        if tiers is None:
+            self.attach(self._drawn, self.tiers)
 
     def reconfigure(self, choice: Mapping[str, Any]) -> None:
         """Go on under another choice, as far as it can be another."""
