@@ -201,6 +201,13 @@ def _source(t: Translation, source: Any) -> dict[str, Any]:
     base = kind.partition(".")[0] if isinstance(kind, str) else None
     if base in _FORMATS:
         made["format"] = _FORMATS[base]
+        if made["format"] == "alpaca" and t.theirs.get("chat_template") != "alpaca":
+            t.leave_out(
+                "datasets.type",
+                kind,
+                "rows are read so, and written in the words of the chat template; data.chat_template=alpaca "
+                "writes Alpaca's, without its heading for inputs",
+            )
     elif kind is not None:
         t.leave_out("datasets.type", kind, "what a row holds is found from its columns; data.format says it")
     for theirs, ours in (("split", "split"), ("name", "subset"), ("revision", "revision")):

@@ -276,11 +276,16 @@ def test_axolotl_full() -> None:
     }
     assert left_out.keys() == {
         "model_type",
+        "datasets.type",
         "datasets.shards",
         "gradient_checkpointing",
         "wandb_project",
         "special_tokens",
     }
+    assert "data.chat_template=alpaca writes Alpaca's" in left_out["datasets.type"]
+    named, of_named = translated(f"{AX_FULL}chat_template: alpaca\n")
+    assert named["data.chat_template"] == "alpaca"
+    assert "datasets.type" not in of_named
 
 
 @pytest.mark.parametrize(
