@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import Enum
 from itertools import chain
 from typing import Any
 
@@ -29,7 +29,7 @@ SLOWER = 0.1
 _MEMORIES = {"ram": "host memory", "device": "device memory"}
 
 
-class Kind(StrEnum):
+class Kind(Enum):
     """Of a verdict, the gravest of what holds."""
 
     FITS = "fits"
