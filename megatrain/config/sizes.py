@@ -1,4 +1,4 @@
-"""Sizes as a user writes and reads them: `24GiB`, `8TB`, a number; numbers of tokens. Loads no pydantic."""
+"""Sizes as a user writes and reads them: `24GiB`, `8TB`, tokens, numbers with nouns. Loads no pydantic."""
 
 from __future__ import annotations
 
@@ -60,6 +60,12 @@ def parse_tokens(text: str) -> int:
     if not 1 <= count < 1e18:
         raise ConfigError(f"--tokens is {text!r}; give a number of tokens such as 2e9, 500M or 20B")
     return round(count)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 row`, `1,024 rows`, `2 micro-batches`."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural * (number != 1)}"
 
 
 def binary(nbytes: float) -> str:

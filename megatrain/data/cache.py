@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatrain.config.sizes import binary
+from megatrain.config.sizes import binary, counted
 from megatrain.errors import DataError, os_errors
 from megatrain.files import fsync_directory, make_directories, rename, seal_tree, write_bytes_durably
 
@@ -253,7 +253,7 @@ class Removed:
 
     def describe(self) -> str:
         """Say what it is; nothing: it is nothing."""
-        sets = f"{self.num_sets} set{'s' if self.num_sets != 1 else ''} of prepared data"
+        sets = f"{counted(self.num_sets, 'set')} of prepared data"
         parts = [f"{sets} ({binary(self.set_bytes)})"] if self.num_sets else []
         if self.num_left_over:
             parts.append(f"what a killed process had begun to prepare ({binary(self.left_over_bytes)})")

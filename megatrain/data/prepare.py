@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.config.sizes import counted
 from megatrain.data.cache import Kept, RowFile, RowWriter, find_rows, kept_rows
 from megatrain.data.example import ChatExample, TextExample
 from megatrain.data.fitting import JUDGED_WAYS, Counts, Packing, fit
@@ -76,23 +77,22 @@ class Prepared:
     def describe(self) -> str:
         """Return the counts as one line."""
         counts, num_rows, seq_len = self.counts, self.rows.shape[0], self.seq_len
-        sequences = f"{_number(num_rows, 'sequence')} of {seq_len:,}"
+        sequences = f"{counted(num_rows, 'sequence')} of {seq_len:,}"
         if self.is_judged:
-            what = "pairs" if self.packing == "dpo" else "answers"
+            what = "pair" if self.packing == "dpo" else "answer"
             return (
-                f"{counts.kept:,} of {_number(counts.examples, 'example')}, "
-                f"{_number(counts.tokens, 'token')}, {num_rows:,} {what} of 2 sequences, {seq_len:,} each"
+                f"{counted(counts.kept, 'example')}, {counted(counts.tokens, 'token')}, "
+                f"{counted(num_rows, what)} of 2 sequences, {seq_len:,} each"
             )
         if self.packing == "join":
             left = counts.tokens - num_rows * seq_len
             return (
-                f"{_number(counts.examples, 'document')}, {_number(counts.tokens, 'token')}, {sequences} "
-                f"({_number(left, 'token')} at the end cut)"
+                f"{counted(counts.examples, 'document')}, {counted(counts.tokens, 'token')}, {sequences} "
+                f"({counted(left, 'token')} at the end cut)"
             )
         how = "packed best-fit, documents apart" if self.packing == "best_fit" else "one example in each"
-        of = "" if counts.kept == counts.examples else f"{counts.kept:,} of "
         return (
-            f"{of}{_number(counts.examples, 'example')}, {_number(counts.tokens, 'token')}, "
+            f"{counted(counts.kept, 'example')}, {counted(counts.tokens, 'token')}, "
             f"{counts.trained:,} trained on ({counts.trained / counts.tokens:.1%}), {sequences} ({how}, "
             f"{counts.filled / (num_rows * seq_len):.1%} padding)"
         )
@@ -119,16 +119,12 @@ class Prepared:
         lines = list(self.read)
         if counts.too_long:
             lines.append(
-                f"{_number(counts.too_long, 'example')} longer than data.seq_len {self.seq_len:,}; "
-                f"{_number(counts.cut_tokens, 'token')} cut (data.too_long)"
+                f"{counted(counts.too_long, 'example')} longer than data.seq_len {self.seq_len:,}; "
+                f"{counted(counts.cut_tokens, 'token')} cut (data.too_long)"
             )
         if self.day is not None:
             lines.append(f"the chat template writes the day, here and when a run is resumed {self.day}")
         return [*lines, f"first example, trained on what is in [[ ]]: {self.show_sample()}"]
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def prepare_rows(
@@ -287,7 +283,7 @@ def _no_rows(counts: Counts, packing: Packing, report: ReadReport) -> DataError:
             f"{packing.seq_len}; add text or lower data.seq_len"
         )
     return DataError(
-        f"none of {_number(counts.examples, 'example')} can be trained on ({counts.too_long:,} longer than "
+        f"none of {counted(counts.examples, 'example')} can be trained on ({counts.too_long:,} longer than "
         f"data.seq_len {packing.seq_len:,}): {'; '.join(map(str.strip, report.lines()))}; see "
         "data.train_on, data.too_long and data.chat_template"
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatrain.checkpoint.format import fingerprint
 from megatrain.checkpoint.save import save
 from megatrain.config import Config
+from megatrain.config.sizes import counted
 from megatrain.config.types import steps_between
 from megatrain.distributed.ranks import Ranks
 from megatrain.stream.machine import Measure
@@ -90,7 +91,7 @@ def train(
         found = find_checkpoint(directory, resume)
         step = 0 if found is None else found[1].step
         if found is not None and is_finished(directory, config, found[1]):
-            _log.info("%s is finished (%d steps); nothing to do", directory.path, step)
+            _log.info("%s is finished (%s); nothing to do", directory.path, counted(step, "step"))
             changed = changed_settings(found[1].meta["config"], config)
             if changed:
                 _log.warning(
@@ -158,7 +159,11 @@ def train(
                 run.engine.close(removes=is_done)
     of = "" if best is None else f" of step {best:,}, the best one,"
     _log.info(
-        "done: %d steps, %s tokens; the model%s is in %s", run.step, f"{run.tokens:,}", of, directory.model
+        "done: %s, %s; the model%s is in %s",
+        counted(run.step, "step"),
+        counted(run.tokens, "token"),
+        of,
+        directory.model,
     )
     return directory.path
 

@@ -23,6 +23,7 @@ from megatrain.config import Config
 from megatrain.config.choice import Choice
 from megatrain.config.decided import with_micro_batches
 from megatrain.config.read_choice import as_values, from_values
+from megatrain.config.sizes import counted
 from megatrain.distributed.processes import num_cores
 from megatrain.distributed.ranks import Ranks
 from megatrain.distributed.signals import stop_signals
@@ -60,7 +61,7 @@ def described(ranks: Ranks | None, shards: int | None) -> str:
     nodes = f" on {ranks.num_nodes} nodes" if ranks.num_nodes > 1 else ""
     cores = num_cores()
     return (
-        f"{ranks.size}{nodes}, with {cores} core{'s' * (cores > 1)} each and one state in a node's memory; "
+        f"{ranks.size}{nodes}, with {counted(cores, 'core')} each and one state in a node's memory; "
         f"parallel.shards is {shards}: give it too, if the run may go on with another number"
     )
 

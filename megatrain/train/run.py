@@ -18,6 +18,7 @@ from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.config import Config
 from megatrain.config.decided import as_begun, smallest_micro_batches
 from megatrain.config.sections.log import Event
+from megatrain.config.sizes import counted
 from megatrain.data.loader import PackedLoader
 from megatrain.data.pairs import JudgedRows
 from megatrain.distributed.ranks import Ranks
@@ -274,13 +275,14 @@ def prepare(
             show(line)
         held_out = pack_eval_data(config, data.packed, tokenizer, model_config, folder=prepared)
         if (warmup := config.optim.warmup_steps) > num_steps:
-            raise ConfigError(f"optim.warmup_steps is {warmup}, but the run has {num_steps} steps; use fewer")
-    counted = ready_to_plan(config, source, model_config, data.packed.packing, counts, progress)
+            steps = counted(num_steps, "step")
+            raise ConfigError(f"optim.warmup_steps is {warmup}, but the run has {steps}; use fewer")
+    model_counts = ready_to_plan(config, source, model_config, data.packed.packing, counts, progress)
     planned = None
     settle_ranks(config, ranks)
     if ranks is None or ranks.rank == 0:
         of_run = {"num_steps": num_steps, "earlier": earlier, "given": given}
-        planned = plan_memory(config, counted, measure, ranks, lately=Lately(counts), **of_run)
+        planned = plan_memory(config, model_counts, measure, ranks, lately=Lately(counts), **of_run)
         config = smallest_micro_batches(config) if planned is None else planned.config
     for line in start_lines(
         config,

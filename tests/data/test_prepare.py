@@ -95,6 +95,18 @@ def test_every_trained_token_of_every_example_is_in_a_row(tokenizer: Any, tmp_pa
     assert prepared.show_sample() == "<user>hello <assistant>[[world <|endoftext|>]]"
 
 
+def test_the_counts_are_of_the_examples_that_are_kept(tokenizer: Any, tmp_path: Path) -> None:
+    """As many as the lines before say: one that the encoder refuses is dropped there, and counts no more."""
+    file = write_chats(tmp_path, 2)
+    with file.open("a") as more:
+        for turn in ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}):
+            more.write(json.dumps({"messages": [turn, turn]}) + "\n")
+    prepared = prepare(tokenizer, file)
+    assert prepared.read[0].endswith(": messages; 4 rows read, 2 examples kept, 2 dropped")
+    assert prepared.counts.examples == 3
+    assert prepared.describe().startswith("2 examples, ")
+
+
 def test_what_the_template_leaves_out_is_warned_of(tokenizer: Any, tmp_path: Path) -> None:
     """Once, and of what the data holds alone; a template that writes it is not blamed."""
     system = {"role": "system", "content": "be brief"}

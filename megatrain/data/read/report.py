@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatrain.config.sizes import counted
 from megatrain.data.example import Source
 from megatrain.errors import DataError
 
@@ -83,7 +84,8 @@ class SourceReport:
         """Say it in lines: the counts, then each reason."""
         other = f", {self.num_other_part:,} {self.other_part}" if self.num_other_part else ""
         lines = [
-            f"{self.name}: {self.format}; {self.num_rows:,} rows read, {self.num_kept:,} examples kept"
+            f"{self.name}: {self.format}; {counted(self.num_rows, 'row')} read, "
+            f"{counted(self.num_kept, 'example')} kept"
             f"{other}, {self.num_dropped:,} dropped"
         ]
         lines += [f"  dropped: {reason}: {tally}" for reason, tally in self.dropped.items()]

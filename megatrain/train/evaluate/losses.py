@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
+from megatrain.config.sizes import counted
 from megatrain.data.cache import Rows
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import DataError
@@ -68,7 +69,7 @@ class Evaluation:
         others = [
             f"{name} {value:.4g}" for name, value in self.numbers.items() if name not in ("loss", self.unit)
         ]
-        return ", ".join([f"loss {self.loss:.4f}", *others, f"{self.count:,} {self.unit}"])
+        return ", ".join([f"loss {self.loss:.4f}", *others, counted(self.count, self.unit.removesuffix("s"))])
 
 
 Judge = Callable[[Engine, str, Iterable[Mapping[str, Any]]], Evaluation]

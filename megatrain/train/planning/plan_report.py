@@ -11,7 +11,7 @@ from textwrap import wrap
 
 from megatrain.config.choice import KEYS
 from megatrain.config.plan import Plan, Pool
-from megatrain.config.sizes import binary
+from megatrain.config.sizes import binary, counted
 from megatrain.hardware import GIB
 from megatrain.plan.cost.economics import Economics, economics
 from megatrain.plan.search.enough import enough_drives, enough_ram
@@ -113,7 +113,7 @@ def _head(planned: Planned) -> Iterator[str]:
     plan, request = planned.plan, planned.request
     anatomy, spec, batch = request.anatomy, request.spec, plan.batch
     masters = "fp32 masters and moments" if request.state == "fp32" else f"moments in {request.state}"
-    size = f"{format_count(anatomy.num_params)} parameters, {len(anatomy.layers)} layers"
+    size = f"{format_count(anatomy.num_params)} parameters, {counted(len(anatomy.layers), 'layer')}"
     yield from _row("model", f"{planned.model}: {size}")
     ranks = f"{batch.num_ranks:,} ranks x " if batch.num_ranks > 1 else ""
     shape = f"{ranks}{batch.num_micro_batches} x {batch.micro_batch_size} x {batch.seq_len:,}"
@@ -177,7 +177,7 @@ def _step(planned: Planned) -> Iterator[str]:
 
 
 def _total(money: Economics) -> Iterator[str]:
-    parts = [f"{money.steps:,} steps, {format_duration(money.days * 86400)}"]
+    parts = [f"{counted(money.steps, 'step')}, {format_duration(money.days * 86400)}"]
     parts += [] if money.kwh is None else [f"{_number(money.kwh)} kWh"]
     if money.usd is not None and money.usd_per_hour is not None:
         parts.append(f"${_number(money.usd)} at ${money.usd_per_hour:.2f} per hour ({money.price_source})")

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from megatrain.config import Config
+from megatrain.config.sizes import counted
 from megatrain.data.cache import Rows, RowWriter, is_kept, kept_rows
 from megatrain.data.pairs import SIDES, JudgedRows, NoReference, judged_batch
 from megatrain.distributed.ranks import Ranks
@@ -137,7 +138,8 @@ class Reference:
     def _make(self, place: Path, engine: Engine, rows: JudgedRows) -> dict[str, Any]:
         began_s = shown_s = time.monotonic()
         _log.info(
-            "computing the reference: what the model says of %s rows before it is trained", f"{len(rows):,}"
+            "computing the reference: what the model says of %s before it is trained",
+            counted(len(rows), "row"),
         )
         batches = (
             judged_batch(rows.rows[range(first, min(first + self._size, len(rows)))], "dpo")

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 
 from megatrain.config import Config
 from megatrain.config.plan import Plan
+from megatrain.config.sizes import counted
 from megatrain.layout.moments import MomentFormat
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.records.metrics import format_bytes, format_count, format_duration
@@ -64,11 +65,14 @@ def start_lines(
 def _step(config: Config, num_steps: int) -> str:
     """Say how large a step is, as a product, and how many there are."""
     train = config.train
-    each = {"dpo": "pairs of 2 ", "kto": "answers of 2 "}.get(train.loss, "")
-    rows = f"{train.micro_batch_size:,} {each}x {config.data.seq_len:,}"
-    number = "1 micro-batch" if train.grad_accumulation == 1 else f"{train.grad_accumulation:,} micro-batches"
-    steps = "1 step" if num_steps == 1 else f"{num_steps:,} steps"
-    return f"{train.tokens_per_step:,} tokens in {number} of {rows}; {steps} in all"
+    each = {"dpo": "pair", "kto": "answer"}.get(train.loss)
+    rows = train.micro_batch_size
+    size = f"{rows:,}" if each is None else f"{counted(rows, each)} of 2"
+    number = counted(train.grad_accumulation, "micro-batch")
+    return (
+        f"{counted(train.tokens_per_step, 'token')} in {number} of {size} x {config.data.seq_len:,}; "
+        f"{counted(num_steps, 'step')} in all"
+    )
 
 
 def _memory(planned: Planned) -> str:
@@ -95,8 +99,10 @@ def _speed(plan: Plan, num_steps: int, first_step: int, now: datetime) -> str:
     when = f"{end:%H:%M}" if end.date() == now.date() else f"{end:%Y-%m-%d %H:%M}"
     step_s = f"{plan.step_s:.3g} s" if plan.step_s >= 0.1 else f"{plan.step_s * 1e3:.3g} ms"
     limit = "" if plan.bound == _NO_OVERLAP else f" (what takes longest: {plan.bound})"
+    take = "takes" if left == 1 else "take"
     lasts = _lasting(left_s) + ("" if left_s < 1 else f", until {when}")
-    return f"about {plan.tokens_per_s:,.0f} tokens/s, {step_s} a step{limit}; {left:,} steps take {lasts}"
+    steps = f"{counted(left, 'step')} {take} {lasts}"
+    return f"about {plan.tokens_per_s:,.0f} tokens/s, {step_s} a step{limit}; {steps}"
 
 
 def _passes(planned: Planned, evaluated: Sequence[int], judged: int) -> Iterator[str]:

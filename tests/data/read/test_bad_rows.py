@@ -591,6 +591,6 @@ def test_many_bad_rows_are_counted_and_the_first_named(tmp_path: Path) -> None:
     stream = read_examples(config_of(path))
     assert len(list(stream)) == 1
     assert stream.report.lines() == [
-        f"{path}: text; 21 rows read, 1 examples kept, 20 dropped",
+        f"{path}: text; 21 rows read, 1 example kept, 20 dropped",
         f'  dropped: no column "text": 20 ({path}:2, 3, 4, 5, 6, ...)',
     ]

@@ -90,6 +90,14 @@ def test_a_resumed_run_says_what_is_left(tmp_path: Path) -> None:
     assert results.endswith("; going on from step 60 of 100")
 
 
+def test_one_of_a_thing_is_not_several(tmp_path: Path) -> None:
+    config = make_config(tmp_path, train={"micro_batch_size": 1})
+    config = config.model_copy(update={"train": config.train.model_copy(update={"loss": "kto"})})
+    _, step, _, speed, _ = lines_of(config, planned_as(config, step_s=36.0, bound="compute"), first_step=99)
+    assert step == "step: 64 tokens in 2 micro-batches of 1 answer of 2 x 32; 100 steps in all"
+    assert "; 1 step takes 0m 36s, until " in speed
+
+
 def test_every_tier_is_named(tmp_path: Path) -> None:
     config = make_config(tmp_path, train={"precision": "bf16"}, optim={"state": "int8"})
     pools = tuple(Pool(tier, "some", size * GIB) for tier, size in (("ram", 1), ("device", 2), ("nvme", 3)))
