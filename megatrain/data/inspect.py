@@ -39,6 +39,9 @@ class Inspection:
     """Of lengths: `tokens`, or `characters` where no tokenizer is known."""
     seq_len: int | None
     lengths: array[int] = field(default_factory=lambda: array("q"))
+    """Of examples; of a pair, of the longer answer with the prompt."""
+    total: int = 0
+    """Of all, in the unit; the prompt of a pair is there with each answer."""
     num_trained: int = 0
     """Tokens."""
     samples: list[tuple[str, Pieces]] = field(default_factory=list)
@@ -57,9 +60,9 @@ class Inspection:
         if not self.lengths:
             return [*lines, "nothing is left to train on"]
         lengths = np.frombuffer(self.lengths, dtype=np.int64)
-        total = f"{lengths.sum():,} {self.unit}"
+        total = f"{self.total:,} {self.unit}"
         if self.unit == "tokens":
-            share = self.num_trained / max(1, int(lengths.sum()))
+            share = self.num_trained / max(1, self.total)
             total += f", {self.num_trained:,} trained on ({share:.1%})"
         median, most, longest = (int(np.quantile(lengths, share)) for share in (0.5, 0.95, 1))
         lines += ["", f"{total}; of an example: median {median:,}, 95 % up to {most:,}, longest {longest:,}"]
@@ -84,7 +87,7 @@ class Inspection:
         return {
             **self.report.json(),
             "unit": self.unit,
-            "total": int(lengths.sum()),
+            "total": self.total,
             "trained": self.num_trained if self.unit == "tokens" else None,
             "longer_than_seq_len": None if self.seq_len is None else int((lengths > self.seq_len).sum()),
             "lengths": [{"most": most, "examples": count} for most, count in _bins(lengths)],
@@ -136,6 +139,7 @@ def inspect_examples(
 def _add_text(found: Inspection, example: Example, num_samples: int) -> None:
     texts = list(texts_of(example))
     found.lengths.append(sum(map(len, texts)))
+    found.total += found.lengths[-1]
     if len(found.samples) < num_samples:
         text = "\n".join(texts)
         more = len(text) - _MOST_CHARACTERS_SHOWN
@@ -159,6 +163,7 @@ def _add_tokens(
             found.report.drop(pair.source, str(error).removeprefix(f"{pair.source}: "))
             continue
         found.lengths.append(max(judged.lengths))
+        found.total += sum(judged.lengths)
         found.num_trained += sum(map(len, judged.answers))
         if len(found.samples) < num_samples:
             found.samples.append((str(pair.source), judged.show(tokenizer)))
@@ -167,6 +172,7 @@ def _add_tokens(
             found.report.drop(example.source, words.reason)
             continue
         found.lengths.append(len(words))
+        found.total += len(words)
         found.num_trained += num_trained(words)
         if len(found.samples) < num_samples:
             pieces = show(words[:_MOST_TOKENS_SHOWN], tokenizer)

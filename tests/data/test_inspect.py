@@ -84,6 +84,8 @@ def test_pairs_are_shown_with_both_answers(
     path = write(tmp_path, {"prompt": "ask", "chosen": " yes", "rejected": " no"})
     text = inspect(capsys, "--data", path, tokenizer)
     assert "ask\n<chosen> [[ yes<|endoftext|>]]\n<rejected> [[ no<|endoftext|>]]" in text
+    # the prompt is there with each answer, as in training, and never trained on
+    assert "15 tokens, 9 trained on (60.0%); of an example: median 8, 95 % up to 8, longest 8" in text
 
 
 def test_without_a_tokenizer_characters_are_counted(
