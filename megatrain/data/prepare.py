@@ -108,20 +108,34 @@ class Prepared:
             parts.append(f"[[{line}]]" if is_trained else line)
         return "".join(parts)
 
+    def faults(self) -> list[str]:
+        """Return what the rows held, and what was dropped, repaired or cut; nothing where all is there."""
+        cut = self._cut()
+        is_whole = not cut and not any(line.startswith(" ") for line in self.read)
+        return [] if is_whole else [*self.read, *cut]
+
+    def say_faults(self) -> None:
+        """Log them."""
+        for line in self.faults():
+            _log.info("%s", line)
+
+    def _cut(self) -> list[str]:
+        counts = self.counts
+        if not counts.too_long or self.packing == "join":
+            return []
+        return [
+            f"{counted(counts.too_long, 'example')} longer than data.seq_len {self.seq_len:,}; "
+            f"{counted(counts.cut_tokens, 'token')} cut (data.too_long)"
+        ]
+
     def notes(self) -> list[str]:
         """Return what the rows held, what was cut, dropped and why, and a sample, a line each.
 
         Of text that is trained on as it is, and all of it, there is nothing to say.
         """
-        counts = self.counts
         if self.packing == "join":
-            return self.read if any(line.startswith(" ") for line in self.read) else []
-        lines = list(self.read)
-        if counts.too_long:
-            lines.append(
-                f"{counted(counts.too_long, 'example')} longer than data.seq_len {self.seq_len:,}; "
-                f"{counted(counts.cut_tokens, 'token')} cut (data.too_long)"
-            )
+            return self.faults()
+        lines = [*self.read, *self._cut()]
         if self.day is not None:
             lines.append(f"the chat template writes the day, here and when a run is resumed {self.day}")
         return [*lines, f"first example, trained on what is in [[ ]]: {self.show_sample()}"]

@@ -128,6 +128,8 @@ def pack_eval_data(
         sets["val"] = hold_out(config, prepared)[1], "join"
     pack = _Pack(config, tokenizer, model_config, folder, prepared.day)
     for name, other in _pack_eval(config, pack, prepared).items():
+        if name in config.data.eval_sources:  # of what is held out, the run's own data says it
+            other.say_faults()
         sets[name] = rows_of(other), other.packing
     return sets
 
@@ -148,6 +150,8 @@ def pack_eval_path(
     """
     pack = _Pack(config, tokenizer, model_config, folder, day)
     sets = {name: pack(name, sources) for name, sources in config.data.eval_sources.items()}
+    for packed in sets.values():
+        packed.say_faults()
     return {name: (rows_of(packed), packed.packing) for name, packed in sets.items()}
 
 

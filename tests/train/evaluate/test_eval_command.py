@@ -45,6 +45,8 @@ def run_of(root: Path, kind: str) -> tuple[Path, Path]:
         sections["train"]["micro_batch_size"] = 3
     else:
         held_out = write_chats(root / "other.jsonl", 23, first=100)
+        with held_out.open("a") as file:
+            file.write('{"messages": [\n')
         train_rows = write_chats(root / "chats.jsonl", 40)
         make_config(root)  # writes the model's files
         (root / "chat.jinja").write_text(
@@ -68,10 +70,16 @@ def test_the_loss_is_that_of_the_run_to_the_last_digit(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run, held_out = run_of(tmp_path, kind)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         main(["eval", str(run), "--data", str(held_out), "--data", str(held_out), "--json"])
     assert not ended.value.code
-    found = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    dropped = (
+        f"{held_out}: messages; 24 rows read, 23 examples kept, 1 dropped\n  dropped: not valid JSON: 1 ("
+    )
+    assert captured.err.count(dropped) == (0 if kind == "text" else 2), "of each file that is named"
     assert list(found) == ["other", "other-2"]
     assert found["other"] == found["other-2"]
     assert found["other"]["loss"] == losses_of(run)[2]
