@@ -73,7 +73,7 @@ def leave_report(directory: RunDirectory) -> None:
         write_report(directory.path, directory.report)
         _log.info("report: %s", directory.report)
     except Exception as error:
-        _log.warning("%s was not written (%s); the run is as it should be", directory.report, error)
+        _log.warning("%s was not written (%s); the run does not need it", directory.report, error)
 
 
 def report_page(run: RunFiles) -> str:

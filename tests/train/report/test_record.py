@@ -73,7 +73,7 @@ def test_report_that_cannot_be_written_is_a_warning(
     with caplog.at_level(logging.WARNING, logger="megatrain"):
         train(make_config(tmp_path, **SHORT))
     (told,) = [message for message in caplog.messages if "report.html" in message]
-    assert told.endswith("(cannot write it: No space left on device); the run is as it should be")
+    assert told.endswith("(cannot write it: No space left on device); the run does not need it")
     assert history(tmp_path / "run")[-1] == ("end", 4)
 
 
