@@ -74,6 +74,11 @@ class Prepared:
         """Tokens of a sequence."""
         return self.rows.shape[1] // (SIDES if self.is_judged else 1)
 
+    @property
+    def padding(self) -> float:
+        """The share of the rows' tokens that belong to no example."""
+        return self.counts.filled / (self.rows.shape[0] * self.rows.shape[1])
+
     def describe(self) -> str:
         """Return the counts as one line."""
         counts, num_rows, seq_len = self.counts, self.rows.shape[0], self.seq_len
@@ -94,7 +99,7 @@ class Prepared:
         return (
             f"{counted(counts.kept, 'example')}, {counted(counts.tokens, 'token')}, "
             f"{counts.trained:,} trained on ({counts.trained / counts.tokens:.1%}), {sequences} ({how}, "
-            f"{counts.filled / (num_rows * seq_len):.1%} padding)"
+            f"{self.padding:.1%} padding)"
         )
 
     def show_sample(self) -> str:

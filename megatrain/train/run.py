@@ -288,6 +288,7 @@ def prepare(
         config,
         planned,
         data=data.packed.describe(),
+        padding=data.packed.padding,
         num_steps=num_steps,
         first_step=0 if earlier is None else int(earlier["step"]),
         now=datetime.now(),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.train.records.metrics import format_bytes, format_count, format_duration
+from megatrain.train.records.metrics import MUCH_PADDING, format_bytes, format_count, format_duration
 from megatrain.train.report.collect import RunFiles, read_run
 from megatrain.train.report.words import model_name
 
@@ -143,6 +143,16 @@ def _hardware(run: RunFiles) -> Iterator[tuple[str, str]]:
         yield "time of the steps", format_duration(seconds)
 
 
+def _filled(run: RunFiles) -> float:
+    """Return the share of the planned tokens that were of the data: steps are logged without padding."""
+    tokens, batch = run.rows[-1].get("tokens"), run.plan.get("batch")
+    planned = batch.get("tokens") if isinstance(batch, Mapping) else None
+    if not (isinstance(tokens, int) and isinstance(planned, int) and planned and run.step):
+        return 1.0
+    share = tokens / (run.step * planned)
+    return share if share < 1 - MUCH_PADDING else 1.0
+
+
 def plan_and_fact(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     """Yield what was planned and what was seen, as text."""
     plan = run.plan
@@ -152,7 +162,9 @@ def plan_and_fact(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     verdict = plan.get("verdict")
     if isinstance(verdict, Mapping):
         yield "verdict", str(verdict.get("text")), ""
-    yield "tokens/s", f"{plan.get('tokens_per_s', 0):,.0f}", f"{run.tokens_per_s:,.0f}"
+    filled = _filled(run)
+    without = "" if filled == 1 else " without padding"
+    yield f"tokens/s{without}", f"{plan.get('tokens_per_s', 0) * filled:,.0f}", f"{run.tokens_per_s:,.0f}"
     yield "bound by", str(plan.get("bound")), str(run.rows[-1].get("bound") or "-")
     planned = plan.get("host_plane_bytes", 0)
     yield "state in host memory", format_bytes(planned), format_bytes(run.most("host_bytes"))

@@ -10,7 +10,7 @@ from megatrain.config.plan import Plan
 from megatrain.config.sizes import counted
 from megatrain.layout.moments import MomentFormat
 from megatrain.train.planning.plan_run import Planned
-from megatrain.train.records.metrics import format_bytes, format_count, format_duration
+from megatrain.train.records.metrics import MUCH_PADDING, format_bytes, format_count, format_duration
 
 _PRECISIONS = {"fp32": "fp32", "bf16": "bf16 with fp32 masters"}
 
@@ -23,6 +23,7 @@ def start_lines(
     num_steps: int,
     first_step: int,
     now: datetime,
+    padding: float = 0.0,
     ranks: str = "",
     evaluated: Sequence[int] = (),
     judged: int = 0,
@@ -36,6 +37,7 @@ def start_lines(
         num_steps: Of the whole run.
         first_step: Steps that an earlier process has done.
         now: In local time, from which the end is foreseen.
+        padding: The share of the tokens of a step that belong to no example: steps are logged without it.
         ranks: That train together, in a few words; empty: there is one.
         evaluated: Rows of each set that is evaluated on.
         judged: Rows that are trained on, whose reference is computed before the first step unless it is kept,
@@ -55,7 +57,7 @@ def start_lines(
     else:
         yield f"memory: {_memory(planned)}: {planned.verdict.sentence}"
         passes = "".join(_passes(planned, evaluated, judged))
-        yield f"speed: {_speed(planned.plan, num_steps, first_step, now)}{passes}"
+        yield f"speed: {_speed(planned.plan, padding, num_steps, first_step, now)}{passes}"
         if planned.hint:
             yield f"faster: {planned.hint}"
     going_on = f"; going on from step {first_step} of {num_steps}" if first_step else ""
@@ -92,7 +94,7 @@ def _share(plan: Plan, tier: str, place: str) -> str:
     return f"{format_bytes(plan.tier_bytes(tier))}{of} {place}"
 
 
-def _speed(plan: Plan, num_steps: int, first_step: int, now: datetime) -> str:
+def _speed(plan: Plan, padding: float, num_steps: int, first_step: int, now: datetime) -> str:
     left = num_steps - first_step
     left_s = plan.step_s * left
     end = now + timedelta(seconds=left_s)
@@ -102,7 +104,10 @@ def _speed(plan: Plan, num_steps: int, first_step: int, now: datetime) -> str:
     take = "takes" if left == 1 else "take"
     lasts = _lasting(left_s) + ("" if left_s < 1 else f", until {when}")
     steps = f"{counted(left, 'step')} {take} {lasts}"
-    return f"about {plan.tokens_per_s:,.0f} tokens/s, {step_s} a step{limit}; {steps}"
+    rate = f"about {plan.tokens_per_s:,.0f} tokens/s"
+    if padding > MUCH_PADDING:
+        rate += f" ({plan.tokens_per_s * (1 - padding):,.0f} without padding)"
+    return f"{rate}, {step_s} a step{limit}; {steps}"
 
 
 def _passes(planned: Planned, evaluated: Sequence[int], judged: int) -> Iterator[str]:

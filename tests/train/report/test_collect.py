@@ -10,7 +10,7 @@ import pytest
 
 from megatrain.errors import OutputError
 from megatrain.train.records.directory import RunDirectory
-from megatrain.train.report.card import model_card
+from megatrain.train.report.card import model_card, plan_and_fact
 from megatrain.train.report.collect import columns, read_run
 from megatrain.train.report.page import page_data, report_page
 from megatrain.train.report.ranks import ranks_of
@@ -191,6 +191,14 @@ def test_waits_of_another_kind_are_not_known(tmp_path: Path, waited_s: Any) -> N
     run = read_run(write_run(tmp_path / "a", events=[*RANKS[:3], ("end", 9, {"waited_s": waited_s})]))
     assert ranks_of(run).waited_s == []  # type: ignore[union-attr]
     assert page_data(run)["ranks"]["waited_s"] == []
+
+
+def test_a_plan_is_held_against_fact_without_padding(tmp_path: Path) -> None:
+    """Steps are logged without it: of 4,096 tokens of a planned step a quarter is of the data."""
+    for tokens, row in ((1024, ("tokens/s", "2,048")), (4096, ("tokens/s without padding", "512"))):
+        plan = {**PLAN, "batch": {"tokens": tokens}}
+        run = read_run(write_run(tmp_path / str(tokens), plan=plan))
+        assert (*row, "2,048") in list(plan_and_fact(run))
 
 
 def test_card_has_fact_beside_plan_and_no_path_of_this_machine(tmp_path: Path) -> None:

@@ -98,6 +98,19 @@ def test_one_of_a_thing_is_not_several(tmp_path: Path) -> None:
     assert "; 1 step takes 0m 36s, until " in speed
 
 
+def test_speed_is_said_without_much_padding_too(tmp_path: Path) -> None:
+    """As steps are logged: a run of short pairs has a thirtieth of the tokens that it computes."""
+    config = make_config(tmp_path)
+    planned = planned_as(config, step_s=36.0, tokens_per_s=12_000.0, bound="compute")
+    told: dict[str, Any] = {"data": "pairs", "num_steps": 100, "first_step": 0, "now": NOON}
+    for padding, rate in (
+        (0.04, "12,000 tokens/s, 36"),
+        (0.75, "12,000 tokens/s (3,000 without padding), 36"),
+    ):
+        _, _, _, speed, _ = start_lines(config, planned, **told, padding=padding)
+        assert speed.startswith(f"speed: about {rate} s a step")
+
+
 def test_every_tier_is_named(tmp_path: Path) -> None:
     config = make_config(tmp_path, train={"precision": "bf16"}, optim={"state": "int8"})
     pools = tuple(Pool(tier, "some", size * GIB) for tier, size in (("ram", 1), ("device", 2), ("nvme", 3)))
