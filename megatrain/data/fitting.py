@@ -63,6 +63,8 @@ class Counts:
     """Examples whose tokens to train on all lie behind the end of a row."""
     filled: int = 0
     """Tokens of the rows that belong to no document."""
+    longest: int = 0
+    """Tokens of the longest example, or answer with its prompt, that is kept, cut to a row."""
     max_id: int = 0
 
 
@@ -112,6 +114,7 @@ def fit(
     counts.too_long += is_long
     if pieces:
         counts.kept += 1
+        counts.longest = max(counts.longest, *map(len, pieces))
         counts.tokens += sum(map(len, pieces))
         counts.trained += sum(map(num_trained, pieces))
         counts.cut_tokens += num_cut
@@ -146,6 +149,7 @@ def _judged(
         report.drop(example.source, f"{ALL_MASKED} within data.seq_len" if is_long else ALL_MASKED)
         return []
     counts.kept += 1
+    counts.longest = max(counts.longest, *map(len, sides))
     counts.tokens += sum(map(len, sides))
     counts.trained += sum(map(num_trained, sides))
     counts.cut_tokens += num_tokens - sum(map(len, sides))

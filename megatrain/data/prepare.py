@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 _SAMPLE_TOKENS = 2000
 _SHOWN_CHARACTERS = 300
 _PROGRESS_S = 10.0
+_MULTIPLE = 8
+"""Of tokens in a row that is advised."""
 _MOST_CUT_OFF = 0.05
 """Of the examples, that pass without a warning."""
 
@@ -133,6 +135,17 @@ class Prepared:
             f"{counted(counts.cut_tokens, 'token')} cut (data.too_long)"
         ]
 
+    def _too_wide(self) -> list[str]:
+        """Say which rows are enough, where each is of one example and the longest fills half of one or less."""
+        longest = self.counts.longest
+        fits = -(-longest // _MULTIPLE) * _MULTIPLE
+        if self.packing == "best_fit" or not longest or 2 * fits > self.seq_len:
+            return []
+        return [
+            f"{self.padding:.0%} of what is computed is padding: the longest row has "
+            f"{counted(longest, 'token')}, so data.seq_len={fits} trains on the same in less time"
+        ]
+
     def notes(self) -> list[str]:
         """Return what the rows held, what was cut, dropped and why, and a sample, a line each.
 
@@ -140,7 +153,7 @@ class Prepared:
         """
         if self.packing == "join":
             return self.faults()
-        lines = [*self.read, *self._cut()]
+        lines = [*self.read, *self._cut(), *self._too_wide()]
         if self.day is not None:
             lines.append(f"the chat template writes the day, here and when a run is resumed {self.day}")
         return [*lines, f"first example, trained on what is in [[ ]]: {self.show_sample()}"]

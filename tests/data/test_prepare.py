@@ -107,6 +107,26 @@ def test_the_counts_are_of_the_examples_that_are_kept(tokenizer: Any, tmp_path: 
     assert prepared.describe().startswith("2 examples, ")
 
 
+def test_rows_that_are_far_too_wide_are_said(tokenizer: Any, tmp_path: Path) -> None:
+    """Where each is of one example, which no setting of packing fills up."""
+    file = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": "a", "chosen": " b" * 3 + "c" * n, "rejected": " d"} for n in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    judged: dict[str, Any] = {"way": "dpo", "loss": "dpo"}
+    wide = prepare(tokenizer, file, seq_len=64, **judged)
+    longest = wide.counts.longest
+    assert 8 < longest <= 16
+    share = 1 - wide.counts.tokens / (3 * 2 * 64)
+    assert [line for line in wide.notes() if "padding" in line] == [
+        f"{share:.0%} of what is computed is padding: the longest row has {longest} tokens, so data.seq_len=16 "
+        "trains on the same in less time"
+    ]
+    assert not any("padding" in line for line in prepare(tokenizer, file, seq_len=31, **judged).notes())
+    packed = prepare(tokenizer, write_chats(tmp_path, 1), seq_len=512)
+    assert packed.padding > 0.9
+    assert not any("padding:" in line for line in packed.notes()), "more examples would fill it"
+
+
 def test_what_the_template_leaves_out_is_warned_of(tokenizer: Any, tmp_path: Path) -> None:
     """Once, and of what the data holds alone; a template that writes it is not blamed."""
     system = {"role": "system", "content": "be brief"}
