@@ -136,7 +136,7 @@ class Prepared:
         ]
 
     def _too_wide(self) -> list[str]:
-        """Say which rows are enough, where each is of one example and the longest fills half of one or less."""
+        """Say which rows are enough, where each has one example and the longest fills half of it or less."""
         longest = self.counts.longest
         fits = -(-longest // _MULTIPLE) * _MULTIPLE
         if self.packing == "best_fit" or not longest or 2 * fits > self.seq_len:
