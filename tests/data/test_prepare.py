@@ -118,8 +118,8 @@ def test_rows_that_are_far_too_wide_are_said(tokenizer: Any, tmp_path: Path) -> 
     assert 8 < longest <= 16
     share = 1 - wide.counts.tokens / (3 * 2 * 64)
     assert [line for line in wide.notes() if "padding" in line] == [
-        f"{share:.0%} of what is computed is padding: the longest row has {longest} tokens, so data.seq_len=16"
-        " trains on the same in less time"
+        f"{share:.0%} of what is computed is padding: the longest row has {longest} tokens, so "
+        "data.seq_len=16 trains on the same in less time"
     ]
     assert not any("padding" in line for line in prepare(tokenizer, file, seq_len=31, **judged).notes())
     packed = prepare(tokenizer, write_chats(tmp_path, 1), seq_len=512)
