@@ -110,6 +110,7 @@ def test_data_that_are_not_here_are_planned_without_and_never_trained_without(
     said: Callable[..., str], model: Path, corpus: Path, tmp_path: Path
 ) -> None:
     asked = ("--model", model, "data.path=/nowhere/at-all.jsonl", "--machine", "rtx-4090")
+    asked += ("train.micro_batch_size=1",)
     plan = said("plan", *asked)
     gone = "data.path /nowhere/at-all.jsonl is not on this machine, so the run is planned as one with"
     assert gone in " ".join(plan.split())

@@ -46,7 +46,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(file: Path, machine: str, counts: Path) -> Planned:
-    raw = {"model": {"path": str(file)}}
+    raw = {"model": {"path": str(file)}, "train": {"micro_batch_size": 1}}
     spec = load_machine(machine)
     return plan_run(raw, spec, source="test", hf_config=file, counts=counts)
 

@@ -88,7 +88,8 @@ def test_progress_is_on_standard_error_and_never_in_the_json(
     FAMILIES["llama"]().save_pretrained(tmp_path / "model")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(progress, "AFTER_S", 0.0)
-    arguments = ["plan", "--model", str(tmp_path / "model"), "--machine", "rtx-4090", "--seq-len", "64"]
+    arguments = ["plan", "--model", str(tmp_path / "model"), "--machine", "rtx-4090"]
+    arguments += ["--seq-len", "64", "train.micro_batch_size=1"]
     with pytest.raises(SystemExit):
         main([*arguments, "--json"])
     output = capsys.readouterr()
