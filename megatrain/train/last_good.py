@@ -9,9 +9,14 @@ checkpoints, all that would be left, were saved without a skipped step since the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from megatrain.checkpoint.load import find_step
+from megatrain.model.weights.reading import NonFiniteError
 
 
 @dataclass(slots=True)
@@ -60,3 +65,30 @@ class LastGood:
         for name in self.__slots__:
             if name in state:
                 setattr(self, name, state[name])
+
+
+@contextmanager
+def sound_checkpoint_named(checkpoint: Path | None, meta: Mapping[str, Any] | None) -> Iterator[None]:
+    """Add to a refusal of weights that are not finite which earlier checkpoint is surely sound.
+
+    Args:
+        checkpoint: That is loaded; None: another model is.
+        meta: What the checkpoint says of its run.
+
+    Raises:
+        NonFiniteError: The checkpoint has such weights.
+    """
+    try:
+        yield
+    except NonFiniteError as error:
+        known = LastGood()
+        known.restore((meta or {}).get("last_good", {}))
+        sound = None
+        if checkpoint is not None and known.sound is not None:
+            sound = find_step(checkpoint.parent, known.sound)
+        if sound is None:
+            raise
+        raise NonFiniteError(
+            f"{error}: the newest that is surely sound is {sound}; go on from it with --resume {sound} and "
+            "another --out"
+        ) from error

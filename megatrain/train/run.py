@@ -37,7 +37,7 @@ from megatrain.train.callbacks.calls import Callbacks
 from megatrain.train.engine import engine_of_base, make_engine, untouched
 from megatrain.train.evaluate.evaluator import Evaluator
 from megatrain.train.inputs import pack_eval_data
-from megatrain.train.last_good import LastGood
+from megatrain.train.last_good import LastGood, sound_checkpoint_named
 from megatrain.train.out_of_memory import memory_told
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.elastic import Elastic
@@ -327,7 +327,7 @@ def prepare(
             gc.collect()  # its memory is the run's now
         if ranks is not None:
             ranks.meet("orders")  # where others wait for as long as that takes
-    with memory_told(config, planned, "while the model was loaded"):
+    with memory_told(config, planned, "while the model was loaded"), sound_checkpoint_named(checkpoint, meta):
         engine = make_engine(
             config,
             choice,

@@ -54,8 +54,10 @@ def test_a_resumed_run_refuses_such_weights_and_the_last_good_checkpoint_stays(
     poisoned.undo()
     with pytest.raises(
         ModelError, match=r"step-00000005/.*: \S+ has [\d,]+ of [\d,]+ values that are not finite"
-    ):
+    ) as refused:
         train(make_config(tmp_path, **SETTINGS))
+    named = tmp_path / "run/checkpoints/step-00000002"
+    assert f"surely sound is {named}; go on from it with --resume {named} and another" in str(refused.value)
     left = [f"step-{step:08d}" for step in (2, 3, 4, 5)]
     assert names(tmp_path) == left
     sound = tmp_path / "run/checkpoints" / left[0]

@@ -33,6 +33,10 @@ def open_weights(file: Path) -> Iterator[Any]:
         yield handle
 
 
+class NonFiniteError(ModelError):
+    """Weights have values from which nothing can be trained."""
+
+
 def read_weights(handles: Mapping[Path, Any], source: Source) -> torch.Tensor:
     """Return a tensor of an open file whose values are all finite, if it is of floats; a view of it.
 
@@ -48,14 +52,14 @@ def require_finite(tensor: torch.Tensor, file: Path, key: str) -> None:
     """Refuse a tensor of floats that are not all finite.
 
     Raises:
-        ModelError: It has such values; it is named, and they are counted.
+        NonFiniteError: It has such values; it is named, and they are counted.
     """
     # the sum is finite only if all values are, and takes a twentieth of the time of a look at each
     if not tensor.is_floating_point() or tensor.sum().isfinite():
         return
     num_bad = int((~tensor.isfinite()).sum())
     if num_bad:
-        raise ModelError(
+        raise NonFiniteError(
             f"{file}: {key} has {num_bad:,} of {tensor.numel():,} values that are not finite (NaN or inf), "
             "from which nothing can be trained; fetch or export the model again, or go on from an earlier "
             "checkpoint"

@@ -109,8 +109,8 @@ def test_on_this_machine_plan_plan_only_and_dry_run_expect_the_same_step(
 def test_data_that_are_not_here_are_planned_without_and_never_trained_without(
     said: Callable[..., str], model: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    asked = ("--model", model, "data.path=/nowhere/at-all.jsonl", "--machine", "rtx-4090")
-    asked += ("train.micro_batch_size=1",)
+    size = "train.micro_batch_size=1"
+    asked = ("--model", model, "data.path=/nowhere/at-all.jsonl", "--machine", "rtx-4090", size)
     plan = said("plan", *asked)
     gone = "data.path /nowhere/at-all.jsonl is not on this machine, so the run is planned as one with"
     assert gone in " ".join(plan.split())
