@@ -243,15 +243,25 @@ def _print_own_plan(
     config: Config,
     machine: HardwareSpec | OwnMachine,
 ) -> NoReturn:
-    """Print the plan of a run, which may go on from a checkpoint, and end with the code of its verdict."""
+    """Print the plan of a run, which may go on from a checkpoint or its drives, and end with its code."""
     with showing("plan") as doing:
         with importing():
+            from megatrain.config import set_keys
             from megatrain.train.going_on import find_checkpoint
             from megatrain.train.planning.asking import Reads
             from megatrain.train.records.directory import RunDirectory
+            from megatrain.train.resume.state_commits import find_commit, held_by, layout_of
 
-        resume = config.checkpoint.resume
-        found = find_checkpoint(RunDirectory(Path(config.out)), resume, digests=False)
+        resume, directory = config.checkpoint.resume, RunDirectory(Path(config.out))
+        found = find_checkpoint(directory, resume, digests=False)
+        goes_on: tuple[Path | None, Mapping[str, Any]] | None
+        goes_on = None if found is None else (found[0], found[1].meta)
+        saved = -1 if found is None else found[1].step
+        held = [held_by(config)] if resume == "auto" else []
+        if held and (commit := find_commit(config, is_run=directory.is_run, held=held, saved=saved)):
+            goes_on = (None if found is None else found[0], commit.meta)
+            layout = {f"memory.{key}": value for key, value in layout_of(commit.meta, config).items()}
+            raw = set_keys(raw, list(layout.items()))
         print_plan(
             raw,
             machine,
@@ -261,7 +271,7 @@ def _print_own_plan(
             counts=counts_folder(),
             prepared=prepared_folder(),
             reads=Reads.ALL,
-            goes_on=None if found is None else (found[0], found[1].meta),
+            goes_on=goes_on,
         )
 
 

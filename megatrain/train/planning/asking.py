@@ -101,7 +101,7 @@ def ask(
     counts: Path | None = None,
     prepared: Path | None = None,
     reads: Reads = Reads.HERE,
-    goes_on: tuple[Path, Mapping[str, Any]] | None = None,
+    goes_on: tuple[Path | None, Mapping[str, Any]] | None = None,
     progress: Progress = lambda doing: None,
 ) -> Asked:
     """Read what is to be planned: settings and data; and count the model.
@@ -114,7 +114,8 @@ def ask(
         counts: A folder in which counts of models are kept; None: the model is counted anew.
         prepared: A folder in which prepared data is kept; None: nowhere but in `data.cache`.
         reads: Which data are looked at.
-        goes_on: The checkpoint that the run goes on from, and what its manifest says; None: it begins.
+        goes_on: The checkpoint that the run goes on from, if there is one, and what its manifest says, or
+            the newer commit on its drives; None: it begins.
         progress: Is told what takes time, before it begins.
 
     Raises:

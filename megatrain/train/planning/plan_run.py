@@ -69,7 +69,7 @@ def plan_run(
     machine: HardwareSpec | OwnMachine,
     *,
     tokens: int | None = None,
-    goes_on: tuple[Path, Mapping[str, Any]] | None = None,
+    goes_on: tuple[Path | None, Mapping[str, Any]] | None = None,
     progress: Progress = lambda doing: None,
     **given: Any,
 ) -> Planned:

@@ -159,17 +159,22 @@ def _record(config: Config, node: int, num_nodes: int, name: str) -> CommitRecor
 
 
 def laid_out_as(committed: Mapping[str, Any] | None, config: Config) -> Config:
-    """Return the settings with `fragments`, where that is `auto`, as the committed state is laid out.
+    """Return the settings of a run that goes on from committed state, or as they are; see `layout_of`."""
+    if committed is None:
+        return config
+    changes = layout_of(committed, config)
+    return config.model_copy(update={"memory": config.memory.model_copy(update=changes)})
+
+
+def layout_of(committed: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return settings of memory: `fragments`, where that is `auto`, as the committed state is laid out.
 
     It is planned for as a run that commits: its state is on the drives already.
     """
-    if committed is None:
-        return config
-    memory = config.memory
-    changes: dict[str, Any] = {"commit_every": memory.commit_every or 1}
-    if memory.fragments == "auto":
+    changes: dict[str, Any] = {"commit_every": config.memory.commit_every or 1}
+    if config.memory.fragments == "auto":
         changes["fragments"] = bool(committed["fragments"])
-    return config.model_copy(update={"memory": memory.model_copy(update=changes)})
+    return changes
 
 
 def encode_buffers(model: nn.Module) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import AutoConfig
 
+from megatrain.cli import main
 from megatrain.errors import CapacityError, CheckpointError, OutputError
 from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_HOST
 from megatrain.store.drives.record import (
@@ -95,6 +97,24 @@ def test_a_run_on_drives_that_is_stopped_anywhere_goes_on_to_the_same_bits(
     assert found == ["2", "3", "5"], "the attempt after step 0 begins anew"
     assert re.search(r"remainder and moments of (\d) of \1 blocks on drives", caplog.text)
     assert list((tmp_path / "drive0").iterdir()) == list((tmp_path / "drive1").iterdir()) == []
+
+
+def test_the_plan_of_a_run_that_goes_on_from_its_drives_is_of_the_steps_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, **sections(tmp_path))
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    totals = []
+    for step in (0, 4):
+        with monkeypatch.context() as patch:
+            stop_after(step, patch)
+            with pytest.raises(KeyboardInterrupt):
+                train(config)
+        with pytest.raises(SystemExit):
+            main(["train", str(file), "--plan-only"])
+        totals += re.findall(r"^ total +([\d,]+) tokens: (\d+) steps", capsys.readouterr().out, re.MULTILINE)
+    assert totals == [("768", "6"), ("256", "2")]
 
 
 def test_a_checkpoint_that_is_newer_than_the_commit_wins(
