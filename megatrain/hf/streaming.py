@@ -38,7 +38,7 @@ from megatrain.hf.model.attached import (
     take_from_others,
 )
 from megatrain.hf.model.precision import precision_of
-from megatrain.hf.model.saved import Checkpoints
+from megatrain.hf.model.saved import Checkpoints, save_untouched
 from megatrain.hf.optimizer import (
     as_streamed,
     names_optimizer,
@@ -325,6 +325,11 @@ class Streaming(_Base):
         """Save the model as the plain trainer does: rank 0 reads what all ranks have brought home."""
         self.engine.settle()
         super().save_model(*args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        super()._save(output_dir, *args, **kwargs)
+        if self.args.should_save:
+            save_untouched(self.model, Path(output_dir or self.args.output_dir))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         ranks = self._ranks

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
 
 import megatrain
 from megatrain.errors import CheckpointError, ConfigError
@@ -292,6 +294,37 @@ def test_gradient_checkpointing_is_left_to_the_engine(tmp_path: Path) -> None:
     trainer = make(tmp_path, activation_checkpointing=True, max_steps=1)
     trainer.train()
     assert not any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+
+
+@pytest.mark.parametrize("most_bytes", [None, "20KB"])
+def test_tensors_that_the_model_has_no_place_for_are_saved(
+    most_bytes: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`megatrain.load` says that they are exported as they are; save_pretrained knows nothing of them."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    tiny().save_pretrained(source)
+    others = {"mtp.0.weight": torch.randn(3, 5).bfloat16(), "mtp.numbers": torch.arange(4)}
+    file = source / "model.safetensors"
+    save_file({**load_file(file), **others}, file, {"format": "pt"})
+    if most_bytes is not None:
+        save = PreTrainedModel.save_pretrained
+        monkeypatch.setattr(
+            PreTrainedModel, "save_pretrained", partialmethod(save, max_shard_size=most_bytes)
+        )
+    settings: dict[str, Any] = {"train_dataset": rows(), "megatrain": planned(tiny())}
+    args = arguments(out, max_steps=1, save_strategy="steps", save_steps=1)
+    trainer = StreamingTrainer(model=str(source), args=args, **settings)
+    trainer.train()
+    trainer.save_model(str(out))
+    for place in (out / "checkpoint-1", out):
+        trainer.save_model(str(place))  # over what is there
+        resident = AutoModelForCausalLM.from_pretrained(place)
+        assert_same_weights(dict(resident.named_parameters()), weights(trainer))
+        export = megatrain.load(place).__dict__["_megatrain_untouched"]
+        assert dict(export.values()).keys() == others.keys()
+        for key, value in export.values():
+            assert torch.equal(value, others[key]), key
+    trainer.train(resume_from_checkpoint=str(out / "checkpoint-1"))
 
 
 def test_a_checkpoint_of_a_plain_trainer_is_refused(tmp_path: Path) -> None:

@@ -13,8 +13,12 @@ from torch import Tensor
 from transformers.utils import is_peft_available
 
 from megatrain.errors import CheckpointError
+from megatrain.files import write_bytes_durably
 from megatrain.model.weights.convert import Region
-from megatrain.model.weights.files import load_weights
+from megatrain.model.weights.files import INDEX_NAME, WEIGHTS_NAME, load_weights
+from megatrain.model.weights.reading import open_weights
+from megatrain.model.weights.shards import Shard, ShardWriter
+from megatrain.model.weights.untouched import UNTOUCHED
 from megatrain.store.state import HostState
 from megatrain.stream.engine import Engine
 from megatrain.train.resume.state import has_state, lend_state, read_state, remove_state, write_state
@@ -26,6 +30,43 @@ _log = logging.getLogger(__name__)
 
 _SHARDS = "megatrain.json"
 """File of a checkpoint that says into how many runs its steps were cut."""
+
+
+_BESIDE = "model-untouched.safetensors"
+"""File of a saved model for what its class has no place for; the index names it."""
+
+
+def save_untouched(model: Any, directory: Path) -> None:
+    """Write what a model was loaded with and has no place for beside the weights that are saved already.
+
+    Args:
+        model: Of the trainer; one with adapters, of which these alone are saved, has nothing of it.
+        directory: Where its weights are.
+
+    Raises:
+        OutputError: It cannot be written.
+        ModelError: The files that it was loaded from cannot be read.
+    """
+    untouched = vars(model).get(UNTOUCHED)
+    if untouched is None:
+        return
+    shard = Shard(name=_BESIDE)
+    for key, (dtype, shape) in untouched.specs.items():
+        shard.add(key, dtype, shape)
+    with ShardWriter(directory / _BESIDE, shard, []) as writer:
+        for key, value in untouched.values():
+            writer.write(key, value)
+    files = [file for file in sorted(directory.glob("model*.safetensors")) if file.name != _BESIDE]
+    if (single := directory / WEIGHTS_NAME) in files:
+        files = [single]  # others are of an earlier save
+    weight_map = dict.fromkeys(shard.tensors, _BESIDE)
+    total_bytes = shard.num_bytes
+    for file in files:
+        with open_weights(file) as weights:
+            weight_map |= dict.fromkeys(weights.keys(), file.name)
+            total_bytes += sum(weights.get_tensor(key).nbytes for key in weights.keys())  # noqa: SIM118
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    write_bytes_durably(directory / INDEX_NAME, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
 
 class Checkpoints:
