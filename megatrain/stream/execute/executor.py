@@ -81,6 +81,8 @@ class Executor(Issuer):
         self._forget_weights()
         self._surprised = False
         self.open_visit: BlockVisit | None = None
+        self.is_rounded = False
+        """Gradients are rounded when the round ends that is going on."""
         self.work: ComputeWork | None = None
         """What visits compute, for the record and for lanes that keep to a rate."""
         self._is_between = False
@@ -354,7 +356,9 @@ class Executor(Issuer):
             _log.debug("block %d is visited out of the foreseen order; copies go on without foresight", block)
         self._flush_ring()
         loads = is_backward and self.spec.sizes[block].is_streamed and self.gradients.has(block)
-        wide = loads and self.host.precision is Precision.BF16
+        # a head's gradient may come in parts, so it is wider than a complete one after one backward
+        keeps = is_backward and block in heads and not self.is_rounded
+        wide = (loads or keeps) and self.host.precision is Precision.BF16
         if is_backward and self.update_at_once is not None:
             if self.gradients.homes[block] is Home.UPDATED:
                 raise ModelError(
@@ -362,8 +366,8 @@ class Executor(Issuer):
                     "the model passes it in an order of its own: use updates=deferred"
                 )
             self.gradients.buffers.num_staging = 0
-        if loads or (is_backward and self.update_at_once is not None):
-            self.prepare_gradients(adds_up=loads, num_rounds=2)
+        if loads or wide or (is_backward and self.update_at_once is not None):
+            self.prepare_gradients(adds_up=loads or wide, num_rounds=2)
         unforeseen = Visit(
             block, is_backward, visit.micro_batch, loads=loads, completes=not wide, is_head=block in heads
         )

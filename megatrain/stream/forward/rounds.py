@@ -77,6 +77,12 @@ class Rounds:
         return self.micro_batch % self.num_together if self.in_step else 0
 
     @property
+    def _rounds_first(self) -> bool:
+        """Whether gradients are rounded when the caller's round ends: all of its passes were announced."""
+        is_whole = self._passes_since_backward == self.num_together
+        return self._completes and not self.in_step and is_whole
+
+    @property
     def is_open(self) -> bool:
         """Whether a forward waits for its backward, or a backward is going on."""
         return self._passes_since_backward > 0 or self._in_backward
@@ -233,7 +239,10 @@ class Rounds:
 
     def begin_backward(self) -> None:
         """Take note that autograd reaches a block: `_end_backward` follows when it is done."""
-        if not self._in_backward and not self._in_head:
+        if self._in_backward:
+            return
+        self._executor.is_rounded = self._rounds_first or (self.in_step and not self.adds_up)
+        if not self._in_head:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -293,10 +302,9 @@ class Rounds:
         self._in_backward = False
         self._executor.end_backward()
         seen = self._executor.take_seen()
-        passes, self._passes_since_backward = self._passes_since_backward, 0
-        is_wide = self._executor.host.precision is Precision.BF16
-        if is_wide and self._completes and not self.in_step and passes == self.num_together:
+        if self._rounds_first and self._executor.host.precision is Precision.BF16:
             self._executor.round_residents()
+        passes, self._passes_since_backward = self._passes_since_backward, 0
         if self._in_succession:
             return
         passes = self.num_together if self.in_step else passes  # a call of a step may be several passes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,3 +78,32 @@ def test_a_head_in_chunks_whose_weight_is_read_streams_too() -> None:
         found.append(dict(engine.named_gradients()))
     for name, gradient in found[1].items():
         assert_same_bits(gradient, found[0][name], name)
+
+
+@pytest.mark.parametrize("how", ["by hand", "losses"])
+def test_parts_of_a_head_add_up_alike_where_passes_are_not_foreseen(how: str) -> None:
+    """In bf16, of calls with two passes each: a head that streams rounds no sum that others add to."""
+    found = []
+    batches = make_batches(4, rows=2)
+    for settings in ({}, {"outer_streams": True}, {"outer_streams": True, "gradients": "device"}):
+        model = make_model(FAMILIES["llama"]())
+        engine = attach_plainly(
+            model, head_chunk_tokens=8, precision="bf16", num_micro_batches=2, lockstep=2, **settings
+        )
+
+        def loss(one: Any, other: Any, model: Any = model) -> Tensor:
+            value: Tensor = model(**one).loss / 2 + model(**other).loss / 3
+            return value
+
+        for _ in range(2):
+            if how == "losses":
+                pairs = batches[:2], batches[2:]
+                engine.run_losses([partial(loss, *pair) for pair in pairs], only_loss=True)
+            else:
+                loss(*batches[:2]).backward()
+                model(**batches[2]).loss.backward()
+            found.append({name: gradient.clone() for name, gradient in engine.named_gradients()})
+            engine.zero_grad()
+    for other in found[1:]:
+        for name, gradient in other.items():
+            assert_same_bits(gradient, found[0][name], name)
