@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
@@ -11,6 +12,8 @@ from torch import nn
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import Entry
 from megatrain.optim.adamw import check_hyper
+
+_log = logging.getLogger(__name__)
 
 Group = dict[str, Any]
 
@@ -124,7 +127,10 @@ def _names(
 ) -> list[str]:
     """Return the names of what a group lists once."""
     if isinstance(param, str):
-        return [name for name in parameters if fnmatch(name, param) and name not in taken]
+        found = [name for name in parameters if fnmatch(name, param)]
+        if not found:
+            _log.warning("group %d of parameters: no parameter of the model is called %s", number, param)
+        return [name for name in found if name not in taken]
     value = param[1] if isinstance(param, tuple) else param
     if id(value) not in names_of:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -101,6 +102,21 @@ def test_a_parameter_is_in_one_group() -> None:
         engine.adamw(groups=[{"params": ["*"]}, {"params": head}])
     optimizer = engine.adamw(groups=[{"params": [("named", head)]}, {"params": ["*"]}])
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 38]
+
+
+def test_a_pattern_that_names_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A mistyped one would leave its parameters to the next group, at other rates."""
+    engine = attach_plainly(make_model(FAMILIES["llama"]()))
+    groups: list[dict[str, Any]] = [
+        {"params": ["*.LM_head.*", "lm_head.*"], "lr": 3e-3},
+        {"params": ["model.*"]},
+        {"params": ["*"]},
+    ]
+    with caplog.at_level(logging.WARNING, logger="megatrain"):
+        engine.adamw(groups=groups)
+    assert [record.getMessage() for record in caplog.records] == [
+        "group 0 of parameters: no parameter of the model is called *.LM_head.*"
+    ]
 
 
 def test_clipping_can_be_changed_between_steps() -> None:
