@@ -284,19 +284,19 @@ def prepare(
         of_run = {"num_steps": num_steps, "earlier": earlier, "given": given}
         planned = plan_memory(config, model_counts, measure, ranks, lately=Lately(counts), **of_run)
         config = smallest_micro_batches(config) if planned is None else planned.config
-    for line in start_lines(
-        config,
-        planned,
-        data=data.packed.describe(),
-        padding=data.packed.padding,
-        num_steps=num_steps,
-        first_step=0 if earlier is None else int(earlier["step"]),
-        now=datetime.now(),
-        ranks=described(ranks, config.parallel.shards),
-        evaluated=[len(rows) for rows, _ in held_out.values()],
-        judged=len(data.rows) if isinstance(data.rows, JudgedRows) else 0,
-    ):
-        show(line)
+        for line in start_lines(
+            config,
+            planned,
+            data=data.packed.describe(),
+            padding=data.packed.padding,
+            num_steps=num_steps,
+            first_step=0 if earlier is None else int(earlier["step"]),
+            now=datetime.now(),
+            ranks=described(ranks, config.parallel.shards),
+            evaluated=[len(rows) for rows, _ in held_out.values()],
+            judged=len(data.rows) if isinstance(data.rows, JudgedRows) else 0,
+        ):
+            show(line)
     choice, planned_tokens = config.choice, 0
     if planned is not None:
         choice, planned_tokens = planned.plan.choice, planned.plan.tokens_together

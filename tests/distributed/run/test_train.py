@@ -82,8 +82,10 @@ def test_a_run_at_defaults_keeps_its_step_on_other_machines_and_ranks(
     elsewhere: dict[str, Any] = {"root": root, "likes": 0, "resume": middle}
     assert train_at_defaults(None, out="moved", **elsewhere) == chosen
     standing(2).run(train_at_defaults, out="two", **elsewhere)
+    anew = standing(2).run(train_at_defaults, root=root, out="anew", likes=-1)
+    assert anew == [chosen, chosen], "two may begin a run as well as go on with one"
     whole = load_file(tmp_path / "whole/hf/model.safetensors")
-    for name in ("moved", "two"):
+    for name in ("moved", "two", "anew"):
         for key, tensor in load_file(tmp_path / name / "hf/model.safetensors").items():
             assert_same_bits(tensor, whole[key])
 
