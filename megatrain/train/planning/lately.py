@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,9 @@ from megatrain.hardware.present import cpu_model
 from megatrain.model.profile.kept import KeptCounts, key_of
 
 _FOR_S = 3600.0
+
+_NEARLY = 0.9
+"""Part of the memory that is free now that must have been free lately for that to be taken."""
 
 
 class Lately:
@@ -28,10 +31,28 @@ class Lately:
         """
         if self._kept is None:
             return measure()
-        key = key_of(b"", measured=what, cpu=cpu_model())
+        key = _key(what)
         found = self._kept.load(key, for_s=_FOR_S)
         if found is None:
             found = {"number": measure()}
             self._kept.save(key, found)
         number = found["number"]
         return None if number is None else float(number)
+
+    def free_bytes(self, now: int) -> int:
+        """Return the host memory that was free lately, if it still is and is not much less than what is now.
+
+        Programs take memory and give it back all the time, and the size of micro-batches may turn on that.
+        """
+        if self._kept is None:
+            return now
+        key = _key({"what": "free host memory"})
+        found = self._kept.load(key, for_s=_FOR_S)
+        if found is not None and _NEARLY * now <= found["number"] <= now:
+            return int(found["number"])
+        self._kept.save(key, {"number": now})
+        return now
+
+
+def _key(what: Mapping[str, Any]) -> str:
+    return key_of(b"", measured=what, cpu=cpu_model())

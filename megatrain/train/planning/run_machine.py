@@ -74,18 +74,19 @@ def machine_for(config: Config, measure: Measure | None = None, lately: Lately |
         lately: Knows what was measured lately of a CPU; None: it is measured anew.
     """
     precision = config.train.precision
-    if measure is None and lately is not None:
+    is_cpu = check_device(config.train.device) == "cpu"
+    if measure is None and lately is not None and is_cpu:
         flops = partial(matmul_peak_of_cpu, precision)
         named = {"what": "products", "precision": precision, "threads": torch.get_num_threads()}
-        if check_device(config.train.device) == "cpu":
-            measure = partial(common_cpu, precision, lately.number(flops, **named))
-    return machine_of(
+        measure = partial(common_cpu, precision, lately.number(flops, **named))
+    spec = machine_of(
         config.train.device,
         precision,
         device_limit=config.memory.device_budget,
         num_drives=len(config.memory.drives),
         measure=measure,
     )
+    return spec if lately is None or not is_cpu else spec.with_ram(lately.free_bytes(spec.host_bytes))
 
 
 def with_layers_timed(

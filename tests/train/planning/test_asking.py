@@ -16,6 +16,8 @@ import pytest
 
 from megatrain.cli import main
 from megatrain.config import build_config
+from megatrain.hardware import MemoryLimit
+from megatrain.stream import machine
 from megatrain.train.loop import train
 from megatrain.train.planning import allocation
 from megatrain.train.planning import plan_run as planning
@@ -191,6 +193,29 @@ def test_what_was_measured_is_good_for_an_hour(tmp_path: Path) -> None:
     assert Lately(tmp_path).number(measure, what="products", threads=1) == 4.0
     assert Lately(tmp_path).number(lambda: None, what="layers") is None
     assert Lately(tmp_path).number(measure, what="layers") is None  # that there is none is known too
+
+
+def test_memory_that_was_free_lately_is_planned_with_while_it_is_nearly_what_is_free(tmp_path: Path) -> None:
+    free = [1000, 1050, 1111, 1112, 1100, 1099, 1150]
+    found = [Lately(tmp_path).free_bytes(now) for now in free]
+    assert found == [1000, 1000, 1000, 1112, 1100, 1099, 1099]
+    os.utime(next(iter(tmp_path.iterdir())), times=(time.time() - 4000,) * 2)
+    assert Lately(tmp_path).free_bytes(1150) == 1150
+    assert Lately(None).free_bytes(1000) == 1000
+
+
+def test_the_plan_of_this_machine_stays_when_other_programs_give_memory_back(
+    said: Callable[..., str], model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = iter([(20 << 30, "x"), (21 << 30, "x")])
+    shown = []
+    for command in (("plan",), ("train", "--plan-only")):
+        available = MemoryLimit(*next(limits))
+        monkeypatch.setattr(machine, "host_memory", lambda available=available: available)
+        asked = (*command, "--model", model, f"data.path={corpus}", f"out={tmp_path / 'run'}")
+        shown.append(said(*asked, "train.device=cpu", "train.micro_batch_size=1", "model.init=random"))
+    assert shown[0] == shown[1]
+    assert "(20 GiB) of host memory" in shown[0]
 
 
 @needs_configs
