@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.hardware import MemoryLimit, host_memory, memory
+from tests.forks import run_script
 
 CODE = """
 import resource
@@ -57,3 +59,26 @@ def test_what_was_freed_is_given_back_where_memory_is_short(monkeypatch: pytest.
     assert given == []
     memory.give_back_where_short(1001)
     assert given == [True]
+
+
+HOLES = """
+import sys, torch
+from megatrain.hardware.memory import resident_bytes, unmap_freed_tensors
+if sys.argv[1] == "unmaps":
+    unmap_freed_tensors()
+del_me = torch.ones(7 << 20)  # 28 MiB: freed, it moves the bound of glibc
+del del_me
+before = resident_bytes()
+kept = [(torch.ones(1 << 21), torch.ones(1 << 14)) for _ in range(24)]
+kept = [small for _, small in kept]
+print((resident_bytes() - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
+@pytest.mark.parametrize(("how", "least", "most"), [("unmaps", 0, 24), ("keeps", 96, 250)])
+def test_freed_tensors_leave_no_holes(how: str, least: int, most: int) -> None:
+    """Of 24 tensors of 8 MiB, each before a small one that stays, the memory goes back or does not."""
+    done = run_script(HOLES, how)
+    assert done.returncode == 0, done.stderr
+    assert least <= int(done.stdout) <= most

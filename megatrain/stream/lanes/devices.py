@@ -11,6 +11,7 @@ import torch
 
 from megatrain.errors import ConfigError
 from megatrain.hardware.accelerators import accelerator, check_accelerator
+from megatrain.hardware.memory import unmap_freed_tensors
 from megatrain.stream.lanes import (
     AcceleratorLanes,
     CheckedLanes,
@@ -33,6 +34,7 @@ def make_lanes(device: str | torch.device | Lanes, device_limit: int | None = No
         return device
     name = check_device(str(device))
     if name == "cpu":
+        unmap_freed_tensors()  # a device is a part of host memory, which malloc gives out
         return InlineLanes(device_limit)
     if name == "checked":
         return CheckedLanes(device_limit)
