@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -133,7 +134,8 @@ class Resident:
 
     The padding is the oracle's: torch's fused CPU kernel rounds a parameter's last few elements otherwise.
     With `precision="bf16"` the model computes with bf16 weights, rounded from the fp32 masters; frozen ones,
-    which have none, are rounded as torch does. With `num_runs` gradients add up in runs, and these by a tree.
+    which have none, are rounded as torch does, and what transformers keeps in fp32 stays. With `num_runs`
+    gradients add up in runs, and these by a tree.
     """
 
     def __init__(
@@ -154,8 +156,10 @@ class Resident:
         }
         if precision == "bf16":
             is_mixed = len({parameter.dtype for parameter in self.model.parameters()}) > 1
-            for parameter in self.model.parameters():
-                if parameter.dtype == torch.float32 and not is_mixed:
+            kept = [rf"(^|\.){name}($|\.)" for name in self.model._keep_in_fp32_modules_strict or ()]
+            for name, parameter in self.model.named_parameters():
+                is_kept = is_mixed or any(re.search(pattern, name) for pattern in kept)
+                if parameter.dtype == torch.float32 and not is_kept:
                     rounds = round_half_up if parameter.requires_grad else Tensor.bfloat16
                     parameter.data = rounds(parameter.data)
         decay = hyper.pop("weight_decay", 0.01)

@@ -54,7 +54,8 @@ def test_bf16_masters_equal_the_reference_loop_s(family: str, num_micro_batches:
         reference.step(stats.grad_norm, 0.5)
     assert_same_masters(engine, reference)
     for name, parameter in engine.model.named_parameters():
-        assert parameter.dtype == torch.bfloat16
+        # transformers keeps these in fp32 from 5.24 on
+        assert parameter.dtype == torch.bfloat16 or name.endswith("gate.weight")
         assert_same_bits(parameter.detach(), reference.parameters[name].detach(), name)
 
 

@@ -62,7 +62,7 @@ def test_other_errors_are_not_memory(error: Exception) -> None:
 
 def binary_bytes(text: str) -> float:
     number, unit = text.split()
-    return float(number) * {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
+    return float(number.replace(",", "")) * {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
 
 
 @pytest.mark.parametrize("name", ["torch", "numpy", "device"])

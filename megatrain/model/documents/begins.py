@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 _ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What tells flash attention where documents begin, through the forward of a model and of its layers."""
 
+_CACHES = ("past_key_values", "cache")
+"""What models call the keys and values of tokens before these: transformers renames it in 5.24."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
@@ -71,7 +74,7 @@ def read_documents(
         ConfigError: Documents in one row would see each other.
     """
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if len(args) > 1 or kwargs.get("past_key_values") is not None:
+    if len(args) > 1 or any(kwargs.get(name) is not None for name in _CACHES):
         return None, {}
     # with a cache, even an empty one, transformers does not read from positions where documents begin
     told: dict[str, Any] = {} if positions is None else {"use_cache": False}

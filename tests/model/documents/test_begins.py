@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
+from transformers import DynamicCache, PreTrainedModel, masking_utils, modeling_flash_attention_utils
 
 from megatrain.errors import ConfigError
 from megatrain.model.documents.apart import why_not_apart
@@ -164,3 +164,12 @@ def test_several_packed_rows_in_shards_are_refused() -> None:
     for positions in (PACKED, torch.arange(32).expand(3, -1) + 16):
         with pytest.raises(ConfigError, match=r"train\.micro_batch_size=1"):
             require_one_row(positions, 1)
+
+
+def test_tokens_behind_a_cache_by_either_name_are_no_whole_rows() -> None:
+    """Positions of a step of `generate` do not begin at 0, and the model's cache is obeyed."""
+    config = FAMILIES["llama"]()
+    given = {"input_ids": IDS[:, :1], "position_ids": torch.full((3, 1), 32)}
+    for name in ("past_key_values", "cache"):
+        assert read_documents(config, (), given | {name: DynamicCache(config=config)}) == (None, {})
+    assert read_documents(config, (), given)[1] == {"use_cache": False}
