@@ -113,6 +113,28 @@ def test_predictions_of_a_stream_and_of_several_sets_are_the_plain_ones(tmp_path
     assert found.predictions.shape == (5, 16, 128)
 
 
+class Gathering(Trainer):
+    """Takes its own metrics of each row, as accelerate says for those of an evaluation."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not model.training:
+            found = self.accelerator.gather_for_metrics(inputs["input_ids"][:, 0])
+            self.__dict__.setdefault("gathered", []).append(len(found))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class StreamingGathering(StreamingTrainer, Gathering):
+    """The same, streamed."""
+
+
+def test_metrics_of_a_batch_have_all_its_rows_though_the_last_one_has_fewer(tmp_path: Path) -> None:
+    """The last batch, of one row, was read already: of three rows, each batch had one."""
+    settings = {"per_device_eval_batch_size": 3}
+    reference, ours = both(tmp_path, StreamingGathering, Gathering, settings=settings)
+    assert evaluated(ours) == evaluated(reference)
+    assert sorted(ours.gathered) == sorted(reference.gathered) == [1, 3, 3]
+
+
 class Drawing(Trainer):
     """Predicts with noise, of which each batch draws its own."""
 

@@ -107,6 +107,7 @@ class Ahead:
         """Yield the batches, while the loader says of each whether it is the last."""
         batches = self._read()
         for group in self._groups(batches):
+            cut_nothing(self._loader)
             found = self._find([batch for batch, _ in group])
             for (batch, is_last), self._found in zip(group, found, strict=True):
                 if is_last is not None:
@@ -129,6 +130,15 @@ class Ahead:
 
         for group in self._engine.together.groups(until_last(), lambda each: num_tokens(each[0])):
             yield from [group] if most is None else _limited(group, most)
+
+
+def cut_nothing(loader: Any) -> None:
+    """Let `gather_for_metrics` of accelerate return what it is given, though the last batch is read already.
+
+    It would cut what each batch of a group has to the rows of the last one, which has no more than these.
+    """
+    if hasattr(loader, "end_of_dataloader"):
+        loader.end_of_dataloader = False
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
-from megatrain.hf.batches.ahead import Ahead, num_tokens
+from megatrain.hf.batches.ahead import Ahead, cut_nothing, num_tokens
 from megatrain.hf.batches.traces import Traces
 from megatrain.hf.ranks import ReadBatches
 
@@ -74,6 +74,7 @@ class Predictions:
 
         for group in trainer.engine.together.groups(own(), lambda each: num_tokens(each[1])):
             numbers, own_batches = zip(*group, strict=True)
+            cut_nothing(batches)
             for number, found in zip(numbers, self.of(numbers, own_batches, traces), strict=True):
                 mine.append((number, found, *traces.left[number]))
         restore_rng(random)  # the loop reads the batches as if nobody had
