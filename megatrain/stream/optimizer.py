@@ -115,7 +115,9 @@ class StreamedAdamW(torch.optim.Optimizer):
             raise ConfigError("groups and no_decay are both given; give each group its weight_decay")
         else:
             made = as_given(groups, parameters, managed, weight_decay=weight_decay)
+        self._is_made = False
         super().__init__(made, {"lr": lr, "betas": betas, "eps": eps})
+        self._is_made = True
         self._group_of = {
             name: number for number, group in enumerate(self.param_groups) for name in group["names"]
         }
@@ -123,6 +125,19 @@ class StreamedAdamW(torch.optim.Optimizer):
         """Updates that each parameter has had: the t of its bias correction."""
         executor.host.allocate_moments(moments)
         self.take_part(executor)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take a group while the optimizer is made, and none afterwards.
+
+        Raises:
+            ConfigError: It is made.
+        """
+        if self._is_made:
+            raise ConfigError(
+                "add_param_group: the optimizer is made, and the group would not be trained; give all groups "
+                "to engine.adamw(groups=[...]), or to the torch.optim.AdamW that a trainer is given"
+            )
+        super().add_param_group(param_group)
 
     def take_part(self, executor: Executor) -> None:
         """Go on with an executor that is new: the engine is arranged in another way."""

@@ -104,6 +104,15 @@ def test_a_parameter_is_in_one_group() -> None:
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 38]
 
 
+def test_a_group_that_comes_later_is_refused() -> None:
+    """Nothing would update its parameters, and nobody would say so."""
+    model = make_model(FAMILIES["llama"]())
+    optimizer = attach_plainly(model).adamw(groups=[{"params": ["lm_head.weight"]}])
+    with pytest.raises(ConfigError, match=r"add_param_group: .* give all groups to engine\.adamw"):
+        optimizer.add_param_group({"params": [model.model.embed_tokens.weight]})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_a_pattern_that_names_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """A mistyped one would leave its parameters to the next group, at other rates."""
     engine = attach_plainly(make_model(FAMILIES["llama"]()))
