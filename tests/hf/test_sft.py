@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, ModelError
+from megatrain.hf.model.saved import read_weights
 from tests.families import FAMILIES, VOCAB_SIZE
 from tests.hf.setups import (
     arguments,
@@ -173,6 +175,23 @@ def test_an_adapter_s_run_resumes_to_the_same_bits(bf16: bool, tmp_path: Path) -
     assert resumed.state.global_step == whole.state.global_step == 3
     assert_same_weights(dict(resumed.engine.named_masters()), dict(whole.engine.named_masters()))
     assert len(resumed._streamed.steps) < len(weights(resumed))
+
+
+def test_an_adapter_that_is_not_finite_is_not_resumed(tmp_path: Path) -> None:
+    """It was read without a word, and every loss was logged as 0."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = min(tensors)
+    tensors[name][0, :3] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    engine = attach_plainly(model)
+    before = dict(engine.named_masters())
+    with pytest.raises(ModelError, match=rf"{name} has 3 of 128 values that are not finite"):
+        read_weights(model, str(tmp_path), engine.host, reads=True)
+    assert_same_weights(dict(engine.named_masters()), before)
 
 
 STORIES = Path(__file__).parents[3] / "shared/data/stories260K/hf"

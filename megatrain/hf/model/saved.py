@@ -16,7 +16,7 @@ from megatrain.errors import CheckpointError
 from megatrain.files import write_bytes_durably
 from megatrain.model.weights.convert import Region
 from megatrain.model.weights.files import INDEX_NAME, WEIGHTS_NAME, load_weights
-from megatrain.model.weights.reading import open_weights
+from megatrain.model.weights.reading import open_weights, require_finite
 from megatrain.model.weights.shards import Shard, ShardWriter
 from megatrain.model.weights.untouched import UNTOUCHED
 from megatrain.store.state import HostState
@@ -178,14 +178,17 @@ def _read_adapter(model: Any, directory: str, host: HostState) -> None:
 
     Raises:
         CheckpointError: There is no adapter in safetensors.
+        ModelError: It has values that are not finite.
     """
     from peft import load_peft_weights, set_peft_model_state_dict
 
-    if not (Path(directory) / "adapter_model.safetensors").exists():
-        raise CheckpointError(f"{directory} has no adapter_model.safetensors; resume from another checkpoint")
-    set_peft_model_state_dict(
-        model, load_peft_weights(directory, device="cpu"), adapter_name=model.active_adapters[0]
-    )
+    file = Path(directory) / "adapter_model.safetensors"
+    if not file.exists():
+        raise CheckpointError(f"{directory} has no {file.name}; resume from another checkpoint")
+    weights = load_peft_weights(directory, device="cpu")
+    for key, value in weights.items():
+        require_finite(value, file, key)
+    set_peft_model_state_dict(model, weights, adapter_name=model.active_adapters[0])
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             host.put(name, parameter.detach().clone())
