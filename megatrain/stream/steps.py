@@ -59,6 +59,11 @@ class Steps:
         self._arrangement = arrangement
         self._meter = meter
 
+    @property
+    def takes_order(self) -> bool:
+        """Whether what a row computes depends on the rows before it, so calls keep their order."""
+        return self._forward.turns.frequencies.are_there
+
     def run(
         self,
         losses: Sequence[Callable[[], Tensor]],

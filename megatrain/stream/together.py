@@ -55,8 +55,11 @@ class Together:
     def fit(self, num_tokens: Sequence[int]) -> bool:
         """Whether batches of so many tokens, padding included, may pass together.
 
-        That is as many as the plan has found room for in the memory of a step, and always those of a round.
+        That is as many as the plan has found room for in the memory of a step, and always those of a round;
+        one alone where what a row computes depends on the rows before it.
         """
+        if self._steps.takes_order and len(num_tokens) > 1:
+            return False
         lockstep = self._arrangement.choice.lockstep
         if self.micro_batch_tokens is None and not self.planned_tokens:
             return len(num_tokens) <= lockstep

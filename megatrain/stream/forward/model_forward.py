@@ -88,7 +88,7 @@ class ModelForward:
         self._is_removed = False
         self._shared_state = SharedState(model)
         self._head = Head(model, head_chunk_tokens, self._stream_again)
-        self.turns = Turns(self, arrangement)
+        self.turns = Turns(self, arrangement, model)
         self._overrides = Overrides(model)
 
     @property
@@ -171,6 +171,7 @@ class ModelForward:
         """Give the model its own forwards back, and its buffers."""
         self._is_removed = True  # who replaced the model's forward goes on calling the one that was there
         self._overrides.remove()
+        self.turns.frequencies.remove()
         move_buffers(self._model, torch.device("cpu"))
         self._head.remove()
 

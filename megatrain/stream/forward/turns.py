@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatrain.errors import ConfigError
 from megatrain.stream.forward.arrangement import Arrangement
+from megatrain.stream.forward.growing_frequencies import GrowingFrequencies
 from megatrain.stream.forward.head_backward import Cut, HeadBackward
 from megatrain.stream.forward.lockstep import Keeper, Lockstep
 
@@ -60,8 +61,9 @@ class Turn:
 class Turns:
     """Whose turn it is, and in which order calls go on."""
 
-    def __init__(self, keeper: Keeper, arrangement: Arrangement) -> None:
-        """Begin with nobody's; `keeper` puts away and back what belongs to a micro-batch."""
+    def __init__(self, keeper: Keeper, arrangement: Arrangement, model: nn.Module) -> None:
+        """Begin with nobody's; `keeper` puts away and back what belongs to a micro-batch of the model."""
+        self.frequencies = GrowingFrequencies(model)
         self._arrangement = arrangement
         self._num_layers = len(arrangement.layers)
         self._head_backward = HeadBackward()
@@ -70,8 +72,16 @@ class Turns:
         """The call of a step that is running; None: somebody else has called the model."""
 
     def run(self, turns: Sequence[Callable[[], T]], *, heads_in_turn: bool) -> list[T]:
-        """Let calls of `take` or `take_loss` go on together, and return what comes of each."""
-        return [turns[0]()] if len(turns) == 1 else self.lockstep.run(turns, heads_in_turn=heads_in_turn)
+        """Let calls of `take` or `take_loss` go on together, and return what comes of each.
+
+        Raises:
+            ModelError: Rows of these calls, one after the other, would have other rotary frequencies.
+        """
+        if len(turns) == 1:
+            return [turns[0]()]
+        found = self.lockstep.run(self.frequencies.numbered(turns), heads_in_turn=heads_in_turn)
+        self.frequencies.check()
+        return found
 
     def take(self, place: int, call: Callable[[], T], seed: int | None) -> T:
         """Run the `place`-th call of a step's round, without gradients, before its losses.
