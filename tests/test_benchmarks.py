@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.distributed.matrix import summed
+from benchmarks.plan import grid
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RATIOS = ("streamed_over_resident_recompute", "streamed_over_resident_keep", "streamed_over_roofline_128")
@@ -134,3 +135,13 @@ def test_the_record_of_the_matrix_names_the_rows_that_failed() -> None:
         "tests.t.test_a": {"passed": 1, "skipped": 0, "failed": ["two-4", "three"], "seconds": 3.5},
         "tests.t.test_b": {"passed": 0, "skipped": 1, "failed": [], "seconds": 0.5},
     }
+
+
+def test_the_grid_of_plans_is_committed_and_tells_a_slower_one() -> None:
+    kept = json.loads(grid.COMMITTED.read_text())["rows"]
+    assert sorted(kept) == sorted(map(grid.name_of, grid.rows()))
+    fits = {"fits": True, "tokens_per_s": 1000.0}
+    assert not grid.compare(fits, {"fits": True, "tokens_per_s": 999.1})
+    assert grid.compare(fits, {"fits": True, "tokens_per_s": 998.0}) == "0.9980 of its tokens per second"
+    assert grid.compare(fits, {"fits": False, "problem": "device memory"}) == "no longer fits: device memory"
+    assert not grid.compare({"fits": False}, fits)
