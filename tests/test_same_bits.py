@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.training import checkout_worker as worker
-from benchmarks.training.checkout_runs import RUNS
+from benchmarks.training.checkout_runs import COMMANDS, RUNS
 from benchmarks.training.same_bits import compare
 from megatrain.config.choice import Choice
 
@@ -92,11 +92,32 @@ def test_one_bit_of_one_initial_weight_changes_a_run(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parity
+def test_one_bit_of_one_initial_weight_changes_a_run_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = COMMANDS["two ranks: llama bf16, moments in bf16, rounds"]
+    (tmp_path / "one").mkdir()
+    one = worker.run_command(asked, tmp_path / "one")
+    make_model = worker.make_model
+
+    def changed(config: dict[str, Any]) -> Any:
+        model = make_model(config)
+        flip(model.model.layers[2].mlp.up_proj.weight, byte=403, bit=0)  # of those that bf16 keeps
+        return model
+
+    monkeypatch.setattr(worker, "make_model", changed)
+    (tmp_path / "other").mkdir()
+    other = worker.run_command(asked, tmp_path / "other")
+    assert "hf model.layers.2.mlp.up_proj.weight differs" in compare(one, other)["differences"]
+    assert len(one["values"]) > 100
+
+
+@pytest.mark.parity
 def test_a_checkout_trains_to_the_bits_of_itself() -> None:
     command = [sys.executable, "-m", "benchmarks.training.same_bits", "--reference", str(ROOT)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" equal\n") == len(RUNS) == 12
+    assert done.stdout.count(" equal\n") == len({**RUNS, **COMMANDS}) == 12 + 6
 
 
 @pytest.mark.parity

@@ -1,4 +1,8 @@
-"""The runs of `same_bits.py` and `step_cpu_time.py`: plain data, in which no setting is left to a default."""
+"""The runs of `same_bits.py` and `step_cpu_time.py`: plain data, in which no setting is left to a default.
+
+`RUNS` attach an engine. `COMMANDS` are `megatrain train` on two ranks: what is decided there, and is not in
+their settings, changes no bit.
+"""
 
 from __future__ import annotations
 
@@ -194,3 +198,68 @@ RUNS: dict[str, Run] = {
         place=_on_drives(1, 3_250_000, ["remainder", "moments", "working"], blocks=0, weights=13),
     ),
 }
+
+
+def _command(
+    config: dict[str, Any],
+    precision: str,
+    *,
+    micro_batches: int = 4,
+    shards: int = 2,
+    gather: str = "on",
+    device: str = "cpu",
+    moments: str = "fp32",
+    max_grad_norm: float | None = 0.5,
+    memory: Run | None = None,
+    **sections: Run,
+) -> Run:
+    """Spell out a run of `megatrain train` on two ranks."""
+    return {
+        "config": {**config, "vocab_size": 260, "bos_token_id": 256, "eos_token_id": 257},
+        "ranks": 2,
+        "settings": {
+            "model": {"path": "model", "init": "pretrained"},
+            "data": {"path": "pairs.jsonl" if "preference" in sections else "text.txt", "seq_len": 64,
+                     "cache": "cache", "val_size": 4},
+            "train": {"steps": 3, "micro_batch_size": 2, "grad_accumulation": micro_batches, "device": device,
+                      "precision": precision, "seed": 0, "compile": "off",
+                      "loss": "dpo" if "preference" in sections else "sft"},
+            "optim": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "warmup_steps": 1,
+                      "max_grad_norm": max_grad_norm, "state": moments,
+                      "updates": "deferred" if max_grad_norm else "immediate"},
+            "memory": {"num_slots": 2, "num_gradient_buffers": 2, "activations": "recompute",
+                       "boundaries": "device", "fragments": False, "resident_blocks": 0, "lockstep": 1,
+                       "gradients": "host", "sums": "device", **(memory or {})},
+            "parallel": {"shards": shards, "gather": gather},
+            "checkpoint": {"every": 2},
+            "eval": {"every": 2},
+            "log": {"progress": "none", "report": False},
+            "out": "run",
+            **sections,
+        },
+    }  # fmt: skip
+
+
+_LARGE = {**QWEN2, "num_hidden_layers": 8, "use_sliding_window": False}
+COMMANDS: dict[str, Run] = {
+    "two ranks: llama bf16, moments in bf16, rounds": _command(
+        LLAMA, "bf16", micro_batches=8, shards=4, moments="bf16", memory={"lockstep": 2}
+    ),
+    "two ranks: qwen3_moe fp32 offload, fragments, emulated": _command(
+        QWEN3_MOE,
+        "fp32",
+        device="emulated",
+        memory={"activations": "offload", "fragments": True, "num_slots": 3, "num_gradient_buffers": 3},
+    ),
+    "two ranks: qwen2 bf16, state on two drives": _command(
+        _LARGE, "bf16", memory={"tiers": {"ram": 7_760_000, "nvme": ["drive0", "drive1"]}, "commit_every": 1}
+    ),
+    "two ranks: llama bf16, pairs (DPO)": _command(LLAMA, "bf16", preference={"beta": 0.1}),
+    "two ranks: gpt2 bf16 immediate keep, dropout, int8": _command(
+        GPT2, "bf16", gather="off", moments="int8", max_grad_norm=None, memory={"activations": "keep"}
+    ),
+    "two ranks: llama fp32, rows shared out, resident": _command(
+        LLAMA, "fp32", shards=1, device="emulated", memory={"resident_blocks": 2}
+    ),
+}
+COMMANDS["two ranks: llama fp32, rows shared out, resident"]["settings"]["parallel"]["sequence"] = 2

@@ -12,6 +12,7 @@ import inspect
 import json
 import resource
 import struct
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,8 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 
 def main() -> None:
@@ -40,7 +49,7 @@ def report_bits() -> None:
     for name, asked in json.load(sys.stdin).items():
         try:
             with tempfile.TemporaryDirectory() as directory:
-                report = run(asked, Path(directory))
+                report = (run_command if "ranks" in asked else run)(asked, Path(directory))
         except Exception as error:
             report = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({"name": name, **report}), flush=True)
@@ -83,6 +92,74 @@ def run(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
     engine.detach()
     values |= {f"weight {name}": digest(value) for name, value in model.named_parameters()}
     return {"values": values, "asked_but_not_so": list(not_as_asked(asked, found))}
+
+
+def run_command(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Train as asked by `megatrain train` on several ranks; returns the digests of all that came out.
+
+    Raises:
+        RuntimeError: The command has failed; the last line of what it says.
+    """
+    make_model(asked["config"]).save_pretrained(directory / "model")
+    make_tokenizer().save_pretrained(directory / "model")
+    write_data(directory)
+    (directory / "config.yaml").write_text(json.dumps(asked["settings"]))  # JSON is YAML
+    command = [sys.executable, "-W", "ignore", "-m", "megatrain", "train", "config.yaml"]
+    command += ["--ranks", str(asked["ranks"])]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["it says nothing"])[-1])
+    out = directory / asked["settings"]["out"]
+    values: dict[str, str] = {}
+    for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()):
+        for name in ("loss", "grad_norm"):
+            values[f"{name} of step {row['step']}"] = repr(row[name])
+    for event in map(json.loads, (out / "events.jsonl").read_text().splitlines()):
+        if event["event"] == "evaluation":
+            values[f"evaluation after step {event['step']}"] = repr(event["loss"])
+        if event["event"] == "start" and event["ranks"] != asked["ranks"]:
+            raise RuntimeError(f"{event['ranks']} ranks have trained")
+    newest = max((out / "checkpoints").glob("step-*"))
+    for place in (newest, out / "hf"):
+        for file in sorted(place.rglob("*.safetensors")):
+            values |= {f"{place.name} {name}": digest(tensor) for name, tensor in load_file(file).items()}
+    return {"values": values, "asked_but_not_so": list(not_as_planned(asked["settings"]["memory"], out))}
+
+
+def not_as_planned(memory: dict[str, Any], out: Path) -> Iterator[str]:
+    """Yield where a run has planned other memory than its settings ask for."""
+    plan = json.loads((out / "plan.json").read_text())
+    for name, have in plan["policy"]["memory"].items():
+        if memory.get(name, have) != have:
+            yield f"{name} is {have!r}, not {memory[name]!r}"
+    if "tiers" in memory and not plan["bytes_per_step"]["drive_read"]:
+        yield "no state is on drives"
+
+
+def make_tokenizer() -> PreTrainedTokenizerBase:
+    """Make a tokenizer of bytes."""
+    tokenizer = Tokenizer(models.BPE({char: n for n, char in enumerate(byte_characters())}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
+
+
+def byte_characters() -> list[str]:
+    """Return the characters by which tokenizers write bytes, in a fixed order."""
+    return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def write_data(directory: Path) -> None:
+    """Write lines of text, and pairs of answers."""
+    generator = torch.Generator().manual_seed(5)
+
+    def words(count: int) -> str:
+        letters = torch.randint(97, 123, (count, 4), generator=generator).tolist()
+        return " ".join(map("".join, ([chr(letter) for letter in word] for word in letters)))
+
+    (directory / "text.txt").write_text("".join(f"{words(40)}\n" for _ in range(60)))
+    pairs = [{"prompt": words(3), "chosen": f" {words(6)}", "rejected": f" {words(4)}"} for _ in range(40)]
+    (directory / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
 
 
 def begin(model: PreTrainedModel, asked: dict[str, Any], directory: Path) -> tuple[Any, Any]:
@@ -200,8 +277,6 @@ def not_as_asked(asked: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
 
 def state_digests(engine: Any, directory: Path) -> Iterator[tuple[str, str]]:
     """Yield (name, digest) of remainders, moments and scales, read from the files of a checkpoint."""
-    from safetensors.torch import load_file
-
     from megatrain.train.resume.state import write_state
 
     directory.mkdir()

@@ -1,4 +1,4 @@
-"""Do two checkouts of this repository train to the same bits? Twelve short runs, every choice spelled out.
+"""Do two checkouts of this repository train to the same bits? Eighteen short runs, every choice spelled out.
 
     python -m benchmarks.training.same_bits --reference CHECKOUT [--other CHECKOUT] [--only NAME] [--out FILE]
 
@@ -7,6 +7,9 @@ PyTorch, models, seeds and settings. The runs differ in family, precision, sched
 of activations, fragments, micro-batches in lockstep, residency, tiers (RAM, one or two drives, boundaries on
 drives), format of the moments and lanes. After each, the SHA-256 of every loss and gradient norm, and of
 every weight, fp32 master, remainder and moment must be equal; and both must have run as they were asked to.
+Six more are `megatrain train` on two ranks: moments in bf16 and in int8, state on drives, pairs, rows that
+are shared out. Of these the losses of evaluations are compared too, and all tensors of the last checkpoint
+and of the exported model.
 
 Without `--other`, the second checkout is the one that this script is in. The result is a table; the last line
 is JSON; the exit status is 1 if anything differs or does not run. A checkout whose `Choice` has a field that
@@ -26,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import emit, hardware
-from benchmarks.training.checkout_runs import RUNS
+from benchmarks.training.checkout_runs import COMMANDS, RUNS
 
 ROOT = Path(__file__).resolve().parents[2]
+ASKED = {**RUNS, **COMMANDS}
 WORKER = Path(__file__).with_name("checkout_worker.py")
 MOST_NAMED = 5
 """Values that differ are named up to this number."""
@@ -40,10 +44,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--reference", type=Path, required=True, help="the checkout to compare with")
     parser.add_argument("--other", type=Path, default=ROOT, help="default: the one that this script is in")
-    parser.add_argument("--only", choices=RUNS, action="append", help="may be given several times")
+    parser.add_argument("--only", choices=ASKED, action="append", help="may be given several times")
     parser.add_argument("--out", help="file to save the JSON line to")
     arguments = parser.parse_args()
-    names = arguments.only or list(RUNS)
+    names = arguments.only or list(ASKED)
     checkouts = [arguments.reference.resolve(), arguments.other.resolve()]
     with ThreadPoolExecutor() as pool:
         reference, other = pool.map(lambda checkout: run_all(checkout, names), checkouts)
@@ -73,7 +77,7 @@ def run_all(checkout: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(WORKER), str(checkout), "bits"]
-    asked = json.dumps({name: RUNS[name] for name in names})
+    asked = json.dumps({name: ASKED[name] for name in names})
     done = subprocess.run(command, input=asked, env=environment, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     reports = {line.pop("name"): line for line in lines}
@@ -101,10 +105,10 @@ def compare(reference: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
 
 def table(rows: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield f"{'run':<52} {'values':>6}  "
+    yield f"{'run':<54} {'values':>6}  "
     for name, row in rows.items():
         found = row["differences"]
-        yield f"{name:<52} {row['values']:>6}  {f'{len(found)} DIFFER' if found else 'equal'}"
+        yield f"{name:<54} {row['values']:>6}  {f'{len(found)} DIFFER' if found else 'equal'}"
         yield from (f"    {what}" for what in found[:MOST_NAMED])
         if len(found) > MOST_NAMED:
             yield f"    and {len(found) - MOST_NAMED} more"
