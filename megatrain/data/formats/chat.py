@@ -14,14 +14,26 @@ def text(fields: Fields, place: Source) -> list[TextExample]:
     """Read raw text, all of which is trained on."""
     value = fields.get("text")
     if value is None:
-        missing = fields.missing("text")
-        raise RowError(
-            missing.reason, f"{missing.detail}; choose one with data.text_column, or set data.format"
-        )
+        raise _no_text(fields)
     document = unicode_text(value, f'column "{fields.column("text")}"')
     if not document.strip():
         raise RowError("empty text", is_fault=False)
     return [TextExample(source=place, text=document)]
+
+
+def _no_text(fields: Fields) -> RowError:
+    """Return the error of a row without raw text; rows of no format that is known are taken for that."""
+    name, absent = fields.column("text"), fields.absent()
+    if absent is not None:
+        return fields.missing(absent)
+    if name in fields.row:
+        return fields.missing("text")
+    return RowError(
+        f'no column "{name}"',
+        f'no column "{name}"; the columns are {", ".join(map(str, fields.row)) or "none"}; choose one with '
+        "data.text_column, or those of instructions and answers with "
+        "data.columns='{instruction: COLUMN, output: COLUMN}'",
+    )
 
 
 def conversation(fields: Fields, place: Source, spelling: Spelling) -> list[ChatExample]:

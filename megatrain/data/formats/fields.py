@@ -72,7 +72,13 @@ class Fields:
         if name in self.row:
             return RowError(f'column "{name}" holds null', f'column "{name}" holds null, not text')
         columns = ", ".join(map(str, self.row)) or "none"
-        return RowError(f'no column "{name}"', f'no column "{name}"; the columns are {columns}')
+        ways = "" if self._is_closed else f"; name it with data.columns='{{{field}: COLUMN}}'"
+        return RowError(f'no column "{name}"', f'no column "{name}"; the columns are {columns}{ways}')
+
+    def absent(self) -> str | None:
+        """Return the first field, other than raw text, whose column the row lacks; None: there is none."""
+        fields = (field for field in self._columns if field != "text")
+        return next((field for field in fields if self._columns[field] not in self.row), None)
 
     def as_text(self, value: Any, what: str) -> str:
         """Return a value as text; a number is written out, as JSON has it.

@@ -25,6 +25,7 @@ from megatrain.data.example import (
 from megatrain.data.formats.detect import Converter, Recipe, detect
 from megatrain.data.read.examples import read_examples
 from megatrain.data.row import RowError
+from megatrain.errors import DataError
 
 
 def system(content: str) -> Message:
@@ -460,3 +461,21 @@ def test_no_row_whatever_is_more_than_a_row_error(row: dict[str, Any], name: str
             return
         assert examples
         assert all(isinstance(text, str) for example in examples for text in texts_of(example))
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"format": "alpaca"}, 'no column "instruction"; the columns are Q, A; name it with data.columns='),
+        ({"columns": {"instruction": "q", "output": "A"}}, 'no column "q"; the columns are Q, A; name it'),
+        ({"columns": {"output": "A"}}, 'no column "text"; the columns are Q, A; choose one with'),
+        ({"format": "text"}, 'no column "text"; the columns are Q, A; choose one with data.text_column'),
+    ],
+)
+def test_columns_that_are_called_otherwise_are_to_be_named(
+    tmp_path: Path, more: dict[str, Any], expected: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"Q": "1 + 1", "A": "2"}\n')
+    with pytest.raises(DataError) as caught:
+        list(read_examples(DataConfig.model_validate({"path": str(tmp_path / "a.jsonl"), **more})))
+    assert expected in str(caught.value)

@@ -552,7 +552,8 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "no column that is known": (
         "a.jsonl",
         b'{"body": "x", "n": 1}\n',
-        'no column "text"; the columns are body, n',
+        'no column "text"; the columns are body, n; choose one with data.text_column, or those of '
+        "instructions and answers with data.columns='{instruction: COLUMN, output: COLUMN}'",
     ),
     "images only": ("a.jsonl", lines({**GOOD, "images": ["a.jpg"]}), f"{MEDIA}: column"),
     "not Parquet": ("a.parquet", b"PAR1 not at all", "not readable as parquet"),
