@@ -165,10 +165,16 @@ class Encoder:
                 continue
             rest = [number for number in encoding.ids[place + 1 :] if number in ends]
             token = self._tokenizer.decode(rest[:1]) if rest else None
-            what = f"ends with {token}, which is not trained on" if token else "has no token that ends it"
+            what, way = "has no token that ends it", "end it with"
+            if token:
+                what, way = f"ends with {token}, which is not trained on", "let {% generation %} enclose it"
+            elif self._tokenizer.eos_token:
+                way += f" the tokenizer's {self._tokenizer.eos_token}"
+            else:
+                way += " a token of the tokenizer's"
             return (
                 f"in this chat template a turn of the assistant's {what}: the model does not learn to stop; "
-                "let {% generation %} enclose it in a template file (data.chat_template)"
+                f"{way} in a template file (data.chat_template)"
             )
         return None
 

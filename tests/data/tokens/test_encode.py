@@ -238,7 +238,10 @@ def test_generation_marks_go_before_what_is_found(tokenizer: Any) -> None:
 
 def test_template_without_an_end_is_named(tokenizer: Any) -> None:
     template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
-    assert "has no token that ends it" in str(recipe(tokenizer, template).make().untrained_end())
+    warning = str(recipe(tokenizer, template).make().untrained_end())
+    assert "has no token that ends it" in warning
+    assert "end it with the tokenizer's <|endoftext|>" in warning
+    assert "let {% generation %} enclose" not in warning, "there is nothing to enclose"
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "qwen2.5"])
