@@ -314,6 +314,11 @@ def _no_rows(counts: Counts, packing: Packing, report: ReadReport) -> DataError:
             f"the data has {counts.tokens} tokens, too few for one sequence of data.seq_len "
             f"{packing.seq_len}; add text or lower data.seq_len"
         )
+    if counts.examples == 0 and any(source.num_other_part for source in report.sources):
+        return DataError(
+            f"data.val_size leaves nothing here: {'; '.join(map(str.strip, report.lines()))}; use a size "
+            "that leaves some of both, or name other files with data.eval_path"
+        )
     return DataError(
         f"none of {counted(counts.examples, 'example')} can be trained on ({counts.too_long:,} longer than "
         f"data.seq_len {packing.seq_len:,}): {'; '.join(map(str.strip, report.lines()))}; see "
