@@ -103,7 +103,7 @@ def _speed(plan: Plan, padding: float, num_steps: int, first_step: int, now: dat
     limit = "" if plan.bound == _NO_OVERLAP else f" (what takes longest: {plan.bound})"
     take = "takes" if left == 1 else "take"
     lasts = _lasting(left_s) + ("" if left_s < 1 else f", until {when}")
-    steps = f"{counted(left, 'step')} {take} {lasts}"
+    steps = f"{counted(left, 'step')} {take} {lasts}" if left > 0 else "no step is left"
     rate = f"about {plan.tokens_per_s:,.0f} tokens/s"
     if padding > MUCH_PADDING:
         rate += f" ({plan.tokens_per_s * (1 - padding):,.0f} without padding)"

@@ -90,6 +90,12 @@ def test_a_resumed_run_says_what_is_left(tmp_path: Path) -> None:
     assert results.endswith("; going on from step 60 of 100")
 
 
+def test_a_run_that_is_beyond_its_steps_has_none_left(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    _, _, _, speed, _ = lines_of(config, planned_as(config, step_s=36.0, bound="compute"), first_step=148)
+    assert speed.endswith("; no step is left")
+
+
 def test_one_of_a_thing_is_not_several(tmp_path: Path) -> None:
     config = make_config(tmp_path, train={"micro_batch_size": 1})
     config = config.model_copy(update={"train": config.train.model_copy(update={"loss": "kto"})})
