@@ -391,7 +391,10 @@ def test_evaluation_by_the_names_of_transformers(caplog: pytest.LogCaptureFixtur
         (["deepspeed=ds.json"], "megatrain streams the model's state itself"),
         (["adam_beta2=0.99"], r"optim\.betas=\[0\.9, 0\.999\]"),
         (["greater_is_better=true"], "lowest loss"),
-        (["num_train_epochs=2", "train.steps=3"], "train.steps and train.epochs are both given"),
+        (
+            ["num_train_epochs=2", "train.steps=3"],
+            "train.steps and train.epochs are both given; keep one, and set the other to null",
+        ),
         (["eval.patience=2"], "eval.patience is set, but nothing is held out"),
         (["eval.every=2"], "there is nothing to evaluate"),
         (["train.on_spike=skip", "optim.updates=immediate", "optim.max_grad_norm=null"], "on_spike=warn"),

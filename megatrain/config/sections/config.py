@@ -322,7 +322,10 @@ def conflicts(config: Config) -> list[str]:
             "optim.max_grad_norm=null"
         )
     if config.train.steps is not None and config.train.epochs is not None:
-        problems.append("train.steps and train.epochs are both given; keep one")
+        problems.append(
+            "train.steps and train.epochs are both given; keep one, and set the other to null "
+            "(train.epochs=null) where a file or a recipe has it"
+        )
     if optim.updates == "immediate" and config.train.on_spike != "warn":
         problems.append(
             f"optim.updates is immediate and train.on_spike is {config.train.on_spike}: layers are updated "
