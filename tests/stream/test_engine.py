@@ -221,6 +221,26 @@ def test_inference_mode_before_the_first_step_changes_nothing() -> None:
     assert_same_round(engine, reference, make_batches(2))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_computes_with_weights_that_require_gradients_as_parameters_do(
+    mode: Callable[[], Any],
+) -> None:
+    """torch.matmul of weights by several rows of tokens takes another kernel where they do, as in Jamba."""
+    model = make_model(FAMILIES["jamba"]()).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    model.lm_head.weight.requires_grad_(False)
+    ids = torch.randint(3, VOCAB_SIZE, (2, 5), generator=generator)
+    with mode():
+        expected = model(input_ids=ids).logits.clone()
+    engine = attach_plainly(model)
+    with mode():
+        assert_same_bits(model(input_ids=ids).logits.clone(), expected, "logits")
+    engine.detach()
+
+
 def test_second_backward_through_the_same_graph_is_refused() -> None:
     for activations in ("recompute", "keep"):
         model, reference, engine, _ = start(activations=activations)

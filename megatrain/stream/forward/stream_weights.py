@@ -59,8 +59,10 @@ def stream_weights(
         anchor: Makes autograd take note: `HEAD_ANCHOR` where they are used behind the last layer. What
             another one was made of has its backward after theirs.
     """
-    if not torch.is_grad_enabled() or True not in trained:
+    if True not in trained:
         return list(map(Tensor.detach, aliases))
+    if not torch.is_grad_enabled():  # as parameters: torch.matmul takes its kernel by whether they want one
+        return [a.detach().requires_grad_(t) for a, t in zip(aliases, trained, strict=True)]
     if False not in trained:
         return list(_apply(anchor, collect, aliases))
     streamed = iter(_apply(anchor, collect, [a for a, t in zip(aliases, trained, strict=True) if t]))
