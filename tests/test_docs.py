@@ -275,6 +275,8 @@ def test_exit_codes_are_all_there() -> None:
     listed = prose(ROOT / "docs/training.md").partition("## Exit codes")[2]
     shown = re.findall(r"^\| (\d+) \| ", listed, re.MULTILINE)
     assert {int(code) for code in shown} == {0, 1, EXIT_STOPPED, *codes(MegatrainError)}
+    headings = re.findall(r"^## (\d+): ", prose(ROOT / "docs/troubleshooting.md"), re.MULTILINE)
+    assert {int(code) for code in headings} == {int(code) for code in shown} - {0}
 
 
 def test_memory_table_is_right() -> None:

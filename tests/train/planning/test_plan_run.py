@@ -206,9 +206,11 @@ def test_options_change_the_machine(capsys: pytest.CaptureFixture[str], models: 
     found = plan_json(capsys, "--model", str(models / "small"), "--machine", str(tmp_path / "mine.json"))
     free = int(0.05 * (77 << 30))
     assert found["limits"]["ram"] == int(USABLE_HOST * (77 << 30)) - free - PROGRAM_BYTES
+    step_tokens = found["batch"]["tokens"]
     found = plan_json(capsys, "--model", str(models / "small"), "--machine", "8xh100", "--gpus", "4")
     host = load_machine("8xh100").host_bytes
     assert found["limits"]["ram"] == int(USABLE_HOST * host) - (8 << 30) - 4 * PROGRAM_BYTES
+    assert found["batch"]["tokens"] == step_tokens, "of all GPUs together, as a run's"
     found = plan_json(
         capsys,
         *("--model", str(models / "small"), "--machine", "rtx-4090", "--ram", "1.5TiB", "--nvme", "3TB"),
