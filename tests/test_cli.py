@@ -16,7 +16,7 @@ import typer
 
 from megatrain.cli import main, read_settings
 from megatrain.cli.commands import app
-from megatrain.cli.help import _MEANT, MOST_USED
+from megatrain.cli.help import _MEANT, MOST_USED, _instead_of
 from megatrain.cli.importing import importing
 from megatrain.config import config_keys
 from megatrain.data.read.files import check_path
@@ -191,6 +191,7 @@ def test_what_a_command_is_meant_to_be_is_one() -> None:
     names = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     assert {meant.split()[0].rstrip(",") for meant in _MEANT.values()} <= names
     assert not names & set(_MEANT)
+    assert (_instead_of("sft"), _instead_of("kto")) == ("train", "train ... train.loss=kto")
 
 
 def test_sample_prints_the_text(calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("data", "checkpoint", "model"),
         ("layout",),
         ("hardware", "config"),
-        ("files", "hub", "recipes"),
+        ("files", "hub", "recipes", "objective"),
         ("errors",),
     ),
     "megatrain.model": (("profile",), (OWN,), ("weights",)),

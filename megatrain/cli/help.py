@@ -32,7 +32,6 @@ _MEANT = {
     "benchmark": "doctor --bench",
     "config": "recipe",
     "convert": "import",
-    "dpo": "train ... train.loss=dpo",
     "env": "doctor",
     "evaluate": "eval",
     "finetune": "train",
@@ -41,7 +40,6 @@ _MEANT = {
     "infer": "sample",
     "inference": "chat",
     "inspect": "data inspect",
-    "kto": "train ... train.loss=kto",
     "list": "runs ls",
     "ls": "runs ls",
     "merge": "export --merge",
@@ -52,7 +50,6 @@ _MEANT = {
     "resume": "train, with the same arguments as before",
     "run": "train",
     "serve": "chat",
-    "sft": "train",
     "show": "runs show",
     "test": "eval",
     "tokenize": "data prepare",
@@ -60,6 +57,15 @@ _MEANT = {
     "webui": "ui",
 }
 """Commands of other tools, and what does that here."""
+
+
+def _instead_of(name: str) -> str | None:
+    """Return what does here what a command of another tool does; an objective is one too."""
+    from megatrain.objective.registry import DEFAULT, OBJECTIVES
+
+    if name in OBJECTIVES:
+        return "train" + ("" if name == DEFAULT.name else f" ... train.loss={name}")
+    return _MEANT.get(name)
 
 
 class Commands(TyperGroup):
@@ -70,8 +76,8 @@ class Commands(TyperGroup):
         try:
             return super().resolve_command(ctx, args)
         except _UsageError as error:
-            if args and args[0] in _MEANT:
-                error.message = f"No such command '{args[0]}'. Did you mean: megatrain {_MEANT[args[0]]}?"
+            if args and (meant := _instead_of(args[0])) is not None:
+                error.message = f"No such command '{args[0]}'. Did you mean: megatrain {meant}?"
             raise
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatrain.errors import ConfigError
+from megatrain.objective.registry import DEFAULT, aliases
 
 ALIASES: Mapping[str, str] = {
     "model_name_or_path": "model.path",
@@ -45,16 +46,7 @@ ALIASES: Mapping[str, str] = {
     "num_warmup_steps": "optim.warmup_steps",
     "warmup_ratio": "optim.warmup_steps",
     "stage": "train.loss",
-    "beta": "preference.beta",
-    "pref_beta": "preference.beta",
-    "loss_type": "preference.loss_type",
-    "pref_loss": "preference.loss_type",
-    "label_smoothing": "preference.label_smoothing",
-    "dpo_label_smoothing": "preference.label_smoothing",
-    "desirable_weight": "preference.desirable_weight",
-    "kto_chosen_weight": "preference.desirable_weight",
-    "undesirable_weight": "preference.undesirable_weight",
-    "kto_rejected_weight": "preference.undesirable_weight",
+    **{name: f"preference.{key}" for name, key in aliases().items()},
     "lora_r": "lora.r",
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
@@ -111,7 +103,7 @@ _VALUES: Mapping[str, Callable[[Any], Any]] = {
     ),
     "eval_strategy": _strategy,
     "metric_for_best_model": _metric,
-    "stage": lambda value: "sft" if value == "pt" else value,
+    "stage": lambda value: DEFAULT.name if value == "pt" else value,
     "loss_type": lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value,
     "report_to": _reporters,
 }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+from megatrain.objective.rows import MARKED, PAIRS, TEXTS, RowKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,7 @@ class Source:
 class TextExample:
     """A document: all of it is trained on."""
 
+    rows: ClassVar[RowKind] = TEXTS
     source: Source
     text: str
 
@@ -58,6 +61,7 @@ class TextExample:
 class ChatExample:
     """A conversation, rendered by the chat template."""
 
+    rows: ClassVar[RowKind] = TEXTS
     source: Source
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -71,6 +75,7 @@ class ChatExample:
 class CompletionExample:
     """A prompt and what should follow it, as plain text without a template."""
 
+    rows: ClassVar[RowKind] = TEXTS
     source: Source
     prompt: str
     completion: str
@@ -80,6 +85,8 @@ class CompletionExample:
 class PreferenceExample:
     """Two answers to a prompt, of which one is better."""
 
+    rows: ClassVar[RowKind] = PAIRS
+    is_good: ClassVar[bool] = False
     source: Source
     prompt: Turns
     chosen: Turns
@@ -87,11 +94,17 @@ class PreferenceExample:
     tools: tuple[Mapping[str, Any], ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def answers(self) -> tuple[Turns, ...]:
+        """The better answer, and the other one."""
+        return self.chosen, self.rejected
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KtoExample:
     """An answer to a prompt, and whether it is a good one."""
 
+    rows: ClassVar[RowKind] = MARKED
     source: Source
     prompt: Turns
     completion: Turns
@@ -99,18 +112,25 @@ class KtoExample:
     tools: tuple[Mapping[str, Any], ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def answers(self) -> tuple[Turns, ...]:
+        """The one answer."""
+        return (self.completion,)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokensExample:
     """A row that is tokenised already."""
 
+    rows: ClassVar[RowKind] = TEXTS
     source: Source
     input_ids: tuple[int, ...]
     labels: tuple[int, ...] | None = None
     """-100 where nothing is trained; None: everywhere."""
 
 
-Example = TextExample | ChatExample | CompletionExample | PreferenceExample | KtoExample | TokensExample
+JudgedExample = PreferenceExample | KtoExample
+Example = TextExample | ChatExample | CompletionExample | JudgedExample | TokensExample
 
 
 def texts_of(example: Example) -> Iterator[str]:
@@ -120,9 +140,9 @@ def texts_of(example: Example) -> Iterator[str]:
         parts = (example.text,)
     elif isinstance(example, ChatExample):
         parts = (example.messages,)
-    elif isinstance(example, PreferenceExample):
-        parts = (example.prompt, example.chosen, example.rejected)
-    elif not isinstance(example, TokensExample):
+    elif isinstance(example, CompletionExample):
         parts = (example.prompt, example.completion)
+    elif not isinstance(example, TokensExample):
+        parts = (example.prompt, *example.answers)
     for part in parts:
         yield from [part] if isinstance(part, str) else [message.content for message in part]

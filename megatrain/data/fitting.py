@@ -9,14 +9,12 @@ import numpy as np
 
 from megatrain.data.example import Example, TextExample
 from megatrain.data.packing import split_long
-from megatrain.data.pairs import SIDES, Judged
+from megatrain.data.pairs import Judged
 from megatrain.data.read.report import ReadReport
 from megatrain.data.tokens.encode import Refused
 from megatrain.data.words import IDS, Words, num_trained
 from megatrain.errors import DataError
-
-JUDGED_WAYS = ("dpo", "kto")
-"""Of packing, for judged answers, by the loss that takes them."""
+from megatrain.objective.rows import kind_of
 
 ALL_MASKED = "no token of it is trained on"
 TOO_LONG = "longer than data.seq_len (data.too_long=drop)"
@@ -33,7 +31,7 @@ class Packing:
     seq_len: int
     """Tokens of a row."""
     way: str
-    """`join`, `best_fit` or `pad`; `dpo` and `kto` for judged answers."""
+    """`join`, `best_fit` or `pad`; of judged answers that of their `RowKind`."""
     too_long: str
     """`split`, `truncate`, `drop`, or `auto`: text is split, all else truncated."""
     fill_id: int
@@ -42,7 +40,7 @@ class Packing:
     @property
     def width(self) -> int:
         """Words of a row in the file."""
-        return self.seq_len * (SIDES if self.way in JUDGED_WAYS else 1)
+        return self.seq_len * kind_of(self.way).sequences
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,7 +139,7 @@ def _judged(
         counts.cut_tokens += num_tokens
         report.drop(example.source, TOO_LONG, is_fault=False)
         return []
-    if packing.way == "dpo" and np.array_equal(sides[0], sides[1]):
+    if len(sides) > 1 and np.array_equal(sides[0], sides[1]):
         report.drop(example.source, "chosen and rejected are the same within data.seq_len")
         return []
     if not all(map(num_trained, sides)):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data.example import ChatExample, Example, KtoExample, PreferenceExample, texts_of
+from megatrain.data.example import ChatExample, Example, JudgedExample, texts_of
 from megatrain.data.read.examples import ExampleStream
 from megatrain.data.read.report import ReadReport
 from megatrain.data.tokens.encode import Encoder, Refused, show
@@ -154,8 +154,8 @@ def _add_tokens(
     tokenizer: PreTrainedTokenizerBase,
     num_samples: int,
 ) -> None:
-    pairs = [example for example in examples if isinstance(example, (PreferenceExample, KtoExample))]
-    plain = [example for example in examples if not isinstance(example, (PreferenceExample, KtoExample))]
+    pairs = [example for example in examples if isinstance(example, JudgedExample)]
+    plain = [example for example in examples if not isinstance(example, JudgedExample)]
     for pair in pairs:
         try:
             judged = encoder.encode_pair(pair)

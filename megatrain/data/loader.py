@@ -19,6 +19,7 @@ from megatrain.data.cache import Rows, name_of
 from megatrain.data.pairs import judged_batch, sequences, split_reference
 from megatrain.data.words import num_present, split_words
 from megatrain.errors import DataError
+from megatrain.objective.rows import kind_of
 
 
 class PackedLoader:
@@ -47,7 +48,7 @@ class PackedLoader:
             num_micro_batches: micro-batches in a step.
             seed: of the order of the rows.
             shuffle: a new random order in each epoch; else the order of `rows`.
-            packing: `join`, `best_fit`, `pad`, `dpo` or `kto`; see `as_batch`.
+            packing: The way in which the rows are packed; see `as_batch`.
             name: the fingerprint of the rows, if it is known.
             day: that the chat template was told, for those who prepare the same data again.
         """
@@ -138,12 +139,11 @@ def as_batch(rows: NDArray[np.int32], packing: str) -> dict[str, torch.Tensor]:
     Joined rows give `input_ids` and equal `labels`. Others are words, with `labels` of -100 where nothing is
     trained on; packed best-fit they have `position_ids` too, which begin anew with each document: by them
     attention keeps documents apart, where no `attention_mask` is given. A row of one document that is filled
-    up at its end needs neither: no token sees what comes after it. Rows of judged answers (`dpo`, `kto`) are
-    two such rows each, with their reference; see `judged_batch`.
+    up at its end needs neither: no token sees what comes after it. Rows of judged answers are two such rows
+    each, with their reference; see `judged_batch`.
     """
-    if packing in ("dpo", "kto"):
-        words, reference = split_reference(rows)
-        return judged_batch(words, packing, reference)
+    if kind_of(packing).is_judged:
+        return judged_batch(*split_reference(rows))
     if packing == "join":
         input_ids = torch.from_numpy(rows.astype(np.int64))
         return {"input_ids": input_ids, "labels": input_ids.clone()}
@@ -155,7 +155,7 @@ def as_batch(rows: NDArray[np.int32], packing: str) -> dict[str, torch.Tensor]:
 def _num_present(rows: NDArray[np.int32], packing: str) -> int:
     if packing == "join":
         return int(rows.size)
-    return num_present(sequences(split_reference(rows)[0]) if packing in ("dpo", "kto") else rows)
+    return num_present(sequences(split_reference(rows)[0]) if kind_of(packing).is_judged else rows)
 
 
 def epoch_order(num_rows: int, *, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """Judged answers as rows: two sequences side by side, each a prompt and an answer.
 
-A row of DPO holds the chosen answer and the rejected one. A row of KTO holds an answer, and beside it the
-same prompt with an answer to another one: by these the loss knows how far the model is from its reference.
+A row of a pair holds the chosen answer and the rejected one. A row of a marked answer holds that, and beside
+it the same prompt with an answer to another one: by these KTO knows how far the model is from its reference.
 The answers of up to 64 rows change places for that, each row's going to the next.
 """
 
@@ -35,7 +35,7 @@ class Judged:
     prompts: tuple[Sequence[int], ...]
     """One for each answer: the same one, unless the answers begin with system prompts of their own."""
     answers: tuple[Sequence[int], ...]
-    """The chosen and the rejected one (DPO), or one (KTO)."""
+    """The chosen and the rejected one, or one that is marked."""
     is_good: bool = False
     """The one answer is."""
 
@@ -72,17 +72,17 @@ class Judged:
 class PairPacker:
     """Takes judged answers, gives rows."""
 
-    def __init__(self, seq_len: int, fill_id: int, *, rotates: bool) -> None:
+    def __init__(self, seq_len: int, fill_id: int, *, borrows: bool) -> None:
         """Begin with nothing.
 
         Args:
-            seq_len: Tokens of a sequence.
-            fill_id: Of the token that fills sequences up.
-            rotates: Examples have one answer, and get that of the example before as their second; the first
-                gets that of the last.
+            seq_len: The number of tokens of a sequence.
+            fill_id: The id of the token that fills sequences up.
+            borrows: Whether examples have one answer, and get that of the example before as their second; the
+                first gets that of the last.
         """
         self.num_filled = 0
-        self._seq_len, self._fill_id, self._rotates = seq_len, fill_id, rotates
+        self._seq_len, self._fill_id, self._borrows = seq_len, fill_id, borrows
         self._held: list[Judged] = []
 
     def add(self, example: Judged) -> Iterator[NDArray[np.int32]]:
@@ -98,14 +98,14 @@ class PairPacker:
         Raises:
             DataError: An answer has no other example's to be compared with.
         """
-        if self._rotates and len(self._held) == 1:
-            raise DataError("there is one answer, and train.loss kto compares it with others; add rows")
+        if self._borrows and len(self._held) == 1:
+            raise DataError("there is one answer, and the loss compares it with others; add rows")
         if self._held:
             yield self._rows(self._held)
             self._held = []
 
     def _rows(self, group: list[Judged]) -> NDArray[np.int32]:
-        if self._rotates:
+        if self._borrows:
             others = [*group[-1:], *group[:-1]]
             group = [
                 Judged(example.prompts * SIDES, (*example.answers, *other.answers), example.is_good)
@@ -130,18 +130,17 @@ def sequences(words: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def judged_batch(
-    words: NDArray[np.int32], packing: str, reference: NDArray[np.float32] | None = None
+    words: NDArray[np.int32], reference: NDArray[np.float32] | None = None
 ) -> dict[str, torch.Tensor]:
     """Return what a model's forward takes, and what its loss takes beside that.
 
     Args:
-        words: (B, 2 T).
-        packing: `dpo` or `kto`.
-        reference: (B, 2) log-probabilities of the answers; None: they are not there.
+        words: The rows, (B, 2 T).
+        reference: The log-probabilities of the answers, (B, 2); None: the batch is for the model alone.
 
     Returns:
-        `input_ids` and `labels` of 2 B sequences, a row's two after each other, `reference` if it is there,
-        and for `kto` `is_good`, (B,).
+        `input_ids` and `labels` of 2 B sequences, a row's two after each other; for a loss, `reference` and
+        `is_good`, (B,), too.
     """
     import torch
 
@@ -149,7 +148,6 @@ def judged_batch(
     batch = {"input_ids": ids, "labels": labels}
     if reference is not None:
         batch["reference"] = torch.from_numpy(reference)
-    if packing == "kto":
         batch["is_good"] = torch.from_numpy(words[:, 0] & GOOD != 0)
     return batch
 

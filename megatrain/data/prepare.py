@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from megatrain.config.sizes import counted
 from megatrain.data.cache import Kept, RowFile, RowWriter, find_rows, kept_rows
 from megatrain.data.example import ChatExample, TextExample
-from megatrain.data.fitting import JUDGED_WAYS, Counts, Packing, fit
+from megatrain.data.fitting import Counts, Packing, fit
 from megatrain.data.packing import BestFit, Joining, OnePerRow, Packer
-from megatrain.data.pairs import SIDES, Judged, PairPacker
+from megatrain.data.pairs import Judged, PairPacker
 from megatrain.data.read.examples import ExampleStream
 from megatrain.data.read.report import ReadReport
 from megatrain.data.tokens.encode import EncoderRecipe, show
@@ -24,6 +24,7 @@ from megatrain.data.tokens.left_out import held_by
 from megatrain.data.tokens.processes import encode_all
 from megatrain.data.words import Words
 from megatrain.errors import ConfigError, DataError
+from megatrain.objective.rows import RowKind, kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,14 +68,14 @@ class Prepared:
         return self.counts.max_id
 
     @property
-    def is_judged(self) -> bool:
-        """Whether each row holds two answers."""
-        return self.packing in JUDGED_WAYS
+    def kind(self) -> RowKind:
+        """What a row holds."""
+        return kind_of(self.packing)
 
     @property
     def seq_len(self) -> int:
         """Tokens of a sequence."""
-        return self.rows.shape[1] // (SIDES if self.is_judged else 1)
+        return self.rows.shape[1] // self.kind.sequences
 
     @property
     def padding(self) -> float:
@@ -85,11 +86,10 @@ class Prepared:
         """Return the counts as one line."""
         counts, num_rows, seq_len = self.counts, self.rows.shape[0], self.seq_len
         sequences = f"{counted(num_rows, 'sequence')} of {seq_len:,}"
-        if self.is_judged:
-            what = "pair" if self.packing == "dpo" else "answer"
+        if self.kind.one is not None:
             return (
                 f"{counted(counts.kept, 'example')}, {counted(counts.tokens, 'token')}, "
-                f"{counted(num_rows, what)} of 2 sequences, {seq_len:,} each"
+                f"{counted(num_rows, self.kind.one)} of {self.kind.sequences} sequences, {seq_len:,} each"
             )
         if self.packing == "join":
             left = counts.tokens - num_rows * seq_len
@@ -295,8 +295,8 @@ def _warning(counts: Counts, packing: Packing, more: Sequence[str | None]) -> st
 
 
 def _packer(packing: Packing) -> Packer | PairPacker:
-    if packing.way in JUDGED_WAYS:
-        return PairPacker(packing.seq_len, packing.fill_id, rotates=packing.way == "kto")
+    if (rows := kind_of(packing.way)).is_judged:
+        return PairPacker(packing.seq_len, packing.fill_id, borrows=rows.borrows)
     if packing.way == "join":
         return Joining(packing.seq_len)
     kind = {"best_fit": BestFit, "pad": OnePerRow}[packing.way]

@@ -20,7 +20,7 @@ from megatrain.config.sections.data import SourceConfig
 from megatrain.data.cache import FORMAT, Rows, SomeRows, remove_unused
 from megatrain.data.context import check_seq_len, context_length
 from megatrain.data.example import texts_of
-from megatrain.data.fitting import JUDGED_WAYS, NotTextError, Packing
+from megatrain.data.fitting import NotTextError, Packing
 from megatrain.data.loader import epoch_order
 from megatrain.data.pairs import JudgedRows
 from megatrain.data.prepare import Prepared, find_prepared, prepare_rows
@@ -332,7 +332,7 @@ def make_recipe(config: Config, tokenizer: PreTrainedTokenizerBase) -> EncoderRe
     """
     data = config.data
     return EncoderRecipe(
-        loss=config.train.loss,
+        objective=config.objective,
         tokenizer=tokenizer,
         template=template_source(data.chat_template, tokenizer),
         train_on=TrainOn.of(data.train_on, reasoning=data.train_on_reasoning),
@@ -347,8 +347,8 @@ def _ways(config: Config, model_config: PretrainedConfig) -> list[str]:
     Raises:
         ConfigError: The way that is asked for is none for this model.
     """
-    if config.train.loss in JUDGED_WAYS:
-        return [config.train.loss]
+    if (way := config.objective.rows.way) is not None:
+        return [way]
     reason = why_not_apart(model_config) if config.data.packing in ("auto", "best_fit") else None
     if config.data.packing == "auto":
         return ["join", "best_fit" if reason is None else "pad"]
@@ -362,7 +362,7 @@ def _ways(config: Config, model_config: PretrainedConfig) -> list[str]:
 
 def rows_of(prepared: Prepared) -> Rows:
     """Return packed rows; those of judged answers have room for what the reference says of them."""
-    return JudgedRows(prepared.rows, prepared.fingerprint) if prepared.is_judged else prepared.rows
+    return JudgedRows(prepared.rows, prepared.fingerprint) if prepared.kind.is_judged else prepared.rows
 
 
 def _texts(config: Config) -> Iterator[str]:

@@ -20,7 +20,6 @@ from megatrain.config.decided import as_begun, smallest_micro_batches
 from megatrain.config.sections.log import Event
 from megatrain.config.sizes import counted
 from megatrain.data.loader import PackedLoader
-from megatrain.data.pairs import JudgedRows
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import ConfigError
 from megatrain.hardware.care import Care
@@ -44,7 +43,7 @@ from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.lately import Lately
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.run_machine import make_care, ready_to_plan
-from megatrain.train.preference.objective import Preference
+from megatrain.train.preference.answers import loss_of
 from megatrain.train.preference.reference import reference_for
 from megatrain.train.ranks import agreed, described, in_turn, require_same_run, settle_ranks
 from megatrain.train.records.events import EventLog
@@ -202,12 +201,7 @@ class Run:
         self, micro_batches: Sequence[Mapping[str, Any]], seeds: Sequence[int]
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Run this rank's part of a step up to its update; return the step's loss, and what else it shows."""
-        if self.config.train.loss == "sft":
-            own = self.engine.parts(len(micro_batches))[0 if self.ranks is None else self.ranks.rank]
-            mine = [micro_batches[number] for number in own]
-            return self.engine.forward_backward(mine, seeds=[seeds[number] for number in own]), {}
-        objective = Preference(self.config.preference)
-        return objective.forward_backward(self.engine, micro_batches, seeds, self.ranks)
+        return loss_of(self.config).forward_backward(self.engine, micro_batches, seeds, self.ranks)
 
     def micro_batch_seeds(self) -> list[int]:
         """Return one seed of dropout per micro-batch of the next step, from the run's seed and the step."""
@@ -294,7 +288,7 @@ def prepare(
             now=datetime.now(),
             ranks=described(ranks, config.parallel.shards),
             evaluated=[len(rows) for rows, _ in held_out.values()],
-            judged=len(data.rows) if isinstance(data.rows, JudgedRows) else 0,
+            judged=len(data.rows) if config.objective.has_reference else 0,
         ):
             show(line)
     choice, planned_tokens = config.choice, 0

@@ -26,7 +26,7 @@ from megatrain.train.inputs import (
     rows_of,
     with_rows_for,
 )
-from megatrain.train.preference.objective import Preference
+from megatrain.train.preference.answers import loss_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -122,9 +122,8 @@ def make_eval_sets(config: Config, packed: Mapping[str, tuple[Rows, str]]) -> li
         config: In which nothing is open.
         packed: What `pack_eval_data` has returned.
     """
-    judge = None if config.train.loss == "sft" else Preference(config.preference).evaluate
-    size = config.train.micro_batch_size
+    loss, size = loss_of(config), config.train.micro_batch_size
     return [
-        EvalSet(name=name, batches=partial(in_batches, rows, size, way), judge=judge, rows=rows)
+        EvalSet(name=name, batches=partial(in_batches, rows, size, way), judge=loss.judge, rows=rows)
         for name, (rows, way) in packed.items()
     ]

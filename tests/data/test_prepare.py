@@ -27,6 +27,7 @@ from megatrain.data.tokens.encode import EncoderRecipe
 from megatrain.data.tokens.template import TrainOn
 from megatrain.data.words import split_words
 from megatrain.errors import DataError
+from megatrain.objective.registry import OBJECTIVES
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
@@ -67,7 +68,7 @@ def prepare(tokenizer: Any, file: Path, folder: Path | None = None, **more: Any)
             template=more.pop("template", TEMPLATE),
             train_on=train_on,
             end_id=tokenizer.eos_token_id,
-            loss=more.pop("loss", "sft"),
+            objective=OBJECTIVES[more.pop("loss", "sft")],
         ),
         Packing(**packing),
         folder=folder,

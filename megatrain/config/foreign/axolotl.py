@@ -20,6 +20,7 @@ from megatrain.config.foreign.translation import (
     schedule,
 )
 from megatrain.errors import ConfigError
+from megatrain.objective.registry import OBJECTIVES
 
 _REASONS = {
     "model_type": "the class is the one that config.json names",
@@ -78,16 +79,8 @@ _COLUMNS = {
     "field_tools": "tools",
     "field": "text",
 }
-_METHODS = {
-    "dpo": {"rl_beta": "beta", "dpo_label_smoothing": "label_smoothing"},
-    "ipo": {"rl_beta": "beta"},
-    "kto": {
-        "rl_beta": "beta",
-        "kto_desirable_weight": "desirable_weight",
-        "kto_undesirable_weight": "undesirable_weight",
-    },
-}
-"""Settings of their losses of judged answers."""
+_METHODS = {theirs.method: (one, theirs) for one in OBJECTIVES.values() for theirs in one.axolotl}
+"""The objectives that learn from judged answers, by their names for them."""
 _TEMPLATES = {name: name for name in ("alpaca", "chatml", "gemma", "llama3", "qwen3")} | {
     "mistral_v2v3": "mistral",
     "phi_3": "phi3",
@@ -108,9 +101,7 @@ def translate(t: Translation) -> None:
     if method is not None:
         if method not in _METHODS:
             raise ConfigError(f"rl is {method}; megatrain has {', '.join(_METHODS)}")
-        preference(t, "kto" if method == "kto" else "dpo", _METHODS[method])
-        if method == "ipo":
-            t.set("preference.loss_type", "ipo")
+        preference(t, *_METHODS[method])
     t.rename(
         {
             "base_model": "model.path",

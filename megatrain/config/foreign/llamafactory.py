@@ -20,6 +20,7 @@ from megatrain.config.foreign.translation import (
     schedule,
 )
 from megatrain.errors import ConfigError
+from megatrain.objective.registry import OBJECTIVES
 
 _REASONS = {
     "trust_remote_code": "code in a model directory is never run",
@@ -59,16 +60,10 @@ _REASONS = {
     "pref_ftx": "no loss of plain fine-tuning is added",
     "rope_scaling": "a model's positions are as its config.json says",
 }
-_PAIR_LOSSES = ("sigmoid", "hinge", "ipo")
-_OF_LOSS = {
-    "dpo": {"pref_beta": "beta", "pref_loss": "loss_type", "dpo_label_smoothing": "label_smoothing"},
-    "kto": {
-        "pref_beta": "beta",
-        "kto_chosen_weight": "desirable_weight",
-        "kto_rejected_weight": "undesirable_weight",
-    },
-}
-"""Settings of their losses of judged answers."""
+_TEXT, _TUNING = "pt", "sft"
+"""Their stages that learn from texts, and from answers that nobody has judged."""
+_JUDGED = [(one, theirs) for one in OBJECTIVES.values() for theirs in one.llamafactory]
+"""The objectives that learn from judged answers, each with their names for it."""
 _TEMPLATES = {
     name: name for name in ("alpaca", "chatml", "gemma", "llama2", "llama3", "mistral", "qwen3", "vicuna")
 } | {"gemma2": "gemma", "phi": "phi3", "qwen": "qwen2.5"}
@@ -121,15 +116,23 @@ def translate(t: Translation) -> None:
 
 
 def _stage(t: Translation) -> str:
-    stage = str(t.take("stage", "sft"))
-    if stage not in ("pt", "sft", *_OF_LOSS):
-        raise ConfigError(f"stage is {stage}; megatrain trains pt, sft, dpo and kto files")
-    if stage in _OF_LOSS:
-        kind = t.theirs.get("pref_loss", "sigmoid") if stage == "dpo" else "sigmoid"
-        if kind not in _PAIR_LOSSES:
-            raise ConfigError(f"pref_loss is {kind}; megatrain has {', '.join(_PAIR_LOSSES)}")
-        preference(t, stage, _OF_LOSS[stage])
-    return stage
+    stage = str(t.take("stage", _TUNING))
+    if stage in (_TEXT, _TUNING):
+        return stage
+    found = [each for each in _JUDGED if each[1].method == stage]
+    if not found:
+        stages = [_TEXT, _TUNING, *dict.fromkeys(theirs.method for _, theirs in _JUDGED)]
+        raise ConfigError(
+            f"stage is {stage}; megatrain trains {', '.join(stages[:-1])} and {stages[-1]} files"
+        )
+    kind = t.theirs.get("pref_loss") or "sigmoid"
+    for objective, theirs in found:
+        if theirs.variant in (None, kind):
+            preference(t, objective, theirs)
+            return stage
+    raise ConfigError(
+        f"pref_loss is {kind}; megatrain has {', '.join(str(theirs.variant) for _, theirs in found)}"
+    )
 
 
 def _data(t: Translation, stage: str) -> None:
@@ -153,19 +156,20 @@ def _data(t: Translation, stage: str) -> None:
     if held_out:
         t.set("data.eval_path", {name: {"path": registry, "dataset": name} for name in held_out})
     template = t.take("template")
-    if template is not None and stage != "pt":  # texts have none
+    if template is not None and stage != _TEXT:  # texts have none
         chat_template(t, "template", template, _TEMPLATES)
     if t.take("train_on_prompt"):
         t.set("data.train_on", "all")
     elif t.take("mask_history"):
         t.set("data.train_on", "last")
-    if stage in _OF_LOSS:
+    if stage not in (_TEXT, _TUNING):
         for key in ("packing", "neat_packing"):
             t.leave_out(key, t.take(key), "each answer has a sequence of its own")
         return
-    neat, packs = t.take("neat_packing"), t.take("packing", stage == "pt")
-    t.set("data.packing", "best_fit" if neat or (packs and stage == "sft") else "join" if packs else "pad")
-    if packs and not neat and stage == "sft":
+    neat, packs = t.take("neat_packing"), t.take("packing", stage == _TEXT)
+    packs_examples = packs and stage == _TUNING
+    t.set("data.packing", "best_fit" if neat or packs_examples else "join" if packs else "pad")
+    if packs_examples and not neat:
         t.leave_out("packing", True, "examples share a sequence, but none sees another, as with neat_packing")
 
 

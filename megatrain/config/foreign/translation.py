@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatrain.objective.objective import Objective, Theirs
+
 _NOTHING: tuple[Any, ...] = (None, False, "", "none", "no")
 """Values with which a key asks for nothing."""
 
@@ -192,16 +194,18 @@ def lora_modules(value: Any) -> list[str]:
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
 
 
-def preference(t: Translation, loss: str, keys: Mapping[str, str]) -> None:
-    """Translate the loss of judged answers.
+def preference(t: Translation, objective: Objective, theirs: Theirs) -> None:
+    """Translate what is learnt from judged answers, and its settings.
 
     Args:
         t: The file.
-        loss: `dpo` or `kto`.
-        keys: Names of theirs for settings of `preference`, without that word.
+        objective: The objective that the file asks for.
+        theirs: Their names for it.
     """
-    t.set("train.loss", loss)
-    for key, name in keys.items():
+    t.set("train.loss", objective.name)
+    for name, value in theirs.sets.items():
+        t.set(f"preference.{name}", value)
+    for key, name in theirs.keys.items():
         value = t.take(key)
-        if value not in _NOTHING:
+        if name and value is not None:
             t.set(f"preference.{name}", value)

@@ -45,6 +45,8 @@ from megatrain.config.types import (
     one_of,
     reads_as,
 )
+from megatrain.objective.objective import Objective
+from megatrain.objective.registry import OBJECTIVES
 
 
 class ModelConfig(Section):
@@ -250,6 +252,11 @@ class Config(Section):
         )
 
     @property
+    def objective(self) -> Objective:
+        """What is learnt."""
+        return OBJECTIVES[self.train.loss]
+
+    @property
     def adaptation(self) -> Adaptation | None:
         """What of the model is trained; None: all of it."""
         lora, freeze, only = self.lora.chosen, self.train.freeze, self.train.only
@@ -290,7 +297,7 @@ class Config(Section):
     @property
     def rows_each(self) -> int:
         """Sequences of a row: two of a pair, or of two judged answers."""
-        return 1 if self.train.loss == "sft" else 2
+        return self.objective.rows.sequences
 
     @property
     def data_seed(self) -> int:
@@ -308,7 +315,7 @@ def conflicts(config: Config) -> list[str]:
     is_random = config.model.init == "random"
     problems = [*config.lora.problems(freezes=bool(train.freeze or train.only), is_random=is_random)]
     problems += config.preference.problems(
-        train.loss, is_random=is_random, packing=config.data.packing, too_long=config.data.too_long
+        config.objective, is_random=is_random, packing=config.data.packing, too_long=config.data.too_long
     )
     problems += eval_conflicts(config.eval, has_data=config.data.val_size > 0 or bool(config.data.eval_path))
     if config.data.val_size > 1 and config.data.val_size % 1:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megatrain.config.choice import AUTO
-from megatrain.config.sections.preference import Loss
 from megatrain.config.sections.section import Section
-from megatrain.config.types import Count, Device, OpenCount, OpenPrecision, Patterns, Rate, Seed
+from megatrain.config.types import Count, Device, OpenCount, OpenPrecision, Patterns, Rate, Seed, one_of
+from megatrain.objective.registry import DEFAULT, OBJECTIVES
+
+_LEARNS = [f"{one.learns} (`{one.name}`)" for one in OBJECTIVES.values()]
 
 
 class TrainConfig(Section):
     """The step, and how many of them."""
 
-    loss: Loss = "sft"
-    """What is learnt: to give the texts and answers of the data (`sft`), to prefer the better of two answers
-    (`dpo`), or to tell good answers from bad ones (`kto`); see `preference`."""
+    loss: Annotated[str, one_of(*OBJECTIVES)] = Field(
+        default=DEFAULT.name,
+        description=f"What is learnt: {', '.join(_LEARNS[:-1])}, or {_LEARNS[-1]}; see `preference`.",
+    )
     steps: Count | None = None
     """Optimizer steps. null = `train.epochs`."""
     epochs: Rate | None = None
@@ -25,9 +30,9 @@ class TrainConfig(Section):
     both sequences of a pair. `auto` = 131,072 (8,192 on a CPU, 32,768 where adapters are trained), halved
     until the run has 100 steps and a pass over its data 32; if `train.steps` is given, only a pass counts."""
     micro_batch_size: OpenCount = AUTO
-    """Rows of `data.seq_len` tokens in one forward and backward; with `train.loss` `dpo` or `kto` pairs or
-    answers, of two sequences each. `auto` = as planned: the fastest of 1, 2, 4, ... 64. It changes the last
-    bits of results, so it is chosen once, and a run that goes on keeps it."""
+    """Rows of `data.seq_len` tokens in one forward and backward; where answers are judged (`train.loss`),
+    pairs or answers, of two sequences each. `auto` = as planned: the fastest of 1, 2, 4, ... 64. It changes
+    the last bits of results, so it is chosen once, and a run that goes on keeps it."""
     grad_accumulation: OpenCount = AUTO
     """Micro-batches per optimizer step. `auto` = as many as make `train.tokens_per_step`."""
     seed: Seed = 0

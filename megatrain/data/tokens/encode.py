@@ -14,9 +14,8 @@ from megatrain.data.example import (
     ChatExample,
     CompletionExample,
     Example,
-    KtoExample,
+    JudgedExample,
     Message,
-    PreferenceExample,
     TextExample,
     TokensExample,
     Turns,
@@ -28,6 +27,8 @@ from megatrain.data.tokens.rendering import RenderError, Span
 from megatrain.data.tokens.template import ChatTemplate, TrainOn
 from megatrain.data.words import IDS, TRAINED, Words, join_words
 from megatrain.errors import ConfigError, DataError
+from megatrain.objective.objective import Objective
+from megatrain.objective.registry import DEFAULT, names_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,8 +64,8 @@ class EncoderRecipe:
         """Whether the template may ask for the time."""
         return "strftime_now" in str(self.template)
 
-    loss: str = "sft"
-    """`dpo` and `kto` take judged answers, and nothing else does."""
+    objective: Objective = DEFAULT
+    """What the examples are for: it says which are taken."""
 
     def make(self) -> Encoder:
         """Compile the template and return the encoder.
@@ -74,7 +75,13 @@ class EncoderRecipe:
         """
         names = dict(self.tokenizer.special_tokens_map)
         template = None if self.template is None else ChatTemplate(self.template, names, self.day)
-        return Encoder(self.tokenizer, template, train_on=self.train_on, end_id=self.end_id, loss=self.loss)
+        return Encoder(
+            self.tokenizer,
+            template,
+            train_on=self.train_on,
+            end_id=self.end_id,
+            objective=self.objective,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,7 @@ class Encoder:
         *,
         train_on: TrainOn,
         end_id: int,
-        loss: str = "sft",
+        objective: Objective = DEFAULT,
     ) -> None:
         """Take what examples are encoded with.
 
@@ -106,9 +113,9 @@ class Encoder:
             template: Of chats; None: there is none.
             train_on: Which part of a chat or a completion.
             end_id: Of the token that ends a document.
-            loss: Which examples are taken.
+            objective: What the examples are for: it says which are taken.
         """
-        self._loss = loss
+        self._objective = objective
         self._tokenizer = tokenizer
         self._template = template
         self._train_on = train_on
@@ -144,7 +151,7 @@ class Encoder:
     @property
     def takes_judged(self) -> bool:
         """Whether `encode_judged` is for its examples, and not `encode`."""
-        return self._loss != "sft"
+        return self._objective.rows.is_judged
 
     def untrained_end(self) -> str | None:
         """Say which token ends an assistant's turn and is not trained on; None: it is, or there is no chat.
@@ -186,29 +193,24 @@ class Encoder:
         """
         return None if self._template is None else why_left_out(self._template, held)
 
-    def encode_pair(self, example: PreferenceExample | KtoExample) -> Judged:
+    def encode_pair(self, example: JudgedExample) -> Judged:
         """Return answers with their prompts, ended by the template or by the token that ends a document.
 
         Raises:
             ConfigError: A chat, and no template.
             DataError: The template refuses it.
         """
-        answers: tuple[Turns, ...]
-        if isinstance(example, KtoExample):
-            answers, is_good = (example.completion,), example.is_good
-        else:
-            answers, is_good = (example.chosen, example.rejected), False
-        if isinstance(example.prompt, str) and all(isinstance(answer, str) for answer in answers):
-            sides = self._plain_sides(
-                example.prompt, [answer for answer in answers if isinstance(answer, str)]
-            )
+        answers = example.answers
+        plain = [answer for answer in answers if isinstance(answer, str)]
+        if isinstance(example.prompt, str) and len(plain) == len(answers):
+            sides = self._plain_sides(example.prompt, plain)
         else:
             try:
                 sides = [self._chat_side(example, answer) for answer in answers]
             except RenderError as error:
                 raise DataError(f"{example.source}: {error}") from error
         prompts, answered = zip(*sides, strict=True)
-        return Judged(prompts, answered, is_good)
+        return Judged(prompts, answered, example.is_good)
 
     def _plain_sides(self, prompt: str, answers: Sequence[str]) -> list[tuple[list[int], list[int]]]:
         """Split answers from their prompt where the tokens of that alone go on otherwise, as TRL does."""
@@ -219,9 +221,7 @@ class Encoder:
         shared = min(_num_shared(alone, ids) for ids in whole)
         return [(ids[:shared], ids[shared:]) for ids in whole]
 
-    def _chat_side(
-        self, example: PreferenceExample | KtoExample, answer: Turns
-    ) -> tuple[list[int], list[int]]:
+    def _chat_side(self, example: JudgedExample, answer: Turns) -> tuple[list[int], list[int]]:
         """Split an answer from its prompt where the template begins it."""
         prompt = example.prompt
         asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
@@ -243,7 +243,7 @@ class Encoder:
         results: list[Judged | Refused] = []
         for example in examples:
             self._check_kind(example)
-            assert isinstance(example, (PreferenceExample, KtoExample))
+            assert isinstance(example, JudgedExample)
             try:
                 results.append(self.encode_pair(example))
             except DataError as error:
@@ -256,19 +256,13 @@ class Encoder:
         Raises:
             DataError: It is one.
         """
-        kinds = {PreferenceExample: "dpo", KtoExample: "kto"}
-        wanted = kinds.get(type(example), "sft")
-        if wanted == self._loss:
+        rows, objective = example.rows, self._objective
+        if rows == objective.rows:
             return
-        held = {
-            "dpo": "preference pairs",
-            "kto": "answers marked good or bad (KTO)",
-            "sft": "texts or answers that nobody has judged",
-        }
-        why = ", which would train on all of them as if they were good" if self._loss == "sft" else ""
+        why = "" if self.takes_judged else ", which would train on all of them as if they were good"
         raise DataError(
-            f"{example.source}: the data holds {held[wanted]}, but train.loss is {self._loss}{why}; use "
-            f"train.loss={wanted}"
+            f"{example.source}: the data holds {rows.held}, but train.loss is {objective.name}{why}; use "
+            f"train.loss={names_for(rows)}"
         )
 
     # -- text ------------------------------------------------------------------------------------------------
@@ -294,7 +288,7 @@ class Encoder:
     def _require_template(self) -> ChatTemplate:
         if self._template is None:
             raise ConfigError(_NO_TEMPLATE)
-        if not self._is_checked and not (self._train_on.everything and self._loss == "sft"):
+        if not self._is_checked and not (self._train_on.everything and not self.takes_judged):
             self._template.check()
         self._is_checked = True
         return self._template

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatrain.data.example import ChatExample, Example, KtoExample, Message, PreferenceExample
+from megatrain.data.example import ChatExample, Example, JudgedExample, Message
 from megatrain.data.tokens.forms import CALLS, SYSTEM, TOOL, TURNS
 from megatrain.data.tokens.rendering import RenderError
 from megatrain.data.tokens.template import ChatTemplate, TrainOn
@@ -28,7 +28,7 @@ _PROBES: Mapping[str, tuple[Sequence[Message], Sequence[Mapping[str, Any]], str]
 
 def held_by(example: Example) -> set[str]:
     """Return what a conversation holds that chat templates may leave out."""
-    if not isinstance(example, (ChatExample, PreferenceExample, KtoExample)):
+    if not isinstance(example, ChatExample | JudgedExample):
         return set()
     held = {_TOOLS} if example.tools else set()
     for message in _messages(example):
@@ -39,12 +39,11 @@ def held_by(example: Example) -> set[str]:
     return held
 
 
-def _messages(example: ChatExample | PreferenceExample | KtoExample) -> Iterator[Message]:
+def _messages(example: ChatExample | JudgedExample) -> Iterator[Message]:
     if isinstance(example, ChatExample):
         yield from example.messages
         return
-    answers = (example.completion,) if isinstance(example, KtoExample) else (example.chosen, example.rejected)
-    for part in (example.prompt, *answers):
+    for part in (example.prompt, *example.answers):
         if not isinstance(part, str):
             yield from part
 

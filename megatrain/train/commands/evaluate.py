@@ -12,6 +12,7 @@ from megatrain.config.decided import as_begun, smallest_micro_batches, with_step
 from megatrain.config.sections.config import Config
 from megatrain.errors import ConfigError
 from megatrain.model.weights.skeleton import read_config
+from megatrain.objective.registry import DEFAULT, OBJECTIVES
 from megatrain.stream.machine import Measure
 from megatrain.train.adapters import check_base
 from megatrain.train.engine import make_engine
@@ -20,6 +21,7 @@ from megatrain.train.inputs import choose_tokenizer, is_on_cpu, pack_eval_path
 from megatrain.train.outputs.export import newest_model
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.run_machine import ready_to_plan
+from megatrain.train.preference.reference import reference_for
 from megatrain.train.resume.state_commits import drives_apart
 from megatrain.train.run_data import make_eval_sets
 
@@ -50,7 +52,7 @@ def evaluate_run(
 
     Raises:
         CheckpointError: There is no run, or it has no whole checkpoint.
-        ConfigError: It was trained on judged answers.
+        ConfigError: Its loss compares answers with what the model said before the run.
         MegatrainError: The data or the model cannot be read, or it does not fit.
     """
     checkpoint = newest_model(run)
@@ -62,6 +64,7 @@ def evaluate_run(
     progress("reading and tokenising the data")
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
     packed = pack_eval_path(config, tokenizer, model_config, folder=prepared, day=meta["data"].get("day"))
+    reference_for(config, [rows for rows, _ in packed.values()], None)
     (_, packing), *_ = packed.values()
     counted = ready_to_plan(config, source, model_config, packing, counts, progress)
     with drives_apart(config) as apart:
@@ -85,7 +88,7 @@ def evaluate_run(
 def _config(run: Path, meta: Mapping[str, Any], data: Sequence[str], overrides: Sequence[str]) -> Config:
     """Return the settings of the run, with the data as the only ones that are evaluated on."""
     saved = meta["config"]
-    if (loss := saved["train"].get("loss", "sft")) != "sft":
+    if OBJECTIVES[loss := saved["train"].get("loss", DEFAULT.name)].has_reference:
         raise ConfigError(
             f"{run} was trained on judged answers (train.loss={loss}), whose loss needs the model that it "
             "began with; its own evaluations are in events.jsonl (data.eval_path)"

@@ -142,7 +142,7 @@ class Reference:
             counted(len(rows), "row"),
         )
         batches = (
-            judged_batch(rows.rows[range(first, min(first + self._size, len(rows)))], "dpo")
+            judged_batch(rows.rows[range(first, min(first + self._size, len(rows)))])
             for first in range(0, len(rows), self._size)
         )
         with RowWriter(place, SIDES) as writer:
@@ -164,15 +164,15 @@ def reference_for(config: Config, rows: Iterable[Rows], folder: Path | None) -> 
     """Return what rows are compared with; None: nothing, or nothing that matters.
 
     Args:
-        config: Of the run.
-        rows: Those that it trains and evaluates on; of judged answers all are, or none.
-        folder: Where log-probabilities are kept; None: answers are compared with nothing.
+        config: The settings of the run.
+        rows: The rows that it trains and evaluates on; of judged answers all are, or none.
+        folder: The folder in which log-probabilities are kept; None: answers are compared with nothing.
 
     Raises:
         ModelError: As `Reference`.
     """
     judged = [some for some in rows if isinstance(some, JudgedRows)]
-    if judged and folder is not None:
+    if judged and folder is not None and config.objective.has_reference:
         return Reference(config, judged, folder)
     for some in judged:
         some.reference = NoReference(len(some))

@@ -79,7 +79,7 @@ def report_changes(config: Config, meta: Mapping[str, Any], model: PretrainedCon
     if changed:
         _log.warning("resuming the checkpoint's weights with changed settings: %s", "; ".join(changed))
     number = config.train.grad_accumulation
-    is_added = model is not None and config.train.loss == "sft" and adds_router_loss(model)
+    is_added = model is not None and not config.objective.rows.is_judged and adds_router_loss(model)
     if is_added and number > 1 and "router_loss" not in meta:
         _log.warning(
             "from here on the loss of this model's routers (output_router_logits) is the mean over a step's "

@@ -67,7 +67,7 @@ def start_lines(
 def _step(config: Config, num_steps: int) -> str:
     """Say how large a step is, as a product, and how many there are."""
     train = config.train
-    each = {"dpo": "pair", "kto": "answer"}.get(train.loss)
+    each = config.objective.rows.one
     rows = train.micro_batch_size
     size = f"{rows:,}" if each is None else f"{counted(rows, each)} of 2"
     number = counted(train.grad_accumulation, "micro-batch")

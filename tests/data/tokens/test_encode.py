@@ -31,6 +31,7 @@ from megatrain.data.tokens.processes import encode_all
 from megatrain.data.tokens.template import TrainOn, template_source
 from megatrain.data.words import IDS, START, TRAINED, Words
 from megatrain.errors import ConfigError, DataError
+from megatrain.objective.registry import OBJECTIVES
 from tests.data.tokens.published import needs_tokenizers, published
 
 WHERE = Source(file="chats.jsonl", row=7)
@@ -394,7 +395,7 @@ def test_pairs_of_text_are_split_as_trl_splits_them(name: str) -> None:
     """Where the prompt's last tokens join with what follows, the answers begin before them."""
     trl = pytest.importorskip("trl.data_utils")
     tokenizer = published(name)
-    encoder = replace(recipe(tokenizer, None), loss="dpo").make()
+    encoder = replace(recipe(tokenizer, None), objective=OBJECTIVES["dpo"]).make()
     answers = ["Yes", " yes", "\n\nYes", "1", "  ok", "...", "\u00e9t\u00e9", ":no", "\nlist", " (a)"]
     num_joined = 0
     for prompt in ("Q: why?\nA:", "Q: why?\nA: ", "Answer:\n", "Say"):
@@ -419,7 +420,7 @@ def test_conversations_with_other_system_prompts_keep_them(tokenizer: Any) -> No
         return tuple(Message(role=role, content=text) for role, text in turns)
 
     pair = PreferenceExample(source=WHERE, prompt=(), chosen=said("x", "good"), rejected=said("y", "bad"))
-    judged = replace(recipe(tokenizer), loss="dpo").make().encode_pair(pair)
+    judged = replace(recipe(tokenizer), objective=OBJECTIVES["dpo"]).make().encode_pair(pair)
     assert [tokenizer.decode(ids) for ids in judged.prompts] == [
         f"<system>{system}<user>a<assistant>" for system in "xy"
     ]
@@ -473,6 +474,6 @@ def test_a_beginning_that_the_text_has_is_not_put_before_it_again() -> None:
 def test_examples_are_refused_by_a_loss_that_is_not_theirs(
     tokenizer: Any, loss: str, example: Any, said: str
 ) -> None:
-    some = replace(recipe(tokenizer), loss=loss)
+    some = replace(recipe(tokenizer), objective=OBJECTIVES[loss])
     with pytest.raises(DataError, match=rf"chats\.jsonl:7: the data {said}"):
         list(encode_all([example], some, 1))

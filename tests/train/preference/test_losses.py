@@ -14,8 +14,9 @@ from torch import Tensor
 import megatrain
 from megatrain.config.sections.preference import PreferenceConfig
 from megatrain.data.pairs import Judged, PairPacker, judged_batch
-from megatrain.train.preference.losses import losses_of
-from megatrain.train.preference.objective import Preference
+from megatrain.objective.objective import Answers
+from megatrain.objective.registry import OBJECTIVES
+from megatrain.train.preference.answers import AnswerLoss
 from tests.families import VOCAB_SIZE
 from tests.hf.setups import arguments, tiny, tokenizer
 
@@ -36,9 +37,9 @@ def judged(count: int) -> list[Judged]:
 def batch_of(loss: str, examples: list[Judged], reference: Tensor) -> dict[str, Tensor]:
     if loss == "kto":
         examples = [Judged(one.prompts[:1], one.answers[:1], one.is_good) for one in examples]
-    packer = PairPacker(SEQ_LEN, 2, rotates=loss == "kto")
+    packer = PairPacker(SEQ_LEN, 2, borrows=loss == "kto")
     (rows,) = [rows for one in examples for rows in packer.add(one)] + list(packer.finish())
-    return judged_batch(rows, loss, reference.numpy())
+    return judged_batch(rows, reference.numpy())
 
 
 def trl_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -66,12 +67,12 @@ def theirs(trainer: Any, batch: dict[str, Tensor]) -> tuple[float, dict[str, Ten
 
 
 def assert_equal(
-    trainer: Any, theirs_batch: Any, model: Any, settings: Any, batches: Any, lockstep: int
+    trainer: Any, theirs_batch: Any, model: Any, loss_of_rows: AnswerLoss, batches: Any, lockstep: int
 ) -> None:
     loss, gradients, logged = theirs(trainer, theirs_batch)
     engine = megatrain.attach(copy.deepcopy(model), activations="recompute", lockstep=lockstep)
     try:
-        ours, shown = Preference(settings).forward_backward(engine, batches, [0] * len(batches))
+        ours, shown = loss_of_rows.forward_backward(engine, batches, [0] * len(batches))
         found = {name: gradient.clone() for name, gradient in engine.named_gradients()}
     finally:
         engine.detach()
@@ -122,7 +123,8 @@ def test_dpo_equals_trl(tmp_path: Path, model: Any) -> None:
         settings = PreferenceConfig.model_validate(
             {"beta": 0.3, "loss_type": kind, "label_smoothing": smoothing}
         )
-        assert_equal(trainer, batch, model, settings, batches, len(batches))
+        loss = AnswerLoss(OBJECTIVES["dpo"], settings)
+        assert_equal(trainer, batch, model, loss, batches, len(batches))
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing[a-z_]*. is deprecated:FutureWarning")
@@ -150,15 +152,16 @@ def test_kto_equals_trl(tmp_path: Path, model: Any) -> None:
     batch |= {"label": ours["is_good"], "ref_logps": reference[:, 0], "ref_KL_logps": reference[:, 1]}
     settings = PreferenceConfig(beta=0.3, desirable_weight=0.7, undesirable_weight=1.3)
     assert ours["is_good"].tolist() == [True, False, False, True]
-    assert_equal(trainer, batch, model, settings, [ours], 1)
+    assert_equal(trainer, batch, model, AnswerLoss(OBJECTIVES["kto"], settings), [ours], 1)
     assert trainer._metrics["train"]["kl"][0] > 1
 
 
 def test_a_smoothed_loss_by_hand() -> None:
     """Conservative DPO, which TRL's sigmoid loss leaves out."""
-    batch = {"reference": torch.zeros(1, 2), "labels": torch.zeros(2, 3)}
+    none = torch.zeros(1, 2)
     settings = PreferenceConfig(beta=0.5, label_smoothing=0.1)
-    (loss,), shown = losses_of(settings, torch.tensor([-1.0, -3.0]), batch)
+    answers = Answers(torch.tensor([[-1.0, -3.0]]), none + 3, none, none[:, 0].bool())
+    (loss,), shown = OBJECTIVES["dpo"].losses(settings, answers)
     sigmoid = 1 / (1 + math.exp(-1))
     assert float(loss) == pytest.approx(-0.9 * math.log(sigmoid) - 0.1 * math.log(1 - sigmoid), rel=1e-6)
     assert {name: value.tolist() for name, value in shown.items()} == {
@@ -170,11 +173,11 @@ def test_a_smoothed_loss_by_hand() -> None:
 
 def test_the_other_answers_of_kto_go_round_in_groups() -> None:
     """Whole groups of 64 as they are full, and a last one that is never a single row."""
-    packer = PairPacker(4, 0, rotates=True)
+    packer = PairPacker(4, 0, borrows=True)
     examples = [Judged(((1,),), ((100 + n,),)) for n in range(129)]
     groups = [rows for one in examples for rows in packer.add(one)] + list(packer.finish())
     assert [len(rows) for rows in groups] == [64, 65]
-    batch = judged_batch(groups[1], "kto")
+    batch = judged_batch(groups[1])
     answers = batch["input_ids"].view(-1, 2, 4)[:, :, 1]
     assert answers[:, 0].tolist() == [*range(164, 229)]
     assert answers[:, 1].tolist() == [228, *range(164, 228)]

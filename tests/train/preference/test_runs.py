@@ -111,7 +111,7 @@ def test_a_run_says_what_it_has_learnt(root: Path, whole: Path) -> None:
     data = pack_data(config, tokenizer, model_config)
     (one,) = make_eval_sets(config, pack_eval_data(config, data, tokenizer, model_config))
     assert isinstance(one.rows, JudgedRows)
-    batch = judged_batch(one.rows.rows[range(4)], "dpo")
+    batch = judged_batch(one.rows.rows[range(4)])
     before, after = (
         log_probabilities(
             AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval(),

@@ -1,4 +1,4 @@
-"""Steps and evaluations of a run that learns from judged answers."""
+"""Steps and evaluations of a run, by the loss that the model computes itself, or that of judged answers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.config import Config
 from megatrain.config.runs import in_order
-from megatrain.config.sections.preference import PreferenceConfig
+from megatrain.data.pairs import SIDES
 from megatrain.distributed.ranks import Ranks
+from megatrain.model.head import IGNORED
+from megatrain.objective.objective import Answers, Objective, Settings, Shown
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import ids_of, row_losses
-from megatrain.train.evaluate.losses import Evaluation
-from megatrain.train.preference.losses import Shown, Tally, losses_of
+from megatrain.train.evaluate.losses import Evaluation, Judge
+from megatrain.train.preference.tally import Tally
 
 _OF_MODEL = ("input_ids", "labels")
 
 
-class Preference:
-    """The loss of a run."""
+class ModelLoss:
+    """The loss of a run that the model itself computes, of the tokens of a whole step."""
 
-    def __init__(self, settings: PreferenceConfig) -> None:
-        """Take the settings of the loss."""
-        self._settings = settings
+    judge: Judge | None = None
+    """Evaluations are the model's own, too."""
+
+    def forward_backward(
+        self,
+        engine: Engine,
+        micro_batches: Sequence[Mapping[str, Any]],
+        seeds: Sequence[int],
+        ranks: Ranks | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Run this rank's part of a step forward and backward; as `AnswerLoss.forward_backward`."""
+        own = engine.parts(len(micro_batches))[0 if ranks is None else ranks.rank]
+        mine = [micro_batches[number] for number in own]
+        return engine.forward_backward(mine, seeds=[seeds[number] for number in own]), {}
+
+
+class AnswerLoss:
+    """The loss of a run that learns from judged answers."""
+
+    def __init__(self, objective: Objective, settings: Settings) -> None:
+        """Take what computes the loss of a row, and the settings that it reads."""
+        self._objective, self._settings = objective, settings
 
     def forward_backward(
         self,
@@ -38,10 +60,10 @@ class Preference:
         """Run a step's micro-batches forward and backward; see `Engine.run_losses`.
 
         Args:
-            engine: Of the model.
-            micro_batches: Of the whole step.
-            seeds: One for each.
-            ranks: That share them out; None: there is one.
+            engine: The engine of the model.
+            micro_batches: The micro-batches of the whole step.
+            seeds: A seed for each.
+            ranks: The ranks that share them out; None: there is one.
 
         Returns:
             The loss, averaged over all rows of the step, and means of what was seen, by name.
@@ -73,7 +95,7 @@ class Preference:
             tally.add(each)
         return reduce(torch.add, parts), tally.means()
 
-    def evaluate(self, engine: Engine, name: str, batches: Iterable[Mapping[str, Any]]) -> Evaluation:
+    def judge(self, engine: Engine, name: str, batches: Iterable[Mapping[str, Any]]) -> Evaluation:
         """Return the mean loss over all rows of a set; the model is in the mode that is wanted."""
         began_s = time.perf_counter()
         tally = Tally()
@@ -93,5 +115,17 @@ class Preference:
         )
 
     def _losses(self, engine: Engine, batch: Mapping[str, Any]) -> tuple[Tensor, Shown]:
-        sums = row_losses(engine, {name: batch[name] for name in _OF_MODEL})
-        return losses_of(self._settings, -sums, batch)
+        found = -row_losses(engine, {name: batch[name] for name in _OF_MODEL}).view(-1, SIDES)
+        answers = Answers(
+            found,
+            (batch["labels"] != IGNORED).sum(-1).view(-1, SIDES).to(found.device),
+            batch["reference"].to(found.device),
+            batch["is_good"].to(found.device),
+        )
+        return self._objective.losses(self._settings, answers)
+
+
+def loss_of(config: Config) -> ModelLoss | AnswerLoss:
+    """Return what computes the loss of a run."""
+    is_judged = config.objective.rows.is_judged
+    return AnswerLoss(config.objective, config.preference) if is_judged else ModelLoss()

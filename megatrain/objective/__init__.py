@@ -1,0 +1,1 @@
+"""What is learnt, and from which rows: one file for each objective."""

@@ -1,0 +1,34 @@
+"""All objectives by their names in `train.loss`, and all of their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatrain.objective.dpo import Dpo, DpoSettings
+from megatrain.objective.kto import Kto, KtoSettings
+from megatrain.objective.objective import Objective
+from megatrain.objective.rows import RowKind
+from megatrain.objective.sft import Sft
+
+DEFAULT = Sft()
+
+OBJECTIVES: Mapping[str, Objective] = {one.name: one for one in (DEFAULT, Dpo(), Kto())}
+
+
+class AllSettings(KtoSettings, DpoSettings):
+    """Settings of all objectives; those of the class that is named last come first."""
+
+
+def names_for(rows: RowKind) -> str:
+    """Name the objectives that rows of a kind are for."""
+    return " or ".join(one.name for one in OBJECTIVES.values() if one.rows == rows)
+
+
+def aliases() -> dict[str, str]:
+    """Return the names that TRL and LLaMA-Factory have for settings of `preference`, and those settings."""
+    found: dict[str, str] = {}
+    for one in OBJECTIVES.values():
+        found |= {name: name for name in one.settings.model_fields}
+        for theirs in one.llamafactory:
+            found |= {name: key for name, key in theirs.keys.items() if key}
+    return found

@@ -1,0 +1,34 @@
+"""What was seen of the rows of a step or of a set, and its means."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatrain.objective.objective import Shown
+
+
+class Tally:
+    """Adds up what was seen of a step's or a set's rows; nobody waits for the device until the end."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._parts: dict[str, list[Tensor]] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with a loss."""
+        return sum(map(len, self._parts.get("loss", ())))
+
+    def add(self, shown: Shown) -> None:
+        """Take a batch in."""
+        for name, values in shown.items():
+            self._parts.setdefault(name, []).append(values.detach())
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each over all rows, of those that have one, and the margin of the rewards."""
+        rows = {name: torch.cat(parts).double() for name, parts in self._parts.items()}
+        means = {name: float(values.mean()) for name, values in rows.items() if len(values)}
+        if {"rewards/chosen", "rewards/rejected"} <= means.keys():
+            means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+        return means
