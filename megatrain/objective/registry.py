@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from megatrain.objective.dpo import Dpo, DpoSettings
 from megatrain.objective.kto import Kto, KtoSettings
 from megatrain.objective.objective import Objective
+from megatrain.objective.orpo import Orpo
 from megatrain.objective.rows import RowKind
 from megatrain.objective.sft import Sft
 
 DEFAULT = Sft()
 
-OBJECTIVES: Mapping[str, Objective] = {one.name: one for one in (DEFAULT, Dpo(), Kto())}
+OBJECTIVES: Mapping[str, Objective] = {one.name: one for one in (DEFAULT, Dpo(), Kto(), Orpo())}
 
 
 class AllSettings(KtoSettings, DpoSettings):

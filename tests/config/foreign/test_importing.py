@@ -362,7 +362,10 @@ def test_axolotl_qlora_becomes_lora_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"stage": "dpo", "pref_loss": "orpo"}, "pref_loss is orpo; megatrain has sigmoid, hinge, ipo"),
+        (
+            {"stage": "dpo", "pref_loss": "kto_pair"},
+            "pref_loss is kto_pair; megatrain has sigmoid, hinge, ipo",
+        ),
         ({"stage": "rm"}, "stage is rm; megatrain trains pt, sft, dpo and kto files"),
         ({"finetuning_type": "oft"}, "finetuning_type is oft"),
         ({"do_train": False}, "do_train is false"),
@@ -409,6 +412,18 @@ def test_file_that_cannot_be_obeyed_is_refused(change: dict[str, Any], part: str
             },
             {"sample_packing"},
         ),
+        (
+            LF_FULL,
+            {"stage": "dpo", "pref_beta": 0.2, "pref_loss": "orpo", "pref_ftx": 0.5},
+            {"train.loss": "orpo", "preference.beta": 0.2},
+            {"pref_ftx"},
+        ),
+        (
+            AX_FULL,
+            {"rl": "orpo", "orpo_alpha": 0.3},
+            {"train.loss": "orpo", "preference.beta": 0.3},
+            {"sample_packing"},
+        ),
     ],
 )
 def test_losses_of_judged_answers_are_taken_over(
@@ -429,8 +444,8 @@ def _of(found: Any, section: str) -> list[tuple[str, Any]]:
 
 
 def test_other_methods_of_axolotl_and_foreign_files_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rl is orpo; megatrain has dpo, ipo, kto"):
-        import_settings({**parse_yaml(AX_FULL, source="x"), "rl": "orpo"}, source="x")
+    with pytest.raises(ConfigError, match="rl is grpo; megatrain has dpo, ipo, kto"):
+        import_settings({**parse_yaml(AX_FULL, source="x"), "rl": "grpo"}, source="x")
     with pytest.raises(ConfigError, match="of neither LLaMA-Factory"):
         import_settings({"model": {"path": "x"}}, source="x")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,10 +68,8 @@ def theirs(trainer: Any, batch: dict[str, Tensor]) -> tuple[float, dict[str, Ten
     )
 
 
-def assert_equal(
-    trainer: Any, theirs_batch: Any, model: Any, loss_of_rows: AnswerLoss, batches: Any, lockstep: int
-) -> None:
-    loss, gradients, logged = theirs(trainer, theirs_batch)
+def assert_equal(expected: Any, model: Any, loss_of_rows: AnswerLoss, batches: Any, lockstep: int) -> None:
+    loss, gradients, logged = expected
     engine = megatrain.attach(copy.deepcopy(model), activations="recompute", lockstep=lockstep)
     try:
         ours, shown = loss_of_rows.forward_backward(engine, batches, [0] * len(batches))
@@ -124,7 +124,7 @@ def test_dpo_equals_trl(tmp_path: Path, model: Any) -> None:
             {"beta": 0.3, "loss_type": kind, "label_smoothing": smoothing}
         )
         loss = AnswerLoss(OBJECTIVES["dpo"], settings)
-        assert_equal(trainer, batch, model, loss, batches, len(batches))
+        assert_equal(theirs(trainer, batch), model, loss, batches, len(batches))
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing[a-z_]*. is deprecated:FutureWarning")
@@ -152,8 +152,68 @@ def test_kto_equals_trl(tmp_path: Path, model: Any) -> None:
     batch |= {"label": ours["is_good"], "ref_logps": reference[:, 0], "ref_KL_logps": reference[:, 1]}
     settings = PreferenceConfig(beta=0.3, desirable_weight=0.7, undesirable_weight=1.3)
     assert ours["is_good"].tolist() == [True, False, False, True]
-    assert_equal(trainer, batch, model, AnswerLoss(OBJECTIVES["kto"], settings), [ours], 1)
+    loss = AnswerLoss(OBJECTIVES["kto"], settings)
+    assert_equal(theirs(trainer, batch), model, loss, [ours], 1)
     assert trainer._metrics["train"]["kl"][0] > 1
+
+
+def of_pairs(kind: Any, model: Any, batch: dict[str, Tensor], **settings: Any) -> Any:
+    """Return what methods of a trainer of TRL without a reference make of pairs, as `theirs` does."""
+    trainer, resident = kind.__new__(kind), copy.deepcopy(model)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), gather_for_metrics=lambda value: value)
+    plain = {"is_encoder_decoder": False, "padding_value": 2, "aux_loss_enabled": False}
+    vars(trainer).update(plain, accelerator=accelerator, **settings)
+    mask = batch["labels"] != -100
+    ends = torch.tensor([int(row.nonzero().max()) + 1 for row in mask])
+    attention = (torch.arange(SEQ_LEN) < ends[:, None]).long()
+    tensors = {"input_ids": batch["input_ids"], "attention_mask": attention, "labels": batch["labels"]}
+    sides = {
+        f"{side}_{name}": value[place::2]
+        for place, side in enumerate(("chosen", "rejected"))
+        for name, value in tensors.items()
+    }
+    loss, logged = trainer.get_batch_loss_metrics(resident, sides)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in resident.named_parameters()}
+    return float(loss.detach()), gradients, logged
+
+
+def pairs(*, prompt: int) -> list[Judged]:
+    """Make pairs of random tokens whose chosen answers are equally long."""
+    generator = torch.Generator().manual_seed(4)
+
+    def ids(number: int) -> list[int]:
+        return torch.randint(3, VOCAB_SIZE, (number,), generator=generator).tolist()
+
+    asked = [ids(prompt) for _ in range(NUM_ROWS)]
+    return [Judged((one, one), (ids(5), ids(2 + n))) for n, one in enumerate(asked)]
+
+
+def test_orpo_equals_trl(model: Any) -> None:
+    """Where a prompt is one token: TRL learns the others of a prompt too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # experimental
+        orpo = pytest.importorskip("trl.experimental.orpo", reason="TRL is not installed: pip install trl")
+    none, examples = torch.zeros(NUM_ROWS, 2), pairs(prompt=1)
+    whole = batch_of("orpo", examples, none)
+    halves = [batch_of("orpo", examples[n : n + 2], none[:2]) for n in (0, 2)]
+    expected = of_pairs(orpo.ORPOTrainer, model, whole, beta=0.3)
+    assert {"nll_loss", "log_odds_chosen", "rewards/margins"} <= expected[2].keys()
+    loss = AnswerLoss(OBJECTIVES["orpo"], PreferenceConfig(beta=0.3))
+    for batches in ([whole], halves):
+        assert_equal(expected, model, loss, batches, len(batches))
+
+
+def test_an_answer_that_is_sure_has_finite_odds() -> None:
+    chances = torch.tensor([[0.0, -3.0]], requires_grad=True)
+    none = torch.zeros(1, 2)
+    answers = Answers(chances, none + 3, none, none[:, 0].bool())
+    (loss,), shown = OBJECTIVES["orpo"].losses(PreferenceConfig(), answers)
+    loss.backward()
+    assert math.isfinite(float(loss.detach()))
+    assert math.isfinite(float(shown["log_odds_chosen"]))
+    assert chances.grad is not None
+    assert chances.grad.isfinite().all()
 
 
 def test_a_smoothed_loss_by_hand() -> None:

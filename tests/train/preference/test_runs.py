@@ -13,11 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatrain.checkpoint.load import verify
 from megatrain.config import Config, apply_overrides, build_config
 from megatrain.data.tokenizer import train_tokenizer
 from megatrain.errors import ConfigError
 from megatrain.model.weights.skeleton import read_config
+from megatrain.objective.registry import OBJECTIVES
 from megatrain.train.commands.dry_run import dry_run
+from megatrain.train.commands.evaluate import evaluate_run
 from megatrain.train.loop import train
 from tests.reference import make_model
 from tests.train.evaluate.test_evaluation import events_of
@@ -64,7 +67,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(root: Path, out: str, loss: str = "dpo", **sections: Any) -> Config:
     sections["train"] = {"loss": loss, "steps": 4, **sections.get("train", {})}
     sections["data"] = {
-        "path": str(root / f"{loss}.jsonl"),
+        "path": str(root / f"{OBJECTIVES[loss].rows.way}.jsonl"),
         "cache": str(root / "cache"),
         "seq_len": 16,
         "val_size": 4,
@@ -203,6 +206,32 @@ def test_kto_runs_and_a_dry_run_asks_no_reference(root: Path, caplog: pytest.Log
     last = events_of(root / "kto", "evaluation")[-1]
     assert {"kl", "rows", "loss"} <= last.keys()
     assert config.batch.micro_batch_size == 2 * config.train.micro_batch_size
+
+
+@pytest.mark.parametrize("loss", [one.name for one in OBJECTIVES.values() if not one.has_reference][1:])
+def test_a_loss_without_a_reference_asks_for_none(
+    root: Path, loss: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It learns, is resumed to the same bits, and is evaluated by the command to the same digits."""
+    caplog.set_level(logging.INFO)
+    held_out = root / f"{loss}-held.jsonl"
+    write_rows(held_out, 5, is_kto=False)
+    settings: dict[str, Any] = {"optim": {"lr": 1e-2}, "data": {"eval_path": {"other": str(held_out)}}}
+    train(config_of(root, loss, loss, **settings))
+    assert not any(COMPUTING in message for message in caplog.messages)
+    rows = rows_of(root / loss)
+    names = {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "nll_loss"}
+    assert names <= rows[0].keys()
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    half = root / loss / "checkpoints/step-00000002"
+    assert "reference" not in verify(half).meta
+    train(config_of(root, f"{loss}-again", loss, **settings), resume=str(half))
+    assert_same_weights(root / f"{loss}-again", root / loss)
+    (found,) = evaluate_run(root / loss, [str(held_out)])
+    (*_, last) = [one for one in events_of(root / loss, "evaluation") if one["name"] == "other"]
+    assert (found.unit, found.count, found.loss) == ("rows", 5, last["loss"])
+    assert {name: last[name] for name in found.shown} == dict(found.shown)
 
 
 @pytest.mark.parametrize(
