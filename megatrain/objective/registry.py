@@ -10,13 +10,14 @@ from megatrain.objective.objective import Objective
 from megatrain.objective.orpo import Orpo
 from megatrain.objective.rows import RowKind
 from megatrain.objective.sft import Sft
+from megatrain.objective.simpo import Simpo, SimpoSettings
 
 DEFAULT = Sft()
 
-OBJECTIVES: Mapping[str, Objective] = {one.name: one for one in (DEFAULT, Dpo(), Kto(), Orpo())}
+OBJECTIVES: Mapping[str, Objective] = {one.name: one for one in (DEFAULT, Dpo(), Kto(), Orpo(), Simpo())}
 
 
-class AllSettings(KtoSettings, DpoSettings):
+class AllSettings(SimpoSettings, KtoSettings, DpoSettings):
     """Settings of all objectives; those of the class that is named last come first."""
 
 

@@ -424,6 +424,24 @@ def test_file_that_cannot_be_obeyed_is_refused(change: dict[str, Any], part: str
             {"train.loss": "orpo", "preference.beta": 0.3},
             {"sample_packing"},
         ),
+        (
+            LF_FULL,
+            {"stage": "dpo", "pref_loss": "simpo", "simpo_gamma": 0.7, "pref_ftx": 0.5},
+            {"train.loss": "simpo", "preference.simpo_gamma": 0.7, "preference.sft_weight": 0.5},
+            set(),
+        ),
+        (
+            AX_FULL,
+            {"rl": "simpo", "rl_beta": 2.0},
+            {"train.loss": "simpo", "preference.beta": 2.0, "preference.sft_weight": 1.0},
+            {"sample_packing"},
+        ),
+        (
+            AX_FULL,
+            {"rl": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.5},
+            {"preference.simpo_gamma": 1.5, "preference.sft_weight": 0.0},
+            {"sample_packing"},
+        ),
     ],
 )
 def test_losses_of_judged_answers_are_taken_over(

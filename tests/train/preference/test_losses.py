@@ -68,7 +68,10 @@ def theirs(trainer: Any, batch: dict[str, Tensor]) -> tuple[float, dict[str, Ten
     )
 
 
-def assert_equal(expected: Any, model: Any, loss_of_rows: AnswerLoss, batches: Any, lockstep: int) -> None:
+def assert_equal(
+    expected: Any, model: Any, loss_of_rows: AnswerLoss, batches: Any, lockstep: int, rounding: float = 1e-12
+) -> None:
+    """Compare loss, gradients and what is shown; `rounding` is that of a small difference of rewards."""
     loss, gradients, logged = expected
     engine = megatrain.attach(copy.deepcopy(model), activations="recompute", lockstep=lockstep)
     try:
@@ -78,7 +81,7 @@ def assert_equal(expected: Any, model: Any, loss_of_rows: AnswerLoss, batches: A
         engine.detach()
     assert float(ours) == pytest.approx(loss, rel=1e-6)
     for name, value in shown.items():
-        assert value == pytest.approx(logged[name], rel=1e-5), name
+        assert value == pytest.approx(logged[name], rel=1e-5, abs=rounding), name
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -161,8 +164,8 @@ def of_pairs(kind: Any, model: Any, batch: dict[str, Tensor], **settings: Any) -
     """Return what methods of a trainer of TRL without a reference make of pairs, as `theirs` does."""
     trainer, resident = kind.__new__(kind), copy.deepcopy(model)
     accelerator = SimpleNamespace(device=torch.device("cpu"), gather_for_metrics=lambda value: value)
-    plain = {"is_encoder_decoder": False, "padding_value": 2, "aux_loss_enabled": False}
-    vars(trainer).update(plain, accelerator=accelerator, **settings)
+    plain = {"is_encoder_decoder": False, "padding_value": 2, "pad_token_id": 2}
+    vars(trainer).update(plain, aux_loss_enabled=False, accelerator=accelerator, **settings)
     mask = batch["labels"] != -100
     ends = torch.tensor([int(row.nonzero().max()) + 1 for row in mask])
     attention = (torch.arange(SEQ_LEN) < ends[:, None]).long()
@@ -202,6 +205,27 @@ def test_orpo_equals_trl(model: Any) -> None:
     loss = AnswerLoss(OBJECTIVES["orpo"], PreferenceConfig(beta=0.3))
     for batches in ([whole], halves):
         assert_equal(expected, model, loss, batches, len(batches))
+
+
+def test_simpo_equals_trl(model: Any) -> None:
+    """With and without the chosen answer's own loss, which is CPO-SimPO."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # experimental
+        cpo = pytest.importorskip("trl.experimental.cpo", reason="TRL is not installed: pip install trl")
+    none, examples = torch.zeros(NUM_ROWS, 2), pairs(prompt=3)
+    whole = batch_of("simpo", examples, none)
+    halves = [batch_of("simpo", examples[n : n + 2], none[:2]) for n in (0, 2)]
+    given = {"loss_type": "simpo", "alpha": 0.0, "label_smoothing": 0.0}
+    for beta, gamma, weight in ((2.0, 0.8, 0.5), (0.1, 0.5, 0.0)):
+        changes = {"beta": beta, "simpo_gamma": gamma, "cpo_alpha": weight}
+        loss, gradients, logged = of_pairs(cpo.CPOTrainer, model, whole, **given, **changes)
+        if not weight:
+            own = of_pairs(cpo.CPOTrainer, model, whole, **given, **changes | {"cpo_alpha": 1.0})
+            logged["nll_loss"] = own[2]["nll_loss"]  # which TRL does not compute then
+        settings = PreferenceConfig(beta=beta, simpo_gamma=gamma, sft_weight=weight)
+        ours = AnswerLoss(OBJECTIVES["simpo"], settings)
+        for batches in ([whole], halves):
+            assert_equal((loss, gradients, logged), model, ours, batches, len(batches), rounding=1e-6)
 
 
 def test_an_answer_that_is_sure_has_finite_odds() -> None:
