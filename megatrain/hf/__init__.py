@@ -1,4 +1,4 @@
-"""Hugging Face's trainers over streamed models: Trainer, and TRL's SFTTrainer, DPOTrainer and KTOTrainer.
+"""Hugging Face's trainers over streamed models: Trainer, and TRL's SFT, DPO, KTO, GRPO and RLOO trainers.
 
 The names resolve on first use: TRL is loaded by its own trainers alone.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatrain.hf.arguments import MegatrainArguments
     from megatrain.hf.dpo import StreamingDPOTrainer
+    from megatrain.hf.grpo import StreamingGRPOTrainer, StreamingRLOOTrainer
     from megatrain.hf.kto import StreamingKTOTrainer
     from megatrain.hf.sft import StreamingSFTTrainer
     from megatrain.hf.trainer import StreamingTrainer
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "MegatrainArguments": "megatrain.hf.arguments",
     "StreamingDPOTrainer": "megatrain.hf.dpo",
+    "StreamingGRPOTrainer": "megatrain.hf.grpo",
     "StreamingKTOTrainer": "megatrain.hf.kto",
+    "StreamingRLOOTrainer": "megatrain.hf.grpo",
     "StreamingSFTTrainer": "megatrain.hf.sft",
     "StreamingTrainer": "megatrain.hf.trainer",
 }
@@ -26,7 +29,9 @@ _HOMES = {
 __all__ = [
     "MegatrainArguments",
     "StreamingDPOTrainer",
+    "StreamingGRPOTrainer",
     "StreamingKTOTrainer",
+    "StreamingRLOOTrainer",
     "StreamingSFTTrainer",
     "StreamingTrainer",
 ]

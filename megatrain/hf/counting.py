@@ -37,7 +37,8 @@ def what_counts(kind: type) -> str | None:
     put in order by `Traces`.
 
     Args:
-        kind: The trainer's class; methods of transformers' Trainer and of this package are known.
+        kind: The trainer's class; methods of transformers' Trainer and of this package are known, and what it
+            keeps in order itself (`_in_order`) is left out.
     """
     homes: dict[str, str] = {}
     read: set[str] = set()
@@ -50,7 +51,7 @@ def what_counts(kind: type) -> str | None:
                 read |= looks_at
                 for attribute in sets:
                     homes.setdefault(attribute, f"{base.__name__}.{name}")
-    found = [name for name in homes if name in read and name != COUNT]
+    found = [name for name in homes if name in read and name not in (COUNT, *getattr(kind, "_in_order", ()))]
     return f"{homes[found[0]]} sets {found[0]}" if found else None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -64,12 +64,15 @@ _Base: Any = object
 class Streaming(_Base):
     """Stands before `transformers.Trainer`, or a subclass of it, in the list of a class's bases.
 
-    What such a class computes of a batch may be anything. One whose methods count micro-batches, as those
-    that generate do (GRPO, RLOO), runs them one by one, in one process; see `megatrain.hf.counting`.
+    What such a class computes of a batch may be anything. One whose methods count micro-batches runs them one
+    by one, in one process; see `megatrain.hf.counting`. `megatrain.hf.grpo` has those of TRL that generate.
     """
 
     engine: Engine
     """What the model is attached to; `trainer.engine.detach()` gives an ordinary model back."""
+    _in_order: Collection[str] = ()
+    """Attributes of the plain trainer that tell one micro-batch from the next, and that this class keeps in
+    order."""
     _num_passes_before = 0
     """How many `_passes_before` lists, for the plan."""
 

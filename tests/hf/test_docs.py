@@ -36,6 +36,6 @@ def test_example_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, lines in (("train.jsonl", rows), ("pairs.jsonl", pairs)):
         Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     # What the page says to add on a machine without a GPU.
-    arguments = r'(SFTConfig|DPOConfig|TrainingArguments)\(\s*("[^"]+")'
+    arguments = r'(SFTConfig|DPOConfig|GRPOConfig|TrainingArguments)\(\s*("[^"]+")'
     example = re.sub(arguments, r"\1(\2, use_cpu=True", EXAMPLES[number])
     exec(compile(example, f"example {number}", "exec"), {})
