@@ -1,8 +1,8 @@
 """Judged answers as rows: two sequences side by side, each a prompt and an answer.
 
 A row of a pair holds the chosen answer and the rejected one. A row of a marked answer holds that, and beside
-it the same prompt with an answer to another one: by these KTO knows how far the model is from its reference.
-The answers of up to 64 rows change places for that, each row's going to the next.
+it the same prompt with an answer to another one: by these a loss knows how far the model is from its
+reference. The answers of up to 64 rows change places for that, each row's going to the next.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Learning from judged answers: the losses of DPO and KTO, and the reference that they compare with."""
+"""What a run learns from: the loss of its steps and evaluations, and the reference of judged answers."""
