@@ -124,6 +124,6 @@ def make_eval_sets(config: Config, packed: Mapping[str, tuple[Rows, str]]) -> li
     """
     loss, size = loss_of(config), config.train.micro_batch_size
     return [
-        EvalSet(name=name, batches=partial(in_batches, rows, size, way), judge=loss.judge, rows=rows)
+        EvalSet(name=name, batches=partial(in_batches, rows, size, way), measure=loss.measure, rows=rows)
         for name, (rows, way) in packed.items()
     ]

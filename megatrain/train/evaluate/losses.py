@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from megatrain.data.cache import Rows
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import DataError
 from megatrain.model.head import count_targets
+from megatrain.objective.objective import Shown
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import losses
+from megatrain.train.evaluate.tally import Tally, as_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +32,8 @@ class EvalSet:
     name: str
     batches: Callable[[], Iterable[Mapping[str, Any]]]
     """Begins a new pass over the micro-batches: `input_ids`, `labels` and what else the model takes."""
-    judge: Judge | None = None
-    """Evaluates it by another loss than the model's own."""
+    measure: Measure | None = None
+    """Computes the loss of batches, where that is not the model's own."""
     rows: Rows | None = None
     """What its batches are made of."""
 
@@ -72,8 +75,8 @@ class Evaluation:
         return ", ".join([f"loss {self.loss:.4f}", *others, counted(self.count, self.unit.removesuffix("s"))])
 
 
-Judge = Callable[[Engine, str, Iterable[Mapping[str, Any]]], Evaluation]
-"""Evaluates batches of a set of that name."""
+Measure = Callable[[Engine, Iterable[Mapping[str, Any]]], Iterator[Shown]]
+"""Yields of each batch what was seen of its rows, their `loss` among it."""
 
 
 def evaluate(
@@ -81,31 +84,27 @@ def evaluate(
 ) -> list[Evaluation]:
     """Return the loss of each set, with the state streaming as in training.
 
-    Several ranks share the batches out, and every one returns the same. Sets with judges are left to the
-    first one, and the others pass them over.
+    Several ranks share the batches out, and every one returns the same.
 
     Args:
-        engine: Between two steps.
-        sets: To evaluate on.
-        most_batches: Of each; None: all.
-        ranks: That call this together; None: this one is alone.
+        engine: The engine of the model, between two steps.
+        sets: The sets to evaluate on.
+        most_batches: The number of batches of each; None: all.
+        ranks: The ranks that call this together; None: this one is alone.
 
     Raises:
         DataError: A set has no token with a label.
     """
-    rank = 0 if ranks is None else ranks.rank
     with undisturbed(engine):
-        return [_evaluate(engine, one, most_batches, ranks) for one in sets if one.judge is None or rank == 0]
+        return [_evaluate(engine, one, most_batches, ranks) for one in sets]
 
 
 def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None, ranks: Ranks | None) -> Evaluation:
-    if one.judge is not None:
-        return one.judge(engine, one.name, islice(one.batches(), most_batches))
     began_s = time.perf_counter()
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     numbers: list[int] = []
-    parts: list[torch.Tensor] = []
-    tokens: list[int] = []
+    seen: list[Shown] = []  # read only in the end: nobody waits for the device before
+    counts: list[int] = []
 
     def own() -> Iterator[Mapping[str, Any]]:
         for number, batch in enumerate(islice(one.batches(), most_batches)):
@@ -113,18 +112,26 @@ def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None, ranks: Ran
                 numbers.append(number)
                 yield batch
 
-    for loss, count in losses(engine, own()):
-        parts.append(loss.double() * count)  # read only in the end: nobody waits for the device before
-        tokens.append(count)
-    sums = torch.stack(parts).tolist() if parts else []
-    found = list(zip(numbers, sums, tokens, strict=True))
+    if one.measure is None:
+        for loss, count in losses(engine, own()):
+            seen.append({"loss": loss.double().view(1) * count})
+            counts.append(count)
+    else:
+        for shown in one.measure(engine, own()):
+            seen.append(shown)
+            counts.append(len(shown["loss"]))
+    found = list(zip(numbers, map(as_values, seen), counts, strict=True))
     if ranks is not None:
-        found = sorted(map(tuple, chain.from_iterable(ranks.gather_values(found))))
-    count = sum(tokens for *_, tokens in found)
+        found = sorted(map(tuple, chain.from_iterable(ranks.gather_values(found))), key=itemgetter(0))
+    count = sum(count for *_, count in found)
     if count == 0:
         raise DataError(f"the eval set {one.name} has no token with a label; leave it out, or check its data")
-    mean = float(torch.tensor([each for _, each, _ in found], dtype=torch.float64).sum()) / count
-    return Evaluation(name=one.name, loss=mean, count=count, seconds=time.perf_counter() - began_s)
+    tally = Tally()
+    for _, values, _ in found:
+        tally.add({name: torch.tensor(each, dtype=torch.float64) for name, each in values.items()})
+    mean = tally.take_sum("loss") / count
+    seconds, unit = time.perf_counter() - began_s, "tokens" if one.measure is None else "rows"
+    return Evaluation(name=one.name, loss=mean, count=count, unit=unit, shown=tally.means(), seconds=seconds)
 
 
 @contextmanager

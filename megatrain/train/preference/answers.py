@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -18,8 +17,8 @@ from megatrain.model.head import IGNORED
 from megatrain.objective.objective import Answers, Objective, Settings, Shown
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import ids_of, row_losses
-from megatrain.train.evaluate.losses import Evaluation, Judge
-from megatrain.train.preference.tally import Tally
+from megatrain.train.evaluate.losses import Measure
+from megatrain.train.evaluate.tally import Tally, as_values
 
 _OF_MODEL = ("input_ids", "labels")
 
@@ -27,8 +26,8 @@ _OF_MODEL = ("input_ids", "labels")
 class ModelLoss:
     """The loss of a run that the model itself computes, of the tokens of a whole step."""
 
-    judge: Judge | None = None
-    """Evaluations are the model's own, too."""
+    measure: Measure | None = None
+    """Evaluations are by the model's own loss, too."""
 
     def forward_backward(
         self,
@@ -85,34 +84,20 @@ class AnswerLoss:
         seen = [shown[number] for number in numbers]  # in order, whatever the turns they took
         if ranks is not None:
             parts = in_order(shared_out, [list(each) for each in ranks.gather(torch.stack(parts))])
-            values = [{name: some.tolist() for name, some in each.items()} for each in seen]
-            seen = [
-                {name: torch.tensor(some) for name, some in each.items()}
-                for each in in_order(shared_out, ranks.gather_values(values))
-            ]
+            values = in_order(shared_out, ranks.gather_values([*map(as_values, seen)]))
+            seen = [{name: torch.tensor(some) for name, some in each.items()} for each in values]
         tally = Tally()
         for each in seen:
             tally.add(each)
         return reduce(torch.add, parts), tally.means()
 
-    def judge(self, engine: Engine, name: str, batches: Iterable[Mapping[str, Any]]) -> Evaluation:
-        """Return the mean loss over all rows of a set; the model is in the mode that is wanted."""
-        began_s = time.perf_counter()
-        tally = Tally()
+    def measure(self, engine: Engine, batches: Iterable[Mapping[str, Any]]) -> Iterator[Shown]:
+        """Yield of each batch what was seen of its rows; the model is in the mode that is wanted."""
         for group in engine.together.groups(batches, ids_of):
             for losses, shown in engine.together.run(
                 [partial(self._losses, engine, batch) for batch in group]
             ):
-                tally.add({"loss": losses, **shown})
-        means = tally.means()
-        return Evaluation(
-            name=name,
-            loss=means.pop("loss"),
-            count=tally.num_rows,
-            unit="rows",
-            shown=means,
-            seconds=time.perf_counter() - began_s,
-        )
+                yield {"loss": losses, **shown}
 
     def _losses(self, engine: Engine, batch: Mapping[str, Any]) -> tuple[Tensor, Shown]:
         found = -row_losses(engine, {name: batch[name] for name in _OF_MODEL}).view(-1, SIDES)

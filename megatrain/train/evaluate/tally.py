@@ -15,15 +15,14 @@ class Tally:
         """Begin with nothing."""
         self._parts: dict[str, list[Tensor]] = {}
 
-    @property
-    def num_rows(self) -> int:
-        """Rows with a loss."""
-        return sum(map(len, self._parts.get("loss", ())))
-
     def add(self, shown: Shown) -> None:
         """Take a batch in."""
         for name, values in shown.items():
             self._parts.setdefault(name, []).append(values.detach())
+
+    def take_sum(self, name: str) -> float:
+        """Return the sum of one over all rows, and leave it out from here on."""
+        return float(torch.cat(self._parts.pop(name)).double().sum())
 
     def means(self) -> dict[str, float]:
         """Return the mean of each over all rows, of those that have one, and the margin of the rewards."""
@@ -32,3 +31,8 @@ class Tally:
         if {"rewards/chosen", "rewards/rejected"} <= means.keys():
             means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         return means
+
+
+def as_values(shown: Shown) -> dict[str, list[float]]:
+    """Return what was seen of some rows as plain values, for other ranks."""
+    return {name: values.tolist() for name, values in shown.items()}
