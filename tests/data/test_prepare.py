@@ -303,7 +303,7 @@ def test_a_row_that_is_all_masked_is_dropped_and_named(tokenizer: Any, tmp_path:
 def test_a_share_that_holds_out_every_example_is_named(tokenizer: Any, tmp_path: Path) -> None:
     file = write_chats(tmp_path, 1)
     with pytest.raises(DataError, match=r"data\.val_size leaves nothing here: .*0 examples kept, 1 held out"):
-        prepare(tokenizer, file, data=DataConfig(path=str(file), val_size=0.999))
+        prepare(tokenizer, file, data=DataConfig(path=(str(file),), val_size=0.999))
 
 
 def test_a_run_without_a_token_to_train_on_is_refused(tokenizer: Any, tmp_path: Path) -> None:
