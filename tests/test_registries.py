@@ -15,7 +15,7 @@ from functools import cache
 
 import pytest
 
-from megatrain.config.choice import POLICIES
+from megatrain.config.policies import POLICY_NAMES
 from megatrain.objective.registry import OBJECTIVES
 from tests.test_imports import modules, parsed
 
@@ -36,10 +36,10 @@ class Subject:
 
 SUBJECTS = {
     "policies": Subject(
-        names=POLICIES,
-        classes=["Activations"],
-        home="megatrain.config.choice",
-        registries=["megatrain.config.choice"],
+        names=POLICY_NAMES,
+        classes=["Policy"],
+        home="megatrain.config.policies",
+        registries=["megatrain.config.policies"],
     ),
     "kinds": Subject(  # strings such as "read" and "save" are names of many things
         classes=["Kind", "Operation"],
@@ -60,28 +60,14 @@ SUBJECTS = {
     ),
 }
 
+MODULES = {place.rpartition(".")[2] for subject in SUBJECTS.values() for place in subject.registries}
+"""Last parts of the registries' names, by which a constant of theirs may be read: `policies.KEEP`."""
+
 NOT_OURS = "megatrain.config.foreign"
 """Tables of what other trainers call things."""
 
 COUNTED: dict[str, dict[str, int]] = {
-    "policies": {
-        "megatrain.model.profile.counter": 3,
-        "megatrain.model.profile.tracing": 3,
-        "megatrain.plan.cost.layer_costs": 3,
-        "megatrain.plan.memory.device_peaks": 6,
-        "megatrain.plan.memory.device_pools": 1,
-        "megatrain.plan.memory.layer_runs": 2,
-        "megatrain.plan.program.visits": 3,
-        "megatrain.plan.search.choices": 6,
-        "megatrain.plan.search.neighbours": 3,
-        "megatrain.plan.search.planner": 2,
-        "megatrain.plan.search.search": 1,
-        "megatrain.stream.arrange": 1,
-        "megatrain.stream.execute.compute_work": 1,
-        "megatrain.stream.forward.arrangement": 1,
-        "megatrain.stream.forward.layer_visit": 2,
-        "megatrain.stream.forward.rounds": 1,
-    },
+    "policies": {},
     "kinds": {
         "megatrain.plan.cost.pricing": 29,
         "megatrain.plan.cost.step_time": 1,
@@ -183,7 +169,9 @@ def places(module: str, source: str, name: str) -> Iterator[int]:
             return isinstance(node.value, str) and node.value in subject.names
         if isinstance(node, ast.Attribute) and spelled(node.value) in enumerations:
             return True
-        return isinstance(node, ast.expr) and spelled(node) in known
+        if isinstance(node, ast.Attribute) and spelled(node.value) in MODULES:
+            return node.attr in known
+        return isinstance(node, ast.Name) and node.id in known
 
     for node in nodes(source):
         listed = elements(node)
@@ -234,8 +222,8 @@ def test_names_are_compared_in_their_registry_alone(name: str) -> None:
         ("policies", "AGAIN = frozenset({'recompute', 'drop_boundary'})"),
         ("policies", "source = {'offload': 'keep'}.get(policy, policy)"),
         ("policies", "match policy:\n    case 'keep' | 'offload':\n        pass"),
-        ("policies", "from megatrain.config.choice import Activations as A\npolicy is not A.KEEP"),
-        ("policies", "from megatrain.config.choice import Activations as A\npolicy == A.KEEP.value"),
+        ("policies", "from megatrain.config.policies import KEEP\npolicy is not KEEP"),
+        ("policies", "from megatrain.config import policies\npolicy == policies.KEEP"),
         ("kinds", "from megatrain.plan.program.kinds import Kind\nkind is Kind.HOLD"),
         ("kinds", "from megatrain.plan.program.kinds import Kind\nPAIR = (Kind.HOLD, Kind.ADD)"),
         ("kinds", "from megatrain.plan.program.kinds import Kind\nWORK = {Kind.HOLD: hold}"),

@@ -130,7 +130,7 @@ def entry(side: str, kernels: str, row: Row, step: Step) -> Entry:
 
 def described(choice: Choice) -> str:
     """Name what of a choice differs between sides."""
-    policies = [policy.value for policy in choice.policies]
+    policies = [policy.name for policy in choice.policies]
     kinds = ", ".join(f"{policies.count(policy)} {policy}" for policy in dict.fromkeys(policies))
     return f"{kinds}; {choice.lockstep} in lockstep, {choice.resident_layers} resident, {choice.updates}"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, TypeVar
 
+from megatrain.config.policies import POLICIES, RECOMPUTE, Policy
 from megatrain.config.runs import Runs, StepSums, round_sizes
 from megatrain.errors import ConfigError
 
@@ -30,36 +31,12 @@ SUMS = ("device", "host", "nvme")
 _Member = TypeVar("_Member", bound=Enum)
 
 
-class Activations(str, Enum):
-    """What stays of a layer between its forward and its backward, from most bytes to least; one result."""
-
-    KEEP = "keep"
-    """Everything that autograd saves, on the device."""
-    OFFLOAD = "offload"
-    """Everything that autograd saves, on the host."""
-    RECOMPUTE_CHEAP = "recompute_cheap"
-    """The layer's inputs, and the results of matrix products and attention; the rest is computed again."""
-    RECOMPUTE = "recompute"
-    """The layer's inputs (its boundary)."""
-    DROP_BOUNDARY = "drop_boundary"
-    """Nothing: the boundary is made again by the layers before it."""
-
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether the layer's forward runs again in the backward."""
-        return self not in (Activations.KEEP, Activations.OFFLOAD)
-
-
 class Updates(str, Enum):
     """When blocks are updated; the numbers are the same."""
 
     DEFERRED = "deferred"
     IMMEDIATE = "immediate"
     SERIAL = "serial"
-
-
-POLICIES = tuple(policy.value for policy in Activations)
-"""Names of `Activations`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +49,7 @@ class Choice:
     num_gradient_buffers: int = AUTO
     """Device buffers in which gradients of streamed blocks add up."""
     activations: tuple[str, ...] = AUTO
-    """One name of `Activations` per decoder layer; while open also one for all layers, as a plain string."""
+    """One name of `POLICIES` per decoder layer; while open also one for all layers, as a plain string."""
     boundaries: str = AUTO
     """Where the inputs of recomputed layers wait. With `nvme`, what `offload` saves is on drives too."""
     fragments: bool = AUTO
@@ -158,9 +135,9 @@ class Choice:
         return self.sums != "device" and self.num_rounds(num_micro_batches) > 1
 
     @property
-    def policies(self) -> tuple[Activations, ...]:
+    def policies(self) -> tuple[Policy, ...]:
         """Return what stays of each layer."""
-        return tuple(map(Activations, self.activations))
+        return tuple(POLICIES[name] for name in self.activations)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -181,8 +158,10 @@ class Choice:
             setting: `on`, `off`, or `auto`: where that is possible and nothing stands against it.
             can_compile: The machine's device and what is installed allow it.
         """
-        is_cheap = "recompute_cheap" in self.given.get("activations", ())
-        return setting == "on" or (setting == "auto" and can_compile and not is_cheap)
+        activations = self.given.get("activations", ())
+        names = (activations,) if isinstance(activations, str) else activations
+        is_refused = any(POLICIES[name].compile_problem for name in names)
+        return setting == "on" or (setting == "auto" and can_compile and not is_refused)
 
     def require_resolved(self, what: str) -> None:
         """Refuse a choice that is not resolved; `what` begins the sentence.
@@ -249,7 +228,7 @@ class Choice:
         plain: dict[str, Any] = {
             "num_slots": parts + 1,
             "num_gradient_buffers": buffers,
-            "activations": (Activations.RECOMPUTE.value,) * num_layers,
+            "activations": (RECOMPUTE.name,) * num_layers,
             "boundaries": "device",
             "fragments": False,
             "resident_layers": 0,

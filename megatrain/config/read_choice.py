@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from megatrain.config.choice import BOUNDARIES, GRADIENTS, SUMS, Activations, Choice, Updates, read_member
+from megatrain.config.choice import BOUNDARIES, GRADIENTS, SUMS, Choice, Updates
+from megatrain.config.policies import read_policy
 from megatrain.errors import ConfigError
 
 _PLANES = ("working", "remainder", "moments")
@@ -75,7 +76,7 @@ def checked(choice: Choice) -> Choice:
     given = choice.given
     activations = given.get("activations", ())
     for name in (activations,) if isinstance(activations, str) else activations:
-        read_member(Activations, name, "activations")
+        read_policy(name, "activations")
     gradients = given.get("gradients", ())
     for name in (gradients,) if isinstance(gradients, str) else gradients:
         if name not in GRADIENTS:

@@ -1,4 +1,4 @@
-"""Recompute what is cheap: outputs of matrix products and attention are kept, all else runs again.
+"""Recompute in part: results of products or attention are kept, as a policy says, and all else runs again.
 
 Two dispatch modes for torch's non-reentrant checkpoint. In the forward, `_Keeping` takes note of what the
 kept operations return; in the recomputation, `_Returning` hands it out in the same order and runs the rest.
@@ -24,20 +24,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from megatrain.config.policies import Policy
 from megatrain.errors import ModelError
 
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-_KEPT = frozenset(
+_PRODUCTS = frozenset(
+    f"aten::{name}"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
+)
+_ATTENTION = frozenset(
     f"aten::{name}"
     for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "_grouped_mm",
-        "_scaled_mm",
-        "_scaled_grouped_mm",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention",
@@ -49,31 +47,35 @@ _KEPT = frozenset(
 )
 
 
-def cheap_contexts() -> Callable[[], Contexts]:
+def keeping(policy: Policy) -> Callable[[], Contexts]:
     """Return a `context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
 
     Kept outputs are held by the contexts: hooks for saved tensors do not see them. Operations inside code
     that `torch.compile` has made are not seen either.
+
+    Args:
+        policy: The activation policy that says which results are kept.
     """
 
     def make() -> Contexts:
         kept: dict[Any, deque[_Kept]] = {}
-        return _Keeping(kept), _Returning(kept)
+        return _Keeping(kept, policy), _Returning(kept)
 
     return make
 
 
 @functools.cache  # a schema takes longer to read than a small operation to launch
-def is_kept(operation: Any) -> bool:
-    """Whether an operation's output is worth its memory: a matrix product, or attention of any package."""
+def is_kept(operation: Any, policy: Policy) -> bool:
+    """Whether a policy keeps an operation's output: of a matrix product, or of attention of any package."""
     if not isinstance(operation, torch._ops.OpOverload) or operation._schema.is_mutable:
         return False
     name = operation._schema.name
-    if name in _KEPT:
-        return True
+    if name in _PRODUCTS:
+        return policy.keeps_products
     namespace, _, leaf = name.lower().partition("::")
     is_forward = leaf.endswith("fwd") or "forward" in leaf
-    return "flash_attn" in namespace and is_forward and "backward" not in leaf
+    is_of_package = "flash_attn" in namespace and is_forward and "backward" not in leaf
+    return policy.keeps_attention and (name in _ATTENTION or is_of_package)
 
 
 @dataclass(slots=True)
@@ -104,9 +106,10 @@ class _Kept:
 class _Keeping(TorchDispatchMode):
     """The forward."""
 
-    def __init__(self, kept: dict[Any, deque[_Kept]]) -> None:
+    def __init__(self, kept: dict[Any, deque[_Kept]], policy: Policy) -> None:
         super().__init__()
         self._kept = kept
+        self._policy = policy
         self._storages: dict[int, _Kept] = {}
 
     @classmethod
@@ -120,7 +123,7 @@ class _Keeping(TorchDispatchMode):
         if _written(func):
             self._save_from(func, args, kwargs)
         output = func(*args, **kwargs)
-        if is_kept(func):
+        if is_kept(func, self._policy):
             call = _Kept(_shapes(args, kwargs))
             if not _draws(func, args, kwargs):
                 call.keep(output)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatrain.config.choice import KEYS, WITHOUT_DRIVES, Activations, Choice, StepBatch, Updates, read_member
+from megatrain.config.choice import KEYS, WITHOUT_DRIVES, Choice, StepBatch, Updates, read_member
 from megatrain.config.read_choice import checked
 from megatrain.errors import ConfigError
 from megatrain.layout.moments import MomentFormat
@@ -74,11 +74,9 @@ def check_choice(choice: Choice, blocks: Sequence[Block], *, compiles: bool = Fa
             f"outer_streams lets embedding and head stream through the slots, but {why}; use "
             "outer_streams=False"
         )
-    if compiles and Activations.RECOMPUTE_CHEAP in choice.policies:
-        raise ConfigError(
-            "activations=recompute_cheap keeps the results of single operations, which a compiled layer does "
-            "not show; use compile=off, or activations=keep: a compiled layer keeps little by itself"
-        )
+    problems = [policy.compile_problem for policy in choice.policies if policy.compile_problem]
+    if compiles and problems:
+        raise ConfigError(problems[0])
 
 
 def check_runs(choice: Choice, num_runs: int) -> None:

@@ -74,7 +74,7 @@ def attach(
             `on`, `off`, or `auto`, which is on accelerators where torch has a compiler for them. That is done
             in the first step, which takes about a minute longer. Compiled kernels round differently; what is
             exact is that streaming, recomputation and resuming give the bits of the same compiled layers. Off
-            under `recompute_cheap`.
+            under `activations` that keep the results of single operations.
         optimizer_state: What `engine.adamw` will keep the moments in, for which memory is planned: `fp32`, or
             `bf16` or `int8`, which are not exact.
         host_limit: Host memory that the state may take, in bytes or as `64GiB`; None: what the machine and

@@ -7,13 +7,14 @@ step adds is a few sums: its spans are looked at when somebody reads the report.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatrain.config.policies import Policy
 from megatrain.errors import ConfigError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.model.head import targets_of
@@ -48,6 +49,16 @@ class Moved(NamedTuple):
         return Moved(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 
+class _Arranged(NamedTuple):
+    """What of the engine's arrangement a step's report asks for."""
+
+    forwards: list[int]
+    """How often each layer runs again as a whole."""
+    parts: dict[int, Policy]
+    """The policies of layers of which a part runs again."""
+    updates: str
+
+
 @dataclass(slots=True)
 class _Step:
     """A step, as it goes along."""
@@ -59,8 +70,8 @@ class _Step:
     is_counted: bool
     """All targets were known when the step began."""
     batches: list[MicroBatchSize] = field(default_factory=list)
-    arranged: tuple[list[int], str] | None = None
-    """Set when the engine goes on in another way: how often each layer ran again, and the updates."""
+    arranged: _Arranged | None = None
+    """Set when the engine goes on in another way."""
     moved: Moved | None = None
     """Set by `opt.step()`."""
     ended_s: float = 0.0
@@ -135,7 +146,11 @@ class StepMeter:
         if self._is_stepped:
             self._end()
         if isinstance(self._last, _Step) and self._last.arranged is None:
-            self._last.arranged = self._arrangement.rounds.forwards_again, self._arrangement.choice.updates
+            self._last.arranged = self._arranged()
+
+    def _arranged(self) -> _Arranged:
+        rounds = self._arrangement.rounds
+        return _Arranged(rounds.forwards_again, rounds.parts_again, self._arrangement.choice.updates)
 
     def take(self) -> Record:
         """Take what the lanes have recorded, for the step and for whoever listens."""
@@ -196,13 +211,13 @@ class StepMeter:
         spans = [span for record in step.records for span in record.spans]
         waited = [wait for record in step.records for wait in record.waits]
         work = Work(spans, [] if arrangement.lanes.device.type != "cpu" else waited)
-        forwards, updates = step.arranged or (arrangement.rounds.forwards_again, arrangement.choice.updates)
-        bound, bound_s = work.bound(updates)
+        arranged = step.arranged or self._arranged()
+        bound, bound_s = work.bound(arranged.updates)
         waits: dict[str, float] = {}
         for wait in sorted(waited, key=lambda wait: wait.seconds, reverse=True):
             name = f"{wait.cause.waiting.value}<-{wait.cause.owner.value} {wait.cause.buffer}"
             waits[name] = waits.get(name, 0.0) + wait.seconds
-        model_flops, hardware_flops = self._count(step.batches, forwards, moved.chunked_tokens)
+        model_flops, hardware_flops = self._count(step.batches, arranged, moved.chunked_tokens)
         return StepReport(
             **{name: value for name, value in moved._asdict().items() if name != "chunked_tokens"},
             seconds=step.ended_s - step.began_s,
@@ -232,12 +247,13 @@ class StepMeter:
             return None
 
     def _count(
-        self, batches: Iterable[MicroBatchSize], forwards: Sequence[int], chunked_tokens: int
+        self, batches: Iterable[MicroBatchSize], arranged: _Arranged, chunked_tokens: int
     ) -> tuple[float, float]:
         flops = self._arrangement.flops
         model = hardware = 0.0
         for batch in batches:
             per_token = flops.model_flops(batch.row_tokens)
             model += int(batch.present) * per_token
-            hardware += batch.positions * (per_token + flops.recomputed_flops(batch.row_tokens, forwards))
+            again = flops.recomputed_flops(batch.row_tokens, arranged.forwards, arranged.parts)
+            hardware += batch.positions * (per_token + again)
         return model, hardware + chunked_tokens * flops.head_flops

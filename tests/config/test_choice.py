@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megatrain.config import apply_overrides, build_config, config_keys
-from megatrain.config.choice import AUTO, BOUNDARIES, GRADIENTS, KEYS, POLICIES, SUMS, Choice, Updates
+from megatrain.config.choice import AUTO, BOUNDARIES, GRADIENTS, KEYS, SUMS, Choice, Updates
+from megatrain.config.policies import POLICY_NAMES
 from megatrain.config.read_choice import read_choice
 from megatrain.errors import ConfigError
 
@@ -120,7 +121,7 @@ def test_the_head_s_chunks_are_a_field() -> None:
 @pytest.mark.parametrize(
     ("field", "names"),
     [
-        ("activations", POLICIES),
+        ("activations", POLICY_NAMES),
         ("boundaries", BOUNDARIES),
         ("gradients", GRADIENTS),
         ("sums", SUMS),

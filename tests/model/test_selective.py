@@ -17,8 +17,9 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedModel
 
+from megatrain.config.policies import RECOMPUTE_CHEAP
 from megatrain.errors import ModelError
-from megatrain.model.selective import cheap_contexts, is_kept
+from megatrain.model.selective import is_kept, keeping
 from tests.families import FAMILIES
 from tests.reference import assert_same_bits, make_batches, make_model
 from tests.stream.execute.test_memory import LiveStorages
@@ -77,7 +78,7 @@ def check_family(family: str, *, dropout: bool) -> None:
     checkpointed(model, noop_context_fn)
     _, recomputed_bytes = loss_and_gradients(model)
     model = moved(family, dropout=dropout)
-    checkpointed(model, cheap_contexts())
+    checkpointed(model, keeping(RECOMPUTE_CHEAP))
     cheap, cheap_bytes = loss_and_gradients(model)
     assert cheap.keys() == resident.keys()
     for name, wanted in resident.items():
@@ -115,14 +116,18 @@ def gradients(
 
 
 def assert_same_gradients(block: Callable[..., Any], *, after: Any = None) -> None:
-    actual = gradients(block, cheap_contexts(), after=after)
+    actual = gradients(block, keeping(RECOMPUTE_CHEAP), after=after)
     for grad, wanted in zip(actual, gradients(block, after=after), strict=True):
         assert_same_bits(grad, wanted)
 
 
 def torch_s_own(*, allows_mutation: bool = False) -> Callable[[], Any]:
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if is_kept(operation, RECOMPUTE_CHEAP)
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     return functools.partial(create_selective_checkpoint_contexts, policy, allows_mutation)
 
@@ -139,7 +144,7 @@ def test_matrix_products_do_not_run_again() -> None:
         return (x @ first).sin() @ second
 
     counts = []
-    for context_fn in (None, cheap_contexts(), noop_context_fn):
+    for context_fn in (None, keeping(RECOMPUTE_CHEAP), noop_context_fn):
         calls.clear()
         with Recorder():
             gradients(block, context_fn)
@@ -178,7 +183,7 @@ def test_attention_with_dropout_runs_again_and_draws_again() -> None:
         y = noisy(x @ first, 0.5)
         return nn.functional.dropout(y.sin(), 0.5) @ second
 
-    assert is_kept(torch.ops.flash_attn_for_tests._forward.default)
+    assert is_kept(torch.ops.flash_attn_for_tests._forward.default, RECOMPUTE_CHEAP)
     assert_same_gradients(block)
     assert not torch.equal(gradients(block, torch_s_own())[0], gradients(block)[0])
 
@@ -186,7 +191,7 @@ def test_attention_with_dropout_runs_again_and_draws_again() -> None:
 def test_a_second_backward_of_a_retained_graph_runs_everything() -> None:
     x, weight = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
     output = checkpoint(
-        lambda x: (x @ weight).sin() @ weight, x, use_reentrant=False, context_fn=cheap_contexts()
+        lambda x: (x @ weight).sin() @ weight, x, use_reentrant=False, context_fn=keeping(RECOMPUTE_CHEAP)
     )
     (first,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
     (second,) = torch.autograd.grad(output.sum(), x)
@@ -202,7 +207,7 @@ def test_a_block_that_takes_another_path_is_refused() -> None:
 
     gradients(block)
     with pytest.raises(ModelError, match="the block does not do the same twice"):
-        gradients(block, cheap_contexts())
+        gradients(block, keeping(RECOMPUTE_CHEAP))
 
 
 def test_kept_outputs_go_with_the_graph() -> None:
@@ -212,7 +217,10 @@ def test_kept_outputs_go_with_the_graph() -> None:
         x = torch.randn(64, 64, requires_grad=True)
         with LiveStorages() as made:
             output = checkpoint(
-                lambda x: (x @ weight).sin() @ weight, x, use_reentrant=False, context_fn=cheap_contexts()
+                lambda x: (x @ weight).sin() @ weight,
+                x,
+                use_reentrant=False,
+                context_fn=keeping(RECOMPUTE_CHEAP),
             )
             if has_backward:
                 output.sum().backward()
@@ -234,4 +242,4 @@ def test_kept_outputs_go_with_the_graph() -> None:
     ],
 )
 def test_what_is_kept(operation: Any, wanted: bool) -> None:
-    assert is_kept(operation) is wanted
+    assert is_kept(operation, RECOMPUTE_CHEAP) is wanted

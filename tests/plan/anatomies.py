@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatrain.config.choice import POLICIES
+from megatrain.config.policies import POLICIES
 from megatrain.hardware import Drives, HardwareSpec, MemoryNode
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.moments import num_scales

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import megatrain
 from megatrain.config.adaptation import Adaptation, LoraChoice
+from megatrain.config.policies import POLICY_NAMES
 from megatrain.layout.block_bytes import aligned
 from megatrain.model.adapters.adapt import adapt, adapter_tensors
 from tests.families import FAMILIES
@@ -73,7 +74,7 @@ DENSE = ["llama", "llama_tied", "gpt2", "qwen2", "gemma2"]
 @every_value(
     family=DENSE,
     variant=list(VARIANTS),
-    activations=["keep", "offload", "recompute_cheap", "recompute", "drop_boundary"],
+    activations=list(POLICY_NAMES),
     boundaries=["device", "host"],
     lockstep=[1, 3],
     fragments=[False, True],

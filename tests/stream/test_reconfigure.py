@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config.choice import Choice
+from megatrain.config.policies import POLICY_NAMES
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.store.placement import Tiers
 from megatrain.stream.engine import Engine
@@ -31,11 +32,10 @@ def random_choice(chance: random.Random, *, fragments: bool = False, clips: bool
     width = 3 if fragments else 1
     lockstep = chance.choice((1, 2, 3))
     updates = chance.choice(("deferred", "serial") if clips else ("deferred", "immediate", "serial"))
-    policies = ("keep", "offload", "recompute_cheap", "recompute", "drop_boundary")
     return Choice(
         num_slots=chance.randint(width, width + 2),
         num_gradient_buffers=chance.randint(width if lockstep > 1 else 1, width + 1),
-        activations=tuple(chance.choice(policies) for _ in range(4)),
+        activations=tuple(chance.choice(POLICY_NAMES) for _ in range(4)),
         boundaries=chance.choice(("device", "host")),
         fragments=fragments,
         resident_layers=chance.choice((0, 0, 1, 2, 4)),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatrain.config.policies import POLICIES
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
 from tests.products import pairwise_rows
@@ -27,10 +28,7 @@ REDUCED = ("llama_tied", "gemma2", "mixtral", "gpt2", "falcon", "deepseek_v3", "
 MIX = ("drop_boundary", "recompute_cheap", "offload", "keep")
 AXES: dict[str, tuple[Any, ...]] = {
     "activations": (
-        "keep",
-        "offload",
-        "recompute_cheap",
-        "recompute",
+        *(name for name, policy in POLICIES.items() if policy.keeps_boundary),
         ("recompute", "drop_boundary") * 2,
         MIX,
     ),

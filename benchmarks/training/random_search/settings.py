@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.training.random_search.families import PACKED, names
+from megatrain.config.policies import POLICY_NAMES
 from tests.families import FAMILIES
 
 NUM_LAYERS = 4
 
-POLICIES = ("keep", "offload", "recompute_cheap", "recompute", "drop_boundary")
 PLACES = ("layer", "first leaf", "last leaf", "norm", "head", "embedding")
 """Modules on which a hook throws."""
 HOOKS = (
@@ -113,7 +113,7 @@ def _choice(chance: random.Random, settings: Settings) -> dict[str, Any]:
     return {
         "extra_slots": chance.choice((0, 1, 1, 2)),
         "extra_buffers": chance.choice((0, 0, 1)),
-        "activations": _per_layer(chance, POLICIES),
+        "activations": _per_layer(chance, POLICY_NAMES),
         "boundaries": chance.choice(("device", "host", "nvme" if on_drives else "host")),
         "fragments": chance.random() < 0.4,
         "resident_layers": residents,

@@ -14,13 +14,13 @@ from megatrain.config.choice import (
     BOUNDARIES,
     GRADIENTS,
     KEYS,
-    POLICIES,
     SUMS,
     WITHOUT_DRIVES,
     Choice,
     StepBatch,
     Updates,
 )
+from megatrain.config.policies import POLICIES
 from megatrain.config.sections.data import DataConfig
 from megatrain.config.sections.eval import EvalConfig, eval_conflicts
 from megatrain.config.sections.log import LogConfig
@@ -127,15 +127,16 @@ def _tiers(value: object) -> object:
         raise ValueError(_TIERS) from error
 
 
+_STAYS = ", ".join(f"{policy.stays} (`{policy.name}`)" for policy in POLICIES.values())
+_ACTIVATIONS = f"What stays of a layer until its backward: {_STAYS}. `auto` = for each layer what is fastest."
+
+
 class MemoryConfig(Section):
     """Where memory goes, and how much. What is not given is planned; `memory: auto` plans everything."""
 
     num_slots: Count | None = None
     """Device buffers of one block each. null = as planned: 2 or more overlap copies with compute."""
-    activations: Annotated[str, one_of("auto", *POLICIES)] = "auto"
-    """What stays of a layer until its backward: all (`keep`), all on the host (`offload`), products and
-    attention (`recompute_cheap`), its input (`recompute`), nothing (`drop_boundary`). `auto` = for each
-    layer what is fastest."""
+    activations: Annotated[str, one_of("auto", *POLICIES), Field(description=_ACTIVATIONS)] = "auto"
     boundaries: Annotated[str, one_of("auto", *BOUNDARIES)] = "auto"
     """Where the inputs of recomputed layers wait for the backward. `nvme` = on the drives of
     `memory.tiers`, where then also goes what `activations: offload` saves."""

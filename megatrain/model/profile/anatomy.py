@@ -6,9 +6,10 @@ Counted from the modules themselves on fake tensors by `model.profile.count`; no
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatrain.config.policies import Policy
 from megatrain.layout.block_bytes import BlockBytes
 
 IDS_BYTES = 16
@@ -38,6 +39,16 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         """Return the work of both."""
         return self._with(other, 1)
+
+    def again(self, policy: Policy) -> Cost:
+        """Return what of this work, a layer's forward, runs again under an activation policy."""
+        if not policy.reruns:
+            return Cost()
+        return replace(
+            self,
+            matmul_flops=0.0 if policy.keeps_products else self.matmul_flops,
+            attention_flops=0.0 if policy.keeps_attention else self.attention_flops,
+        )
 
     def __sub__(self, other: Cost) -> Cost:
         """Return the work of this one that the other, a part of it, does not hold."""
@@ -108,7 +119,7 @@ class Layer:
     `holds_input`); of `offload`: what goes to the host and back, as laid out there."""
     forward_peak_bytes: Mapping[str, int]
     """By policy, most bytes on the device at a time in its forward, its input and output included, beyond
-    what is saved of it (of `offload`, what `keep` saves; of `drop_boundary`, what `recompute` does)."""
+    what is saved of it where it runs as `Policy.counted_as` says."""
     backward_peak_bytes: Mapping[str, int]
     """By policy, most bytes on the device at a time in its backward, beyond the same, with gradients of
     activations and weights, and without the ring of gradient buffers."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
 import torch
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 from transformers.utils import import_utils
 
 from megatrain.config.adaptation import Adaptation
+from megatrain.config.policies import COUNTED, KEEP, POLICIES, RECOMPUTE, Policy
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.adapters.adapt import adapt
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
@@ -45,10 +46,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _log = logging.getLogger(__name__)
-
-_TRACED = ("keep", "recompute_cheap", "recompute")
-_AFTER = {"offload": "keep", "drop_boundary": "recompute"}
-"""Policies that run as another one does, and keep what it keeps elsewhere."""
 
 
 def _leave_out_router_loss(model: PreTrainedModel) -> tuple[str, ...]:
@@ -169,9 +166,9 @@ class Counter:
         return self.rows.counted * own_len if is_whole else chunk
 
     def run(
-        self, head_chunk_tokens: int | None, *, device_type: str, policies: Sequence[str] = _TRACED
+        self, head_chunk_tokens: int | None, *, device_type: str, policies: Sequence[str] = COUNTED
     ) -> WholePass:
-        """Run the whole model, with one layer of every kind under some policies; `keep` is one of them."""
+        """Run the whole model, with one layer of every kind under some policies; `KEEP` is one of them."""
         kernels = nullcontext() if device_type == "cpu" else accelerator_attention()
         try:
             with kernels, _no_collection(), long_masks_refused(self.model):
@@ -205,7 +202,7 @@ class Counter:
                 def trace(call: LayerCall) -> dict[str, Trace]:
                     with meter.pausing():
                         fakes = [self._fake(number) for number in self.group_of(call.module)]
-                    return {policy: trace_layer(call, fakes, policy, meter) for policy in policies}
+                    return {name: trace_layer(call, fakes, POLICIES[name], meter) for name in policies}
 
                 tracer = WholePassTracer(self.model, self.layers, outer, meter, head_chunk_tokens, trace)
                 rows, seq_len = self.shape
@@ -232,7 +229,7 @@ class Counter:
 
     def _layer_beside(self, number: int) -> Layer:
         parts = [(self.blocks[n], self.layouts[n]) for n in self.groups[number]]
-        nothing = dict.fromkeys((*_TRACED, *_AFTER), 0)
+        nothing = dict.fromkeys(POLICIES, 0)
         return Layer(
             fragments=tuple(fragment(*part, kind_of_fragment(part[0]), Cost()) for part in parts),
             forward=Cost(),
@@ -249,20 +246,19 @@ class Counter:
 
     def _layer(self, number: int, traces: Traces) -> Layer:
         group = self.groups[number]
-        costs = traces["keep"].forward
-        keep = traces["keep"]
+        keep = traces[KEEP.name]
+        costs = keep.forward
         fragments = tuple(
             fragment(self.blocks[n], self.layouts[n], kind_of_fragment(self.blocks[n]), cost)
             for n, cost in zip(group, costs, strict=True)
         )
-        every = dict(traces) | {policy: traces[source] for policy, source in _AFTER.items()}
-        saved = {policy: trace.saved_bytes for policy, trace in every.items()}
+        every = {name: traces[policy.counted_as] for name, policy in POLICIES.items()}
         return Layer(
             fragments=fragments,
             forward=sum(costs, Cost()),
             backward=keep.backward,
             boundary_bytes=keep.input_bytes,
-            saved_bytes={**saved, "offload": keep.offloaded_bytes, "drop_boundary": 0},
+            saved_bytes={name: _saved_bytes(POLICIES[name], trace) for name, trace in every.items()},
             forward_peak_bytes={p: t.forward_peak_bytes - t.saved_bytes for p, t in every.items()},
             backward_peak_bytes={p: t.backward_peak_bytes - t.saved_bytes for p, t in every.items()},
             holds_input={policy: trace.holds_input for policy, trace in every.items()},
@@ -272,5 +268,12 @@ class Counter:
             offload_copied_bytes=keep.offload_copied_bytes,
             offload_left_bytes=keep.offload_left_bytes,
             made_bytes=(keep.backward_made_bytes, keep.fragment_made_bytes),
-            rerun_peak_bytes=traces["recompute"].forward_peak_bytes - traces["recompute"].saved_bytes,
+            rerun_peak_bytes=traces[RECOMPUTE.name].forward_peak_bytes - traces[RECOMPUTE.name].saved_bytes,
         )
+
+
+def _saved_bytes(policy: Policy, trace: Trace) -> Any:
+    """Return what a layer leaves until its backward: on the device, or on its way to where it waits."""
+    if policy.is_offloaded:
+        return trace.offloaded_bytes
+    return trace.saved_bytes if policy.keeps_boundary else 0

@@ -12,13 +12,14 @@ and Chowdhery et al., "PaLM", 2022, appendix B, with causal attention at half.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from megatrain.config.policies import Policy
 from megatrain.model.blocks import beside_text, is_beside
 
 if TYPE_CHECKING:
@@ -65,6 +66,15 @@ class Part:
         """Return the FLOPs of a token's forward and backward, nothing recomputed."""
         return 2.0 * self.forward_flops(seq_len) + self._weight_flops(seq_len)
 
+    def rerun_flops(self, seq_len: int, policy: Policy) -> float:
+        """Return the FLOPs of a token's forward that run again under an activation policy."""
+        if not policy.reruns:
+            return 0.0
+        products = 0.0 if policy.keeps_products else 2.0 * self.active
+        if self.attention is None or policy.keeps_attention:
+            return products
+        return products + self.attention.forward_flops(seq_len)
+
     def _weight_flops(self, seq_len: int) -> float:
         # attention has two operands that both want a gradient, whatever is trained
         attention = 0.0 if self.attention is None else self.attention.forward_flops(seq_len)
@@ -85,10 +95,19 @@ class ModelFlops:
         """Return the model FLOPs of a token: forward and backward, nothing recomputed."""
         return sum(part.flops(seq_len) for part in (*self.layers, self.rest))
 
-    def recomputed_flops(self, seq_len: int, forwards: Sequence[int]) -> float:
-        """Return the FLOPs of a token's further forwards, `forwards[n]` of them through layer n."""
+    def recomputed_flops(
+        self, seq_len: int, forwards: Sequence[int], parts: Mapping[int, Policy] | None = None
+    ) -> float:
+        """Return the FLOPs of a token's further forwards.
+
+        Args:
+            seq_len: The tokens of a row.
+            forwards: The number of further forwards through each layer that run as a whole.
+            parts: The policies, by layer, of those of whose forward a part runs again beside these.
+        """
         pairs = zip(self.layers, forwards, strict=True)
-        return sum(number * layer.forward_flops(seq_len) for layer, number in pairs)
+        whole = sum(number * layer.forward_flops(seq_len) for layer, number in pairs)
+        return whole + sum(self.layers[n].rerun_flops(seq_len, p) for n, p in (parts or {}).items())
 
     @property
     def head_flops(self) -> float:

@@ -118,7 +118,8 @@ def _code() -> dict[str, str]:
             found[name] = metadata.version(name)
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
-    for file in sorted(file for folder in ("layout", "model") for file in (root / folder).rglob("*.py")):
+    files = [file for folder in ("layout", "model") for file in (root / folder).rglob("*.py")]
+    for file in sorted([*files, root / "config" / "policies.py"]):
         source = file.read_bytes()
         digest.update(f"{file.relative_to(root)} {len(source)}\n".encode() + source)
     return {**found, "source": digest.hexdigest()}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from megatrain.config.policies import KEEP
 from megatrain.model.chunk_sums import ChunkSums
 from megatrain.model.documents.begins import Packed, documents, documents_known
 from megatrain.model.head import Head
@@ -220,7 +221,7 @@ class WholePassTracer:
             self._head_start = self._meter.cost
             self._head_base = self._meter.settle() - self._meter.storage_bytes(output)
             self._stream_block(is_behind=True)
-        return self.result.traces[self._kinds[key]]["keep"].result(output)
+        return self.result.traces[self._kinds[key]][KEEP.name].result(output)
 
     def _note_what_is_held(self, number: int, hidden: Tensor) -> None:
         live = self._meter.settle() - self._meter.storage_bytes(hidden)

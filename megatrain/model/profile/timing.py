@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from megatrain.config.adaptation import Adaptation
+from megatrain.config.policies import KEEP
 from megatrain.model.caches import with_own_caches
 from megatrain.model.profile.counter import Counter
 from megatrain.model.profile.metering import known_value
@@ -81,7 +82,7 @@ def time_layers(
         adaptation=adaptation,
         sequence=sequence,
     )
-    whole = counter.run(None, device_type="cpu", policies=("keep",))
+    whole = counter.run(None, device_type="cpu", policies=(KEEP.name,))
     found = []
     with torch.random.fork_rng(devices=[]):
         generator = torch.Generator().manual_seed(0)

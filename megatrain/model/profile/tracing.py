@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from megatrain.config.policies import Policy
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block
 from megatrain.model.caches import with_own_caches
@@ -25,7 +26,7 @@ from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.rows import most
 from megatrain.model.profile.saved import SavedTensors
-from megatrain.model.selective import cheap_contexts
+from megatrain.model.selective import keeping
 
 Collect: TypeAlias = Callable[[Sequence[Tensor | None]], None]
 """Is given the gradients of a block's weights."""
@@ -187,8 +188,8 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
-def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: str, meter: Meter) -> Trace:
-    """Run a layer forward and backward under a policy: `keep`, `recompute_cheap` or `recompute`."""
+def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: Policy, meter: Meter) -> Trace:
+    """Run a layer forward and backward under a policy, one of `COUNTED`."""
     trace = Trace()
     base = meter.settle()
     saved = SavedTensors(meter, (key for block in blocks for key in block.storages()))
@@ -204,7 +205,7 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: str, meter
     del hidden
     trace.saved_bytes = meter.settle() - base
     trace.holds_input = not held.expired()
-    if policy == "keep":
+    if not policy.reruns:
         trace.offloaded_bytes, trace.offload_copied_bytes, own_bytes = saved.offloaded()
         trace.offload_left_bytes = trace.saved_bytes - own_bytes
     start = meter.cost
@@ -231,12 +232,12 @@ class _Peak:
         self.alive, self.made = most(self.alive, alive), most(self.made, made)
 
 
-def _run(call: LayerCall, hidden: Tensor, policy: str, entered: _Entered, saved: SavedTensors) -> Any:
+def _run(call: LayerCall, hidden: Tensor, policy: Policy, entered: _Entered, saved: SavedTensors) -> Any:
     args, kwargs = call.given(hidden)
-    if policy == "keep":
+    if not policy.reruns:
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held):
             return entered.run(args, kwargs)
-    options: dict[str, Any] = {"context_fn": cheap_contexts()} if policy == "recompute_cheap" else {}
+    options: dict[str, Any] = {"context_fn": keeping(policy)} if policy.keeps_results else {}
     return checkpoint(
         lambda _, *args, **kwargs: entered.run(args, kwargs),
         torch.empty(0),

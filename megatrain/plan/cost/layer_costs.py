@@ -7,14 +7,14 @@ from dataclasses import fields
 from functools import cached_property
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.policies import POLICIES, Policy
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.model.profile.anatomy import Anatomy, Layer
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.memory.block_sums import BlockSums, share_of
 from megatrain.plan.memory.layer_runs import LayerRun, layer_runs
 
-_PASSES_AGAIN = frozenset({"recompute", "drop_boundary"})
-
+_DROPPING = frozenset(name for name, policy in POLICIES.items() if not policy.keeps_boundary)
 
 _SIZES = [field.name for field in fields(BlockBytes)]
 
@@ -43,7 +43,7 @@ class LayerCosts:
 
     def passes_again(self, number: int) -> bool:
         """Whether its forward runs again as a whole."""
-        return self.choice.activations[number] in _PASSES_AGAIN
+        return POLICIES[self.choice.activations[number]].reruns_whole
 
     @cached_property
     def runs(self) -> tuple[LayerRun, ...]:
@@ -66,8 +66,8 @@ class LayerCosts:
             forward_s, backward_s, inside_s = self._known_of(kind, policy)
             forward += count * forward_s
             backward += count * (backward_s + inside_s)
-        dropped = self.choice.activations[1:]
-        again = sum(self.forward_s(n) for n, policy in enumerate(dropped) if policy == "drop_boundary")
+        after = self.choice.activations[1:]
+        again = sum(self.forward_s(number) for number, policy in enumerate(after) if policy in _DROPPING)
         return forward, backward, again, float(sum(run.leaving_bytes for run in self.runs))
 
     @property
@@ -98,18 +98,16 @@ class LayerCosts:
     def _known_of(self, kind: int, policy: str) -> tuple[float, float, float]:
         key = (kind, policy)
         if key not in self._known:
-            self._known[key] = self._count(self.layers[kind], policy)
+            self._known[key] = self._count(self.layers[kind], POLICIES[policy])
         return self._known[key]
 
-    def _count(self, layer: Layer, policy: str) -> tuple[float, float, float]:
+    def _count(self, layer: Layer, policy: Policy) -> tuple[float, float, float]:
         launch_s = self.rates.spec.launch_s
         forward = self.rates.forward_s(layer.forward) + launch_s
         backward = self.rates.backward_s(layer.backward) + self._sums_s(layer) + launch_s
         inside = 0.0
-        if policy in _PASSES_AGAIN:
-            inside = forward
-        elif policy == "recompute_cheap":
-            inside = self.rates.again_s(layer.forward) + launch_s
+        if policy.reruns:
+            inside = self.rates.forward_s(layer.forward.again(policy)) + launch_s
         return forward, backward, inside
 
     def _sums_s(self, layer: Layer) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatrain.hardware import Drives, HardwareSpec
 from megatrain.layout.block_bytes import BlockBytes
@@ -76,10 +76,6 @@ class Rates:
     def head_s(self, cost: Cost) -> float:
         """Return the seconds of a pass of head and loss, which has no attention."""
         return self._pass_s(cost, self.spec.attention_flops_per_s, is_fused=self.kernels.fuses_head)
-
-    def again_s(self, cost: Cost) -> float:
-        """Return the seconds of what `recompute_cheap` makes again of a forward: all but the products."""
-        return self.forward_s(replace(cost, matmul_flops=0.0, attention_flops=0.0))
 
     def _pass_s(self, cost: Cost, attention: Mapping[str, float], *, is_fused: bool) -> float:
         """Return the time of the kernels, or of launching them if that is longer."""

@@ -103,7 +103,7 @@ class DevicePeaks:
         That is its kind and policy, those of its neighbours, the two nearest layers before it that send
         something to the host, and whether one after it does.
         """
-        kinds = list(zip(self._block_sums.kinds, (run.policy for run in self._runs), strict=True))
+        kinds = list(zip(self._block_sums.kinds, (run.policy.name for run in self._runs), strict=True))
         nobody = (-1, "")
         before, after = [nobody, *kinds], [*kinds[1:], nobody]
         nearest, second = [], []
@@ -195,10 +195,10 @@ class DevicePeaks:
         policy = run.policy
         if run.is_dropped:
             return 0, 0
-        if policy == "offload":
+        if policy.is_offloaded:
             return 0, layer.offload_left_bytes
-        saved = layer.saved_bytes["recompute" if policy == "drop_boundary" else policy]
-        boundary = layer.boundary_bytes if layer.holds_input[policy] else 0
+        saved = layer.saved_bytes[policy.counted_as]
+        boundary = layer.boundary_bytes if layer.holds_input[policy.name] else 0
         rest = saved - boundary
         if self._is_source(number) and not boundary:
             boundary = layer.boundary_bytes
@@ -209,14 +209,12 @@ class DevicePeaks:
 
     def _full(self, number: int) -> int:
         """Return what a micro-batch's forward of a layer saves while it is still on the device."""
-        layer, policy = self._layers[number], self._runs[number].policy
-        source = {"offload": "keep", "drop_boundary": "recompute"}.get(policy, policy)
-        return layer.saved_bytes[source]
+        return self._layers[number].saved_bytes[self._runs[number].policy.counted_as]
 
     def _travels(self, number: int, *, back: bool = False) -> int:
         """Return the bytes of a micro-batch that leave the device after a layer's forward, or come back."""
         layer, run = self._layers[number], self._runs[number]
-        if run.policy == "offload":
+        if run.policy.is_offloaded:
             return run.host_bytes if back else self._full(number) - layer.offload_left_bytes
         return layer.boundary_bytes if run.is_boundary_on_host else 0
 
@@ -262,7 +260,7 @@ class DevicePeaks:
 
     def _forward(self, number: int, layer: Layer, place: int) -> DevicePeak:
         """A micro-batch is in a layer, and `place` others have passed it."""
-        policy = self._runs[number].policy
+        policy = self._runs[number].policy.name
         boundary, rest = self._left[number]
         passed = layer.boundary_bytes if number < len(self._layers) - 1 else self._waiting()
         leaving = self._leaving(number, place)
@@ -318,11 +316,11 @@ class DevicePeaks:
         boundary, rest = self._left[number]
         peaks = layer.fragment_peak_bytes if self._choice.fragments else layer.backward_peak_bytes
         saved = self._full(number)
-        if policy == "offload":
-            saved = layer.saved_bytes["offload"] + layer.offload_left_bytes
-        working = peaks[policy] + saved - layer.boundary_bytes
+        if policy.is_offloaded:
+            saved = layer.saved_bytes[policy.name] + layer.offload_left_bytes
+        working = peaks[policy.name] + saved - layer.boundary_bytes
         arriving = self._arriving(number, place)
-        if policy == "offload":
+        if policy.is_offloaded:
             parts = layer.fragments[:1] if self._choice.fragments else layer.fragments
             at_end = (
                 sum(part.sizes.gradient_bytes for part in parts) + self._arriving(number, place, 2) - arriving
@@ -351,7 +349,7 @@ class DevicePeaks:
             return 0
         if self._is_alone and (not self._is_wide or number < self._choice.resident_layers):
             return 0
-        *parts, whole = layer.collect_bytes[self._runs[number].policy]
+        *parts, whole = layer.collect_bytes[self._runs[number].policy.name]
         if not self._choice.fragments:
             return whole + self._completed_bytes(sum((f.sizes for f in layer.fragments), BlockBytes()))
         return max(

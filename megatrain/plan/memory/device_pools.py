@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.plan import Pool
+from megatrain.config.policies import POLICIES
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
 from megatrain.layout.moments import MomentFormat
@@ -66,7 +67,7 @@ def host_planes(
         planes["state of other nodes"] = blocks.all.largest(pools.resident_state, state)
     together = min(choice.lockstep, batch.num_micro_batches)
     boundary, offloaded = 0, 0
-    if choice.boundaries != "device" or "offload" in choice.activations:
+    if choice.boundaries != "device" or _offloads(choice):
         runs = layer_runs(anatomy, choice)
         if choice.boundaries == "nvme":
             largest = max(run.host_bytes for run in runs)
@@ -74,6 +75,10 @@ def host_planes(
         boundary = together * sum(run.host_bytes for run in runs if run.is_boundary_on_host)
         offloaded = together * sum(run.host_bytes for run in runs) - boundary
     return planes | {"boundaries": boundary, "activations": offloaded}
+
+
+def _offloads(choice: Choice) -> bool:
+    return any(POLICIES[name].is_offloaded for name in set(choice.activations))
 
 
 def _allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: MomentFormat) -> list[Pool]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatrain.config.choice import Choice
+from megatrain.config.policies import POLICIES, Policy
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES
 from megatrain.model.profile.anatomy import Anatomy, Layer
 from megatrain.plan.memory.block_sums import BlockSums
-from megatrain.plan.program.visits import is_dropped, leaves_device
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
     """How a layer runs, and what of a visit leaves the device after its forward."""
 
-    policy: str
-    """What stays of it. What the last layer would send to the host is needed first, and stays: `keep`."""
+    policy: Policy
+    """What stays of it. What the last layer would send to the host is needed first, and stays there."""
     is_dropped: bool = False
     """Its boundary is made again by the layers before."""
     is_boundary_on_host: bool = False
@@ -51,14 +51,14 @@ def _runs(anatomy: Anatomy, choice: Choice) -> tuple[LayerRun, ...]:
 
 
 def _run(layer: Layer, choice: Choice, number: int, *, is_last: bool) -> LayerRun:
-    policy = choice.activations[number]
-    if is_dropped(policy, number):
+    policy = POLICIES[choice.activations[number]]
+    if policy.drops(number):
         return LayerRun(policy, is_dropped=True)
-    if is_last or not leaves_device(policy, number, choice.boundaries):
-        return LayerRun("keep" if policy == "offload" else policy)
-    if policy == "offload":
+    if is_last or not policy.leaves_device(number, choice.boundaries):
+        return LayerRun(POLICIES[policy.counted_as] if policy.is_offloaded else policy)
+    if policy.is_offloaded:
         return LayerRun(
-            policy, leaving_bytes=layer.offload_copied_bytes, host_bytes=layer.saved_bytes["offload"]
+            policy, leaving_bytes=layer.offload_copied_bytes, host_bytes=layer.saved_bytes[policy.name]
         )
     nbytes = layer.boundary_bytes
     if nbytes < LEAST_OFFLOADED_BYTES:

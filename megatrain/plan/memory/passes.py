@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.policies import RECOMPUTE
 from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy
 from megatrain.plan.memory.device_peaks import DevicePeaks
 
@@ -32,7 +33,7 @@ def most_without_gradients(
     boundary = max(layer.boundary_bytes for layer in anatomy.layers)
     each = anatomy.pass_bytes + boundary * (2 + anatomy.holds_embedding) + IDS_BYTES * anatomy.tokens
     inside = [
-        layer.forward_peak_bytes["recompute"] + layer.saved_bytes["recompute"] - layer.boundary_bytes
+        layer.forward_peak_bytes[RECOMPUTE.name] + layer.saved_bytes[RECOMPUTE.name] - layer.boundary_bytes
         for layer in anatomy.layers
     ]
     working = max(*inside, anatomy.head_forward_peak_bytes + anatomy.head_saved_bytes)

@@ -137,7 +137,7 @@ class StepSpec:
         return cls(
             sizes=sizes,
             layers=layer_plans(
-                choice.activations,
+                choice.policies,
                 layers,
                 boundaries=choice.boundaries,
                 saved_bytes=saved_bytes,

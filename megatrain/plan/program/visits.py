@@ -6,10 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from megatrain.config.policies import Policy
 from megatrain.config.runs import ONE_RUN, RoundSums
-
-RECOMPUTED = frozenset({"recompute", "recompute_cheap", "drop_boundary"})
-"""Policies under which a layer's forward runs again, whole or in part."""
 
 HEAD = -1
 """In place of a block: the final norm, the head and the loss, which are passed between the layers."""
@@ -258,20 +256,8 @@ def _head_visits(micro_batch: int, outer: Sequence[int], ends: Ends) -> list[Vis
     return [Visit(HEAD, micro_batch=micro_batch)] if outer else []
 
 
-def is_dropped(policy: str, number: int) -> bool:
-    """Whether a layer's boundary is made again; that of the first one cannot be."""
-    return policy == "drop_boundary" and number > 0
-
-
-def leaves_device(policy: str, number: int, boundaries: str) -> bool:
-    """Whether what a layer saves, or its boundary, waits elsewhere, if it is large enough to be worth it."""
-    if policy == "offload":
-        return True
-    return boundaries != "device" and policy in RECOMPUTED and not is_dropped(policy, number)
-
-
 def layer_plans(
-    policies: Sequence[str],
+    policies: Sequence[Policy],
     blocks: Sequence[Sequence[int]],
     *,
     boundaries: str,
@@ -281,7 +267,7 @@ def layer_plans(
     """Say how each decoder layer is passed.
 
     Args:
-        policies: What stays of each layer until its backward, as `Choice.activations` names it.
+        policies: The policy of each layer: what stays of it until its backward.
         blocks: Of each layer.
         boundaries: Where the inputs of recomputed layers wait.
         saved_bytes: What a micro-batch saves of each layer; None: not known.
@@ -292,9 +278,9 @@ def layer_plans(
     return tuple(
         LayerPlan(
             tuple(blocks[number]),
-            is_recomputed=policy in RECOMPUTED,
-            saves=leaves_device(policy, number, boundaries) and (saved_bytes is None or size > 0),
-            drops=is_dropped(policy, number),
+            is_recomputed=policy.reruns,
+            saves=policy.leaves_device(number, boundaries) and (saved_bytes is None or size > 0),
+            drops=policy.drops(number),
             saved_bytes=size,
             room_bytes=room,
         )

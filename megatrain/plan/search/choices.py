@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from itertools import product
 from typing import Any
 
 from megatrain.config.choice import AUTO, Choice
+from megatrain.config.policies import BASES, FILLING, POLICIES, Policy
 from megatrain.errors import ConfigError
 from megatrain.layout import pools
 from megatrain.plan.search.placing import (
@@ -199,7 +200,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
     most = max(len(layer.fragments) for layer in anatomy.layers)
     bases: list[tuple[str, ...]] = [given.activations]
     if given.activations == AUTO:
-        bases = [(base,) * num_layers for base in ("recompute", "drop_boundary", "offload", "keep")]
+        bases = [(base.name,) * num_layers for base in BASES]
     is_least = extent is Breadth.LEAST
     is_coarse = extent is Breadth.COARSE
     locksteps = lockstep_sizes(request)
@@ -223,8 +224,10 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
         values_of(given.sums, least_sums(request) if is_least else sum_options(request)),
         bases,
     ):
-        base = activations[0] if given.activations == AUTO else ""
-        if (boundaries == "host" and base in ("keep", "offload")) or (is_least and base == "keep"):
+        base = POLICIES[activations[0]]
+        if given.activations == AUTO and (
+            (boundaries == "host" and not base.reruns) or (is_least and base.stays_whole)
+        ):
             continue
         if given.sums == AUTO and sums != "device" and lockstep >= batch.num_micro_batches:
             continue  # one round has nothing to add
@@ -348,37 +351,41 @@ def _filled(request: Request, frame: Choice) -> Iterator[Choice]:
 def keep_more(request: Request, choice: Choice) -> Iterator[Choice]:
     """Yield choices whose last layers keep more than the others: backward begins with them."""
     num_layers = len(request.anatomy.layers)
-    base = choice.activations[0]
-    richer = ["keep"] if request.compiles else ["recompute_cheap", "keep"]
-    if base == "keep":
+    if POLICIES[choice.activations[0]].stays_whole:
         return
+    filling = possible(request, FILLING)
     if num_layers <= SMALL:
-        for cheap, kept in product(range(num_layers + 1), repeat=2):
-            if 0 < cheap + kept <= num_layers and (not cheap or "recompute_cheap" in richer):
-                candidate = _with_last(choice, cheap, kept)
-                if not overflow(request, candidate):
-                    yield candidate
+        for counts in product(range(num_layers + 1), repeat=len(filling)):
+            if not 0 < sum(counts) <= num_layers:
+                continue
+            candidate = choice
+            for place, policy in enumerate(filling):
+                candidate = _with_last(candidate, policy, sum(counts[place:]))
+            if not overflow(request, candidate):
+                yield candidate
         return
-    for policy in richer:
-        is_cheap = policy == "recompute_cheap"
-
-        def last(count: int, is_cheap: bool = is_cheap) -> Choice:
-            return _with_last(choice, count * is_cheap, count * (not is_cheap))
-
-        most = most_within(num_layers, lambda n, last=last: excess(request, last(n)))  # type: ignore[misc]
-        if not most:
-            continue
-        yield last(most)
-        if is_cheap:
-
-            def mixed(count: int, most: int = most) -> Choice:
-                return _with_last(choice, most - count, count)
-
-            more = most_within(most, lambda n, mixed=mixed: excess(request, mixed(n)))  # type: ignore[misc]
+    for place, policy in enumerate(filling):
+        most, filled = _filled_with(request, choice, policy, num_layers)
+        if most:
+            yield filled
+        for richer in filling[place + 1 :] if most else ():
+            more, mixed = _filled_with(request, filled, richer, most)
             if more:
-                yield mixed(more)
+                yield mixed
 
 
-def _with_last(choice: Choice, num_cheap: int, num_kept: int) -> Choice:
-    activations = choice.activations[: len(choice.activations) - num_cheap - num_kept]
-    return replace(choice, activations=(*activations, *["recompute_cheap"] * num_cheap, *["keep"] * num_kept))
+def _filled_with(request: Request, choice: Choice, policy: Policy, most: int) -> tuple[int, Choice]:
+    """Return how many of the last layers, up to `most`, have room for a policy, and the choice with that."""
+    count = most_within(most, lambda number: excess(request, _with_last(choice, policy, number)))
+    return count, _with_last(choice, policy, count)
+
+
+def _with_last(choice: Choice, policy: Policy, count: int) -> Choice:
+    """Return a choice whose last `count` layers have a policy."""
+    first = choice.activations[: len(choice.activations) - count]
+    return replace(choice, activations=(*first, *[policy.name] * count))
+
+
+def possible(request: Request, policies: Iterable[Policy]) -> list[Policy]:
+    """Return those of some policies that the layers of a request can have, which may be compiled."""
+    return [policy for policy in policies if not (request.compiles and policy.compile_problem)]

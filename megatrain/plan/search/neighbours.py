@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from megatrain.config.choice import AUTO, POLICIES, Choice
+from megatrain.config.choice import AUTO, Choice
+from megatrain.config.policies import BASES, KEEP, POLICIES
 from megatrain.plan.search.choices import (
     decided,
     fill,
@@ -15,6 +16,7 @@ from megatrain.plan.search.choices import (
     lockstep_sizes,
     may_be_resident,
     outer_options,
+    possible,
     slot_counts,
     stream_options,
     values_of,
@@ -117,7 +119,7 @@ def _mixed(request: Request, choice: Choice, residents: Sequence[int] = ()) -> I
         choice: With everything else.
         residents: Numbers of resident layers; none: as many as the choice has, one less and one more.
     """
-    policies = [p for p in POLICIES if not (request.compiles and p == "recompute_cheap")]
+    policies = [policy.name for policy in possible(request, POLICIES.values())]
     numbers = set(residents) or {choice.resident_layers}
     is_free = request.choice.resident_layers == AUTO and not request.spec.is_cpu
     if is_free and may_be_resident(request, choice) and not residents:
@@ -136,15 +138,17 @@ def _thinned(request: Request, choice: Choice) -> Iterator[Choice]:
     given = request.choice
     num_layers = len(choice.activations)
     residents, kept = choice.resident_layers, 0
-    while kept < num_layers and choice.activations[num_layers - 1 - kept] == "keep":
+    while kept < num_layers and choice.policies[num_layers - 1 - kept].stays_whole:
         kept += 1
     numbers = {residents} if given.resident_layers != AUTO else {residents, residents - 1, residents // 2}
     counts = {kept, kept - 1, kept // 2}
-    bases = [choice.activations[0]] if choice.boundaries == "host" else ["recompute", "offload"]
+    bases = [choice.activations[0]]
+    if choice.boundaries != "host":
+        bases = [policy.name for policy in BASES if policy.keeps_boundary and not policy.stays_whole]
     for number in sorted(n for n in numbers if n >= 0):
         if given.activations != AUTO:
             yield replace(choice, resident_layers=number)
             continue
         for count, base in product(sorted(n for n in counts if n >= 0), bases):
-            activations = (*[base] * (num_layers - count), *["keep"] * count)
+            activations = (*[base] * (num_layers - count), *[KEEP.name] * count)
             yield replace(choice, activations=activations, resident_layers=number)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatrain.config.choice import Activations, Choice
+from megatrain.config.choice import Choice
 from megatrain.config.plan import Plan, Pool
 from megatrain.config.sizes import binary
 from megatrain.plan.cost.passes import Passes
@@ -90,11 +90,9 @@ def _describe(request: Request, step: Step, problem: str, num_evaluated: int, pl
 def _flops_done(step: Step) -> float:
     """Return the FLOPs of a step, recomputation included."""
     anatomy, count = step.anatomy, step.batch.num_micro_batches
-    again = sum(
-        layer.forward.matmul_flops + layer.forward.attention_flops
-        for layer, policy in zip(anatomy.layers, step.choice.activations, strict=True)
-        if policy in ("recompute", "drop_boundary")
-    )
+    pairs = zip(anatomy.layers, step.choice.policies, strict=True)
+    costs = [layer.forward.again(policy) for layer, policy in pairs]
+    again = sum(cost.matmul_flops + cost.attention_flops for cost in costs)
     return anatomy.model_flops_per_token * step.batch.tokens + again * count
 
 
@@ -121,12 +119,13 @@ def _bytes(step: Step) -> dict[str, int]:
 
 def _swapped(step: Step) -> float:
     """Return the bytes that ranks that share out rows give each other in a step."""
-    policies = [Activations(policy) for policy in step.choice.activations]
-    after = [*policies[1:], None]
+    policies = step.choice.policies
+    made_again = [policy.drops(number) for number, policy in enumerate(policies)][1:]
     return step.batch.num_micro_batches * sum(
-        layer.forward.swapped_bytes * (1 + policy.is_recomputed + (then is Activations.DROP_BOUNDARY))
-        + layer.backward.swapped_bytes
-        for layer, policy, then in zip(step.anatomy.layers, policies, after, strict=True)
+        layer.forward.swapped_bytes * (1 + policy.reruns + is_for_next) + layer.backward.swapped_bytes
+        for layer, policy, is_for_next in zip(
+            step.anatomy.layers, policies, [*made_again, False], strict=True
+        )
     )
 
 

@@ -217,7 +217,7 @@ def _complexity(choice: Choice) -> tuple[int, ...]:
         choice.sums != "device",
         len(choice.tiers),
         choice.boundaries != "device",
-        sum(policy in ("offload", "drop_boundary") for policy in choice.activations),
+        sum(policy.is_intricate for policy in choice.policies),
         choice.has_scratch_on_drives,
         any(place != "host" for place in choice.gradients),
         choice.fragments,

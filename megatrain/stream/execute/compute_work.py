@@ -1,14 +1,14 @@
 """How much compute a visit of a block is, in FLOPs: for the record, and for lanes that keep to a rate.
 
 Counted as the step's report counts: products of active parameters with all positions, padding too, and causal
-attention at half. What only cheap operations make again (`recompute_cheap`) is nothing.
+attention at half. Of what runs again, results that a policy keeps cost nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatrain.config.choice import Activations
+from megatrain.config.policies import Policy
 from megatrain.model.profile.flops import ModelFlops
 from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.operations import Operation
@@ -21,7 +21,7 @@ class ComputeWork:
         self,
         flops: ModelFlops,
         layers: Sequence[Sequence[tuple[int, int]]],
-        activations: Sequence[Activations],
+        policies: Sequence[Policy],
     ) -> None:
         """Count for a model.
 
@@ -29,10 +29,10 @@ class ComputeWork:
             flops: What a token costs.
             layers: Per decoder layer, its blocks with their numbers of parameters: a fragment's share of the
                 layer's FLOPs is that of its parameters.
-            activations: One policy per layer.
+            policies: The activation policy of each layer.
         """
         self._flops = flops
-        self._policies = list(activations)
+        self._policies = list(policies)
         self._place: dict[int, tuple[int, float]] = {}
         for number, blocks in enumerate(layers):
             total = sum(size for _, size in blocks)
@@ -64,10 +64,9 @@ class ComputeWork:
         """Count the FLOPs of a layer's visit, for each position of rows of so many tokens."""
         part = self._flops.layers[number]
         forward = part.forward_flops(row_tokens)
-        runs_forward = kind is Kind.FORWARD or is_again
-        if is_again and self._policies[number] is Activations.RECOMPUTE_CHEAP:
-            runs_forward = False
-        total = forward if runs_forward else 0.0
+        total = forward if kind is Kind.FORWARD else 0.0
+        if is_again:
+            total = part.rerun_flops(row_tokens, self._policies[number])
         if kind is Kind.BACKWARD:
             total += part.flops(row_tokens) - forward
         return total

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from megatrain.config.choice import Activations, Choice
+from megatrain.config.choice import Choice
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.ownership import whole_share
@@ -262,13 +262,12 @@ class Arrangement:
 
     def _boundaries(self) -> list[Boundaries]:
         policies = self.choice.policies
-        drops = [policy is Activations.DROP_BOUNDARY for policy in policies]
-        drops[0] = False  # there is no layer before the first
+        drops = [policy.drops(number) for number, policy in enumerate(policies)]
         return [
             Boundaries(
                 self.layers[number].name,
                 self.offloaded,
-                on_host=self.choice.boundaries != "device" and policy.is_recomputed and not drops[number],
+                on_host=self.choice.boundaries != "device" and policy.reruns and not drops[number],
                 drops=drops[number],
                 is_source=number + 1 < len(drops) and drops[number + 1],
             )

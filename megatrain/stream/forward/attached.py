@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.config.choice import Activations, Choice
+from megatrain.config.choice import Choice
+from megatrain.config.policies import Policy
 from megatrain.config.runs import Runs, StepSums
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
@@ -191,7 +192,7 @@ class AttachedLayer:
     executor: Executor
     slots: Slots
     offloaded: OffloadedActivations
-    policy: Activations
+    policy: Policy
     boundaries: Boundaries
 
     def __init__(self, blocks: Sequence[AttachedBlock]) -> None:
@@ -210,7 +211,7 @@ class AttachedLayer:
         executor: Executor,
         slots: Slots,
         offloaded: OffloadedActivations,
-        policy: Activations,
+        policy: Policy,
         boundaries: Boundaries,
     ) -> None:
         """Let the layer run through `executor` and `slots`, under `policy`."""

@@ -1,6 +1,6 @@
 """How a layer runs: forward, recomputation and backward, with slots held no longer than needed.
 
-What stays of a layer between its forward and its backward is its policy (`Activations`). A recomputation is
+What stays of a layer between its forward and its backward is its policy (`POLICIES`). A recomputation is
 torch's non-reentrant checkpoint around the layer's own forward, which restores RNG and autocast state. Kept
 tensors that are weights are replaced by their place in the block, so that a slot is free between forward and
 backward all the same.
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain.config.choice import Activations
+from megatrain.config.policies import RECOMPUTE, Policy
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.caches import with_own_caches
-from megatrain.model.selective import cheap_contexts
+from megatrain.model.selective import keeping
 from megatrain.stream.activations.recompute import Recomputation
 from megatrain.stream.activations.saved_tensors import Held
 from megatrain.stream.execute.block_visit import BlockVisit
@@ -90,9 +90,9 @@ class LayerVisit:
             args, kwargs, key=self._key, last=current.last_call, is_trained=layer.is_trained
         )
         call = boundaries.call_of(packed, kwargs, micro_batch=current.micro_batch, run=self._run_again)
-        if layer.policy.is_recomputed:
+        if layer.policy.reruns:
             bring = None if packed is None else partial(boundaries.bring, packed)
-            contexts = cheap_contexts()() if layer.policy is Activations.RECOMPUTE_CHEAP else None
+            contexts = keeping(layer.policy)() if layer.policy.keeps_results else None
             again = Recomputation(layer.name, self._run, device, bring=bring, contexts=contexts)
             result = again.run(args, kwargs)
         else:
@@ -135,7 +135,7 @@ class LayerVisit:
             found = None if entry.place is None else SavedWeight.of(tensor, entry.place, number)
             if found is not None:
                 return found
-        if self.layer.policy is Activations.OFFLOAD:
+        if self.layer.policy.is_offloaded:
             return self.layer.offloaded.save(tensor, self._key)
         return tensor.detach()  # a node that saved its own output, graph and all, would never be freed
 
@@ -203,7 +203,7 @@ class _Run:
                 self._visit.layer.executor.pin(entry)
 
 
-def _refuse_autocast(name: str, policy: Activations, device: torch.device) -> None:
+def _refuse_autocast(name: str, policy: Policy, device: torch.device) -> None:
     """Refuse to keep what is saved under autocast: copies of weights, which would stay on the device.
 
     Raises:
@@ -211,6 +211,6 @@ def _refuse_autocast(name: str, policy: Activations, device: torch.device) -> No
     """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(device.type):
         raise ConfigError(
-            f"activations={policy.value} under torch.autocast: autograd would keep a cast copy of every "
-            f"weight of {name}; use activations=recompute, or precision=bf16 in place of autocast"
+            f"activations={policy.name} under torch.autocast: autograd would keep a cast copy of every "
+            f"weight of {name}; use activations={RECOMPUTE.name}, or precision=bf16 in place of autocast"
         )

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
-from megatrain.config.choice import Activations, Choice
+from megatrain.config.choice import Choice
+from megatrain.config.policies import Policy
 from megatrain.config.runs import Runs, StepSums, SumRoom
 from megatrain.errors import ConfigError, ModelError
 from megatrain.plan.program.visits import HEAD, Visit, marked, pass_visits, step_visits
@@ -272,16 +273,19 @@ class Rounds:
 
     @property
     def forwards_again(self) -> list[int]:
-        """How often a step runs each layer's forward again, whole, for each micro-batch.
-
-        What recomputes only what is cheap runs no matrix product again.
-        """
+        """How often a step runs each layer's forward again, whole, for each micro-batch."""
         forwards = [v.block for v in self.visits(1, loads=False, completes=True) if not v.is_backward]
-        whole = (Activations.RECOMPUTE, Activations.DROP_BOUNDARY)
         return [
-            max(0, forwards.count(plan.blocks[-1]) - 1) + (policy in whole and number >= self.first_trained)
+            max(0, forwards.count(plan.blocks[-1]) - 1)
+            + (policy.reruns_whole and number >= self.first_trained)
             for number, (plan, policy) in enumerate(zip(self.plans, self._choice.policies, strict=True))
         ]
+
+    @property
+    def parts_again(self) -> dict[int, Policy]:
+        """The policies, by layer, of those of whose forward a step runs a part again."""
+        policies = enumerate(self._choice.policies)
+        return {n: policy for n, policy in policies if policy.keeps_results and n >= self.first_trained}
 
     def drop(self, error: BaseException | None = None) -> None:
         """Drop an unfinished step after an exception; None: the caller has seen it.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config.choice import StepBatch
+from megatrain.config.policies import POLICY_NAMES
 from megatrain.errors import ConfigError, ModelError
 from megatrain.hardware import load_machine
 from megatrain.model.profile.count import count_anatomy
@@ -141,7 +142,7 @@ AXES = {
     ),
     "kind": ("full", "packed", "padded"),
     "ranks": ((2, 2), (4, 2), (4, 4)),
-    "activations": ("keep", "offload", "recompute", "recompute_cheap", "drop_boundary"),
+    "activations": POLICY_NAMES,
     "lockstep": (1, 2),
     "num_micro_batches": (2, 4),
     "fragments": (False, True),

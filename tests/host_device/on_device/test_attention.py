@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.config.policies import POLICY_NAMES
 from tests.host_device.device import TYPE, register
 from tests.stream.runs import check_parity, recorded
 
 host = register()
-POLICIES = ("keep", "offload", "recompute_cheap", "recompute", "drop_boundary")
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_math_is_the_default() -> None:
             marks=[] if (family, policy) == ("gpt2", "recompute_cheap") else pytest.mark.parity,
         )
         for family in ("gpt2", "llama_tied", "gemma3_text", "mixtral")
-        for policy in POLICIES
+        for policy in POLICY_NAMES
     ],
 )
 def test_fused_attention_equals_resident(fused: None, family: str, activations: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
+from megatrain.config.policies import POLICY_NAMES
 from megatrain.stream.lanes import AcceleratorLanes
 from tests.families import FAMILIES
 from tests.host_device.device import TYPE, register
@@ -35,7 +36,6 @@ from tests.stream.test_speed_parity import row_name, settings_of
 host = register()
 AXES = {**SPEED_AXES, "device": (TYPE,)}
 ROWS = pairwise_rows(AXES)
-POLICIES = ("keep", "offload", "recompute_cheap", "recompute", "drop_boundary")
 ALWAYS = list(zip(("llama_tied", "gemma2", "mixtral", "gpt2"), ROWS[::11], strict=False))
 
 
@@ -67,7 +67,7 @@ def test_every_pair_of_settings_equals_resident(family: str, row: dict[str, Any]
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("activations", POLICIES)
+@pytest.mark.parametrize("activations", POLICY_NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_and_policy_equals_resident(family: str, activations: str) -> None:
     dawdle(3)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.config.choice import GRADIENTS, POLICIES, Choice, StepBatch
+from megatrain.config.choice import GRADIENTS, Choice, StepBatch
+from megatrain.config.policies import POLICY_NAMES
 from megatrain.config.runs import Runs, StepSums
 from megatrain.hardware import Drives
 from megatrain.layout.block_bytes import BlockBytes
@@ -86,7 +87,7 @@ def random_choice(chance: random.Random, count: int) -> Choice:
     return Choice(
         num_slots=chance.randint(parts, LAYERS * parts),
         num_gradient_buffers=chance.randint(parts, parts + 2),
-        activations=tuple(chance.choice(POLICIES) for _ in range(LAYERS)),
+        activations=tuple(chance.choice(POLICY_NAMES) for _ in range(LAYERS)),
         boundaries=chance.choice(["device", "host"]),
         fragments=fragments,
         resident_layers=chance.randint(0, LAYERS),

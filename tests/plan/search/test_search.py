@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.config.choice import POLICIES, Choice, StepBatch
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.policies import POLICY_NAMES
 from megatrain.hardware import HardwareSpec
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.cost.timetable import Task
@@ -48,7 +49,7 @@ def request_for(name: str, num_layers: int, batch: str, *, clips: bool) -> Reque
 
 
 def everything(
-    request: Request, *, policies: tuple[str, ...] = POLICIES, coarsely: bool = False
+    request: Request, *, policies: tuple[str, ...] = POLICY_NAMES, coarsely: bool = False
 ) -> Iterator[Choice]:
     """Yield every choice that the engine can run, whether or not it fits.
 

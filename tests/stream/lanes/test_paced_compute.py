@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.config.policies import POLICY_NAMES
 from megatrain.errors import ConfigError
 from megatrain.model.profile.flops import count_flops
 from megatrain.plan.program.kinds import Lane
@@ -26,14 +27,7 @@ from tests.stream.runs import HYPER, check_parity, start
 from tests.train.project import make_config
 from tests.train.test_loop import rows_of
 
-POLICIES: list[Any] = [
-    "keep",
-    "offload",
-    "recompute_cheap",
-    "recompute",
-    "drop_boundary",
-    ["recompute", "keep", "recompute_cheap", "drop_boundary"],
-]
+POLICIES: list[Any] = [*POLICY_NAMES, ["recompute", "keep", "recompute_cheap", "drop_boundary"]]
 
 
 def paced(rate: float = 1e9, **fields: Any) -> EmulatedLanes:
