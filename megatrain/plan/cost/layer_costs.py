@@ -42,8 +42,8 @@ class LayerCosts:
         return self._of(number)[2]
 
     def passes_again(self, number: int) -> bool:
-        """Whether its forward runs again as a whole."""
-        return POLICIES[self.choice.activations[number]].reruns_whole
+        """Whether its forward runs again, the parts before its last one in visits that cost forwards."""
+        return POLICIES[self.choice.activations[number]].reruns
 
     @cached_property
     def runs(self) -> tuple[LayerRun, ...]:

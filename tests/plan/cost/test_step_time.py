@@ -160,6 +160,21 @@ def test_forwards_again_are_those_of_the_layers_before(dropped: tuple[int, ...])
     assert step.compute_s - step.costs.step_s == pytest.approx(listed, rel=1e-9)
 
 
+def test_what_runs_again_in_part_costs_less_than_the_whole_in_parts_too() -> None:
+    batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=2)
+    for fragments in (False, True):
+        frame = replace(PLAIN, fragments=fragments, num_slots=3, num_gradient_buffers=3)
+        steps = {
+            name: Step(RATES, ANATOMY, replace(frame, activations=(name,) * LAYERS), batch)
+            for name in ("recompute", "recompute_cheap", "keep")
+        }
+        whole, cheap, kept = (
+            sum(task.seconds for task in step.tasks()[0] if task.kind in ("forward", "backward"))
+            for step in steps.values()
+        )
+        assert kept < cheap < whole
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.parity) for seed in (1, 2))])
 def test_the_short_program_takes_the_time_of_the_whole_one(seed: int) -> None:
     """Rounds that go on alike, and micro-batches that pass together, cost what they cost one by one.
