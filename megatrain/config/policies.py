@@ -37,6 +37,9 @@ class Policy:
     """Place among the policies that the search gives to all layers first; None: to none of them first."""
     fills: bool = False
     """Whether the search gives it to the last layers, as many as the memory that is left has room for."""
+    refines: bool = False
+    """Whether the search does so only around the best choice that it has found without it: so it never costs
+    a plan its speed, whose search ends after so many operations."""
 
     @property
     def counted_as(self) -> str:
@@ -120,6 +123,9 @@ BASES = tuple(
 
 FILLING = tuple(policy for policy in reversed(list(POLICIES.values())) if policy.fills)
 """Policies that fill the memory that is left, from least bytes to most."""
+
+REFINING = tuple(p for p in reversed(list(POLICIES.values())) if p.fills or p.refines)
+"""These and those that are tried around the best choice alone."""
 
 
 def read_policy(name: str, what: str) -> Policy:

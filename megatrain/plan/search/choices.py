@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from itertools import product
 from typing import Any
 
 from megatrain.config.choice import AUTO, Choice
-from megatrain.config.policies import BASES, FILLING, POLICIES, Policy
+from megatrain.config.policies import BASES, POLICIES
 from megatrain.errors import ConfigError
 from megatrain.layout import pools
+from megatrain.plan.search.filling import keep_more
 from megatrain.plan.search.placing import (
     SMALL,
     least_sums,
@@ -346,46 +347,3 @@ def _filled(request: Request, frame: Choice) -> Iterator[Choice]:
         yield choice
         if given.activations == AUTO:
             yield from keep_more(request, choice)
-
-
-def keep_more(request: Request, choice: Choice) -> Iterator[Choice]:
-    """Yield choices whose last layers keep more than the others: backward begins with them."""
-    num_layers = len(request.anatomy.layers)
-    if POLICIES[choice.activations[0]].stays_whole:
-        return
-    filling = possible(request, FILLING)
-    if num_layers <= SMALL:
-        for counts in product(range(num_layers + 1), repeat=len(filling)):
-            if not 0 < sum(counts) <= num_layers:
-                continue
-            candidate = choice
-            for place, policy in enumerate(filling):
-                candidate = _with_last(candidate, policy, sum(counts[place:]))
-            if not overflow(request, candidate):
-                yield candidate
-        return
-    for place, policy in enumerate(filling):
-        most, filled = _filled_with(request, choice, policy, num_layers)
-        if most:
-            yield filled
-        for richer in filling[place + 1 :] if most else ():
-            more, mixed = _filled_with(request, filled, richer, most)
-            if more:
-                yield mixed
-
-
-def _filled_with(request: Request, choice: Choice, policy: Policy, most: int) -> tuple[int, Choice]:
-    """Return how many of the last layers, up to `most`, have room for a policy, and the choice with that."""
-    count = most_within(most, lambda number: excess(request, _with_last(choice, policy, number)))
-    return count, _with_last(choice, policy, count)
-
-
-def _with_last(choice: Choice, policy: Policy, count: int) -> Choice:
-    """Return a choice whose last `count` layers have a policy."""
-    first = choice.activations[: len(choice.activations) - count]
-    return replace(choice, activations=(*first, *[policy.name] * count))
-
-
-def possible(request: Request, policies: Iterable[Policy]) -> list[Policy]:
-    """Return those of some policies that the layers of a request can have, which may be compiled."""
-    return [policy for policy in policies if not (request.compiles and policy.compile_problem)]

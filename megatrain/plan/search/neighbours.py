@@ -12,15 +12,14 @@ from megatrain.plan.search.choices import (
     decided,
     fill,
     is_allowed,
-    keep_more,
     lockstep_sizes,
     may_be_resident,
     outer_options,
-    possible,
     slot_counts,
     stream_options,
     values_of,
 )
+from megatrain.plan.search.filling import keep_more, possible
 from megatrain.plan.search.placing import SMALL, place_in_ram
 from megatrain.plan.search.request import Request
 

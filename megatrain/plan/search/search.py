@@ -19,6 +19,7 @@ from megatrain.plan.search.choices import (
     values_of,
     with_activations_on_drives,
 )
+from megatrain.plan.search.filling import refined
 from megatrain.plan.search.neighbours import neighbours
 from megatrain.plan.search.placing import SMALL, sum_options
 from megatrain.plan.search.request import Request, overflow
@@ -58,7 +59,8 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS, enough_s: float
     rounds on the device, and then, with as much to spend again, for sums on the host, which have to be faster
     than what was found: so they never cost a plan its speed. Where state is on drives anyway, sums on drives
     are tried after that, and activations there last: both leave RAM to the state. Sums on drives are looked
-    at like any others where nothing fits without them.
+    at like any others where nothing fits without them. Around what was found, policies are tried that
+    `Policy.refines` says.
 
     Args:
         request: What is asked for.
@@ -84,6 +86,7 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS, enough_s: float
         if asked is not None and race.best.choice.uses_drives and race.best.choice.boundaries != "nvme":
             race.begin_with(asked, budget)
             is_cut_short |= race.is_over
+    race.refine(request, budget // 2)
     return Found(race.best.choice, race.best, race.num_timed, is_cut_short)
 
 
@@ -137,6 +140,18 @@ class _Race:
         self._started |= self._timed.keys()
         self.run(list_choices(request, Breadth.COARSE))
         self.climb(_FIRST_STARTS)
+
+    def refine(self, request: Request, budget: int) -> None:
+        """Let policies that are tried last have layers of the best choice, with so much to spend."""
+        assert self.best is not None
+        before = self.best
+        self._request = request
+        self._budget = budget
+        self._least_rounds = 1
+        self.run(refined(request, before.choice))
+        if self.best is not before:
+            self._started |= self._timed.keys() - {self.best.choice}
+            self.climb(_FIRST_STARTS)
 
     def climb(self, most_starts: int) -> None:
         """Change one thing at a time of the best choice, as long as that helps, and then of good ones."""
