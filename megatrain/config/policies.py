@@ -101,13 +101,17 @@ RECOMPUTE_CHEAP = Policy(
     keeps_attention=True,
     fills=True,
 )
+KEEP_ATTENTION = Policy(
+    name="keep_attention", stays="its input and attention", keeps_attention=True, refines=True
+)
 RECOMPUTE = Policy(name="recompute", stays="its input", base_place=0)
 DROP_BOUNDARY = Policy(
     name="drop_boundary", stays="nothing", keeps_boundary=False, runs_as="recompute", base_place=1
 )
 
 POLICIES: Mapping[str, Policy] = {
-    policy.name: policy for policy in (KEEP, OFFLOAD, RECOMPUTE_CHEAP, RECOMPUTE, DROP_BOUNDARY)
+    policy.name: policy
+    for policy in (KEEP, OFFLOAD, RECOMPUTE_CHEAP, KEEP_ATTENTION, RECOMPUTE, DROP_BOUNDARY)
 }
 """All policies by name, from most bytes on the device and the host to least."""
 

@@ -34,15 +34,20 @@ _PRODUCTS = frozenset(
     for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
 )
 _ATTENTION = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
+    (
+        *(
+            f"aten::{name}"
+            for name in (
+                "_scaled_dot_product_flash_attention",
+                "_scaled_dot_product_flash_attention_for_cpu",
+                "_scaled_dot_product_efficient_attention",
+                "_scaled_dot_product_cudnn_attention",
+                "_scaled_dot_product_fused_attention_overrideable",
+                "_flash_attention_forward",
+                "_efficient_attention_forward",
+            )
+        ),
+        "torch_attn::_varlen_attn",
     )
 )
 

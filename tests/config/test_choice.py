@@ -98,6 +98,7 @@ def test_settings_that_are_not_given_are_open() -> None:
         ("num_slots", 3),
         ("activations", "keep"),
         ("boundaries", "host"),
+        ("activations", "keep_attention"),
         ("fragments", False),
         ("resident_layers", 0),
         ("lockstep", 1),
@@ -155,7 +156,7 @@ def test_fields_are_joined() -> None:
         ({"head_chunk_tokens": 0}, "head_chunk_tokens is 0; use 1 or more, or auto"),
         (
             {"activations": "some"},
-            "activations is 'some'; use keep, offload, recompute_cheap, recompute or d",
+            "activations is 'some'; use keep, offload, recompute_cheap, keep_attention, recompute or d",
         ),
         ({"activations": ["keep", "some"]}, "activations is 'some'; use keep"),
         ({"boundaries": "disk"}, "boundaries is 'disk'; use device, host, nvme or auto"),

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedModel
 
-from megatrain.config.policies import RECOMPUTE_CHEAP
+from megatrain.config.policies import KEEP_ATTENTION, RECOMPUTE_CHEAP
 from megatrain.errors import ModelError
 from megatrain.model.selective import is_kept, keeping
 from tests.families import FAMILIES
@@ -73,6 +73,7 @@ def loss_and_gradients(model: PreTrainedModel, *, tokens: int = 16) -> tuple[dic
 
 
 def check_family(family: str, *, dropout: bool) -> None:
+    """Check that keeping results changes no gradient, and takes memory in between; attention's takes less."""
     resident, resident_bytes = loss_and_gradients(moved(family, dropout=dropout))
     model = moved(family, dropout=dropout)
     checkpointed(model, noop_context_fn)
@@ -80,10 +81,15 @@ def check_family(family: str, *, dropout: bool) -> None:
     model = moved(family, dropout=dropout)
     checkpointed(model, keeping(RECOMPUTE_CHEAP))
     cheap, cheap_bytes = loss_and_gradients(model)
-    assert cheap.keys() == resident.keys()
+    model = moved(family, dropout=dropout)
+    checkpointed(model, keeping(KEEP_ATTENTION))
+    attended, attended_bytes = loss_and_gradients(model)
+    assert cheap.keys() == attended.keys() == resident.keys()
     for name, wanted in resident.items():
         assert_same_bits(cheap[name], wanted, name)
+        assert_same_bits(attended[name], wanted, name)
     assert recomputed_bytes < cheap_bytes < resident_bytes
+    assert recomputed_bytes <= attended_bytes < cheap_bytes
 
 
 @pytest.mark.parametrize(("family", "dropout"), CASES)
@@ -150,6 +156,30 @@ def test_matrix_products_do_not_run_again() -> None:
             gradients(block, context_fn)
         counts.append((calls.count("aten::mm"), calls.count("aten::sin")))
     assert counts == [(6, 1), (6, 2), (7, 2)], "of a full recomputation torch leaves out the last product"
+
+
+def test_attention_alone_does_not_run_again() -> None:
+    calls: list[str] = []
+
+    class Recorder(LiveStorages):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(func._schema.name)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def block(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        query, key = (x @ first).sin()[None, None], (x @ second)[None, None]
+        return nn.functional.scaled_dot_product_attention(query, key, key)[0, 0] @ second
+
+    counts = []
+    for context_fn in (keeping(KEEP_ATTENTION), noop_context_fn):
+        calls.clear()
+        with Recorder():
+            gradients(block, context_fn)
+        counts.append(
+            (calls.count("aten::_scaled_dot_product_flash_attention_for_cpu"), calls.count("aten::mm"))
+        )
+    assert counts == [(1, 11), (2, 11)], "the last product of a recomputation is left out in both"
+    assert_same_bits(gradients(block, keeping(KEEP_ATTENTION))[0], gradients(block)[0])
 
 
 def writes_in_place(x: Tensor, first: Tensor, second: Tensor) -> Tensor:

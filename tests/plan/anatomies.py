@@ -56,12 +56,19 @@ def llama_like(
     cheap = tokens * (5 * hidden + 2 * inner * shape.num_active) * wide
     gradients = wide * (attention.num_params + mlp.num_params)
     most = wide * max(attention.num_params, mlp.num_params)
-    remade = {"keep": 0, "offload": kept, "recompute_cheap": kept - cheap}
+    attended = boundary + tokens * hidden * wide  # the input, and what attention returns
+    remade = {
+        "keep": 0,
+        "offload": kept,
+        "recompute_cheap": kept - cheap,
+        "keep_attention": kept - attended,
+    }
     working = {policy: 4 * boundary + remade.get(policy, kept) for policy in POLICIES}
     saved = {
         "keep": kept,
         "offload": kept,
         "recompute_cheap": cheap,
+        "keep_attention": attended,
         "recompute": boundary,
         "drop_boundary": 0,
     }

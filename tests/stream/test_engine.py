@@ -518,7 +518,7 @@ def test_a_block_called_on_its_own_is_refused() -> None:
         ({"precision": "fp16"}, "precision is 'fp16'; use fp32 or bf16"),
         (
             {"activations": "drop"},
-            "activations is 'drop'; use keep, offload, recompute_cheap, recompute",
+            "activations is 'drop'; use keep, offload, recompute_cheap, keep_attention, recompute",
         ),
         ({"activations": ["keep"]}, "activations names 1 policies for 4 layers"),
         ({"device": "gpu"}, "device is 'gpu', on which megatrain cannot run; use auto"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -336,6 +337,18 @@ def test_hardware_flops_are_what_the_policy_computes_again(
     assert report.model_flops == 64 * flops.model_flops(16)
     again = flops.recomputed_flops(16, forwards)
     assert report.hardware_flops == pytest.approx(64 * (flops.model_flops(16) + again))
+
+
+def test_hardware_flops_hold_no_attention_that_was_kept() -> None:
+    engine, optimizer = start(activations=["keep_attention", "recompute", "keep_attention", "keep"])
+    run_steps(engine, optimizer, 1)
+    flops = count_flops(engine.model, engine.arrangement.layer_modules)
+    kept, whole, *_ = flops.layers
+    again = 2 * 2 * kept.active + whole.forward_flops(16)
+    report = engine.last_step
+    assert report.hardware_flops == pytest.approx(64 * (flops.model_flops(16) + again))
+    engine.reconfigure(replace(engine.choice, activations=("keep",) * 4))
+    assert engine.last_step.hardware_flops == report.hardware_flops
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.config.policies import POLICY_NAMES
+from megatrain.config.policies import POLICIES
 from tests.host_device.device import TYPE, register
 from tests.stream.runs import check_parity, recorded
 
@@ -89,10 +89,10 @@ def test_math_is_the_default() -> None:
         pytest.param(
             family,
             policy,
-            marks=[] if (family, policy) == ("gpt2", "recompute_cheap") else pytest.mark.parity,
+            marks=[] if family == "gpt2" and POLICIES[policy].keeps_results else pytest.mark.parity,
         )
         for family in ("gpt2", "llama_tied", "gemma3_text", "mixtral")
-        for policy in POLICY_NAMES
+        for policy in POLICIES
     ],
 )
 def test_fused_attention_equals_resident(fused: None, family: str, activations: str) -> None:

@@ -83,6 +83,7 @@ def check_is_sound(anatomy: Anatomy) -> None:
     for layer in anatomy.layers:
         saved = layer.saved_bytes
         assert saved["keep"] > saved["recompute_cheap"] > saved["recompute"] > saved["drop_boundary"] == 0
+        assert saved["recompute_cheap"] > saved["keep_attention"] >= saved["recompute"]
         assert 0 <= saved["recompute"] - layer.boundary_bytes < 256
         assert layer.boundary_bytes % (2 * anatomy.tokens) == 0
         assert layer.forward.matmul_flops > 0
@@ -110,6 +111,15 @@ def test_flops_are_those_of_a_real_run() -> None:
     assert anatomy.layers[0].backward.attention_flops == 2.5 * attention
 
 
+def test_kept_attention_is_its_outputs_and_their_log_sum_exp() -> None:
+    anatomy = count_anatomy(
+        small_llama(), micro_batch_size=2, seq_len=32, precision="bf16", device_type="cpu"
+    )
+    saved = anatomy.layers[0].saved_bytes
+    tokens, heads = 2 * 32, 4
+    assert saved["keep_attention"] - saved["recompute"] == tokens * (64 * 2 + heads * 4)
+
+
 def test_a_long_row_takes_no_square_of_its_length() -> None:
     short, long = (
         count_anatomy(
@@ -120,7 +130,7 @@ def test_a_long_row_takes_no_square_of_its_length() -> None:
         )
         for length in (1 << 14, 1 << 19)
     )
-    for policy in ("keep", "recompute_cheap", "recompute"):
+    for policy in ("keep", "recompute_cheap", "keep_attention", "recompute"):
         assert long.layers[0].saved_bytes[policy] == pytest.approx(
             32 * short.layers[0].saved_bytes[policy], rel=1e-3
         )

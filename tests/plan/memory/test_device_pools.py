@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.policies import POLICY_NAMES
 from megatrain.layout import pools
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
@@ -97,13 +98,15 @@ CASES: list[tuple[str, str, int, str | Sequence[str], dict[str, Any]]] = [
     ("mixtral", "bf16", 128, CHAIN, {"outer_streams": True, "m": 2, "n": 4}),
     ("llama", "bf16", 512, "recompute", {"is_packed": True, "m": 2}),
     ("gemma2", "fp32", 512, "recompute", {"is_packed": True}),
+    ("llama", "bf16", 256, "keep_attention", {"m": 2, "boundaries": "host"}),
+    ("mixtral", "fp32", 256, "keep_attention", {"fragments": True}),
 ]
 
 
 @pytest.mark.parametrize(
     ("family", "precision", "tokens", "policy", "more"),
     [
-        pytest.param(*case, marks=[] if number in (1, 13, 15) else [pytest.mark.parity])
+        pytest.param(*case, marks=[] if number in (1, 13, 15, 17, 18) else [pytest.mark.parity])
         for number, case in enumerate(CASES)
     ],
 )
@@ -117,7 +120,7 @@ def test_predicted_bytes_are_those_of_a_run(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_predicted_bytes_are_those_of_every_run(family: str, precision: str) -> None:
-    for policy in ("keep", "recompute_cheap", "recompute", "offload", "drop_boundary", MIXED, CHAIN):
+    for policy in (*POLICY_NAMES, MIXED, CHAIN):
         for together in (1, 2):
             check(family, precision, 256, policy, m=together)
             check(family, precision, 256, policy, m=together, fragments=True)

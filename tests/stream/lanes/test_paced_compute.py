@@ -87,6 +87,14 @@ def test_each_visit_has_the_flops_of_its_layer() -> None:
     assert found == expected
 
 
+def test_kept_attention_is_no_work_again() -> None:
+    _, _, engine, _ = start("llama", activations="keep_attention")
+    engine.forward_backward(make_batches(1))
+    layer = count_flops(engine.model, engine.arrangement.layer_modules).layers[0]
+    found = {span.work for span in compute_spans(engine) if span.label.startswith("backward")}
+    assert found == {32 * (2 * layer.forward_flops(16) + 2 * layer.active)}, "products run again"
+
+
 def test_fragments_share_their_layer_by_parameters() -> None:
     _, _, engine, _ = start("llama", activations="recompute", fragments=True)
     engine.forward_backward(make_batches(1))
