@@ -18,12 +18,13 @@ from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.moments import MomentFormat
 from megatrain.optim.adamw import AdamWStep, check_hyper, rounding_key
 from megatrain.optim.clip import global_norm
-from megatrain.plan.program.kinds import Kind
-from megatrain.plan.program.operations import Operation
+from megatrain.plan.program.features.roles import StateUpdate
+from megatrain.plan.program.operations import Work
 from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import check_updates
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
+from megatrain.stream.execute.issuer import OptimizerWork
 from megatrain.stream.execute.updates import BlockUpdate, StepStats, check_shares
 from megatrain.stream.forward.overrides import USE_OURS
 from megatrain.stream.parameter_groups import as_given, by_decay
@@ -153,7 +154,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                     "first, or opt.zero_grad() before it"
                 )
             executor.gradients.buffers.num_staging = NUM_GRADIENT_STAGING
-            executor.update_at_once = self._update_at_once
+            executor.issuer.optimizer = OptimizerWork(self._update_at_once)
         elif self._max_grad_norm is not None and executor.gradients.buffers.in_ram:
             executor.host.allocate_gradients(executor.gradients.buffers.in_ram)
 
@@ -192,7 +193,9 @@ class StreamedAdamW(torch.optim.Optimizer):
         stats = StepStats(executor.wait_for_norm, can_skip=not is_immediate)
         if isinstance(executor.host, TieredState):
             executor.host.drop_working()
-        executor.update(partial(self._work, self._snapshot(), stats, None if is_immediate else stats))
+        waits_for = None if is_immediate else stats
+        update = partial(self._update, self._snapshot(), waits_for)
+        executor.update(OptimizerWork(update, partial(self._norm, stats)))
         executor.gradients.clear()
         executor.invalidate()
         if self.updates is Updates.SERIAL:
@@ -261,21 +264,19 @@ class StreamedAdamW(torch.optim.Optimizer):
         self.num_skipped += stats.can_skip and not math.isfinite(norm)
         stats.settle(norm)
 
-    def _work(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        norm: StepStats,
-        waits_for: StepStats | None,
-        operation: Operation,
-    ) -> Callable[[], object]:
-        """Return what a NORM or an UPDATE runs, with all that may change before it runs."""
-        if operation.kind is Kind.NORM:
-            return partial(self._settle_norm, norm, self._executor.gradients, operation.blocks)
+    def _norm(self, norm: StepStats, blocks: Sequence[int]) -> Work:
+        """Return what makes the norm of the gradients of `blocks` known."""
+        return partial(self._settle_norm, norm, self._executor.gradients, blocks)
+
+    def _update(
+        self, groups: Sequence[Mapping[str, Any]], waits_for: StepStats | None, operation: StateUpdate
+    ) -> Work:
+        """Return what an update runs, with all that may change before it runs."""
         executor, block = self._executor, operation.block
         ranges = partial(self.ranges, block, groups, executor.gradients.present[block])
         return BlockUpdate(executor, operation, ranges, waits_for, self._max_grad_norm).run
 
-    def _update_at_once(self, operation: Operation) -> Callable[[], object]:
+    def _update_at_once(self, operation: StateUpdate) -> Work:
         present = self._executor.gradients.present[operation.block]
         ranges = partial(self.ranges, operation.block, self._snapshot(), present)
         return BlockUpdate(self._executor, operation, ranges, None, None).run

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.kinds import Lane
+from megatrain.plan.program.operations import kind_of
 from megatrain.stream.lanes import Span, Wait
 
 Bound = Literal["copies", "compute", "optimizer", "drives"]
@@ -120,12 +121,12 @@ class Work:
         """
         compute_s = self.busy_s(Lane.COMPUTE)
         host = [span for span in self._spans if span.lane is Lane.HOST]
-        updates = [span for span in host if not span.label.startswith(Kind.ADD.value)]
+        updates = [span for span in host if not kind_of(span.label).is_sum]
         host_s = length(union((span.start_s, span.end_s) for span in updates))  # sums run beside the backward
         backwards = [
             span.start_s
             for span in self._spans
-            if span.lane is Lane.COMPUTE and span.label.startswith(Kind.BACKWARD.value)
+            if span.lane is Lane.COMPUTE and kind_of(span.label).is_backward
         ]
         after_s = self.busy_s(Lane.COMPUTE, start_s=min(backwards)) if backwards else 0.0
         apart_s = {"deferred": after_s, "immediate": 0.0, "serial": compute_s}[schedule]

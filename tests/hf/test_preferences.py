@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatrain.errors import ConfigError
-from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.step import step_program
 from tests.families import VOCAB_SIZE
 from tests.hf.setups import (
@@ -133,7 +132,7 @@ def test_an_adapter_s_training_equals_trl(
     sizes = [min(lockstep, 3 - first) for first in range(0, 3, lockstep)]  # of the last step
     spec = ours.engine.executor.spec
     program = step_program(spec, [[1] * size for size in sizes], num_passes_before=num_before)
-    assert ours.engine.last_step.fetch_bytes == program.nbytes(Kind.FETCH) + program.nbytes(Kind.LOAD)
+    assert ours.engine.last_step.fetch_bytes == program.nbytes("fetch") + program.nbytes("load")
     assert ours._megatrain.batch(ours.args, None, ours._num_passes_before).num_passes_before == num_before
 
 

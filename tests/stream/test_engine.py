@@ -16,7 +16,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, 
 import megatrain
 from megatrain.config.choice import Choice
 from megatrain.errors import CapacityError, ConfigError, DataError, ModelError
-from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.step import step_program
 from megatrain.stream.engine import Engine
 from tests.families import FAMILIES, VOCAB_SIZE
@@ -827,14 +826,14 @@ def test_bytes_moved_are_the_program_s(
     rounds = [min(lockstep, num_micro_batches - n) for n in range(0, num_micro_batches, lockstep)]
     program = step_program(spec, [[1] * together for together in rounds])
     num_streamed = sum(size.is_streamed for size in spec.sizes)
-    num_fetches = program.count(Kind.FETCH) - len(spec.outer)
+    num_fetches = program.count("fetch") - len(spec.outer)
     assert num_fetches <= 2 * num_streamed * len(rounds)
-    fetched = program.nbytes(Kind.FETCH) + program.nbytes(Kind.LOAD)
-    offloaded = program.nbytes(Kind.OFFLOAD)
+    fetched = program.nbytes("fetch") + program.nbytes("load")
+    offloaded = program.nbytes("offload")
     for number in range(1, 4):
         engine.forward_backward(make_batches(num_micro_batches, seed=number))
         optimizer.step()
         assert engine.counts.fetch_bytes == number * fetched
         assert engine.counts.offload_bytes == number * offloaded
     assert engine.executor.counts.fetches == 3 * num_fetches
-    assert engine.executor.counts.offloads == 3 * (program.count(Kind.OFFLOAD) - len(spec.outer))
+    assert engine.executor.counts.offloads == 3 * (program.count("offload") - len(spec.outer))

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain.errors import ConfigError
-from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.step import step_program
 from megatrain.stream.steps import PassBefore
 from tests.families import FAMILIES
@@ -128,7 +127,7 @@ def test_passes_before_the_losses_are_the_program_s(lockstep: int) -> None:
     optimizer = engine.adamw(max_grad_norm=None)
     rounds = [min(lockstep, 5 - first) for first in range(0, 5, lockstep)]
     program = step_program(engine.executor.spec, [[1] * count for count in rounds], num_passes_before=2)
-    fetched = program.nbytes(Kind.FETCH) + program.nbytes(Kind.LOAD)
+    fetched = program.nbytes("fetch") + program.nbytes("load")
     for step in range(2):
         batches = make_batches(5, seed=step)
         found: list[dict[str, Tensor]] = [{} for _ in batches]
@@ -163,7 +162,7 @@ def test_passes_before_the_losses_are_the_program_s(lockstep: int) -> None:
                 assert_same_bits(gradient, gradients[name], name)
         optimizer.step()
         assert engine.last_step.fetch_bytes == engine.counts.fetch_bytes / (step + 1) == fetched
-        assert engine.last_step.offload_bytes == program.nbytes(Kind.OFFLOAD)
+        assert engine.last_step.offload_bytes == program.nbytes("offload")
 
 
 def test_a_reference_pass_is_improvised_once() -> None:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatrain.errors import ConfigError
 from megatrain.hardware import matmul, measure_matmul_peak
 from megatrain.model.profile.flops import count_flops
-from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.step import step_program
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, Span, Wait
@@ -67,14 +67,14 @@ def test_counts_and_bytes_are_the_program_s(lockstep: int, fragments: bool, resi
     num_rounds = 4 // lockstep
     program = step_program(spec, [[1] * lockstep] * num_rounds)
     num_at_home = sum(not size.is_streamed and not size.updates_on_device for size in sizes)
-    num_fetches = program.count(Kind.FETCH) - num_at_home
-    num_offloads = program.count(Kind.OFFLOAD) - num_at_home
+    num_fetches = program.count("fetch") - num_at_home
+    num_offloads = program.count("offload") - num_at_home
     streamed = [size for size in sizes if size.is_streamed]
     for report in run_steps(engine, optimizer, 3, num_micro_batches=4):
         assert report.fetches == num_fetches <= 2 * len(streamed) * num_rounds
         assert report.offloads == num_offloads == len(streamed) * num_rounds
-        assert report.fetch_bytes == program.nbytes(Kind.FETCH) + program.nbytes(Kind.LOAD)
-        assert report.offload_bytes == program.nbytes(Kind.OFFLOAD)
+        assert report.fetch_bytes == program.nbytes("fetch") + program.nbytes("load")
+        assert report.offload_bytes == program.nbytes("offload")
         assert report.update_bytes == sum(size.update_bytes for size in sizes if not size.updates_on_device)
         assert report.tokens == 4 * 2 * 15
 

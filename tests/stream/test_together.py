@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatrain.config.choice import StepBatch
 from megatrain.errors import ConfigError
-from megatrain.plan.program.kinds import Kind
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import ids_of, losses
 from megatrain.stream.forward.shared_state import SharedStateError
@@ -175,7 +174,7 @@ def test_the_first_pass_after_a_step_fetches_what_was_updated(caplog: pytest.Log
     program = visits_program(spec, visits, [None] * spec.num_slots)
     with counted(engine) as found, caplog.at_level(logging.DEBUG):
         engine.together.run([partial(logits_of, model, batch) for batch in make_batches(3)])
-    assert found[1] == program.nbytes(Kind.FETCH)
+    assert found[1] == program.nbytes("fetch")
 
 
 def test_what_cannot_run_together_is_refused_and_leaves_the_engine_whole() -> None:

@@ -14,7 +14,7 @@ from megatrain.cli import main
 from megatrain.config import dump_config
 from megatrain.config.decided import as_settings
 from megatrain.errors import OutputError
-from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.step import step_program
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, Span, Wait
@@ -36,12 +36,12 @@ def program_of(engine: Engine, num_micro_batches: int, lockstep: int) -> Counter
     """Count the operations of a step, as the schedule lists them, by their labels."""
     spec = engine.executor.spec
     program = step_program(spec, [[1] * lockstep] * (num_micro_batches // lockstep))
-    visits = (Kind.FORWARD, Kind.BACKWARD)
+    visits = ("forward", "backward")
     return Counter(
         str(operation)
         for operation in program.operations
-        if operation.kind not in (Kind.HEAD, Kind.HEAD_BACKWARD)
-        and not (operation.kind in visits and operation.block in spec.outer)  # one span for all of these
+        if operation.label not in ("head", "head backward")
+        and not (operation.label in visits and operation.block in spec.outer)  # one span for all of these
     )
 
 
@@ -72,16 +72,16 @@ def test_each_operation_of_the_program_is_one_span(
     expected = program_of(runs[0].engine, 2, lockstep)
     found = Counter(event["name"] for event in events_of(out, "operation"))
     on_device = sorted(runs[0].engine.executor.states.blocks)
-    pushes = {label: found.pop(label) for label in list(found) if label.startswith(Kind.PUSH.value)}
+    pushes = {label: found.pop(label) for label in list(found) if label.startswith("push")}
     assert pushes == {f"push      b{block}": 1 for block in on_device}  # once, when the trace ends
     assert found == {label: STEPS * count for label, count in expected.items()}
     assert not (tmp_path / "run").exists()
 
-    def total(kind: Kind, part: str = "") -> int:
-        return sum(count for label, count in found.items() if label.startswith(kind.value) and part in label)
+    def total(kind: str, part: str = "") -> int:
+        return sum(count for label, count in found.items() if label.startswith(kind) and part in label)
 
-    assert total(Kind.FETCH, " s") == sum(report.fetches for report in reports)
-    assert total(Kind.OFFLOAD, " g") == sum(report.offloads for report in reports)
+    assert total("fetch", " s") == sum(report.fetches for report in reports)
+    assert total("offload", " g") == sum(report.offloads for report in reports)
     assert bytes_of(out, Lane.FETCH) == sum(report.fetch_bytes for report in reports)
     assert bytes_of(out, Lane.OFFLOAD) == sum(report.offload_bytes for report in reports)
     assert bytes_of(out, Lane.HOST) == sum(report.update_bytes for report in reports)
@@ -96,7 +96,7 @@ def bytes_of(file: Path, lane: Lane) -> int:
     events = [
         event
         for event in events_of(file, "operation")
-        if event["tid"] == tid and not event["name"].startswith((Kind.PULL.value, Kind.PUSH.value))
+        if event["tid"] == tid and not event["name"].startswith(("pull", "push"))
     ]
     return sum(event.get("args", {}).get("bytes", 0) for event in events)
 

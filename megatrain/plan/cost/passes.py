@@ -13,7 +13,7 @@ from megatrain.plan.cost.contention import Demand, Shares
 from megatrain.plan.cost.pricing import Pricing
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.cost.timetable import Task, busy_seconds, steady_ends
-from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import Program
 from megatrain.plan.program.step import visits_program
 from megatrain.plan.program.visits import pass_visits
@@ -72,7 +72,7 @@ class Passes:
         step = self.step
         pricing = Pricing(step.rates, step.costs, step.blocks, self._shares, step.collectives)
         operations = self.program(num_together, is_short=True).operations
-        return [task for operation in operations for task in pricing.tasks(operation)]
+        return [task for operation in operations for task in operation.tasks(pricing)]
 
     def program(self, num_together: int, *, is_short: bool = False) -> Program:
         """List the operations of a group.
@@ -98,7 +98,7 @@ class Passes:
 
     @cached_property
     def _group_bytes(self) -> int:
-        return self.program(1).nbytes(Kind.FETCH)
+        return self.program(1).moved()["fetch_bytes"]
 
     @cached_property
     def _shares(self) -> Shares:

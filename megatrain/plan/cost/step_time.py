@@ -1,6 +1,6 @@
 """The time of a step: its program, each operation with its seconds, placed on lanes.
 
-`Pricing` is the one place that says how long an operation takes. A step of many rounds, or of many
+An operation says how long it takes, at the rates of `Pricing`. A step of many rounds, or of many
 micro-batches in a round, is timed by a shorter program of the same builder: a few rounds, of which the last
 goes on, and micro-batches that pass together in one visit.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.runs import RoundSums, StepSums
@@ -21,7 +21,7 @@ from megatrain.plan.cost.contention import Demand, Shares, memory_s
 from megatrain.plan.cost.layer_costs import LayerCosts
 from megatrain.plan.cost.pricing import Pricing
 from megatrain.plan.cost.rates import Rates
-from megatrain.plan.cost.timetable import Task, busy_seconds, links, steady_ends
+from megatrain.plan.cost.timetable import busy_seconds, links, steady_ends
 from megatrain.plan.memory.block_sums import (
     BlockSums,
     exchanged,
@@ -29,8 +29,8 @@ from megatrain.plan.memory.block_sums import (
     updated_share,
 )
 from megatrain.plan.memory.planned_blocks import PlannedBlock, list_blocks
-from megatrain.plan.program.kinds import Kind, Lane
-from megatrain.plan.program.operations import Program
+from megatrain.plan.program.kinds import Lane
+from megatrain.plan.program.operations import KINDS, Program, Task
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import step_program
 
@@ -179,14 +179,14 @@ class Step:
         return self.batch.sums(self.choice)
 
     @cached_property
-    def moved_bytes(self) -> dict[Kind, int]:
-        """Bytes that a step moves, by the kind of operation."""
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes that a step moves, by the label of the operations."""
         rounds = self._rounds(is_short=True)
         sums = self._round_sums(len(rounds))
-        moved = _bytes_by_kind(self._program(rounds, sums, in_pieces=False))
+        moved = _bytes_by_label(self._program(rounds, sums, in_pieces=False))
         more = self.num_rounds - len(rounds)
         if more:  # each goes on as the last but one did
-            fewer = _bytes_by_kind(self._program(rounds[1:], sums[1:], in_pieces=False))
+            fewer = _bytes_by_label(self._program(rounds[1:], sums[1:], in_pieces=False))
             moved = {kind: nbytes + more * (nbytes - fewer[kind]) for kind, nbytes in moved.items()}
         return moved
 
@@ -222,17 +222,15 @@ class Step:
         """Return the operations as timed tasks, and the number of each round's last backward."""
         shares = Shares.of(self.rates, self.demand)
         pricing = Pricing(self.rates, self.costs, self.blocks, shares, self.collectives)
-        tasks = [
-            task
-            for operation in self.program(is_short=is_short).operations
-            for task in pricing.tasks(operation)
-        ]
-        backwards = (number for number, task in enumerate(tasks) if task.kind == Kind.BACKWARD.value)
-        marked = []
-        for visits in self._rounds(is_short=is_short):
-            count = len(visits) * self.spec.num_backwards
-            marked.append(next(islice(backwards, count - 1, None)))
-        return tasks, marked
+        tasks: list[Task] = []
+        backwards = []
+        for operation in self.program(is_short=is_short).operations:
+            if operation.is_backward and operation.is_visit:
+                backwards.append(len(tasks))
+            tasks += operation.tasks(pricing)
+        rounds = self._rounds(is_short=is_short)
+        counts = accumulate(len(visits) * self.spec.num_backwards for visits in rounds)
+        return tasks, [backwards[count - 1] for count in counts]
 
     @property
     def link_of(self) -> Mapping[Lane, Lane]:
@@ -387,10 +385,10 @@ def _lane_bounds(step: Step) -> dict[str, float]:
     return limits
 
 
-def _bytes_by_kind(program: Program) -> dict[Kind, int]:
-    moved = dict.fromkeys(Kind, 0)
+def _bytes_by_label(program: Program) -> dict[str, int]:
+    moved = dict.fromkeys(KINDS, 0)
     for operation in program.operations:
-        moved[operation.kind] += operation.nbytes
+        moved[operation.label] += operation.nbytes
     return moved
 
 

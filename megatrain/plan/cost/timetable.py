@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from megatrain.plan.program.buffers import Buffer
 from megatrain.plan.program.kinds import Lane
+from megatrain.plan.program.operations import Task
 
 _LINKS = {
     Lane.FETCH: Lane.FETCH,
@@ -53,17 +54,6 @@ def links(*, drives_share: bool = False, passes_host: bool = False) -> Mapping[L
     """
     found = _LINKS | (_THROUGH_HOST if passes_host else {})
     return found | dict.fromkeys(_DRIVES, Lane.WRITE) if drives_share else found
-
-
-class Task(NamedTuple):
-    """One operation of a program with the time that it takes alone."""
-
-    lane: Lane
-    seconds: float
-    reads: tuple[Buffer, ...]
-    writes: tuple[Buffer, ...]
-    kind: str
-    """What it is: `fetch`, `forward`, `head`, ..., for bounds and charts."""
 
 
 class TaskSpan(NamedTuple):

@@ -3,29 +3,35 @@
 Three parts make it, and the engine asks for each when it comes to it: the visits of the rounds with the
 copies around them, the end of the step (gradients completed, norm, updates), and the commit to the drives.
 `step_program` puts the parts of a step among many equal ones together: that list is what the planner times.
+What a feature changes in a part is its pass, in `plan.program.features`; here they come one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 
 from megatrain.config.runs import ONE_RUN, RoundSums
-from megatrain.layout.host_buffers import (
-    NUM_GRADIENT_STAGING,
-    NUM_PAGES,
-    NUM_STATE_STAGING,
-    pieces_of,
+from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING, NUM_PAGES, NUM_STATE_STAGING
+from megatrain.plan.program.features.activations import with_activations_through
+from megatrain.plan.program.features.drives import changed_by_step, commit_program, with_state_through
+from megatrain.plan.program.features.gradients import added, home_of_sum, offload_residents, rounded_sum
+from megatrain.plan.program.features.ranks import exchanged
+from megatrain.plan.program.features.resident import pushed, rounded_residents
+from megatrain.plan.program.features.roles import SumTaken
+from megatrain.plan.program.features.updates import Norm, Release, Sync, update_of, updated_at_once
+from megatrain.plan.program.features.waiting import (
+    held,
+    hold_resident,
+    park,
+    parked,
+    take_home,
+    to_drives,
+    unparked,
 )
-from megatrain.plan.program.block_size import BlockSize
-from megatrain.plan.program.drive_traffic import (
-    with_activations_through,
-    with_state_through,
-    with_weights_through,
-)
-from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.features.weights import fetch_residents, gathered, with_weights_through
 from megatrain.plan.program.operations import Operation, Program
-from megatrain.plan.program.schedule import gathered, parked, schedule, spread, unparked
+from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.visits import Visit, step_visits
 
@@ -46,14 +52,14 @@ def visits_program(
     """Place all copies around visits.
 
     Args:
-        spec: Of the step.
+        spec: The step's.
         visits: What the model will do, in order.
         contents: What each slot holds at the start.
         fetches_outer: The weights of outer blocks on the device are out of date.
-        first_gradient_buffer: As in `schedule`, like all that follows.
+        first_gradient_buffer: The first gradient buffer to use.
         pinned: Slots that keep their content.
         updates_at_once: Every complete gradient is followed by its update.
-        num_staging: Host buffers through which complete gradients pass.
+        num_staging: The number of host buffers through which complete gradients pass.
         first_staging: The first one to use.
         gathers: All ranks make these visits, so they may gather weights.
     """
@@ -64,15 +70,19 @@ def visits_program(
         num_gradient_buffers=spec.num_gradient_buffers,
         first_gradient_buffer=first_gradient_buffer,
         pinned=pinned,
-        num_staging=num_staging,
-        first_staging=first_staging,
-        updates_at_once=updates_at_once,
-        tier_of=lambda block, completes: spec.tier(block, completes=completes),
         outer=spec.outer,
         saved_bytes={layer.blocks[-1]: layer.saved_bytes for layer in spec.layers},
-        has_shares=spec.num_ranks > 1,
     )
-    operations: Sequence[Operation] = placed.operations
+    operations = _with_gradients(spec, placed.operations)
+    if updates_at_once:
+        operations = updated_at_once(
+            operations,
+            spec.sizes,
+            partial(_is_at, spec, "host"),
+            num_staging=num_staging,
+            first_staging=first_staging,
+            has_shares=spec.num_ranks > 1,
+        )
     if spec.activations_on_drives:
         rooms = {layer.blocks[-1]: layer.room_bytes for layer in spec.layers}
         operations = with_activations_through(operations, rooms)
@@ -83,13 +93,21 @@ def visits_program(
     return Program(tuple(around_drives(spec, operations)), placed.contents)
 
 
-def fetch_residents(sizes: Sequence[BlockSize], blocks: Iterable[int] | None = None) -> list[Operation]:
-    """List the copies that bring resident blocks' new weights to the device, once per step."""
-    return [
-        Operation(kind=Kind.FETCH, block=block, nbytes=sizes[block].fetch_bytes)
-        for block in (range(len(sizes)) if blocks is None else blocks)
-        if not sizes[block].is_streamed and not sizes[block].updates_on_device
-    ]
+def _with_gradients(spec: StepSpec, operations: Sequence[Operation]) -> Sequence[Operation]:
+    """Let ranks exchange gradients, and let these wait where the choice says."""
+    if spec.num_ranks > 1:
+        operations = exchanged(operations, spec.sizes, spec.outer)
+    if "device" in spec.tiers:
+        operations = held(operations, partial(_is_at, spec, "device"))
+    if "nvme" in (*spec.tiers, spec.sums):
+        operations = parked(operations, spec.sizes, partial(_is_at, spec, "nvme"))
+    if spec.sums == "host":
+        operations = added(operations, spec.sizes)
+    return operations
+
+
+def _is_at(spec: StepSpec, tier: str, block: int, completes: bool) -> bool:
+    return spec.tier(block, completes=completes) == tier
 
 
 def complete_program(
@@ -105,69 +123,46 @@ def complete_program(
     """List what completes the gradients that the rounds have left where they add up.
 
     Args:
-        spec: Of the step.
+        spec: The step's.
         away: Resident blocks whose sums are wanted at home, or rounded where they are to wait.
         on_host: Blocks whose rounds have added up on the host.
         on_drives: Blocks whose sums wait there.
         updates_at_once: Each is updated as soon as it is complete.
-        num_staging: Host buffers through which gradients then pass, used in turn; 0: the gradient plane.
+        num_staging: The number of host buffers through which gradients then pass in turn; 0: the plane.
         first_staging: The first one to use.
     """
     operations: list[Operation] = []
-    has_shares = spec.num_ranks > 1
+    sizes, has_shares = spec.sizes, spec.num_ranks > 1
     for number, block in enumerate(away):
         if spec.tier(block) == "device":
-            operations.append(Operation(kind=Kind.HOLD, block=block))
+            operations.append(hold_resident(block))
             continue
         staging = (first_staging + number) % num_staging if updates_at_once and num_staging else -1
-        operations += offload_residents(spec.sizes, [block], staging=staging, has_shares=has_shares)
+        operations += offload_residents(sizes, [block], staging=staging, has_shares=has_shares)
         if updates_at_once:
-            operations += spread(_update(spec, block, staging=staging), spec.sizes[block])
-    for block in on_host:  # read in fp32, written and read again in the working dtype
-        nbytes = spec.sizes[block].accumulator_bytes + 2 * spec.sizes[block].offload_bytes
-        operations.append(Operation(kind=Kind.ROUND, block=block, nbytes=nbytes))
+            operations += _updated(spec, block, staging=staging)
+    operations += [rounded_sum(block, sizes[block]) for block in on_host]
     for number, block in enumerate(on_drives):
-        size, staging = spec.sizes[block], number % NUM_GRADIENT_STAGING
-        nbytes = size.accumulator_bytes + 2 * size.offload_bytes
-        rounding = Operation(kind=Kind.ROUND, block=block, staging=staging, nbytes=nbytes)
-        operations += [unparked(block, size, staging, completes=False), rounding]
+        size, staging = sizes[block], number % NUM_GRADIENT_STAGING
+        operations += [unparked(block, size, staging, completes=False), rounded_sum(block, size, staging)]
         if spec.tier(block) != "host":
-            operations.append(replace(unparked(block, size, staging), kind=Kind.PARK))
+            operations.append(park(block, size, staging))
     return around_drives(spec, operations)
 
 
-def offload_residents(
-    sizes: Sequence[BlockSize], blocks: Sequence[int], *, staging: int = -1, has_shares: bool = False
-) -> list[Operation]:
-    """List the copies that take the gradients of resident `blocks` home, once per step."""
-    return [
-        Operation(
-            kind=Kind.OFFLOAD,
-            block=block,
-            loads=True,
-            staging=staging,
-            is_share=has_shares,
-            nbytes=sizes[block].offload_bytes,
-        )
-        for block in blocks
-    ]
-
-
-def offload_of_sum(spec: StepSpec, operation: Operation) -> list[Operation]:
+def offload_of_sum(spec: StepSpec, taken: SumTaken) -> list[Operation]:
     """List the copies of a sum whose round has not ended as foreseen to where later visits load it from.
 
     Args:
-        spec: Of the step.
-        operation: OFFLOAD or HOLD that was foreseen.
+        spec: The step's.
+        taken: What was foreseen to take the sum out of its buffer.
     """
-    size, tier = spec.sizes[operation.block], spec.tier(operation.block, completes=False)
+    size, tier = spec.sizes[taken.block], spec.tier(taken.block, completes=False)
     if tier == "device":
-        return [operation]
+        return [taken]
     # in fp32 a place of complete gradients holds a sum like any other
-    left = replace(operation, kind=Kind.OFFLOAD, completes=not spec.keeps_wide_sums, waiting=-1)
-    if tier == "nvme":
-        return parked(left, size, max(operation.staging, 0))
-    return [replace(left, staging=-1, nbytes=size.accumulator_bytes)]
+    left = home_of_sum(taken, size.accumulator_bytes, completes=not spec.keeps_wide_sums)
+    return to_drives(left, size, max(taken.staging, 0)) if tier == "nvme" else [left]
 
 
 def update_program(
@@ -181,7 +176,7 @@ def update_program(
     """List the end of a step whose gradients are complete: their norm, then the updates.
 
     Args:
-        spec: Of the step.
+        spec: The step's.
         blocks: Those with a gradient, in any order; updates come as the next forward wants the blocks, and
             what is in use during a whole pass comes first.
         updated: Blocks that were updated at once already.
@@ -191,94 +186,44 @@ def update_program(
     """
     outer = {*spec.outer, *spec.ends.embeddings}
     ordered = sorted(blocks, key=lambda block: (block not in outer, block))
-    on_device = [block for block in sorted(blocks) if spec.sizes[block].updates_on_device]
-    operations = [Operation(kind=Kind.ROUND, block=block, on_device=True) for block in on_device]
-    norm = Operation(kind=Kind.NORM, blocks=tuple(ordered))
+    operations = rounded_residents(spec.sizes, blocks)
+    norm = Norm(blocks=tuple(ordered))
     if spec.is_immediate:
-        later = [_update(spec, block) for block in ordered if block not in updated]
-        return [
-            *operations,
-            *(part for update in later for part in spread(update, spec.sizes[update.block])),
-            norm,
-        ]
+        later = [_updated(spec, block) for block in ordered if block not in updated]
+        return [*operations, *(operation for update in later for operation in update), norm]
     operations.append(norm)
     staging = 0
     for block in ordered:
         size = spec.sizes[block]
         if block in held:
-            arrives = Operation(
-                kind=Kind.OFFLOAD,
-                block=block,
-                waiting=block if size.is_streamed else -1,
-                staging=staging,
-                is_held=True,
-                nbytes=size.offload_bytes,
-            )
+            operations.append(take_home(block, size, staging))
         elif block in on_drives:
-            arrives = unparked(block, size, staging)
+            operations.append(unparked(block, size, staging))
         else:
-            operations += spread(_update(spec, block), size)
+            operations += _updated(spec, block)
             continue
-        operations += [arrives, *spread(_update(spec, block, staging=staging), size)]
+        operations += _updated(spec, block, staging=staging)
         staging = (staging + 1) % NUM_GRADIENT_STAGING
     if not spec.clips:
-        operations.append(Operation(kind=Kind.RELEASE, blocks=tuple(ordered)))
+        operations.append(Release(blocks=tuple(ordered)))
     return around_drives(spec, operations)
 
 
-def _update(spec: StepSpec, block: int, *, staging: int = -1) -> Operation:
-    size = spec.sizes[block]
-    return Operation(
-        kind=Kind.UPDATE,
-        block=block,
+def _updated(spec: StepSpec, block: int, *, staging: int = -1) -> list[Operation]:
+    return update_of(
+        block,
+        spec.sizes[block],
         staging=staging,
         follows_norm=not spec.is_immediate,
-        is_share=spec.num_ranks > 1,
-        on_device=size.updates_on_device,
-        nbytes=0 if size.updates_on_device else size.update_bytes,
+        has_shares=spec.num_ranks > 1,
     )
 
 
 def sync_program(spec: StepSpec, newer: Iterable[int]) -> list[Operation]:
     """List what makes the host state whole: blocks that are `newer` on the device come home."""
-    operations = []
-    for block in newer:
-        is_share, nbytes = spec.num_ranks > 1, spec.sizes[block].whole_bytes
-        operations.append(Operation(kind=Kind.PUSH, block=block, is_share=is_share, nbytes=nbytes))
-        if is_share:
-            operations.append(Operation(kind=Kind.SPREAD, block=block))
-    return [*operations, Operation(kind=Kind.SYNC, blocks=tuple(range(len(spec.sizes))))]
-
-
-def commit_program(
-    spec: StepSpec, changed: Iterable[tuple[int, bool]], *, in_pieces: bool = True, every: int = 1
-) -> list[Operation]:
-    """List a commit: what lives in RAM is written through the buffers of state, then all is sealed.
-
-    Args:
-        spec: Of the step, with state on drives.
-        changed: (block, is it the working weights) of what lives in RAM and differs from its image.
-        in_pieces: False: each part of a block at once, which takes the same time and is a shorter list.
-        every: Steps that share the commit: as one of them is planned, it moves its part of the bytes.
-    """
-    drives = spec.drives
-    assert drives is not None
-    operations = []
-    turn = 0
-    for block, is_working in changed:
-        nbytes = drives.working_bytes[block] if is_working else drives.state_bytes[block]
-        first = len(pieces_of(drives.state_bytes[block])) if is_working and in_pieces else 0
-        start = 0
-        for number, size in enumerate(pieces_of(nbytes) if in_pieces else [nbytes] * (nbytes > 0)):
-            own = drives.piece_bytes(block, size, start) // every
-            spill = Operation(
-                kind=Kind.SPILL, block=block, drive_staging=turn, piece=first + number, nbytes=own
-            )
-            operations += [spill, replace(spill, kind=Kind.WRITE)]
-            turn = (turn + 1) % NUM_STATE_STAGING
-            start += size
-    blocks = tuple(range(len(spec.sizes)))
-    return [*operations, Operation(kind=Kind.SEAL), Operation(kind=Kind.COMMIT, blocks=blocks)]
+    has_shares = spec.num_ranks > 1
+    operations = [part for block in newer for part in pushed(block, spec.sizes[block], has_shares=has_shares)]
+    return [*operations, Sync(blocks=tuple(range(len(spec.sizes))))]
 
 
 def step_program(
@@ -293,11 +238,11 @@ def step_program(
     """List a whole step among many equal ones.
 
     Args:
-        spec: Of the step.
-        rounds: How many micro-batches pass in each visit of each round.
+        spec: The step's.
+        rounds: The numbers of micro-batches that pass in each visit of each round.
         sums: What each does with partial sums of a gradient; None: there is one, that of one run.
-        num_passes_before: Passes without gradients that come before the losses of each round.
-        in_pieces: As in `commit_program`.
+        num_passes_before: The number of passes without gradients that come before the losses of each round.
+        in_pieces: A commit is listed piece by piece; see `commit_program`.
         commit_every: Steps between commits of state on drives; None: there are none.
     """
 
@@ -339,18 +284,6 @@ def step_program(
         changed = changed_by_step(spec)
         operations += commit_program(spec, changed, in_pieces=in_pieces, every=commit_every)
     return Program(tuple(operations), (None,) * spec.num_slots)
-
-
-def changed_by_step(spec: StepSpec) -> list[tuple[int, bool]]:
-    """List what a step changes of the state in RAM, as `commit_program` takes it."""
-    drives = spec.drives
-    assert drives is not None
-    return [
-        (block, is_working)
-        for block, size in enumerate(spec.sizes)
-        for is_working, there in ((False, drives.state), (True, drives.working))
-        if size.is_trained and block not in there
-    ]
 
 
 def around_drives(spec: StepSpec, operations: Sequence[Operation]) -> list[Operation]:

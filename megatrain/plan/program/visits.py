@@ -52,6 +52,11 @@ class Visit:
         return self.loads and not self.sums_on_host and len(self.sums.loaded) > 0
 
     @property
+    def adds_up(self) -> bool:
+        """Whether its gradient is a part of a sum: of micro-batches, rounds, parts of a head, or ranks."""
+        return self.adds or self.loads or self.is_head or self.sums.exchanges
+
+    @property
     def bare(self) -> Visit:
         """The same without what it does to gradients and activations: what can be seen from outside."""
         return Visit(self.block, self.is_backward, self.micro_batch)

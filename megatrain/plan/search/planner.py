@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -11,10 +12,18 @@ from megatrain.config.plan import Plan, Pool
 from megatrain.config.sizes import binary
 from megatrain.plan.cost.passes import Passes
 from megatrain.plan.cost.step_time import Step
-from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.operations import KINDS
 from megatrain.plan.search.choices import least
 from megatrain.plan.search.request import Request, most_together, overflow, pools_of
 from megatrain.plan.search.search import SEARCH_OPERATIONS, search
+
+_MOVED = {
+    **{"fetched": "fetch_bytes", "offloaded": "offload_bytes", "saved": "saved_bytes"},
+    **{"restored": "restored_bytes", "updated": "update_bytes"},
+    **{"drive_read": "drive_read_bytes", "drive_written": "drive_write_bytes"},
+    **{"gathered": "gathered_bytes", "exchanged": "exchanged_bytes", "spread": "spread_bytes"},
+}
+"""What a plan shows of the bytes of a step, by what `Operation.moves` calls it."""
 
 _NAMES = {"device": "device memory", "ram": "host memory", "nvme": "drives"}
 
@@ -98,21 +107,11 @@ def _flops_done(step: Step) -> float:
 
 def _bytes(step: Step) -> dict[str, int]:
     """Add up what the step's program moves."""
-
-    def moved(*kinds: Kind) -> int:
-        return sum(step.moved_bytes[kind] for kind in kinds)
-
+    moved: Counter[str] = Counter()
+    for label, nbytes in step.moved_bytes.items():
+        moved[KINDS[label].moves] += nbytes
     return {
-        "fetched": moved(Kind.FETCH, Kind.LOAD),
-        "offloaded": moved(Kind.OFFLOAD),
-        "saved": moved(Kind.SAVE),
-        "restored": moved(Kind.RESTORE),
-        "updated": moved(Kind.UPDATE),
-        "drive_read": moved(Kind.READ, Kind.PAGE, Kind.RECALL, Kind.UNPARK),
-        "drive_written": moved(Kind.WRITE, Kind.STOW, Kind.PARK),
-        "gathered": moved(Kind.GATHER),
-        "exchanged": moved(Kind.EXCHANGE),
-        "spread": moved(Kind.SPREAD),
+        **{name: moved[counted] for name, counted in _MOVED.items()},
         "swapped": round(_swapped(step)),
     }
 

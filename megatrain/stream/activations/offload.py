@@ -28,8 +28,7 @@ from torch import Tensor
 from megatrain.errors import ModelError
 from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES
 from megatrain.plan.program.buffers import Buffer
-from megatrain.plan.program.kinds import Kind, Lane
-from megatrain.plan.program.operations import Operation
+from megatrain.plan.program.kinds import Lane
 from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.stream.activations.host_ring import HostBuffer, HostRing
 from megatrain.stream.activations.on_drives import Staged, Staging
@@ -119,18 +118,9 @@ class OffloadedActivations:
         self._keys[block, micro_batch] = next(self._new_key)
         return self._keys[block, micro_batch]
 
-    def copy(self, operation: Operation) -> None:
-        """Enqueue what a SAVE, STOW, RECALL or RESTORE of a program means."""
-        key = self._keys.get((operation.block, operation.micro_batch), -1)
-        match operation.kind:
-            case Kind.SAVE:
-                self.flush(key)
-            case Kind.STOW:
-                self.stow(key, f"block {operation.block} in micro-batch {operation.micro_batch} of its round")
-            case Kind.RECALL:
-                self.recall(key)
-            case _:
-                self.prefetch(key)
+    def key_of(self, block: int, micro_batch: int) -> int:
+        """Return the key of the newest visit of a block and a micro-batch; -1: there is none."""
+        return self._keys.get((block, micro_batch), -1)
 
     def save(self, tensor: Tensor, key: Hashable) -> Held:
         """Take note of a saved tensor; it stays on the device until `flush`.

@@ -1,8 +1,8 @@
 """Saved activations on their way to drives and back: a few host buffers, and room on the drives for the rest.
 
-A visit has a buffer while it leaves (SAVE fills it, STOW writes it out) and while it comes back (RECALL reads
-it in, RESTORE copies it on); between these its bytes are on the drives alone. What must stay true: between
-RECALL and RESTORE nobody else is given the buffer. All else follows from the names: ("offloaded", n) of a
+A visit has a buffer while it leaves (a save fills it, a stow writes it out) and while it comes back (a recall
+reads it in, a restore copies it on); between these its bytes are on the drives alone. What must stay true:
+between these two nobody else is given the buffer. All else follows from the names: ("offloaded", n) of a
 buffer, ("scratch", n) of a chunk on the drives.
 """
 
@@ -61,7 +61,7 @@ class Staging:
         self._buffer_bytes = 0
         self._free: deque[HostBuffer] = deque()
         self._recalled: list[Staged] = []
-        """Read ahead of their RESTORE, in order."""
+        """Read ahead of their restore, in order."""
         self._free_indices: list[int] = []
         self._num_indices = 0
         self._read_bytes, self._written_bytes = moved

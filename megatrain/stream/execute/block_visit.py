@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatrain.plan.program.operations import Operation
+from megatrain.plan.program.features.roles import BlockPass
 
 BETWEEN = "outer"
 """Label of what compute does between two visits; of no operation."""
@@ -13,7 +13,7 @@ BETWEEN = "outer"
 class BlockVisit:
     """A block that is passed: forward, perhaps again in the backward, and backward, one at a time."""
 
-    operation: Operation
+    operation: BlockPass
     """What the program says of it, since it was opened last."""
 
     def __init__(self, block: int, micro_batch: int, call: object) -> None:

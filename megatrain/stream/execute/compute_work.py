@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from megatrain.config.policies import Policy
 from megatrain.model.profile.flops import ModelFlops
-from megatrain.plan.program.kinds import Kind
-from megatrain.plan.program.operations import Operation
+from megatrain.plan.program.features.roles import BlockPass
 
 
 class ComputeWork:
@@ -39,7 +38,7 @@ class ComputeWork:
             for block, size in blocks:
                 self._place[block] = number, size / total if total else 1.0 / len(blocks)
         self._shapes: dict[int, tuple[int, int]] = {}
-        self._per_position: dict[tuple[int, int, Kind, bool], float] = {}
+        self._per_position: dict[tuple[int, int, bool, bool], float] = {}
         self._again: dict[int, int] = {}
         self._chunked_tokens = 0
         self._outer = 0.0
@@ -48,26 +47,26 @@ class ComputeWork:
         """Take note of the shape of a micro-batch, by its number within the round."""
         self._shapes[micro_batch] = row_tokens, positions
 
-    def of(self, operation: Operation, *, is_again: bool) -> float:
+    def of(self, operation: BlockPass, *, is_again: bool) -> float:
         """Return the FLOPs of a visit; `is_again`: it runs a forward that was run before.
 
         A backward's visit with a recomputation is both.
         """
         number, share = self._place[operation.block]
         row_tokens, positions = self._shapes.get(operation.micro_batch, (1, 0))
-        key = number, row_tokens, operation.kind, is_again
+        key = number, row_tokens, operation.is_backward, is_again
         if key not in self._per_position:
             self._per_position[key] = self._count(*key)
         return share * positions * self._per_position[key]
 
-    def _count(self, number: int, row_tokens: int, kind: Kind, is_again: bool) -> float:
+    def _count(self, number: int, row_tokens: int, is_backward: bool, is_again: bool) -> float:
         """Count the FLOPs of a layer's visit, for each position of rows of so many tokens."""
         part = self._flops.layers[number]
         forward = part.forward_flops(row_tokens)
-        total = forward if kind is Kind.FORWARD else 0.0
+        total = 0.0 if is_backward else forward
         if is_again:
             total = part.rerun_flops(row_tokens, self._policies[number])
-        if kind is Kind.BACKWARD:
+        if is_backward:
             total += part.flops(row_tokens) - forward
         return total
 

@@ -15,64 +15,50 @@ from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.plan.program.buffers import weights_buffer
-from megatrain.plan.program.kinds import Kind, Lane
-from megatrain.plan.program.operations import Operation
+from megatrain.plan.program.features.drives import commit_program
+from megatrain.plan.program.features.roles import BlockPass
+from megatrain.plan.program.features.weights import fetch_residents
+from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import (
     around_drives,
-    commit_program,
     complete_program,
-    fetch_residents,
     offload_of_sum,
     sync_program,
     update_program,
 )
 from megatrain.plan.program.visits import Visit
-from megatrain.store.state import HostState, Precision
+from megatrain.store.state import Precision
 from megatrain.stream.execute.block_visit import BETWEEN, BlockVisit
 from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.foresight import Foresight
 from megatrain.stream.execute.gradient_buffers import Home
-from megatrain.stream.execute.gradients import Gradients
-from megatrain.stream.execute.issuer import ActivationCopies, Counts, Issuer, Work
-from megatrain.stream.execute.resident_state import DeviceStates
+from megatrain.stream.execute.intake import GradientIntake
+from megatrain.stream.execute.issuer import Issuer, OptimizerWork
 from megatrain.stream.execute.slots import Slots
-from megatrain.stream.execute.state_on_drives import StateOnDrives
-from megatrain.stream.execute.wholeness import Wholeness
-from megatrain.stream.lanes import Lanes
 
 _log = logging.getLogger(__name__)
 
 
-class Executor(Issuer):
+class Executor:
     """Runs operations in program order as the model goes along; one block is open at a time."""
 
-    def __init__(
-        self,
-        lanes: Lanes,
-        host: HostState,
-        spec: StepSpec,
-        *,
-        slots: Slots,
-        gradients: Gradients,
-        states: DeviceStates,
-        activations: ActivationCopies,
-        counts: Counts,
-        wholeness: Wholeness,
-        drives: StateOnDrives | None = None,
-    ) -> None:
-        """Start with empty slots and outer blocks out of date; programs are made as `spec` says."""
-        super().__init__(
-            lanes,
-            host,
-            slots=slots,
-            gradients=gradients,
-            states=states,
-            activations=activations,
-            counts=counts,
-            wholeness=wholeness,
-            drives=drives,
-        )
+    def __init__(self, issuer: Issuer, spec: StepSpec, slots: Slots) -> None:
+        """Start with outer blocks out of date.
+
+        Args:
+            issuer: Enqueues operations; it has the parts of the engine.
+            spec: What decides the programs.
+            slots: The places of blocks on the device.
+        """
+        self.issuer = issuer
+        self.lanes, self.host = issuer.lanes, issuer.host
+        self.gradients, self.states, self.drives = issuer.gradients, issuer.states, issuer.drives
+        self.counts, self.wholeness = issuer.counts, issuer.wholeness
+        self.intake = GradientIntake(issuer)
+        """Takes the gradients of visits."""
+        self._weights, self._activations = issuer.weights, issuer.activations
+        self._slots = slots
         self.spec = spec
         self._outer = [weights_buffer(block, -1) for block in spec.outer]
         self._ends = {*spec.ends.embeddings, *spec.ends.heads}
@@ -91,15 +77,26 @@ class Executor(Issuer):
         """Recomputed fragments that wait for their backward, in the order in which they ran again."""
         self.seen: list[Visit] = []
 
+    @property
+    def contents(self) -> list[int | None]:
+        """By slot: the block that is there, or will be."""
+        return self._weights.contents
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether a block is updated as soon as its gradient is complete."""
+        return self.issuer.optimizer is not None
+
     # -- a pass of the model --------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
         """Make compute wait for the weights that are in use during a whole pass."""
         self.wholeness.check()
-        self.run(self.states.pulls())
+        self.issuer.run(self.states.pulls())
         self._advance()
-        if self._stale:  # no program has foreseen this pass
-            self.run(around_drives(self.spec, fetch_residents(self.spec.sizes, sorted(self._stale))))
+        if stale := self._weights.stale:  # no program has foreseen this pass
+            fetches = fetch_residents(self.spec.sizes, sorted(stale))
+            self.issuer.run(around_drives(self.spec, fetches))
         self._outer_work()  # of a backward that failed before it reached a block
         self._end_between()
         self.lanes.begin(Lane.COMPUTE, reads=self._outer, label=BETWEEN)
@@ -108,7 +105,7 @@ class Executor(Issuer):
     def end_pass(self) -> None:
         """Mark the end of a use of these weights."""
         visit, heads = self.open_visit, self.spec.ends.heads
-        if visit is not None and visit.block in heads and visit.operation.kind is Kind.FORWARD:
+        if visit is not None and visit.block in heads and not visit.operation.is_backward:
             self.close()
         self._is_between = False
         self.lanes.end(Lane.COMPUTE, reads=self._outer, work=self._outer_work())
@@ -143,18 +140,18 @@ class Executor(Issuer):
         self._flush_ring()
         if of_all and self.spec.gathers:
             self._forget_weights()
-        at_once = is_whole and self.update_at_once is not None
+        at_once = is_whole and self.is_immediate
         buffers = self.gradients.buffers
         self._foresight.foresee(
             self.spec,
             visits,
             self.contents,
-            fetches_outer=bool(self._stale),
+            fetches_outer=bool(self._weights.stale),
             first_gradient_buffer=self._ring,
             pinned={visit.operation.slot for visit in self._pinned} - {-1},
             updates_at_once=at_once,
             num_staging=buffers.num_staging if at_once and buffers.is_staged else 0,
-            first_staging=self._staging,
+            first_staging=self.gradients.next_staging,
             gathers=of_all,
         )
         self.seen = []
@@ -177,13 +174,13 @@ class Executor(Issuer):
         self._advance()
         operation = self._foresight.next
         if operation is None or not self._matches(operation, visit, is_backward):
-            operation = self._improvise(visit, is_backward, had_plan=operation is not None)
+            operation = self._improvise(visit, is_backward, had_plan=not self._foresight.is_empty)
         self._foresight.take()
         self.seen.append(Visit(visit.block, is_backward, visit.micro_batch))
         if visit in self._pinned:
             self._pinned.remove(visit)
             assert visit.operation.slot == operation.slot, "a pinned fragment has moved"
-        visit.operation, visit.place = operation, self._slots.target(operation)
+        visit.operation, visit.place = operation, self._slots.place(operation.block, operation.slot)
         visit.is_again = is_again
         self.lanes.begin(Lane.COMPUTE, reads=operation.reads, label=operation)
         self.open_visit = visit
@@ -194,7 +191,7 @@ class Executor(Issuer):
 
     def _pass_untrained(self, call: object | None) -> None:
         """Visit what autograd has passed unseen: fragments without trained parameters, of another call."""
-        if self.open_visit is not None and self.open_visit.operation.kind is Kind.BACKWARD:
+        if self.open_visit is not None and self.open_visit.operation.is_backward:
             self.close()
         for visit in self._pinned and [visit for visit in reversed(self._pinned) if visit.call is not call]:
             self._open(visit, is_backward=True)
@@ -206,7 +203,7 @@ class Executor(Issuer):
         assert visit is not None
         operation = visit.operation
         self.lanes.end(Lane.COMPUTE, reads=operation.reads, work=self._work_of_visit(visit))
-        if operation.kind is Kind.BACKWARD and self.spec.sizes[operation.block].is_trained:
+        if operation.is_backward and self.spec.sizes[operation.block].is_trained:
             self._take(operation, grads)
         self.open_visit = visit.place = None
         self._advance()
@@ -223,7 +220,7 @@ class Executor(Issuer):
         if self.open_visit is not None:
             self.close()
         self._pinned.clear()
-        self.leave_residents()
+        self.intake.leave_residents()
         self._advance(ends_round=True)
         self._activations.sweep()
         self.end_pass()
@@ -242,19 +239,19 @@ class Executor(Issuer):
             leave: Resident blocks whose gradients are wanted on the device.
         """
         self._flush_ring()
-        self.run(
+        self.issuer.run(
             complete_program(
                 self.spec,
                 [block for block in self.gradients.still_at(Home.DEVICE) if block not in leave],
                 self.gradients.still_at(Home.ACCUMULATOR),
                 self.gradients.still_at(Home.PARKED_SUM),
-                updates_at_once=self.update_at_once is not None,
+                updates_at_once=self.is_immediate,
                 num_staging=self.gradients.buffers.num_staging if self.gradients.buffers.is_staged else 0,
-                first_staging=self._staging,
+                first_staging=self.gradients.next_staging,
             )
         )
 
-    def update(self, work_of: Work) -> None:
+    def update(self, work: OptimizerWork) -> None:
         """Run the end of a step: the norm of its gradients, which are complete, and the updates."""
         blocks = self.gradients.blocks
         program = update_program(
@@ -264,12 +261,16 @@ class Executor(Issuer):
             held=self.gradients.held(blocks, leave=self.states.blocks),
             on_drives=self.gradients.parked,
         )
-        with self.wholeness.step():
-            self.run(program, work_of)
+        at_once, self.issuer.optimizer = self.issuer.optimizer, work
+        try:
+            with self.wholeness.step():
+                self.issuer.run(program)
+        finally:
+            self.issuer.optimizer = at_once
 
     def sync(self) -> None:
         """Wait for every update, and bring home what is newer on the device: the host state is whole."""
-        self.run(sync_program(self.spec, self.states.take_newer()))
+        self.issuer.run(sync_program(self.spec, self.states.take_newer()))
 
     def commit(
         self, step: int, meta: Mapping[str, Any], finish: Callable[[], Mapping[str, Any]] | None
@@ -277,7 +278,7 @@ class Executor(Issuer):
         """Enqueue a commit of the state after all updates that were enqueued before; see `Engine.commit`."""
         self.wholeness.check()
         assert self.drives is not None
-        self.run(commit_program(self.spec, self.drives.begin_commit(step, meta, finish)))
+        self.issuer.run(commit_program(self.spec, self.drives.begin_commit(step, meta, finish)))
 
     def wait_for_gradients(self) -> None:
         """Let the caller read the gradients, at home or where they wait; what adds up may go on adding up."""
@@ -287,19 +288,22 @@ class Executor(Issuer):
             kinds += ["waiting", "resident_gradient", "parked"]
         else:
             self.complete_gradients()
-        with self.touching(reads=[(kind, block) for kind in kinds for block in self.gradients.blocks]):
-            pass
+        self.issuer.wait([(kind, block) for kind in kinds for block in self.gradients.blocks])
+
+    def wait_for_norm(self) -> None:
+        """Block until the last step's norm is known; raises what kept it from that."""
+        self.issuer.wait([("norm", 0)])
 
     def invalidate(self) -> None:
         """Forget what the device holds: the host has, or will have, new weights."""
         assert self.open_visit is None
         self._forget_weights()
         self._foresight.forget()
-        self._ring = self._staging = 0
+        self._ring = self.gradients.next_staging = 0
 
     def _forget_weights(self) -> None:
-        self.forget_slots()
-        self._stale = {block for block in self.spec.outer if not self.spec.sizes[block].updates_on_device}
+        sizes = self.spec.sizes
+        self._weights.forget(block for block in self.spec.outer if not sizes[block].updates_on_device)
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Drop an unfinished round after an exception."""
@@ -314,37 +318,40 @@ class Executor(Issuer):
         self._pinned.clear()
         self._foresight.forget()
         self._activations.clear()
-        self.contents = [None] * len(self._slots)  # a copy may be what failed
+        self._weights.empty()  # a copy may be what failed
         self._forget_weights()
 
     # -- one operation --------------------------------------------------------------------------------------
 
-    def _take(self, operation: Operation, grads: Sequence[Tensor | None] | None) -> None:
+    def _take(self, operation: BlockPass, grads: Sequence[Tensor | None] | None) -> None:
         """Add a backward's gradients up; None: autograd reached the block but none of its parameters."""
-        if operation.gradient_buffer < 0:
-            self.take_resident(operation, grads)
+        block, is_last, gradients = operation.block, operation.visit.is_last, self.gradients
+        ring = operation.gradient_buffer
+        if ring < 0:
+            if grads is not None and any(grad is not None for grad in grads):
+                self.intake.collect_resident(block, operation.micro_batch, grads)
+            if is_last and operation.visit.sums.exchanges:
+                self.intake.leave_round(block)
             return
         if grads is not None:
-            self.lanes.begin(Lane.COMPUTE, writes=operation.writes)
-            self.gradients.collect(operation, grads)
-            self.lanes.end(Lane.COMPUTE, writes=operation.writes)
-        if operation.is_last and self.gradients.has_runs:
-            self.leave_round(operation.block, operation.gradient_buffer)
-        if operation.is_last:
-            self._ring = (operation.gradient_buffer + 1) % self.gradients.buffers.num_buffers
-            if not self.gradients.is_filled(operation.gradient_buffer):
-                self._foresight.drop_ends(operation.block)
+            self.intake.collect_part(operation, grads)
+        if is_last and gradients.has_runs:
+            self.intake.leave_round(block, ring)
+        if is_last:
+            self._ring = (ring + 1) % gradients.buffers.num_buffers
+            if not gradients.is_filled(ring):
+                self._foresight.drop_ends(block)
 
-    def _matches(self, operation: Operation, visit: BlockVisit, is_backward: bool) -> bool:
-        foreseen = (operation.block, operation.micro_batch, operation.kind is Kind.BACKWARD)
+    def _matches(self, operation: BlockPass, visit: BlockVisit, is_backward: bool) -> bool:
+        foreseen = (operation.block, operation.micro_batch, operation.is_backward)
         if foreseen != (visit.block, visit.micro_batch, is_backward):
             return False
         size = self.spec.sizes[visit.block]
         if not is_backward or not size.is_trained or not size.is_streamed:
             return True
-        return operation.loads == self.gradients.has(visit.block)
+        return operation.visit.loads == self.gradients.has(visit.block)
 
-    def _improvise(self, visit: BlockVisit, is_backward: bool, *, had_plan: bool) -> Operation:
+    def _improvise(self, visit: BlockVisit, is_backward: bool, *, had_plan: bool) -> BlockPass:
         block, seen, heads = visit.block, self.seen, self.spec.ends.heads
         if (is_backward and self.gradients.has_runs) or self._foresight.gathers:
             raise ModelError(
@@ -359,15 +366,15 @@ class Executor(Issuer):
         # a head's gradient may come in parts, so it is wider than a complete one after one backward
         keeps = is_backward and block in heads and not self.is_rounded
         wide = (loads or keeps) and self.host.precision is Precision.BF16
-        if is_backward and self.update_at_once is not None:
+        if is_backward and self.is_immediate:
             if self.gradients.homes[block] is Home.UPDATED:
                 raise ModelError(
                     f"updates=immediate: block {block} was updated, and then its backward was visited again; "
                     "the model passes it in an order of its own: use updates=deferred"
                 )
             self.gradients.buffers.num_staging = 0
-        if loads or wide or (is_backward and self.update_at_once is not None):
-            self.prepare_gradients(adds_up=loads or wide, num_rounds=2)
+        if loads or wide or (is_backward and self.is_immediate):
+            self.intake.prepare(adds_up=loads or wide, num_rounds=2)
         unforeseen = Visit(
             block, is_backward, visit.micro_batch, loads=loads, completes=not wide, is_head=block in heads
         )
@@ -382,12 +389,12 @@ class Executor(Issuer):
         """Send home sums whose round did not end as foreseen; later visits load them. Drops the program."""
         unfinished = self._foresight.drop_copies(self.gradients.is_filled)
         if unfinished:
-            self.prepare_gradients(adds_up=True, num_rounds=2)
+            self.intake.prepare(adds_up=True, num_rounds=2)
         for operation in unfinished:
             if self.gradients.is_filled(operation.gradient_buffer):
-                self.run(offload_of_sum(self.spec, operation))
+                self.issuer.run(offload_of_sum(self.spec, operation))
 
     def _advance(self, *, ends_round: bool = False) -> None:
         """Issue the copies before the next visit of a layer; work on outer blocks needs none of its own."""
         for operation in self._foresight.before_visit(self.spec.outer, ends_round=ends_round):
-            self.issue(operation)
+            self.issuer.issue(operation)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
-from megatrain.plan.program.kinds import Kind
+from megatrain.plan.program.features.roles import BlockPass, SumTaken
 from megatrain.plan.program.operations import Operation
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import visits_program
 from megatrain.plan.program.visits import Visit
-
-_VISITS = (Kind.FORWARD, Kind.BACKWARD)
-_COMPUTE = (*_VISITS, Kind.HEAD, Kind.HEAD_BACKWARD)
-_ENDS = (Kind.OFFLOAD, Kind.ADD, Kind.HOLD, Kind.PARK, Kind.UPDATE)
-"""What a block's last backward of a round is followed by."""
 
 
 class Foresight:
@@ -45,14 +40,21 @@ class Foresight:
         self._pending.clear()
 
     @property
-    def next(self) -> Operation | None:
-        """The visit that comes next, once `before_visit` is through; None: nothing is foreseen."""
-        return self._pending[0] if self._pending else None
+    def is_empty(self) -> bool:
+        """Whether nothing is foreseen."""
+        return not self._pending
+
+    @property
+    def next(self) -> BlockPass | None:
+        """The visit that comes next, once `before_visit` is through; None: no visit does."""
+        if self._pending and self._pending[0].is_visit:
+            return cast(BlockPass, self._pending[0])
+        return None
 
     @property
     def gathers(self) -> bool:
         """Whether ranks are to gather weights."""
-        return any(operation.kind is Kind.GATHER for operation in self._pending)
+        return any(operation.gathers for operation in self._pending)
 
     def take(self) -> Operation:
         """Return what comes next, which is done then."""
@@ -65,22 +67,22 @@ class Foresight:
         """
         while self._pending:
             operation = self._pending[0]
-            if operation.kind in _VISITS and operation.block not in outer:
+            if operation.is_visit and operation.block not in outer:
                 return
-            if operation.kind is Kind.EXCHANGE and operation.block in outer and not ends_round:
+            if operation.ends_round and operation.block in outer and not ends_round:
                 return
             self._pending.popleft()
-            if operation.kind not in _COMPUTE:
+            if not operation.is_compute:
                 yield operation
 
     def drop_ends(self, block: int) -> None:
         """Leave out what follows a block's last backward, which brought no gradient."""
-        while self._pending and self._pending[0].kind in _ENDS:
+        while self._pending and self._pending[0].ends_gradient:
             assert self._pending.popleft().block == block
 
-    def drop_copies(self, is_filled: Callable[[int], bool]) -> list[Operation]:
+    def drop_copies(self, is_filled: Callable[[int], bool]) -> list[SumTaken]:
         """Forget the program; return what of it takes sums from the gradient buffers that are filled."""
-        kinds = (Kind.OFFLOAD, Kind.HOLD)
-        copies = [o for o in self._pending if o.kind in kinds and is_filled(o.gradient_buffer)]
+        taken = [cast(SumTaken, operation) for operation in self._pending if operation.takes_sum]
+        copies = [operation for operation in taken if is_filled(operation.gradient_buffer)]
         self.forget()
         return copies

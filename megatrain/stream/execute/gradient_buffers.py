@@ -7,7 +7,7 @@ memory. After the norm each passes through one of a few host buffers on its way 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from math import prod
@@ -21,7 +21,7 @@ from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.ownership import Share
 from megatrain.layout.totals import GradientPlaces, Residency
-from megatrain.plan.program.operations import Operation
+from megatrain.plan.program.operations import Work
 from megatrain.store.arena import Arena
 from megatrain.store.drives.scratch import Place, ScratchFiles
 from megatrain.store.state import HostState, split_gradient
@@ -216,11 +216,10 @@ class GradientBuffers:
         buffer = self.buffer(block, gradient_buffer)[start : start + 4 * prod(shape)]
         return buffer.view(torch.float32).view(shape)
 
-    def partial_sums(self, operation: Operation) -> Tensor:
-        """View the partial sums that an operation copies: (sums, numel) in fp32."""
-        stack = self.shared_sums if operation.is_share else self.stack
-        found = stack(operation.block, operation.gradient_buffer).flatten(1)
-        return found[operation.sums.start : operation.sums.stop]
+    def partial_sums(self, block: int, gradient_buffer: int, sums: range, *, is_share: bool) -> Tensor:
+        """View partial sums, or shares of them, by their places in the stack: (sums, numel) in fp32."""
+        stack = self.shared_sums if is_share else self.stack
+        return stack(block, gradient_buffer).flatten(1)[sums.start : sums.stop]
 
     def views(self, block: int, gradient_buffer: int, *, is_sum: bool, height: int = 0) -> Views:
         """View a block's gradients in such a buffer: fp32 sums, or each in its own dtype."""
@@ -259,32 +258,31 @@ class GradientBuffers:
         """Return the (gradient_bytes,) uint8 part of a staging buffer that a block uses."""
         return self._staging[number][: self._host.layouts[block].gradient_bytes]
 
-    def staged_sum(self, operation: Operation) -> Tensor:
+    def staged_sum(self, block: int, staging: int) -> Tensor:
         """View a staging buffer as the (num_state,) fp32 sum of a block that is on its way."""
-        nbytes = 4 * self._host.layouts[operation.block].num_state
-        return self._staging[operation.staging][:nbytes].view(torch.float32)
+        nbytes = 4 * self._host.layouts[block].num_state
+        return self._staging[staging][:nbytes].view(torch.float32)
 
-    def round_staged(self, operation: Operation) -> tuple[Tensor, Tensor]:
+    def round_staged(self, block: int, staging: int) -> tuple[Tensor, Tensor]:
         """Round a sum in a staging buffer into the gradient plane, or there if this has no such gradient."""
-        block = operation.block
         state = self._host.blocks[block]
         rounded = torch.empty(state.layout.gradient_bytes, dtype=torch.uint8)
-        round_into(split_gradient(rounded, state.layout), self.staged_sum(operation))
-        target = state.gradient if block in self.in_ram else self.staging(block, operation.staging)
+        round_into(split_gradient(rounded, state.layout), self.staged_sum(block, staging))
+        target = state.gradient if block in self.in_ram else self.staging(block, staging)
         assert target is not None
         return split_gradient(target.copy_(rounded), state.layout)
 
-    def park(self, operation: Operation, *, is_sum: bool) -> Callable[[], object]:
+    def park(self, block: int, staging: int, *, is_sum: bool) -> Work:
         """Return the write of what a staging buffer holds to the drives: a gradient, or a sum in fp32.
 
         Raises:
             MegatrainError: A drive has no room for it.
         """
         assert self._scratch is not None
-        key, scratch = (operation.block, is_sum), self._scratch
+        key, scratch = (block, is_sum), self._scratch
         if key not in self._parked:
             self._parked[key] = [(span, scratch.take(len(span))) for span in self._spans(*key)]
-        places, buffer = self._parked[key], self._staging[operation.staging]
+        places, buffer = self._parked[key], self._staging[staging]
 
         def write() -> None:
             for span, place in places:
@@ -292,9 +290,9 @@ class GradientBuffers:
 
         return write
 
-    def unpark(self, operation: Operation, *, is_sum: bool) -> Callable[[], object]:
+    def unpark(self, block: int, staging: int, *, is_sum: bool) -> Work:
         """Return the read of what waits on the drives into a staging buffer."""
-        return partial(self._read, operation.block, is_sum, self._staging[operation.staging])
+        return partial(self._read, block, is_sum, self._staging[staging])
 
     def read_parked(self, block: int, *, is_sum: bool) -> Tensor:
         """Return the uint8 gradient, or sum, that waits on the drives, in new memory."""

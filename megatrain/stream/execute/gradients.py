@@ -18,8 +18,11 @@ from megatrain.layout import pools
 from megatrain.layout.blocks import Entry
 from megatrain.optim.pool import default_pool
 from megatrain.optim.sums import add, add_last, sum_of_squares
-from megatrain.plan.program.kinds import Kind
-from megatrain.plan.program.operations import Operation
+from megatrain.plan.program.block_size import BlockSize
+from megatrain.plan.program.features.gradients import Load, Offload
+from megatrain.plan.program.features.roles import BlockPass
+from megatrain.plan.program.features.waiting import unparked
+from megatrain.plan.program.operations import Operation, Work
 from megatrain.store.nodes import part_of_plane
 from megatrain.store.state import HostState, Precision, split_gradient
 from megatrain.stream.execute.gradient_buffers import GradientBuffers, Home, Views, round_into
@@ -51,7 +54,11 @@ class Gradients:
         self.homes = [Home.NONE] * num_blocks
         self._is_home = [False] * num_blocks
         self.present: list[set[str]] = [set() for _ in host.blocks]
-        """By block: the parameters with a gradient; an EXCHANGE adds those of other ranks when it runs."""
+        """By block: the parameters with a gradient; an exchange adds those of other ranks when it runs."""
+        self.next_staging = 0
+        """The host buffer through which the next gradient passes that its update uses up at once."""
+        self.splits = host.precision is Precision.BF16
+        """Sums are wider than complete gradients."""
         self._names = [[entry.name for entry in layout.trained] for layout in host.layouts]
 
     def clear(self) -> None:
@@ -75,7 +82,7 @@ class Gradients:
         """List the blocks whose sum is at `home` and has not been rounded into the gradient plane."""
         return [block for block, at in enumerate(self.homes) if at is home and not self._is_home[block]]
 
-    def collect(self, operation: Operation, grads: Sequence[Tensor | None]) -> None:
+    def collect(self, operation: BlockPass, grads: Sequence[Tensor | None]) -> None:
         """Put one backward's gradients of a streamed block into its gradient buffer (compute lane)."""
         block, buffer = operation.block, operation.gradient_buffer
         adds, height = self._is_filled[buffer], 0
@@ -85,7 +92,7 @@ class Gradients:
         self._is_filled[buffer] = True
         views = self.buffers.views(block, buffer, is_sum=not operation.is_single, height=height)
         # nothing is what a negative zero adds: what the host adds to stays as it is, its zeros too
-        missing = -0.0 if operation.sums_on_host else 0.0
+        missing = -0.0 if operation.visit.sums_on_host else 0.0
         self._put(block, views, grads, adds=adds, missing=missing)
 
     def collect_resident(self, block: int, micro_batch: int, grads: Sequence[Tensor | None]) -> None:
@@ -103,12 +110,26 @@ class Gradients:
         """Whether the gradients of a step add up in more than one run, of this rank or of others."""
         return self.run_sums.runs.number > 1 or self.shared is not None
 
-    def exchange(self, operation: Operation) -> Callable[[], object]:
-        """Return what makes a sum that of all ranks, in this rank's share of the block (exchange lane)."""
+    def exchange(self, block: int, gradient_buffer: int, *, sums: range, completes: bool) -> Work:
+        """Return what makes a sum that of all ranks, in this rank's share of the block (exchange lane).
+
+        Args:
+            block: The block's number.
+            gradient_buffer: The buffer with this rank's sum; -1: the block's own.
+            sums: The places in the stack of partial sums that join it.
+            completes: The gradient is complete then.
+        """
         assert self.shared is not None
-        place = operation.block, operation.gradient_buffer
-        sums, shares = self.buffers.sums(*place), self.buffers.shared_sums(*place)
-        return partial(self.shared.exchange, operation, sums, shares, self.present[operation.block])
+        place = block, gradient_buffer
+        return partial(
+            self.shared.exchange,
+            block,
+            self.buffers.sums(*place),
+            self.buffers.shared_sums(*place),
+            self.present[block],
+            joined=sums,
+            completes=completes,
+        )
 
     def leave_round(self, block: int, gradient_buffer: int) -> None:
         """Join the partial sums of a block whose last backward of a round is over (compute lane)."""
@@ -125,7 +146,22 @@ class Gradients:
         """Whether a buffer of the ring holds a part of its block's gradient."""
         return self._is_filled[gradient_buffer]
 
-    def load(self, operation: Operation) -> Callable[[], object]:
+    def waits(self, block: int) -> bool:
+        """Whether a block's gradient waits on the device."""
+        return self.homes[block] is Home.WAITING
+
+    def is_in_plane(self, block: int) -> bool:
+        """Whether a block's gradient, or its sum, is in a plane on the host."""
+        return self.homes[block] in (Home.GRADIENT, Home.ACCUMULATOR)
+
+    def unparked(self, block: int, staging: int) -> tuple[Operation, int]:
+        """Return the read of a complete gradient from the drives, and the bytes that go on to the device."""
+        size = BlockSize.of(
+            self._host.layouts[block].sizes, is_streamed=True, on_device=False, moments=self._host.moments
+        )
+        return unparked(block, size, staging), size.offload_bytes
+
+    def load(self, operation: Load) -> Work:
         """Return the copy of what earlier backwards added up into a gradient buffer, as fp32 (fetch lane)."""
         self._is_filled[operation.gradient_buffer] = True
         state = self._host.blocks[operation.block]
@@ -136,10 +172,10 @@ class Gradients:
         if operation.waiting >= 0:
             sources = split_gradient(self.buffers.waiting(operation.block), state.layout)
         elif self.homes[operation.block] is Home.PARKED_SUM:
-            sum_ = self.buffers.staged_sum(operation)
+            sum_ = self.buffers.staged_sum(operation.block, operation.staging)
             sources = sum_[:edge], sum_[edge:]
         elif operation.staging >= 0:
-            sources = split_gradient(self.home(operation), state.layout)
+            sources = split_gradient(self.home(operation.block, operation.staging), state.layout)
         elif self.homes[operation.block] is Home.ACCUMULATOR:
             sources = state.sum[:edge], state.sum[edge:]
         else:
@@ -152,84 +188,91 @@ class Gradients:
 
         return copy
 
-    def offload(self, operation: Operation) -> None:
+    def offload(self, operation: Offload) -> None:
         """Copy a gradient home, and sum the squares of what is complete on the way (offload lane)."""
-        layout = self._host.layouts[operation.block]
-        buffer = self.buffers.buffer(operation.block, operation.gradient_buffer)
+        block, gradient_buffer = operation.block, operation.gradient_buffer
+        layout = self._host.layouts[block]
+        buffer = self.buffers.buffer(block, gradient_buffer)
         if operation.is_single:
             sent = buffer[: layout.gradient_bytes]
-            self._lanes.copy(self.home(operation), sent)
-            if not operation.sums_on_host:
-                self._lanes.sum_of_squares(split_gradient(sent, layout), self._sums[operation.block])
-        elif self.stays_wide(operation):
+            self._lanes.copy(self.home(block, operation.staging), sent)
+            self._lanes.sum_of_squares(split_gradient(sent, layout), self._sums[block])
+        elif self.stays_wide(completes=operation.completes):
             here, there = self._both_ends(operation)
             self._lanes.copy(there, here)
             return
         elif self.shared is not None:
-            flat = self.buffers.sums(operation.block, operation.gradient_buffer)
-            self.shared.keep(operation.block, flat, self._own_part(operation))
+            flat = self.buffers.sums(block, gradient_buffer)
+            self.shared.keep(block, flat, self._own_part(block, operation.staging))
         else:
-            low, full = self._own_sums(operation)
+            low, full = self._own_sums(block, gradient_buffer)
             rounded = low.to(torch.bfloat16), full
-            for plane, part in zip(self._own_part(operation), rounded, strict=True):
+            for plane, part in zip(self._own_part(block, operation.staging), rounded, strict=True):
                 self._lanes.copy(plane, part)
-            self._lanes.sum_of_squares(rounded, self._sums[operation.block])
-        if operation.gradient_buffer >= 0:  # a resident block's sum stays, for a backward that may follow
+            self._lanes.sum_of_squares(rounded, self._sums[block])
+        if gradient_buffer >= 0:  # a resident block's sum stays, for a backward that may follow
             self._lanes.freed(buffer)
 
-    def _both_ends(self, operation: Operation) -> tuple[Tensor, Tensor]:
-        """View the partial sums that are copied, on the device and on the host: (sums, numel) in fp32."""
-        here = self.buffers.partial_sums(operation)
-        if operation.staging >= 0:
-            return here, self.buffers.staged_sum(operation)[None]
-        return here, self._host.blocks[operation.block].sums(operation.sums, here.shape[1])
+    def deliver(self, block: int, gradient_buffer: int, staging: int) -> None:
+        """Copy the gradient of one micro-batch to where the host adds it to others (offload lane)."""
+        buffer = self.buffers.buffer(block, gradient_buffer)
+        gradient = buffer[: self._host.layouts[block].gradient_bytes]
+        self._lanes.copy(self.buffers.staging(block, staging), gradient)
+        self._lanes.freed(buffer)
 
-    def hold(self, operation: Operation) -> None:
+    def _both_ends(self, operation: Load | Offload) -> tuple[Tensor, Tensor]:
+        """View the partial sums that are copied, on the device and on the host: (sums, numel) in fp32."""
+        block, sums = operation.block, operation.sums
+        here = self.buffers.partial_sums(block, operation.gradient_buffer, sums, is_share=operation.is_share)
+        if operation.staging >= 0:
+            return here, self.buffers.staged_sum(block, operation.staging)[None]
+        return here, self._host.blocks[block].sums(sums, here.shape[1])
+
+    def hold(self, block: int, gradient_buffer: int, *, is_single: bool) -> None:
         """Round a gradient to the working dtype where it waits, and sum its squares (offload lane)."""
-        if operation.gradient_buffer < 0:
-            self.round_on_device(operation.block)
+        if gradient_buffer < 0:
+            self.round_on_device(block)
             return
-        block, place = operation.block, self.buffers.waiting(operation.block)
-        buffer, parts = self.buffers.buffer(block, operation.gradient_buffer), self.buffers.parts(block)
+        place, parts = self.buffers.waiting(block), self.buffers.parts(block)
+        buffer = self.buffers.buffer(block, gradient_buffer)
         if self.shared is not None:
-            self.shared.keep(block, self.buffers.sums(block, operation.gradient_buffer), parts)
+            self.shared.keep(block, self.buffers.sums(block, gradient_buffer), parts)
         else:
-            if operation.is_single:
+            if is_single:
                 place.copy_(buffer[: len(place)])
             else:
-                for part, sums in zip(parts, self._own_sums(operation), strict=True):
+                for part, sums in zip(parts, self._own_sums(block, gradient_buffer), strict=True):
                     part.copy_(sums)
             self._lanes.sum_of_squares(parts, self._sums[block])
         self._lanes.freed(buffer)
 
-    def take_home(self, operation: Operation) -> None:
-        """Copy a gradient that has waited into its staging buffer (offload lane)."""
-        waits = operation.waiting >= 0
-        sources = self.buffers.parts(operation.block) if waits else self._own_sums(operation)
-        for part, source in zip(self._own_part(operation), sources, strict=True):
+    def take_home(self, block: int, staging: int, *, waits: bool) -> None:
+        """Copy a gradient into its staging buffer, from its own place if it `waits` there (offload lane)."""
+        sources = self.buffers.parts(block) if waits else self._own_sums(block, -1)
+        for part, source in zip(self._own_part(block, staging), sources, strict=True):
             self._lanes.copy(part, source.to(part.dtype))  # rounded before, so this changes nothing
         if waits:
-            self._lanes.freed(self.buffers.waiting(operation.block))
+            self._lanes.freed(self.buffers.waiting(block))
 
-    def _own_sums(self, operation: Operation) -> tuple[Tensor, Tensor]:
+    def _own_sums(self, block: int, gradient_buffer: int) -> tuple[Tensor, Tensor]:
         """View the sums of what this rank keeps of a block's gradient: bf16 parameters', and fp32 ones'."""
-        flat = self.buffers.sums(operation.block, operation.gradient_buffer)
-        share = self.buffers.shares[operation.block]
+        flat = self.buffers.sums(block, gradient_buffer)
+        share = self.buffers.shares[block]
         return flat[share.split.start : share.split.stop], flat[share.full.start : share.full.stop]
 
-    def _own_part(self, operation: Operation) -> Sequence[Tensor]:
+    def _own_part(self, block: int, staging: int) -> Sequence[Tensor]:
         """View the same of a complete gradient at home."""
-        layout, share = self._host.layouts[operation.block], self.buffers.shares[operation.block]
-        return part_of_plane(layout, "gradient", self.home(operation), share)
+        layout, share = self._host.layouts[block], self.buffers.shares[block]
+        return part_of_plane(layout, "gradient", self.home(block, staging), share)
 
-    def home(self, operation: Operation) -> Tensor:
+    def home(self, block: int, staging: int = -1) -> Tensor:
         """Return the (gradient_bytes,) host bytes of a complete gradient.
 
         They are of its staging buffer or of the gradient plane, or, without one, new: rounded from fp32 sums.
         """
-        state = self._host.blocks[operation.block]
-        if operation.staging >= 0:
-            return self.buffers.staging(operation.block, operation.staging)
+        state = self._host.blocks[block]
+        if staging >= 0:
+            return self.buffers.staging(block, staging)
         if state.gradient is not None:
             return state.gradient
         rounded = torch.empty(state.layout.gradient_bytes, dtype=torch.uint8)
@@ -250,27 +293,40 @@ class Gradients:
         flat[:edge].copy_(rounded)
         return rounded, flat[edge:]
 
-    def settle(self, operation: Operation) -> None:
-        """Note where an offload puts a block's gradient."""
-        if operation.gradient_buffer >= 0:
-            self._is_filled[operation.gradient_buffer] = False
-        if operation.sums_on_host:
-            return
-        wide = self.stays_wide(operation)
-        if operation.gradient_buffer >= 0:
-            complete = Home.WAITING if operation.kind is Kind.HOLD else Home.GRADIENT
-            self.homes[operation.block] = Home.ACCUMULATOR if wide else complete
-        self._is_home[operation.block] = not wide
+    def empty(self, gradient_buffer: int) -> None:
+        """Note that a buffer of the ring, if it is one, holds nothing from now on."""
+        if gradient_buffer >= 0:
+            self._is_filled[gradient_buffer] = False
 
-    def add(self, operation: Operation) -> Callable[[], object]:
+    def settle_offload(self, operation: Offload) -> None:
+        """Note where an offload puts a block's gradient."""
+        self._settle(operation.block, operation.gradient_buffer, Home.GRADIENT, completes=operation.completes)
+
+    def settle_held(self, block: int, gradient_buffer: int, *, completes: bool) -> None:
+        """Note that a block's gradient waits on the device."""
+        self._settle(block, gradient_buffer, Home.WAITING, completes=completes)
+
+    def _settle(self, block: int, gradient_buffer: int, complete: Home, *, completes: bool) -> None:
+        self.empty(gradient_buffer)
+        wide = self.stays_wide(completes=completes)
+        if gradient_buffer >= 0:
+            self.homes[block] = Home.ACCUMULATOR if wide else complete
+        self._is_home[block] = not wide
+
+    def settle_used(self, block: int, staging: int) -> None:
+        """Note that an update uses a gradient up, which has come through a staging buffer, if it has."""
+        self.homes[block] = Home.UPDATED
+        self.next_staging = (staging + 1) % max(1, self.buffers.num_staging)
+
+    def add(self, block: int, staging: int, *, completes: bool) -> Work:
         """Return the addition of a gradient that has come home to the sum of those before it (host lane)."""
-        block, pool = operation.block, default_pool()
+        pool = default_pool()
         state, is_rounded = self._host.blocks[block], self.homes[block] is not Home.ACCUMULATOR
         layout, plane = state.layout, state.gradient
         assert plane is not None
-        gradient = split_gradient(self.buffers.staging(block, operation.staging), layout)
+        gradient = split_gradient(self.buffers.staging(block, staging), layout)
         out = sums = split_gradient(plane, layout)
-        if self._host.precision is Precision.BF16:
+        if self.splits:
             sums = state.sum[: layout.num_split], state.sum[layout.num_split :]
         parts = [part for part in zip(gradient, sums, out, strict=True) if part[0].numel()]
 
@@ -278,7 +334,7 @@ class Gradients:
             if is_rounded and sums is not out:  # a backward that was not foreseen follows a complete gradient
                 for _, total, rounded in parts:
                     total.copy_(rounded)
-            if self.stays_wide(operation):
+            if self.stays_wide(completes=completes):
                 for part, total, _ in parts:
                     add(pool, part, total)
             else:
@@ -286,42 +342,49 @@ class Gradients:
 
         return work
 
-    def settle_sum(self, operation: Operation) -> None:
+    def settle_sum(self, block: int, *, completes: bool) -> None:
         """Note where an addition leaves a block's gradient."""
-        wide = self.stays_wide(operation)
-        self.homes[operation.block] = Home.ACCUMULATOR if wide else Home.GRADIENT
-        self._is_home[operation.block] = not wide
+        wide = self.stays_wide(completes=completes)
+        self.homes[block] = Home.ACCUMULATOR if wide else Home.GRADIENT
+        self._is_home[block] = not wide
 
-    def complete_on_host(self, operation: Operation) -> None:
+    def complete_on_host(self, block: int, staging: int) -> None:
         """Round a gradient from the accumulator into the gradient plane, if there is one (host lane).
 
         A sum in a staging buffer, from drives, is rounded into that plane, or else in the buffer.
         """
-        block, pool = operation.block, default_pool()
-        state = self._host.blocks[block]
-        if operation.staging >= 0:
-            parts = self.buffers.round_staged(operation)
+        pool, state = default_pool(), self._host.blocks[block]
+        if staging >= 0:
+            parts = self.buffers.round_staged(block, staging)
         elif state.gradient is None:
-            parts = split_gradient(self.home(Operation(kind=Kind.UPDATE, block=block)), state.layout)
+            parts = split_gradient(self.home(block), state.layout)
         else:
             parts = split_gradient(state.gradient, state.layout)
             round_into(parts, state.sum)
         self._sums[block] = sum(sum_of_squares(pool, part) for part in parts)
 
-    def settle_on_host(self, operation: Operation) -> None:
+    def settle_on_host(self, block: int, staging: int) -> None:
         """Note that a gradient is rounded into the gradient plane, or for the copy back to the drives."""
-        if operation.staging >= 0:
-            self.homes[operation.block] = Home.GRADIENT
-        self._is_home[operation.block] = True
+        if staging >= 0:
+            self.homes[block] = Home.GRADIENT
+        self._is_home[block] = True
 
-    def settle_on_drives(self, operation: Operation) -> None:
+    def park(self, block: int, staging: int, *, completes: bool) -> Work:
+        """Return the write of a gradient, or of a sum, to the drives."""
+        return self.buffers.park(block, staging, is_sum=self.stays_wide(completes=completes))
+
+    def unpark(self, block: int, staging: int, *, completes: bool) -> Work:
+        """Return the read of a gradient, or of a sum, from the drives."""
+        return self.buffers.unpark(block, staging, is_sum=self.stays_wide(completes=completes))
+
+    def settle_parked(self, block: int, *, completes: bool) -> None:
         """Note that a gradient, or a sum, waits on the drives."""
-        self.homes[operation.block] = Home.PARKED_SUM if self.stays_wide(operation) else Home.PARKED
+        self.homes[block] = Home.PARKED_SUM if self.stays_wide(completes=completes) else Home.PARKED
 
-    def is_parked(self, operation: Operation) -> bool:
-        """Whether what an UNPARK reads is there: a sum may have been taken for a complete gradient."""
-        wanted = Home.PARKED_SUM if self.stays_wide(operation) else Home.PARKED
-        return self.homes[operation.block] is wanted
+    def is_parked(self, block: int, *, completes: bool) -> bool:
+        """Whether a gradient, or a sum, waits on the drives."""
+        wanted = Home.PARKED_SUM if self.stays_wide(completes=completes) else Home.PARKED
+        return self.homes[block] is wanted
 
     def sums(self, blocks: Sequence[int]) -> list[float]:
         """Return the sum of squares of the gradients of `blocks`, which must be complete."""
@@ -372,9 +435,9 @@ class Gradients:
             found = state.plane_of(sums, entry).to(entry.dtype)
         return found.to("cpu", torch.float32)
 
-    def stays_wide(self, operation: Operation) -> bool:
-        """Whether an operation leaves a sum that is wider than a complete gradient, or is one of ranks."""
-        return not operation.completes and (self.has_runs or self._host.precision is Precision.BF16)
+    def stays_wide(self, *, completes: bool) -> bool:
+        """Whether what is left is a sum that is wider than a complete gradient, or is one of ranks."""
+        return not completes and (self.splits or self.has_runs)
 
     def _put(
         self, block: int, views: Views, grads: Sequence[Tensor | None], *, adds: bool, missing: float = 0.0

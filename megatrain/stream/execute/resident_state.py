@@ -6,7 +6,8 @@ when the host state is asked for. Between, nothing of these layers crosses the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -14,8 +15,8 @@ from megatrain.layout import pools
 from megatrain.layout.moments import MOMENT_PLANES
 from megatrain.layout.ownership import Share
 from megatrain.optim.fused import fuses_updates
-from megatrain.plan.program.kinds import Kind
-from megatrain.plan.program.operations import Operation
+from megatrain.plan.program.features.resident import pull
+from megatrain.plan.program.operations import Operation, Work
 from megatrain.store.nodes import part_of_plane
 from megatrain.store.state import HostState
 from megatrain.stream.execute.slots import Slots
@@ -100,7 +101,7 @@ class DeviceStates:
     def pulls(self) -> list[Operation]:
         """List the copies to the device of what the host has changed; they are to be run."""
         stale, self._stale = sorted(self._stale), set()
-        return [Operation(kind=Kind.PULL, block=block, nbytes=self._nbytes(block)) for block in stale]
+        return [pull(block, self._nbytes(block)) for block in stale]
 
     @property
     def has_newer(self) -> bool:
@@ -116,21 +117,17 @@ class DeviceStates:
         """Note that an update makes the device's planes the newer ones."""
         self._newer.add(block)
 
-    def copy(self, operation: Operation) -> Callable[[], object]:
-        """Return the copy of a block's state to the device (PULL) or home (PUSH): its weights, and the rest.
+    def pull(self, block: int) -> Work:
+        """Return the copy of a block's state to the device: its weights, of which every rank takes all."""
+        return partial(self._copy, self._pairs(block))
 
-        Of several ranks each takes all of the weights, and brings home its share of them.
-        """
-        is_home = operation.kind is Kind.PUSH
-        pairs = self._pairs(operation.block, of_share=is_home)
-        if is_home:
-            pairs = [(device, host) for host, device in pairs]
+    def push(self, block: int) -> Work:
+        """Return the copy of a block's state home, of several ranks of this one's share."""
+        return partial(self._copy, [(device, host) for host, device in self._pairs(block, of_share=True)])
 
-        def run() -> None:
-            for source, target in pairs:
-                self._lanes.copy(target, source)
-
-        return run
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for source, target in pairs:
+            self._lanes.copy(target, source)
 
     def _pairs(self, block: int, *, of_share: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Pair the planes on the host with those on the device; only weights before there is an optimizer."""

@@ -24,7 +24,7 @@ class RunSums:
         self.are_shared = False
         """Every round has runs of its own, whose sum is exchanged when it ends: it counts as a step."""
         self.summed: set[int] = set()
-        """Blocks whose EXCHANGE of this round is enqueued."""
+        """Blocks whose exchange of this round is enqueued."""
         self._open: list[int | None] = [None] * num_blocks
         """By block: the run whose sum is at the top, and not complete."""
         self._done = [0] * num_blocks

@@ -15,7 +15,6 @@ from torch import Tensor
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.layout.totals import Residency
-from megatrain.plan.program.operations import Operation
 from megatrain.stream.lanes import Lanes
 
 
@@ -49,10 +48,6 @@ class Slots:
         """Return the (working_bytes,) uint8 buffer of a block: in a slot, or its own if `slot` is -1."""
         place = self._resident[block] if slot < 0 else self._slots[slot]
         return place[: self._layouts[block].working_bytes]
-
-    def target(self, operation: Operation) -> Tensor:
-        """Return the buffer that an operation on weights uses."""
-        return self.place(operation.block, operation.slot)
 
     def aliases(self, block: int, slot: int) -> list[Tensor]:
         """Return one tensor per layout entry that shares the place's memory. Detach before use in a graph."""

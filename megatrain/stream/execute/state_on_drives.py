@@ -1,12 +1,12 @@
-"""State on drives in a step: what READ, PAGE, WRITE, SPILL and COMMIT do, and the buffers that they pass.
+"""State on drives in a step: what its operations read, write and commit, and the buffers that these pass.
 
 The lanes order everything by these buffers and by the blocks' images on the drives. What must stay true: a
 commit is enqueued behind all writes of its step and before any of the next, in the lane of writes, so that it
 never holds parts of two steps; and one that follows an update whose write was lost fails.
 
 The ranks of a node keep one image of each block, and map the same buffers of state. Each reads and writes its
-own chunks; READ and WRITE end when all have, so what follows finds the whole image. Their first one commits,
-of several nodes once all have prepared that.
+own chunks, which ends when all have, so what follows finds the whole image. Their first one commits, of
+several nodes once all have prepared that.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from megatrain.errors import OutputError
 from megatrain.layout.ownership import Share
-from megatrain.plan.program.kinds import Kind
-from megatrain.plan.program.operations import Operation
+from megatrain.plan.program.operations import Work
 from megatrain.store.on_drives import PLANES, Piece
 from megatrain.store.tiered import TieredState
 from megatrain.stream.lanes import Lanes
@@ -45,68 +44,57 @@ class StateOnDrives:
 
     # -- operations -----------------------------------------------------------------------------------------
 
-    def page(self, operation: Operation) -> Tensor:
+    def page(self, block: int, page: int) -> Tensor:
         """Return the working bytes of a block in the buffer through which its fetch goes."""
-        return self._pages[operation.page][: self._host.layouts[operation.block].working_bytes]
+        return self._pages[page][: self._host.layouts[block].working_bytes]
 
-    def planes(self, operation: Operation) -> tuple[dict[str, Tensor], Share]:
+    def planes(self, block: int, buffer: int) -> tuple[dict[str, Tensor], Share]:
         """Return the planes that an update of a block on the drives changes, and what of its state they are.
 
         Working weights are of the whole block.
         """
-        image, buffer = self.on_drives.images[operation.block], self._staging[operation.drive_staging]
-        none = dict.fromkeys(PLANES, buffer[:0].view(torch.float32))  # where other nodes keep all
-        return {**none, **image.planes(buffer), "working": self.working(operation)}, image.share
+        image, bytes_there = self.on_drives.images[block], self._staging[buffer]
+        none = dict.fromkeys(PLANES, bytes_there[:0].view(torch.float32))  # where other nodes keep all
+        return {**none, **image.planes(bytes_there), "working": self.working(block, buffer)}, image.share
 
-    def working(self, operation: Operation) -> Tensor:
-        """Return the working weights that an update of a block, or its SPREAD, changes."""
-        if operation.drive_staging < 0 or not self.on_drives.holds_working(operation.block):
-            return self._host.blocks[operation.block].working
-        return self.on_drives.images[operation.block].working(self._staging[operation.drive_staging])
+    def working(self, block: int, buffer: int) -> Tensor:
+        """Return the working weights that an update of a block, or what joins all ranks', changes."""
+        if buffer < 0 or not self.on_drives.holds_working(block):
+            return self._host.blocks[block].working
+        return self.on_drives.images[block].working(self._staging[buffer])
 
-    def updated(self, operation: Operation) -> None:
+    def updated(self, buffer: int) -> None:
         """Note, in the lane of the update, that the buffer holds something new."""
-        self._ready[operation.drive_staging] = True
+        self._ready[buffer] = True
 
     def settle_update(self, block: int) -> None:
         """Note, when an update is enqueued, that what is in RAM of the block will differ from its image."""
         self._host.mark_updated(block)
 
-    def work(self, operation: Operation) -> Callable[[], object]:
-        """Return what an operation on the drives does."""
-        if operation.kind is Kind.WRITE:
-            self._num_writes += 1
-            return self._write(operation) if operation.piece < 0 else self._write_piece(operation)
-        works = {
-            Kind.READ: self._read,
-            Kind.PAGE: self._read_page,
-            Kind.SPILL: self._spill,
-            Kind.SEAL: self._seal,
-            Kind.COMMIT: self._make_commit,
-        }
-        return works[operation.kind](operation)
-
-    def _read(self, operation: Operation) -> Callable[[], object]:
-        block, buffer = operation.block, self._staging[operation.drive_staging]
+    def read(self, block: int, buffer: int) -> Work:
+        """Return the read of a block's state into a buffer."""
 
         def run() -> None:
-            self._ready[operation.drive_staging] = False
-            self.on_drives.read(block, buffer, working=self.on_drives.holds_working(block), is_own=True)
+            self._ready[buffer] = False
+            working = self.on_drives.holds_working(block)
+            self.on_drives.read(block, self._staging[buffer], working=working, is_own=True)
             self.on_drives.meet("read")
 
         return run
 
-    def _read_page(self, operation: Operation) -> Callable[[], object]:
-        return lambda: self.on_drives.read(operation.block, self._pages[operation.page], state=False)
+    def read_page(self, block: int, page: int) -> Work:
+        """Return the read of a block's working weights into a page."""
+        return lambda: self.on_drives.read(block, self._pages[page], state=False)
 
-    def _write(self, operation: Operation) -> Callable[[], object]:
-        block, buffer = operation.block, self._staging[operation.drive_staging]
+    def write(self, block: int, buffer: int) -> Work:
+        """Return the write of what an update has left in a buffer."""
+        self._num_writes += 1
 
         def run() -> None:
-            if self._ready[operation.drive_staging]:  # not so in a step that is skipped
-                self._ready[operation.drive_staging] = False
+            if self._ready[buffer]:  # not so in a step that is skipped
+                self._ready[buffer] = False
                 working = self.on_drives.holds_working(block)
-                self.on_drives.write(block, buffer, working=working, is_own=True)
+                self.on_drives.write(block, self._staging[buffer], working=working, is_own=True)
             self.on_drives.meet("write")
             self._num_written += 1
 
@@ -127,34 +115,35 @@ class StateOnDrives:
         self._host.changed.clear()
         return changed
 
-    def _spill(self, operation: Operation) -> Callable[[], object]:
-        block, piece, buffer = operation.block, self._piece(operation), self._piece_buffer(operation)
+    def spill(self, block: int, buffer: int, number: int) -> Work:
+        """Return the copy of a piece of a block's state in RAM to a buffer."""
+        piece, target = self._piece(block, buffer, number)
 
         def run() -> None:
             state = self._host.blocks[block]
             planes = {"working": [state.working]} if piece.is_working else self._host.planes_in_ram(block)
-            self.on_drives.fill(piece, block, planes, buffer)
+            self.on_drives.fill(piece, block, planes, target)
 
         return run
 
-    def _write_piece(self, operation: Operation) -> Callable[[], object]:
-        extent, buffer = self._piece(operation).extent, self._piece_buffer(operation)
+    def write_piece(self, block: int, buffer: int, number: int) -> Work:
+        """Return the write of such a piece."""
+        self._num_writes += 1
+        piece, source = self._piece(block, buffer, number)
 
         def run() -> None:
-            self.on_drives.store.write(extent, buffer, is_own=True)
+            self.on_drives.store.write(piece.extent, source, is_own=True)
             self.on_drives.meet("write")
             self._num_written += 1
 
         return run
 
-    def _piece(self, operation: Operation) -> Piece:
-        return self.on_drives.images[operation.block].pieces[operation.piece]
+    def _piece(self, block: int, buffer: int, number: int) -> tuple[Piece, Tensor]:
+        piece = self.on_drives.images[block].pieces[number]
+        return piece, self._staging[buffer][: piece.stop - piece.start]
 
-    def _piece_buffer(self, operation: Operation) -> Tensor:
-        piece = self._piece(operation)
-        return self._staging[operation.drive_staging][: piece.stop - piece.start]
-
-    def _seal(self, operation: Operation) -> Callable[[], object]:
+    def seal(self) -> Work:
+        """Return what takes down what the commit says of the run."""
         _step, whole, finish = self._commit
 
         def run() -> None:
@@ -163,7 +152,8 @@ class StateOnDrives:
 
         return run
 
-    def _make_commit(self, operation: Operation) -> Callable[[], object]:
+    def make_commit(self) -> Work:
+        """Return what makes all that was written what a crash leaves."""
         expected = self._num_writes
         step, whole, _finish = self._commit
 

@@ -19,7 +19,7 @@ from megatrain.optim.adamw import AdamWStep, Planes, update_many
 from megatrain.optim.clip import clip_coefficient
 from megatrain.optim.fused import update_resident
 from megatrain.optim.pool import default_pool
-from megatrain.plan.program.operations import Operation
+from megatrain.plan.program.features.roles import StateUpdate
 from megatrain.store.state import split_gradient
 from megatrain.stream.execute.executor import Executor
 
@@ -82,7 +82,7 @@ class BlockUpdate:
     def __init__(
         self,
         executor: Executor,
-        operation: Operation,
+        operation: StateUpdate,
         ranges: Ranges,
         stats: StepStats | None,
         max_grad_norm: float | None,
@@ -91,7 +91,7 @@ class BlockUpdate:
 
         Args:
             executor: Whose state and gradients these are.
-            operation: UPDATE of the block.
+            operation: The update of the block.
             ranges: Returns the state ranges that the update covers, and counts it.
             stats: Of the step; None: nothing is clipped or skipped.
             max_grad_norm: Norm to which gradients are clipped; None: no clipping.
@@ -119,11 +119,11 @@ class BlockUpdate:
         planes: Mapping[str, Tensor | None]
         if operation.drive_staging >= 0:
             assert executor.drives is not None
-            planes, share = executor.drives.planes(operation)
-            executor.drives.updated(operation)
+            planes, share = executor.drives.planes(operation.block, operation.drive_staging)
+            executor.drives.updated(operation.drive_staging)
         else:
             planes = {name: getattr(state, name) for name in _PLANES}
-        gradient = split_gradient(executor.gradients.home(operation), state.layout)
+        gradient = split_gradient(executor.gradients.home(operation.block, operation.staging), state.layout)
         views = _view(planes, gradient, state.layout, self._ranges(scale), share)
         update_many(default_pool(), views)
 

@@ -31,10 +31,11 @@ from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradient_buffers import GradientBuffers, Home
 from megatrain.stream.execute.gradients import Gradients
-from megatrain.stream.execute.issuer import Counts
+from megatrain.stream.execute.issuer import Counts, Issuer
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
+from megatrain.stream.execute.weights import Weights
 from megatrain.stream.execute.wholeness import Wholeness
 from megatrain.stream.forward.attached import AttachedBlock, Binding, attach_blocks
 from megatrain.stream.forward.rounds import Rounds
@@ -231,31 +232,32 @@ class Arrangement:
             num_ranks=self.num_ranks,
         )
         self.gradients = Gradients(lanes, host, buffers, self.shared)
-        self.executor = Executor(
+        issuer = Issuer(
             lanes,
             host,
-            StepSpec.of(
-                choice,
-                sizes,
-                group_layers(blocks),
-                splits=host.precision is Precision.BF16,
-                tiers=tiers_of_gradients(choice, blocks, host.layouts),
-                ends=ends_of(blocks),
-                behind=[number for number, block in enumerate(blocks) if block.is_behind],
-                heads_in_turn=not adds_router_loss(self._model.config),
-                drives=_drive_spec(host),
-                num_runs=self.binding.runs.number,
-                num_ranks=self.num_ranks,
-                gathers=self.shared is not None and self.shared.ranks.gathers,
-            ),
-            slots=self.slots,
-            gradients=self.gradients,
-            states=DeviceStates(lanes, host, self.slots, residents, shares, self.num_ranks),
-            activations=self.offloaded,
-            counts=self.counts,
-            wholeness=self.wholeness,
-            drives=self._drives,
+            Weights(lanes, host, self.slots, shared=self.shared, drives=self._drives),
+            self.gradients,
+            DeviceStates(lanes, host, self.slots, residents, shares, self.num_ranks),
+            self.offloaded,
+            self.counts,
+            self.wholeness,
+            self._drives,
         )
+        spec = StepSpec.of(
+            choice,
+            sizes,
+            group_layers(blocks),
+            splits=host.precision is Precision.BF16,
+            tiers=tiers_of_gradients(choice, blocks, host.layouts),
+            ends=ends_of(blocks),
+            behind=[number for number, block in enumerate(blocks) if block.is_behind],
+            heads_in_turn=not adds_router_loss(self._model.config),
+            drives=_drive_spec(host),
+            num_runs=self.binding.runs.number,
+            num_ranks=self.num_ranks,
+            gathers=self.shared is not None and self.shared.ranks.gathers,
+        )
+        self.executor = Executor(issuer, spec, self.slots)
         for layer, policy, boundaries in zip(self.layers, choice.policies, self._boundaries(), strict=True):
             layer.arrange(self.executor, self.slots, self.offloaded, policy, boundaries)
         self.rounds = Rounds(self.executor, choice, self.binding.runs.number)

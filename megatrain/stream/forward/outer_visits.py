@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ModelError
-from megatrain.plan.program.kinds import Kind
 from megatrain.store.state import HostState
 from megatrain.store.tiered import TieredState
 from megatrain.stream.execute.block_visit import BlockVisit
@@ -135,7 +134,7 @@ class OuterVisit(BlockVisit):
 
     def _open_backward(self, *, is_again: bool = False) -> None:
         executor = self._executor
-        if executor.open_visit is self and self.operation.kind is Kind.BACKWARD:
+        if executor.open_visit is self and self.operation.is_backward:
             return
         self._begin_backward()
         executor.open(self, is_backward=True, is_again=is_again)
@@ -144,7 +143,7 @@ class OuterVisit(BlockVisit):
         self._open_backward()
         by_entry = self._attached.line_up(grads, self._trained, self._backward)
         if self._is_head:  # other chunks may follow: whatever is opened next closes the visit
-            self._executor.collect_part(self.operation, by_entry)
+            self._executor.intake.collect_part(self.operation, by_entry)
         else:
             self._executor.close(by_entry)
 

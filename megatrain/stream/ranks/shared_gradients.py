@@ -25,7 +25,6 @@ from megatrain.layout.moments import MomentFormat
 from megatrain.layout.ownership import CUT_NUMEL, Share, piece_bytes, shares, state_shares
 from megatrain.layout.pools import SQUARES_CHUNK_NUMEL
 from megatrain.model.sequence.shards import Shards
-from megatrain.plan.program.operations import Operation
 from megatrain.store.state import HostState
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.ranks.sums import owned_sums, tree
@@ -154,20 +153,24 @@ class SharedGradients:
             [[working[layout.working_range(part)] for part in share.ranges] for share in self._updated[block]]
         )
 
-    def exchange(self, operation: Operation, sums: Tensor, shares: Tensor, present: set[str]) -> None:
+    def exchange(
+        self, block: int, sums: Tensor, shares: Tensor, present: set[str], *, joined: range, completes: bool
+    ) -> None:
         """Make a block's sum that of all ranks, in this rank's share of it, and join those of earlier rounds.
 
         Args:
-            operation: EXCHANGE of the block.
+            block: The block's number.
             sums: (num_state,) fp32, this rank's sum. If the gradient is complete, this rank's share of it
                 comes there; what else is there is old then.
             shares: (sums, shards of rows, numel) fp32: this rank's shares of partial sums, by their places in
                 the stack. What is not complete comes there.
             present: Names of parameters that have a gradient; those of the other ranks are added.
+            joined: The places in the stack of what joins the sum, which takes the place of the first.
+            completes: The gradient is complete then.
         """
-        layout, cut = self._layouts[operation.block], self._cuts[operation.block]
+        layout, cut = self._layouts[block], self._cuts[block]
         edge, rank = layout.num_split, self.ranks.rank
-        kept = self._kept[operation.block]
+        kept = self._kept[block]
         start = len(kept[rank].split)
         if sums.device.type == "cpu":
             # What the backward has freed stays glibc's, beside what the exchange takes: each of two ranks
@@ -183,7 +186,7 @@ class SharedGradients:
             rest = torch.cat([sums[each.start : each.stop] for each in behind])  # before any is complete
             for mine, owned, first in ((whole, ranges, 0), (rest, behind, len(ranges[rank]))):
                 places = longer[rank].start + first, column + first
-                take = partial(_take, operation, sums, shares, places)
+                take = partial(_take, sums, shares, places, joined, completes)
                 owned_sums(self.ranks, self._exchange, mine, [*map(len, owned)], take)
         flags = torch.tensor([entry.name in present for entry in layout.trained], dtype=torch.uint8)
         flagged = torch.stack(self.ranks.gather(flags, "exchange")).any(dim=0).tolist()
@@ -252,31 +255,33 @@ class SharedGradients:
 
 
 def _take(
-    operation: Operation,
     sums: Tensor,
     shares: Tensor,
     places: tuple[int, int],
+    joined: range,
+    completes: bool,
     start: int,
     found: list[Tensor],
 ) -> None:
     """Join a piece of a share with the sums of earlier rounds, and put it where it belongs.
 
     Args:
-        operation: As in `SharedGradients.exchange`.
-        sums: As there.
-        shares: As there.
+        sums: This rank's sum, as in `SharedGradients.exchange`.
+        shares: This rank's shares of partial sums, as there.
         places: Where the share begins in a sum, and in `shares`.
-        start: Of the piece, in the share.
+        joined: The places in the stack of what joins the sum.
+        completes: The gradient is complete then.
+        start: Where the piece begins in the share.
         found: Its sums, one of each shard of rows.
     """
     first, column = (place + start for place in places)
     columns = slice(column, column + len(found[0]))
     for shard, total in enumerate(found):
-        for place in reversed(operation.sums):
+        for place in reversed(joined):
             total.add_(shares[place, shard, columns])
-        if not operation.completes:
-            shares[operation.sums.start, shard, columns].copy_(total)
-    if operation.completes:
+        if not completes:
+            shares[joined.start, shard, columns].copy_(total)
+    if completes:
         sums[first : first + len(found[0])].copy_(tree(found))
 
 

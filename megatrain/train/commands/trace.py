@@ -19,7 +19,8 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import ConfigError, OutputError
-from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.kinds import Lane
+from megatrain.plan.program.operations import KINDS
 from megatrain.stream.lanes import Record, Span, Wait
 from megatrain.stream.report import StepReport
 from megatrain.train.records.metrics import format_bytes
@@ -33,7 +34,6 @@ _RANKS = (Lane.GATHER, Lane.EXCHANGE, Lane.SPREAD)
 _COPIES = (Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE)
 _ROWS = (Lane.CALLER, Lane.COMPUTE, *_COPIES, *_RANKS, Lane.HOST, *_DRIVES)
 _PID = 1
-_KINDS = frozenset(kind.value for kind in Kind)
 
 
 def trace(
@@ -174,7 +174,7 @@ def trace_events(
         events.append({**row, "name": "thread_name", "args": {"name": lane.value}})
         events.append({**row, "name": "thread_sort_index", "args": {"sort_index": number}})
     for span in named:
-        category = "operation" if span.label.split()[0] in _KINDS else "other"
+        category = "operation" if span.label.split()[0] in KINDS else "other"
         event = common(span.label, category, span.lane, span.start_s, span.end_s)
         events.append({**event, "args": {"bytes": int(span.work)}} if span.work else event)
     for wait in waits:

@@ -11,7 +11,7 @@ import pytest
 from megatrain.config.choice import StepBatch
 from megatrain.layout.ownership import PIECE_ALIGNMENT, piece_bytes
 from megatrain.plan.program.block_size import BlockSize
-from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import step_program
 from megatrain.plan.program.visits import LayerPlan
@@ -50,13 +50,13 @@ def test_every_fetch_of_a_step_is_of_a_piece_and_a_gather_follows_it() -> None:
     spec = StepSpec(sizes=sizes, layers=layers, num_slots=2, num_gradient_buffers=2, num_ranks=4)
     alone = step_program(spec, [[1, 1]])
     together = step_program(replace(spec, gathers=True), [[1, 1]])
-    assert alone.count(Kind.GATHER) == 0
-    assert together.count(Kind.FETCH) == alone.count(Kind.FETCH) == 5
-    assert together.count(Kind.GATHER) == 4  # the last block is too small
-    assert together.nbytes(Kind.FETCH) + together.nbytes(Kind.GATHER) == alone.nbytes(Kind.FETCH)
+    assert alone.count("gather") == 0
+    assert together.count("fetch") == alone.count("fetch") == 5
+    assert together.count("gather") == 4  # the last block is too small
+    assert together.nbytes("fetch") + together.nbytes("gather") == alone.nbytes("fetch")
     for fetch, gather in zip(together.operations, together.operations[1:], strict=False):
-        if fetch.kind is Kind.FETCH and fetch.block < 3:
-            assert (gather.kind, gather.lane, gather.block) == (Kind.GATHER, Lane.GATHER, fetch.block)
+        if fetch.label == "fetch" and fetch.block < 3:
+            assert (gather.label, gather.lane, gather.block) == ("gather", Lane.GATHER, fetch.block)
             assert gather.writes == fetch.writes == gather.reads
             assert (fetch.nbytes, gather.nbytes) == (
                 fetched[fetch.block] - gathered[fetch.block],
@@ -99,8 +99,8 @@ def test_each_rank_fetches_its_part_as_the_program_says_and_one_may_evaluate_bet
         assert told[0]["evaluated"] == alone["evaluated"] != []
     for told in parts:
         program = step_program(told["spec"], [[1], [1]], sums=told["sums"])
-        assert told["fetch_bytes"] == program.nbytes(Kind.FETCH) + program.nbytes(Kind.LOAD)
-        left_out = program.nbytes(Kind.GATHER)
+        assert told["fetch_bytes"] == program.nbytes("fetch") + program.nbytes("load")
+        left_out = program.nbytes("gather")
         assert told["fetch_bytes"] + left_out == whole[1]["fetch_bytes"]
-        weights = program.nbytes(Kind.FETCH)
-        assert 0 <= weights - left_out < program.count(Kind.FETCH) * 2 * PIECE_ALIGNMENT  # half of each block
+        weights = program.nbytes("fetch")
+        assert 0 <= weights - left_out < program.count("fetch") * 2 * PIECE_ALIGNMENT  # half of each block

@@ -18,7 +18,7 @@ from megatrain.layout import ownership, pools
 from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.memory.device_pools import device_peak_bytes
-from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import Operation
 from megatrain.plan.program.step import step_program, sync_program
 from megatrain.stream.execute.executor import Executor
@@ -162,8 +162,8 @@ def test_bytes_that_a_rank_moves_are_the_program_s(
         counts = engine.counts
         moved = {"fetched": counts.fetch_bytes, "offloaded": counts.offload_bytes, **ranks.sent}
         moved["exchange"] = moved.pop("near", 0) + moved.pop("rail", 0)
-        kinds = {"fetched": (Kind.FETCH, Kind.LOAD), "offloaded": (Kind.OFFLOAD,)}
-        kinds |= {"exchange": (Kind.EXCHANGE,), "spread": (Kind.SPREAD,)}
+        kinds = {"fetched": ("fetch", "load"), "offloaded": ("offload",)}
+        kinds |= {"exchange": ("exchange",), "spread": ("spread",)}
         return moved, {name: 2 * sum(map(program.nbytes, kinds[name])) for name in moved}
 
     with cut_at(320):
@@ -192,21 +192,21 @@ def test_with_everything_resident_nothing_crosses_a_link_to_the_host(num_nodes: 
         assert lanes.device_bytes == state + others
         sums = engine.arrangement.binding.sums(engine.choice).by_round
         program = step_program(engine.executor.spec, [[2]], sums=sums)
-        kinds, issue = Counter[Kind](), engine.executor.issue
+        kinds, issue = Counter[str](), engine.executor.issuer.issue
 
-        def counted(operation: Operation, *work_of: Any) -> None:
-            kinds[operation.kind] += 1
-            issue(operation, *work_of)
+        def counted(operation: Operation) -> None:
+            kinds[operation.label] += 1
+            issue(operation)
 
-        engine.executor.issue = counted  # type: ignore[assignment, method-assign]
+        engine.executor.issuer.issue = counted  # type: ignore[method-assign]
         for step in range(3):
             engine.forward_backward(make_batches(8, seed=step)[2 * ranks.rank :][:2])
             optimizer.step()
-        crossing = (Kind.FETCH, Kind.LOAD, Kind.OFFLOAD, Kind.PULL, Kind.PUSH, Kind.SAVE, Kind.RESTORE)
-        assert {kind: kinds[kind] for kind in crossing if kind in kinds} == {Kind.PULL: len(sizes)}
+        crossing = ("fetch", "load", "offload", "pull", "push", "save", "restore")
+        assert {kind: kinds[kind] for kind in crossing if kind in kinds} == {"pull": len(sizes)}
         assert engine.counts.fetch_bytes == engine.counts.offload_bytes == 0
-        assert ranks.sent["near"] + ranks.sent["rail"] == 3 * program.nbytes(Kind.EXCHANGE) > 0
-        assert ranks.sent["gather"] == 3 * program.nbytes(Kind.SPREAD) > 0
+        assert ranks.sent["near"] + ranks.sent["rail"] == 3 * program.nbytes("exchange") > 0
+        assert ranks.sent["gather"] == 3 * program.nbytes("spread") > 0
         assert {name for name, nbytes in ranks.sent.items() if nbytes} <= {"near", "rail", "gather"}
         pushed = sum(op.nbytes for op in sync_program(engine.executor.spec, range(len(sizes))))
         assert engine.arrangement.shared is not None

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megatrain.cli.log import log_to_stderr
 from megatrain.errors import OutputError, RankError
 from megatrain.hardware.care import Care
-from megatrain.plan.program.operations import Kind, Operation
+from megatrain.plan.program.operations import Operation
 from megatrain.stream.execute.issuer import Issuer
 from megatrain.stream.report import StepReport
 from megatrain.train.commands.trace import trace
@@ -218,11 +218,11 @@ def _train_short(ranks: Any, *, root: str) -> str:
         told.update(values)
         return measured(report, **values)
 
-    def moved(issuer: Issuer, operation: Operation, *rest: Any) -> None:
-        kind = {Kind.EXCHANGE: "exchanged", Kind.GATHER: "gathered"}.get(operation.kind)
+    def moved(issuer: Issuer, operation: Operation) -> None:
+        kind = {"exchange": "exchanged", "gather": "gathered"}.get(operation.label)
         if kind is not None:
             told[kind] = told.get(kind, 0) + operation.nbytes
-        issue(issuer, operation, *rest)
+        issue(issuer, operation)
 
     issue = Issuer.issue
     sections: dict[str, Any] = {

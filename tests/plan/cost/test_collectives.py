@@ -12,7 +12,7 @@ from megatrain.plan.cost.collectives import Collectives
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.cost.timetable import Task
-from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.kinds import Lane
 from tests.plan.anatomies import Shape, llama_like, machine
 
 LAYERS = 4
@@ -59,8 +59,8 @@ def step(num_ranks: int, num_nodes: int, has_peers: bool, choice: Choice = CHOIC
     )
 
 
-def seconds(tasks: list[Task], lane: Lane, kind: Kind) -> float:
-    return sum(task.seconds for task in tasks if task.lane is lane and task.kind == kind.value)
+def seconds(tasks: list[Task], lane: Lane, kind: str) -> float:
+    return sum(task.seconds for task in tasks if task.lane is lane and task.kind == kind)
 
 
 def test_an_exchange_takes_peers_first_and_the_network_then() -> None:
@@ -87,13 +87,13 @@ def test_bytes_of_the_bounds_are_those_of_the_program(name: str, num_resident: i
     choice = replace(CHOICE, resident_layers=num_resident, outer_resident=num_resident == LAYERS)
     found = step(*ROW[name], choice)
     moved, copied = found.moved_bytes, found.copied_bytes
-    assert copied.up == moved[Kind.FETCH] + moved[Kind.LOAD]
-    assert copied.down == moved[Kind.OFFLOAD]
-    assert copied.gathered == moved[Kind.GATHER]
-    assert copied.exchanged == moved[Kind.EXCHANGE] > 0
-    assert found.update_bytes == moved[Kind.UPDATE]
-    assert (moved[Kind.GATHER] > 0) == (found.batch.gathers and num_resident < LAYERS)
-    resident = [op for op in found.program().operations if op.kind is Kind.SPREAD and op.on_device]
+    assert copied.up == moved["fetch"] + moved["load"]
+    assert copied.down == moved["offload"]
+    assert copied.gathered == moved["gather"]
+    assert copied.exchanged == moved["exchange"] > 0
+    assert found.update_bytes == moved["update"]
+    assert (moved["gather"] > 0) == (found.batch.gathers and num_resident < LAYERS)
+    resident = [op for op in found.program().operations if op.label == "spread" and op.lane is Lane.GATHER]
     assert copied.given == sum(op.nbytes for op in resident)
     assert len(resident) == (len(found.blocks) if num_resident == LAYERS else num_resident)
     if num_resident == LAYERS:
@@ -107,7 +107,7 @@ def test_ranks_update_a_share_each_with_a_share_of_the_host() -> None:
     busy = {}
     for name, found in (("alone", alone), ("together", together), ("apart", apart)):
         tasks, _ = found.tasks()
-        busy[name] = seconds(tasks, Lane.HOST, Kind.UPDATE)
+        busy[name] = seconds(tasks, Lane.HOST, "update")
     assert busy["together"] == pytest.approx(busy["alone"], rel=0.05)  # shares are cut at whole chunks
     assert busy["apart"] == pytest.approx(busy["alone"] / 4, rel=0.05)
 
@@ -115,19 +115,17 @@ def test_ranks_update_a_share_each_with_a_share_of_the_host() -> None:
 def test_without_access_to_each_other_an_exchange_takes_both_ways_of_the_link() -> None:
     found = step(4, 1, False)
     tasks, _ = found.tasks()
-    sent = found.moved_bytes[Kind.EXCHANGE]
+    sent = found.moved_bytes["exchange"]
     spec = found.rates.spec
-    assert seconds(tasks, Lane.EXCHANGE, Kind.EXCHANGE) == pytest.approx(
-        sent / spec.d2h_bytes_per_s, rel=0.02
-    )
-    back_s = seconds(tasks, Lane.GATHER, Kind.EXCHANGE) - seconds_of_sums(found)
+    assert seconds(tasks, Lane.EXCHANGE, "exchange") == pytest.approx(sent / spec.d2h_bytes_per_s, rel=0.02)
+    back_s = seconds(tasks, Lane.GATHER, "exchange") - seconds_of_sums(found)
     assert back_s == pytest.approx(sent / spec.h2d_bytes_per_s, rel=0.02)
     with_peers = step(4, 1, True)
     link_s = {
         name: found.bounds_s["copies to the device"] for name, found in (("no", found), ("yes", with_peers))
     }
     assert link_s["no"] - link_s["yes"] == pytest.approx(
-        (sent + with_peers.moved_bytes[Kind.GATHER]) / spec.h2d_bytes_per_s
+        (sent + with_peers.moved_bytes["gather"]) / spec.h2d_bytes_per_s
     )
     assert found.link_of[Lane.EXCHANGE] is Lane.OFFLOAD
     assert found.link_of[Lane.GATHER] is Lane.FETCH
@@ -135,7 +133,7 @@ def test_without_access_to_each_other_an_exchange_takes_both_ways_of_the_link() 
 
 
 def seconds_of_sums(found: Step) -> float:
-    exchanges = [op.nbytes for op in found.program().operations if op.kind is Kind.EXCHANGE]
+    exchanges = [op.nbytes for op in found.program().operations if op.label == "exchange"]
     return sum(found.collectives.sum_s(n) + found.rates.spec.peer_latency_s for n in exchanges)
 
 
@@ -154,11 +152,11 @@ def test_resident_weights_take_the_links_of_an_exchange_and_a_share_s_update() -
     choice = replace(CHOICE, resident_layers=LAYERS, outer_resident=True)
     found, alone = step(4, 1, True, choice), step(1, 1, True, choice)
     tasks, _ = found.tasks()
-    given = [op.nbytes for op in found.program().operations if op.kind is Kind.SPREAD]
+    given = [op.nbytes for op in found.program().operations if op.label == "spread"]
     weights = sum(block.sizes.working_bytes for block in found.blocks)
     assert sum(given) == pytest.approx(3 / 4 * weights, rel=0.05)  # shares are cut at whole chunks
     expected_s = sum(NODE.peer_latency_s + nbytes / 4e9 for nbytes in given)
-    assert seconds(tasks, Lane.GATHER, Kind.SPREAD) == pytest.approx(expected_s)
+    assert seconds(tasks, Lane.GATHER, "spread") == pytest.approx(expected_s)
     assert found.costs.step_s == pytest.approx(alone.costs.step_s / 4, rel=0.05)
-    through_s = seconds(step(4, 1, False, choice).tasks()[0], Lane.EXCHANGE, Kind.SPREAD)
+    through_s = seconds(step(4, 1, False, choice).tasks()[0], Lane.EXCHANGE, "spread")
     assert through_s == pytest.approx(sum(given) / NODE.d2h_bytes_per_s, rel=0.02)

@@ -10,7 +10,6 @@ from megatrain.config.choice import Choice, StepBatch
 from megatrain.plan.cost.passes import Passes
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.step_time import Step
-from megatrain.plan.program.kinds import Kind
 from megatrain.plan.search.planner import plan_of
 from megatrain.plan.search.request import Request
 from tests.plan.anatomies import Shape, llama_like, machine
@@ -36,7 +35,7 @@ def test_a_group_fetches_each_streamed_block_once_and_computes_for_each_batch(
     assert found.fetched_bytes(together) == streamed > 0
     assert found.fetched_bytes(3 * together + 1) == 4 * streamed
     for count in (1, 3, together):
-        assert found.program(count).nbytes(Kind.FETCH) == streamed
+        assert found.program(count).nbytes("fetch") == streamed
     forward, _, _, _ = step.costs.sums()
     each = forward + step.costs.head_forward_s + step.costs.outer_s
     copies = step.rates.fetch_s(streamed)

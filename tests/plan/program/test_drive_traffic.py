@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,29 +17,32 @@ from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING, pieces_of
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.program.block_size import BlockSize
-from megatrain.plan.program.drive_traffic import (
-    with_activations_through,
-    with_state_through,
-    with_weights_through,
-)
-from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.features.activations import with_activations_through
+from megatrain.plan.program.features.compute import Forward
+from megatrain.plan.program.features.drives import with_state_through
+from megatrain.plan.program.features.gradients import Offload
+from megatrain.plan.program.features.updates import Update, update_of
+from megatrain.plan.program.features.weights import Fetch, with_weights_through
+from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import Operation
-from megatrain.plan.program.schedule import schedule, spread
+from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import DriveSpec, StepSpec
 from megatrain.plan.program.step import update_program
-from megatrain.plan.program.visits import LayerPlan, round_visits
+from megatrain.plan.program.visits import LayerPlan, Visit, round_visits
 from megatrain.plan.search.planner import make_plan, plan_of
 from megatrain.plan.search.request import Request
 from tests.plan.anatomies import Shape, llama_like, machine
 
+STAGING = "activation_staging"
 SIZES = [100 + block for block in range(8)]
 
+BLOCKS = st.integers(0, 7)
 OPERATIONS = st.lists(
-    st.builds(
-        Operation,
-        kind=st.sampled_from([Kind.FETCH, Kind.FORWARD, Kind.OFFLOAD, Kind.UPDATE]),
-        block=st.integers(0, 7),
-        slot=st.integers(0, 1),
+    st.one_of(
+        st.builds(Fetch, block=BLOCKS, slot=st.integers(0, 1)),
+        st.builds(Forward, block=BLOCKS, visit=st.just(Visit(0)), slot=st.integers(0, 1)),
+        st.builds(Offload, block=BLOCKS),
+        st.builds(Update, block=BLOCKS),
     ),
     max_size=30,
 )
@@ -50,28 +54,28 @@ def test_every_read_is_as_early_as_its_buffer_allows(
     operations: list[Operation], there: set[int], num_buffers: int, is_state: bool
 ) -> None:
     through = with_state_through if is_state else with_weights_through
-    made = through(operations, there, SIZES, num_buffers)
-    needs, reads = (Kind.UPDATE, Kind.READ) if is_state else (Kind.FETCH, Kind.PAGE)
-    wanted = [operation for operation in operations if operation.kind is needs and operation.block in there]
-    added = [operation for operation in made if operation.kind in (reads, Kind.WRITE)]
-    assert [o.block for o in made if o.kind not in (reads, Kind.WRITE)] == [o.block for o in operations]
-    assert [o.block for o in added if o.kind is reads] == [o.block for o in wanted]
+    made: list[Any] = through(operations, there, SIZES, num_buffers)
+    needs, reads = ("update", "read") if is_state else ("fetch", "page")
+    wanted = [operation for operation in operations if operation.label == needs and operation.block in there]
+    added = [operation for operation in made if operation.label in (reads, "write")]
+    assert [o.block for o in made if o.label not in (reads, "write")] == [o.block for o in operations]
+    assert [o.block for o in added if o.label == reads] == [o.block for o in wanted]
     assert all(operation.nbytes == SIZES[operation.block] for operation in added)
     holds: dict[int, int] = {}
     for operation in made:
-        buffer = operation.drive_staging if is_state else operation.page
-        if operation.kind is reads:
+        buffer = getattr(operation, "drive_staging" if is_state else "page", -1)
+        if operation.label == reads:
             assert buffer not in holds, "read over what was not used up"
             holds[buffer] = operation.block
-        elif operation.kind is needs and operation.block in there:
+        elif operation.label == needs and operation.block in there:
             assert holds[buffer] == operation.block
             if not is_state:
                 del holds[buffer]
-        elif operation.kind is Kind.WRITE:
+        elif operation.label == "write":
             assert holds.pop(buffer) == operation.block
     assert not holds
-    first = next((place for place, o in enumerate(made) if o.kind is needs and o.block in there), 0)
-    ahead = sum(operation.kind is reads for operation in made[:first])
+    first = next((place for place, o in enumerate(made) if o.label == needs and o.block in there), 0)
+    ahead = sum(operation.label == reads for operation in made[:first])
     assert ahead == min(num_buffers, len(wanted)), "not as many reads ahead as there are buffers"
 
 
@@ -120,26 +124,29 @@ def test_what_is_saved_is_read_back_once_and_ahead(
     plans = [LayerPlan((n,), saves=saves, drops=drops and n > 0) for n, (saves, drops) in enumerate(layers)]
     visits = [visit for count in rounds for visit in round_visits(plans, num_micro_batches=count)]
     program = schedule(visits, [SIZE] * len(plans), [None, None])
-    made = with_activations_through(program.operations, dict.fromkeys(range(len(plans)), 0), num_buffers)
-    added = (Kind.STOW, Kind.RECALL)
-    others = [replace(o, activation_staging=-1) for o in made if o.kind not in added]
+    rooms = dict.fromkeys(range(len(plans)), 0)
+    made: list[Any] = with_activations_through(program.operations, rooms, num_buffers)
+    added = ("stow", "recall")
+    none = {STAGING: -1}
+    others = [replace(o, **(none if hasattr(o, STAGING) else {})) for o in made if o.label not in added]
     assert others == list(program.operations)
     stowed: set[tuple[int, int]] = set()
     held: set[tuple[int, int]] = set()
     for before, operation in zip([None, *made], made, strict=False):
-        visit = operation.block, operation.micro_batch
-        match operation.kind:
-            case Kind.STOW:
-                assert before == replace(operation, kind=Kind.SAVE)
+        visit = operation.block, getattr(operation, "micro_batch", 0)
+        match operation.label:
+            case "stow":
+                assert before.label == "save"
+                assert all(getattr(before, f.name) == getattr(operation, f.name) for f in fields(before))
                 stowed.add(visit)
-            case Kind.RECALL:
+            case "recall":
                 stowed.remove(visit)
                 held.add(visit)
                 assert len(held) <= num_buffers
-            case Kind.RESTORE:
+            case "restore":
                 assert visit not in stowed, "restored without being read"
                 held.discard(visit)
-            case Kind.FORWARD:
+            case "forward":
                 assert not held or any(layers[n][1] for n in range(1, len(layers))), "read in a forward"
 
 
@@ -147,7 +154,7 @@ def test_two_visits_are_read_ahead() -> None:
     visits = round_visits([LayerPlan((block,), saves=True) for block in range(5)])
     program = schedule(visits, [replace(SIZE, is_streamed=False)] * 5, [])
     made = with_activations_through(program.operations, dict.fromkeys(range(5), 0))
-    moves = [str(o) for o in made if o.kind is not Kind.OFFLOAD]
+    moves = [str(o) for o in made if o.label != "offload"]
     assert moves[-12:] == [
         "forward   b4",
         "recall    b2",
@@ -275,9 +282,8 @@ def test_ranks_share_out_an_image_and_take_equal_parts_of_a_large_one(
 
 
 def test_a_share_s_state_is_written_when_all_ranks_have_updated_theirs() -> None:
-    update = Operation(kind=Kind.UPDATE, block=0, is_share=True)
-    made = with_state_through(spread(update, SIZE), {0}, [8], 3)
-    assert [operation.kind for operation in made] == [Kind.READ, Kind.UPDATE, Kind.SPREAD, Kind.WRITE]
+    made = with_state_through(update_of(0, SIZE, has_shares=True), {0}, [8], 3)
+    assert [operation.label for operation in made] == ["read", "update", "spread", "write"]
     read, update, waits, write = made
     assert set(read.writes) <= set(update.reads)
     assert set(update.writes) == set(waits.reads)
@@ -290,5 +296,5 @@ def test_tensors_are_written_with_the_room_between_them() -> None:
     visits = round_visits([LayerPlan((block,), saves=True) for block in range(2)], num_micro_batches=2)
     program = schedule(visits, [SIZE] * 2, [None, None], saved_bytes={0: 8100, 1: 8100})
     made = with_activations_through(program.operations, {0: room, 1: room})
-    moved = {kind: [o.nbytes for o in made if o.kind is kind] for kind in (Kind.SAVE, Kind.STOW, Kind.RECALL)}
-    assert moved == {Kind.SAVE: [8100] * 2, Kind.STOW: [12288] * 2, Kind.RECALL: [12288]}
+    moved = {kind: [o.nbytes for o in made if o.label == kind] for kind in ("save", "stow", "recall")}
+    assert moved == {"save": [8100] * 2, "stow": [12288] * 2, "recall": [12288]}

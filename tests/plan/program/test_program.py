@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.plan.program.block_size import BlockSize
-from megatrain.plan.program.kinds import Kind
-from megatrain.plan.program.operations import Operation, Program
+from megatrain.plan.program.features.compute import Backward
+from megatrain.plan.program.features.gradients import Load, Offload, offload_residents
+from megatrain.plan.program.features.updates import Update, updated_at_once
+from megatrain.plan.program.features.weights import Fetch, fetch_residents
+from megatrain.plan.program.operations import Program
 from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import StepSpec
-from megatrain.plan.program.step import fetch_residents, offload_residents, update_program
+from megatrain.plan.program.step import update_program
 from megatrain.plan.program.visits import LayerPlan, Visit, round_visits
 
 
@@ -60,6 +63,11 @@ def fewest_fetches(blocks: Sequence[int], num_slots: int) -> int:
     return search(0, frozenset())
 
 
+def listed(program: Program) -> list[Any]:
+    """List the operations of a program, each with what only its kind has."""
+    return list(program.operations)
+
+
 def check_soundness(program: Program, visits: Sequence[Visit], contents: Sequence[int | None]) -> None:
     """Run a program on paper: every visit finds its block, and no fetch evicts what is needed sooner."""
     slots = list(contents)
@@ -69,15 +77,15 @@ def check_soundness(program: Program, visits: Sequence[Visit], contents: Sequenc
         later = (n for n in range(done, len(visits)) if visits[n].block == block)
         return next(later, len(visits))
 
-    for operation in program.operations:
-        if operation.kind is Kind.FETCH:
+    for operation in listed(program):
+        if operation.label == "fetch":
             assert operation.block not in slots, f"{operation}: fetched though it is there"
             assert next_use(slots[operation.slot]) > next_use(operation.block), f"{operation} evicts too soon"
             slots[operation.slot] = operation.block
-        elif operation.kind in (Kind.FORWARD, Kind.BACKWARD):
+        elif operation.label in ("forward", "backward"):
             assert slots[operation.slot] == operation.block, f"{operation}: its slot holds another block"
             assert operation.block == visits[done].block
-            assert (operation.kind is Kind.BACKWARD) == visits[done].is_backward
+            assert (operation.label == "backward") == visits[done].is_backward
             done += 1
     assert done == len(visits)
     assert tuple(slots) == program.contents
@@ -86,13 +94,13 @@ def check_soundness(program: Program, visits: Sequence[Visit], contents: Sequenc
 def check_gradient_buffers(program: Program, num_buffers: int) -> None:
     """Assert that a gradient buffer holds one block from its load or first backward until its offload."""
     held: dict[int, int] = {}
-    for operation in program.operations:
-        if operation.kind is Kind.LOAD:
+    for operation in listed(program):
+        if operation.label == "load":
             assert operation.gradient_buffer not in held
-        if operation.kind in (Kind.LOAD, Kind.BACKWARD) and operation.gradient_buffer >= 0:
+        if operation.label in ("load", "backward") and operation.gradient_buffer >= 0:
             assert operation.gradient_buffer < num_buffers
             assert held.setdefault(operation.gradient_buffer, operation.block) == operation.block
-        if operation.kind is Kind.OFFLOAD:
+        if operation.label == "offload":
             assert held.pop(operation.gradient_buffer) == operation.block
     assert not held
 
@@ -133,8 +141,8 @@ def test_program_of_three_blocks_in_two_slots_is_the_design_s() -> None:
 def test_fetches_are_as_few_as_possible(num_slots: int, num_blocks: int, num_rounds: int) -> None:
     visits = rounds(num_blocks, num_rounds)
     program = schedule(visits, make_sizes(num_blocks), [None] * num_slots)
-    assert program.count(Kind.FETCH) == fewest_fetches([visit.block for visit in visits], num_slots)
-    assert program.count(Kind.FETCH) <= 2 * num_blocks * num_rounds
+    assert program.count("fetch") == fewest_fetches([visit.block for visit in visits], num_slots)
+    assert program.count("fetch") <= 2 * num_blocks * num_rounds
     check_soundness(program, visits, [None] * num_slots)
 
 
@@ -146,14 +154,14 @@ def test_fetches_of_a_step_that_skips_blocks_are_as_few_as_possible(
     layers = [LayerPlan((block,)) for block in sorted(kept)]
     visits = [visit for number in range(num_rounds) for visit in round_visits(layers, loads=number > 0)]
     program = schedule(visits, make_sizes(7), [None] * num_slots)
-    assert program.count(Kind.FETCH) == fewest_fetches([visit.block for visit in visits], num_slots)
+    assert program.count("fetch") == fewest_fetches([visit.block for visit in visits], num_slots)
 
 
 def test_a_fetch_before_its_time_may_cost_another_one() -> None:
     """Out of ordinary rounds, fetches are early first and few second: b1 leaves while b0 is still to come."""
     blocks = [1, 0, 2, 1]
     program = schedule([Visit(block) for block in blocks], make_sizes(3), [None, None])
-    assert program.count(Kind.FETCH) == 4
+    assert program.count("fetch") == 4
     assert fewest_fetches(blocks, 2) == 3
 
 
@@ -186,28 +194,28 @@ def test_any_sequence_of_visits_is_served(
     sizes = make_sizes(num_blocks)
     program = schedule(visits, sizes, contents, num_gradient_buffers=num_buffers)
     check_soundness(program, visits, contents)
-    assert program.count(Kind.FETCH) <= len(visits)
-    fetched = [operation.block for operation in program.operations if operation.kind is Kind.FETCH]
-    assert program.nbytes(Kind.FETCH) == sum(sizes[block].fetch_bytes for block in fetched)
+    assert program.count("fetch") <= len(visits)
+    fetched = [operation.block for operation in listed(program) if operation.label == "fetch"]
+    assert program.nbytes("fetch") == sum(sizes[block].fetch_bytes for block in fetched)
     backward = [visit for visit in visits if visit.is_backward]
-    assert program.nbytes(Kind.OFFLOAD) == sum(sizes[visit.block].offload_bytes for visit in backward)
+    assert program.nbytes("offload") == sum(sizes[visit.block].offload_bytes for visit in backward)
     loads = sum(sizes[visit.block].accumulator_bytes for visit in backward if visit.loads)
-    assert program.nbytes(Kind.LOAD) == loads
+    assert program.nbytes("load") == loads
     check_gradient_buffers(program, num_buffers)
     assert program == schedule(visits, sizes, contents, num_gradient_buffers=num_buffers)
 
 
 def test_what_the_slots_hold_is_not_fetched_again() -> None:
-    assert schedule(rounds(3, 1), make_sizes(3), [0, 1]).count(Kind.FETCH) == 2
-    assert schedule(rounds(3, 1), make_sizes(3), [2, 1, 0]).count(Kind.FETCH) == 0
+    assert schedule(rounds(3, 1), make_sizes(3), [0, 1]).count("fetch") == 2
+    assert schedule(rounds(3, 1), make_sizes(3), [2, 1, 0]).count("fetch") == 0
 
 
 def test_gradients_load_and_complete_over_three_rounds() -> None:
     program = schedule(rounds(2, 3), make_sizes(2), [None, None])
     gradient_operations = [
-        (operation.kind.value, operation.block, operation.loads, operation.completes, operation.nbytes)
-        for operation in program.operations
-        if operation.kind in (Kind.LOAD, Kind.OFFLOAD)
+        (operation.label, operation.block, operation.adds, operation.completes, operation.nbytes)
+        for operation in listed(program)
+        if operation.label in ("load", "offload")
     ]
     assert gradient_operations == [
         ("offload", 1, False, False, 21),
@@ -225,21 +233,20 @@ def test_gradients_load_and_complete_over_three_rounds() -> None:
 
 def test_frozen_blocks_have_no_gradient_to_move() -> None:
     program = schedule(rounds(3, 2), make_sizes(3, is_trained=False), [None, None])
-    assert program.count(Kind.OFFLOAD) == program.count(Kind.LOAD) == 0
-    assert program.count(Kind.BACKWARD) == 6
+    assert program.count("offload") == program.count("load") == 0
+    assert program.count("backward") == 6
     assert all(operation.gradient_buffer == -1 and operation.writes == () for operation in visits_of(program))
 
 
-def visits_of(program: Program) -> list[Operation]:
+def visits_of(program: Program) -> list[Any]:
     """List the visits of a program."""
-    return [o for o in program.operations if o.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    return [o for o in listed(program) if o.label in ("forward", "backward")]
 
 
 def test_resident_blocks_move_once_per_step() -> None:
     sizes = [*make_sizes(1), resident()]
-    assert [(o.block, o.slot, o.nbytes, o.writes) for o in fetch_residents(sizes)] == [
-        (1, -1, 7, (("resident", 1),))
-    ]
+    fetched: list[Any] = fetch_residents(sizes)
+    assert [(o.block, o.slot, o.nbytes, o.writes) for o in fetched] == [(1, -1, 7, (("resident", 1),))]
     assert [(o.block, o.nbytes, o.reads) for o in offload_residents(sizes, [1])] == [
         (1, 8, (("resident_gradient", 1),))
     ]
@@ -252,11 +259,11 @@ def resident() -> BlockSize:
 
 def test_operations_name_the_buffers_that_order_them() -> None:
     """Waits follow from these names alone."""
-    fetch = Operation(kind=Kind.FETCH, block=2, slot=1)
-    backward = Operation(kind=Kind.BACKWARD, block=2, slot=1, gradient_buffer=0)
-    load = Operation(kind=Kind.LOAD, block=2, gradient_buffer=0)
-    offload = Operation(kind=Kind.OFFLOAD, block=2, gradient_buffer=0)
-    update = Operation(kind=Kind.UPDATE, block=2)
+    fetch = Fetch(block=2, slot=1)
+    backward = Backward(block=2, visit=Visit(2, is_backward=True), slot=1, gradient_buffer=0)
+    load = Load(block=2, gradient_buffer=0)
+    offload = Offload(block=2, gradient_buffer=0)
+    update = Update(block=2)
     assert (fetch.reads, fetch.writes) == ((("working", 2),), (("slot", 1),))
     assert (backward.reads, backward.writes) == ((("slot", 1),), (("gradient_buffer", 0),))
     assert (load.reads, load.writes) == ((("gradient", 2),), (("gradient_buffer", 0),))
@@ -300,8 +307,8 @@ def test_a_round_fetches_each_block_at_most_twice(num_blocks: int, num_micro_bat
     layers = [LayerPlan((block,)) for block in range(num_blocks)]
     visits = round_visits(layers, num_micro_batches=num_micro_batches)
     program = schedule(visits, make_sizes(num_blocks), [None, None])
-    assert program.count(Kind.FETCH) == max(num_blocks, 2 * num_blocks - 2)
-    assert program.count(Kind.OFFLOAD) == num_blocks
+    assert program.count("fetch") == max(num_blocks, 2 * num_blocks - 2)
+    assert program.count("offload") == num_blocks
     check_soundness(program, visits, [None, None])
 
 
@@ -343,13 +350,13 @@ def test_a_fragment_stays_from_its_recomputation_to_its_backward(
     program = schedule(visits, make_sizes(12), [None] * num_slots, num_gradient_buffers=2)
     held: dict[int, int] = {}
     in_backward = False
-    for operation in program.operations:
-        in_backward |= operation.kind is Kind.BACKWARD
-        if operation.kind is Kind.FETCH:
+    for operation in listed(program):
+        in_backward |= operation.label == "backward"
+        if operation.label == "fetch":
             assert operation.slot not in held.values()
-        elif operation.kind is Kind.FORWARD and (in_backward or operation.block == 10):
+        elif operation.label == "forward" and (in_backward or operation.block == 10):
             held[operation.block] = operation.slot
-        elif operation.kind is Kind.BACKWARD:
+        elif operation.label == "backward":
             assert held.pop(operation.block, operation.slot) == operation.slot
     check_gradient_buffers(program, 2)
 
@@ -392,20 +399,20 @@ def test_dropped_boundaries_are_made_again_once_per_group() -> None:
         *((block, micro_batch) for block in range(2) for micro_batch in (1, 0)),
     ]
     program = schedule(visits, make_sizes(4), [None, None])
-    assert program.count(Kind.FETCH) == 8  # two more than without: b0 and b1 pass once more
-    assert schedule(rounds(4, 1), make_sizes(4), [None, None]).count(Kind.FETCH) == 6
+    assert program.count("fetch") == 8  # two more than without: b0 and b1 pass once more
+    assert schedule(rounds(4, 1), make_sizes(4), [None, None]).count("fetch") == 6
 
 
 def test_updates_at_once_follow_their_gradient() -> None:
-    program = schedule(
-        rounds(2, 1), make_sizes(2), [None, None], num_staging=2, first_staging=1, updates_at_once=True
-    )
-    ends = [o for o in program.operations if o.kind in (Kind.OFFLOAD, Kind.UPDATE)]
-    assert [(o.kind, o.block, o.staging) for o in ends] == [
-        (Kind.OFFLOAD, 1, 1),
-        (Kind.UPDATE, 1, 1),
-        (Kind.OFFLOAD, 0, 0),
-        (Kind.UPDATE, 0, 0),
+    sizes = make_sizes(2)
+    placed = schedule(rounds(2, 1), sizes, [None, None]).operations
+    made: list[Any] = updated_at_once(placed, sizes, lambda *_: True, num_staging=2, first_staging=1)
+    ends = [o for o in made if o.label in ("offload", "update")]
+    assert [(o.label, o.block, o.staging) for o in ends] == [
+        ("offload", 1, 1),
+        ("update", 1, 1),
+        ("offload", 0, 0),
+        ("update", 0, 0),
     ]
     assert ends[0].writes == (("staging", 1), ("squares", 1))
     assert ends[1].reads == (("staging", 1),)
@@ -413,7 +420,7 @@ def test_updates_at_once_follow_their_gradient() -> None:
 
 def test_the_next_sum_is_loaded_while_a_backward_runs() -> None:
     program = schedule(rounds(2, 2), make_sizes(2), [None, None], num_gradient_buffers=2)
-    moves = [o for o in program.operations if o.kind not in (Kind.FETCH, Kind.FORWARD)]
+    moves = [o for o in listed(program) if o.label not in ("fetch", "forward")]
     assert [str(operation) for operation in moves] == [
         "backward  b1 s1 g0",
         "offload   b1 g0",
@@ -431,6 +438,6 @@ def test_the_next_sum_is_loaded_while_a_backward_runs() -> None:
 def test_resident_layers_are_visited_and_move_nothing() -> None:
     sizes = [resident(), *make_sizes(3)[1:]]
     program = schedule(rounds(3, 1), sizes, [None])
-    moved = {o.block for o in program.operations if o.kind in (Kind.FETCH, Kind.OFFLOAD)}
+    moved = {o.block for o in listed(program) if o.label in ("fetch", "offload")}
     assert moved == {1, 2}
     assert [o.slot for o in visits_of(program) if o.block == 0] == [-1, -1]

@@ -17,7 +17,6 @@ from megatrain.errors import ConfigError
 from megatrain.hardware import Drives, HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.memory.block_sums import BlockSums
-from megatrain.plan.program.kinds import Kind
 from megatrain.plan.search.choices import Breadth, least_bytes, list_choices
 from megatrain.plan.search.neighbours import neighbours
 from megatrain.plan.search.planner import make_plan, plan_of
@@ -216,7 +215,7 @@ def test_more_host_memory_is_never_slower(rates: str, limits: tuple[int, ...], c
         steps.append(found.step)
     assert steps[0].step_s > steps[-1].step_s
     for first, then in pairwise(steps):
-        copied_s = then.rates.host_pass_s(2 * then.moved_bytes[Kind.SPILL])
+        copied_s = then.rates.host_pass_s(2 * then.moved_bytes["spill"])
         check_never_slower([first.step_s, then.step_s - copied_s])
 
 

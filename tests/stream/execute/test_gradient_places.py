@@ -12,7 +12,7 @@ import torch
 
 from megatrain.errors import CapacityError, CheckpointError
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING, padded
-from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.step import step_program
 from megatrain.store.drives import system as calls
 from megatrain.store.placement import Tiers
@@ -222,8 +222,8 @@ def test_a_missing_wait_is_found(name: str, tmp_path: Path) -> None:
 def test_what_is_complete_first_is_read_last_and_no_read_waits_for_the_norm(tmp_path: Path) -> None:
     engine = attach_plainly(make_model(FAMILIES["llama"]()), gradients=PARKED, tiers=on_drive(tmp_path))
     program = step_program(engine.executor.spec, [[1]]).operations
-    assert [op.block for op in program if op.kind is Kind.PARK] == [3, 2, 1, 0]
-    reads = [op for op in program if op.kind is Kind.UNPARK]
+    assert [op.block for op in program if op.label == "park"] == [3, 2, 1, 0]
+    reads = [op for op in program if op.label == "unpark"]
     assert [op.block for op in reads] == [0, 1, 2, 3]
     assert all(op.reads == (("parked", op.block),) for op in reads)
     assert [op.nbytes for op in reads] == [padded(engine.host.layouts[b].gradient_bytes) for b in range(4)]

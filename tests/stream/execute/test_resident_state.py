@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatrain.errors import CapacityError, ConfigError
-from megatrain.plan.program.kinds import Kind
 from megatrain.plan.program.operations import Operation
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
@@ -27,13 +26,13 @@ from tests.train.test_loop import assert_same_runs
 def issued(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
     """Record the operations that the executor issues."""
     operations: list[Operation] = []
-    issue = engine.executor.issue
+    issue = engine.executor.issuer.issue
 
-    def record(operation: Operation, *work_of: Any) -> None:
+    def record(operation: Operation) -> None:
         operations.append(operation)
-        issue(operation, *work_of)
+        issue(operation)
 
-    monkeypatch.setattr(engine.executor, "issue", record)
+    monkeypatch.setattr(engine.executor.issuer, "issue", record)
     return operations
 
 
@@ -61,15 +60,15 @@ def test_only_streamed_blocks_cross_the_link(lockstep: int, monkeypatch: pytest.
     operations, counts = issued(engine, monkeypatch), engine.executor.counts
     fetches, offloads = counts.fetches, counts.offloads
     train_steps(engine, optimizer, 1, first=1)
-    moved = [(operation.kind, operation.block) for operation in operations]
+    moved = [(operation.label, operation.block) for operation in operations]
     outer = [block.index for block in engine.arrangement.outer]
-    assert {block for kind, block in moved if kind in (Kind.FETCH, Kind.LOAD)} == {2, 3, *outer}
-    assert {block for kind, block in moved if kind is Kind.OFFLOAD} == {2, 3, *outer}
+    assert {block for kind, block in moved if kind in ("fetch", "load")} == {2, 3, *outer}
+    assert {block for kind, block in moved if kind == "offload"} == {2, 3, *outer}
     for block in outer:
-        assert moved.count((Kind.FETCH, block)) == moved.count((Kind.OFFLOAD, block)) == 1
+        assert moved.count(("fetch", block)) == moved.count(("offload", block)) == 1
     # a round: both are fetched for the forward, and are still in their slots for the backward
     num_rounds = 2 // lockstep
-    assert counts.fetches - fetches == sum(kind is Kind.FETCH for kind, _ in moved) - len(outer)
+    assert counts.fetches - fetches == sum(kind == "fetch" for kind, _ in moved) - len(outer)
     assert 2 <= counts.fetches - fetches <= 2 * 2 * num_rounds
     assert counts.offloads - offloads == 2 * num_rounds
 

@@ -11,7 +11,7 @@ import pytest
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING, padded
-from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.step import step_program
 from megatrain.store.placement import Tiers
 from megatrain.stream.arrange import part_of
@@ -138,7 +138,7 @@ def test_what_is_written_and_read_is_the_program_s(tmp_path: Path) -> None:
     report = engine.last_step
     assert (report.drive_read_bytes, report.drive_write_bytes) == (2 * sum(sums), 2 * sum(sums))
     program = step_program(engine.executor.spec, [[1]] * 3)
-    assert program.nbytes(Kind.PARK) == program.nbytes(Kind.UNPARK) == 2 * sum(sums)
+    assert program.nbytes("park") == program.nbytes("unpark") == 2 * sum(sums)
     assert engine.host.plane_bytes["staging"] == NUM_GRADIENT_STAGING * max(sums)
     assert "accumulator" not in engine.host.plane_bytes
     assert set(engine.arrangement.gradients.homes[:4]) <= {Home.NONE, Home.GRADIENT}

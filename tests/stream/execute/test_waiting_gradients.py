@@ -17,11 +17,13 @@ from megatrain.errors import CapacityError, ConfigError
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING, padded
 from megatrain.plan.program.block_size import BlockSize
-from megatrain.plan.program.kinds import Kind, Lane
+from megatrain.plan.program.features.waiting import held
+from megatrain.plan.program.kinds import Lane
+from megatrain.plan.program.operations import Program
 from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import update_program
-from megatrain.plan.program.visits import LayerPlan, round_visits
+from megatrain.plan.program.visits import LayerPlan, Visit, round_visits
 from megatrain.stream.bind import host_planes, residency_of
 from megatrain.stream.engine import Engine
 from megatrain.stream.forward.arrangement import places_of
@@ -216,23 +218,29 @@ def sized(is_streamed: bool, offload_bytes: int) -> BlockSize:
     )
 
 
+def waiting(visits: list[Visit], sizes: list[BlockSize], waits: Any, **options: Any) -> Program:
+    """Schedule visits whose gradients wait on the device, where `waits` says so."""
+    program = schedule(visits, sizes, [None, None], **options)
+    return replace(program, operations=tuple(held(program.operations, waits)))
+
+
 def test_the_program_holds_gradients_and_takes_them_home_after_the_norm() -> None:
     sizes = [sized(n < 2, 20) for n in range(3)]  # the last one is resident
     visits = round_visits([LayerPlan((0,)), LayerPlan((1,))])
-    program = schedule(visits, sizes, [None, None], num_gradient_buffers=2, tier_of=lambda *_: "device")
+    program = waiting(visits, sizes, lambda *_: True, num_gradient_buffers=2)
     assert str(program).split("\n")[-4:] == [
         "backward  b1 s1 g0",
         "hold      b1 g0",
         "backward  b0 s0 g1",
         "hold      b0 g1",
     ]
-    assert program.nbytes(Kind.HOLD) == program.count(Kind.OFFLOAD) == 0
+    assert program.nbytes("hold") == program.count("offload") == 0
     hold = program.operations[-1]
     assert (hold.lane, hold.reads) == (Lane.OFFLOAD, (("gradient_buffer", 1),))
     assert hold.writes == (("waiting", 0), ("squares", 0))
     layers = [LayerPlan((0,)), LayerPlan((1,))]
     spec = StepSpec(sizes=sizes, layers=layers, num_slots=2, num_gradient_buffers=2, tiers=("device",) * 3)
-    norm, *ends = update_program(spec, [0, 1, 2], held=[2, 0])
+    norm, *ends = list[Any](update_program(spec, [0, 1, 2], held=[2, 0]))
     assert norm.reads == (("squares", 2), ("squares", 0), ("squares", 1))
     assert [str(operation) for operation in ends] == [
         "offload   b2",
@@ -253,15 +261,14 @@ def test_sums_of_several_rounds_wait_too_in_fp32() -> None:
     sizes = [sized(True, 40)] * 2
     layers = [LayerPlan((0,)), LayerPlan((1,))]
     visits = round_visits(layers, completes=False) + round_visits(layers, loads=True)
-    program = schedule(visits, sizes, [None, None], tier_of=lambda *_: "device")
-    loads = [operation for operation in program.operations if operation.kind is Kind.LOAD]
+    program = waiting(visits, sizes, lambda *_: True)
+    loads = [operation for operation in program.operations if operation.label == "load"]
     assert [(load.reads, load.nbytes) for load in loads] == [((("waiting", n),), 0) for n in (1, 0)]
-    assert (program.count(Kind.HOLD), program.count(Kind.OFFLOAD)) == (4, 0)
-    places = {True: "device", False: "host"}
-    mixed = schedule(visits, sizes, [None, None], tier_of=lambda _, completes: places[completes])
-    loads = [operation for operation in mixed.operations if operation.kind is Kind.LOAD]
+    assert (program.count("hold"), program.count("offload")) == (4, 0)
+    mixed = waiting(visits, sizes, lambda _, completes: completes)
+    loads = [operation for operation in mixed.operations if operation.label == "load"]
     assert [(load.reads, load.nbytes) for load in loads] == [((("gradient", n),), 40) for n in (1, 0)]
-    assert (mixed.count(Kind.HOLD), mixed.count(Kind.OFFLOAD)) == (2, 2)
+    assert (mixed.count("hold"), mixed.count("offload")) == (2, 2)
 
 
 MISSING_WAITS = {

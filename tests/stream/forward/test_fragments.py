@@ -24,17 +24,17 @@ def trace(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, in
     """Record what happens in which order: (operation, block), visits when they begin."""
     events: list[tuple[str, int]] = []
     executor = engine.executor
-    issue, opened = executor.issue, executor.open
+    issue, opened = executor.issuer.issue, executor.open
 
-    def record_issue(operation: Any, *work_of: Any) -> None:
-        events.append((operation.kind.value, operation.block))
-        issue(operation, *work_of)
+    def record_issue(operation: Any) -> None:
+        events.append((operation.label, operation.block))
+        issue(operation)
 
     def record_open(visit: BlockVisit, *, is_backward: bool, is_again: bool) -> None:
         opened(visit, is_backward=is_backward, is_again=is_again)
-        events.append((visit.operation.kind.value, visit.block))
+        events.append((visit.operation.label, visit.block))
 
-    monkeypatch.setattr(executor, "issue", record_issue)
+    monkeypatch.setattr(executor.issuer, "issue", record_issue)
     monkeypatch.setattr(executor, "open", record_open)
     return events
 

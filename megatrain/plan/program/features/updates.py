@@ -1,0 +1,164 @@
+"""The end of a step on the host: the norm of its gradients, and the update of each block's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatrain.plan.program.block_size import BlockSize
+from megatrain.plan.program.buffers import home_buffer
+from megatrain.plan.program.features.ranks import spread
+from megatrain.plan.program.features.resident import UpdateOnDevice
+from megatrain.plan.program.features.roles import GradientEnd, StateUpdate
+from megatrain.plan.program.kinds import Lane
+from megatrain.plan.program.operations import Operation, Parts, Prices, Task, Touched, Work
+
+_STATE = ("working", "moments", "gradient", "drive")
+"""What of a block the host has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Norm(Operation):
+    """Turn the sums of squares into one scale for the step, or decide to skip it."""
+
+    blocks: tuple[int, ...]
+    """Those whose gradients these are."""
+
+    label, lane = "norm", Lane.HOST
+
+    def touches(self) -> Touched:
+        """From the squares to the norm."""
+        return tuple(("squares", block) for block in self.blocks), (("norm", 0),)
+
+    def work(self, parts: Parts) -> Work:
+        """Return the sum of squares."""
+        return parts.optimizer.norm(self.blocks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update(StateUpdate):
+    """Update a block's state on the host."""
+
+    is_share: bool = False
+    """It updates a rank's share, and a spread follows."""
+
+    label, rate, ends_gradient = "update", "update_s", True
+
+    def touches(self) -> Touched:
+        """The gradient, and the norm if that has to be known, change the state, or this rank's share of it.
+
+        Others write their shares of a buffer through which it passes.
+        """
+        reads = [home_buffer(self.block, self.staging), *((("norm", 0),) if self.follows_norm else ())]
+        through = (("drive_staging", self.drive_staging),) if self.drive_staging >= 0 else ()
+        if self.is_share:
+            return (*reads, *through), (("share", self.block),)
+        return (*reads,), (("working", self.block), ("moments", self.block), *through)
+
+    def settle(self, parts: Parts) -> None:
+        """Note that a gradient is used up, and that what is in RAM of the block differs from its image."""
+        if not self.follows_norm:
+            parts.gradients.settle_used(self.block, self.staging)
+        if parts.drives is not None:
+            parts.drives.settle_update(self.block)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sync(Operation):
+    """The launching thread waits until all updates are done."""
+
+    blocks: tuple[int, ...]
+
+    label, lane = "sync", Lane.CALLER
+
+    def touches(self) -> Touched:
+        """All that the host has of the blocks is read."""
+        return tuple((kind, block) for kind in _STATE for block in self.blocks), ()
+
+    def tasks(self, prices: Prices) -> tuple[Task, ...]:
+        """Return it as one of compute: a thread that waits launches nothing."""
+        return (self.task(Lane.COMPUTE, prices),)
+
+    def begin(self, parts: Parts) -> Operation | None:
+        """Wait."""
+        parts.wait(self.reads)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release(Operation):
+    """Give the memory of the gradient plane back until it is written again."""
+
+    blocks: tuple[int, ...]
+    """Those of the plane."""
+
+    label, lane = "release", Lane.HOST
+
+    def touches(self) -> Touched:
+        """The plane is written."""
+        return (), tuple(("gradient", block) for block in self.blocks)
+
+    def work(self, parts: Parts) -> Work:
+        """Return what gives it back."""
+        return parts.host.drop_gradients
+
+
+def update_of(
+    block: int, size: BlockSize, *, staging: int = -1, follows_norm: bool = True, has_shares: bool = False
+) -> list[Operation]:
+    """List the update of a block, and, of a rank's share, what brings those of the other ranks.
+
+    Args:
+        block: The block's number.
+        size: The block's size.
+        staging: The host buffer through which the gradient comes; -1: the gradient plane.
+        follows_norm: Clipping or skipping needs the norm first.
+        has_shares: Several ranks update a share each.
+    """
+    if size.updates_on_device:
+        there = UpdateOnDevice(block=block, staging=staging, follows_norm=follows_norm)
+        return spread(there, size.spread_bytes, has_shares=has_shares, on_device=True)
+    update = Update(
+        block=block,
+        staging=staging,
+        follows_norm=follows_norm,
+        is_share=has_shares,
+        nbytes=size.update_bytes,
+    )
+    return spread(update, size.spread_bytes, has_shares=has_shares)
+
+
+def updated_at_once(
+    operations: Sequence[Operation],
+    sizes: Sequence[BlockSize],
+    at_home: Callable[[int, bool], bool],
+    *,
+    num_staging: int = 0,
+    first_staging: int = 0,
+    has_shares: bool = False,
+) -> list[Operation]:
+    """List operations in which every gradient that is complete at home is followed by its update.
+
+    Args:
+        operations: The program.
+        sizes: The blocks' sizes.
+        at_home: Says of a block whether its gradient waits on the host, complete or not.
+        num_staging: The number of host buffers through which these gradients pass in turn; 0: the plane.
+        first_staging: The first of them to use.
+        has_shares: Several ranks update a share each.
+    """
+    result: list[Operation] = []
+    turn = first_staging
+    for operation in operations:
+        ends = isinstance(operation, GradientEnd) and operation.completes
+        if not ends or not at_home(operation.block, True):
+            result.append(operation)
+            continue
+        staging = -1
+        if operation.takes_sum and num_staging:
+            staging, turn = turn, (turn + 1) % num_staging
+            operation = operation.through(staging)
+        result.append(operation)
+        block, shared = operation.block, {"has_shares": has_shares}
+        result += update_of(block, sizes[block], staging=staging, follows_norm=False, **shared)
+    return result

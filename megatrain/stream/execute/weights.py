@@ -1,0 +1,106 @@
+"""Working weights on the device: which block each slot holds, and the copies that bring blocks there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from torch import Tensor
+
+from megatrain.plan.program.buffers import weights_buffer
+from megatrain.plan.program.kinds import Lane
+from megatrain.plan.program.operations import Work
+from megatrain.store.state import HostState
+from megatrain.stream.execute.slots import Slots
+from megatrain.stream.execute.state_on_drives import StateOnDrives
+from megatrain.stream.lanes import Lanes
+from megatrain.stream.ranks.shared_gradients import SharedGradients
+
+
+class Weights:
+    """What slots and resident places hold. The methods named after operations return what these run."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        host: HostState,
+        slots: Slots,
+        *,
+        shared: SharedGradients | None,
+        drives: StateOnDrives | None,
+    ) -> None:
+        """Start with empty slots.
+
+        Args:
+            lanes: The lanes in which copies run.
+            host: The model's state, whose working weights are copied.
+            slots: The places on the device.
+            shared: What brings weights between ranks; None: there is one rank.
+            drives: The state on drives; None: the whole state is in RAM.
+        """
+        self._lanes = lanes
+        self._host = host
+        self._slots = slots
+        self._shared = shared
+        self._drives = drives
+        self.contents: list[int | None] = [None] * len(slots)
+        """By slot: the block that is there, or will be."""
+        self.stale: set[int] = set()
+        """Outer blocks whose weights on the device are out of date."""
+
+    def forget(self, stale: Iterable[int]) -> None:
+        """Take note that what slots and the places of `stale` hold is old; let lanes that check know it."""
+        for slot, block in enumerate(self.contents):
+            if block is not None:
+                self._poison(block, slot)
+        self.empty()
+        self.stale = set(stale)
+
+    def empty(self) -> None:
+        """Take note that the slots hold nothing."""
+        self.contents = [None] * len(self._slots)
+
+    def _poison(self, block: int, slot: int) -> None:
+        place, buffer = self._slots.place(block, slot), weights_buffer(block, slot)
+        self._lanes.enqueue(Lane.FETCH, lambda: self._lanes.freed(place), writes=[buffer])
+
+    def fetch(self, block: int, slot: int, *, page: int, in_pieces: bool) -> Work:
+        """Return the copy of a block's weights to its place, from RAM or from a page."""
+        if page < 0:
+            source = self._host.blocks[block].working
+        else:
+            assert self._drives is not None
+            source = self._drives.page(block, page)
+        target = self._slots.place(block, slot)
+        if in_pieces:
+            return partial(self._fetch_piece, target, source)
+        return lambda: self._lanes.copy(target, source)
+
+    def _fetch_piece(self, target: Tensor, source: Tensor) -> None:
+        assert self._shared is not None
+        for part in self._shared.pieces(target.numel()):
+            self._lanes.copy(target[part], source[part])
+
+    def settle(self, block: int, slot: int) -> None:
+        """Note, when a fetch is enqueued, where its block will be."""
+        if slot >= 0:
+            self.contents[slot] = block
+        self.stale.discard(block)
+
+    def gather(self, block: int, slot: int) -> Work:
+        """Return what makes weights whole, of which each rank has fetched a piece."""
+        assert self._shared is not None
+        return partial(self._shared.gather, self._slots.place(block, slot))
+
+    def gather_shares(self, block: int) -> Work:
+        """Return what makes a resident block's weights whole, of which each rank has updated its share."""
+        assert self._shared is not None
+        return partial(self._shared.gather_shares, block, self._slots.place(block, -1))
+
+    def spread(self, block: int, drive_staging: int) -> Work:
+        """Return what makes weights on the host whole, of which each rank has updated its share."""
+        assert self._shared is not None
+        working = self._host.blocks[block].working
+        if self._drives is not None:
+            working = self._drives.working(block, drive_staging)
+        return partial(self._shared.spread, block, working)
