@@ -53,10 +53,10 @@ SUBJECTS = {
         registries=["megatrain.objective"],
     ),
     "optimizers": Subject(
-        names=["adamw", "sign_sgd", "muon"],
+        names=["adamw", "signsgd", "muon"],
         classes=["Optimizer"],
-        home="megatrain",
-        registries=["megatrain.optim"],
+        home="megatrain.config.optimizers",
+        registries=["megatrain.config.optimizers"],
     ),
 }
 

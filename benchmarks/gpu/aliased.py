@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu.measure import Normal, put_parameters
+from megatrain.config.optimizers import adamw
 from megatrain.config.runs import SumRoom
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.moments import MomentFormat
 from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import find_blocks
 from megatrain.model.weights.skeleton import build_skeleton
@@ -48,9 +48,7 @@ class AliasedState(HostState):
         places = GradientPlaces(
             everything, on_device=nobody, on_drives=nobody, staged=nobody, sums_on_drives=nobody
         )
-        planes = host_planes(
-            self.layouts, self.precision, places, sum_room=SumRoom(), moments=MomentFormat.FP32
-        )
+        planes = host_planes(self.layouts, self.precision, places, sum_room=SumRoom(), optimizer=adamw.FP32)
         return sum(planes.values())
 
     @property

@@ -224,9 +224,9 @@ def device_adamw(record: Record, is_dry: bool) -> None:
     """Update the same planes on the host and on the device for some steps, and compare every bit."""
     import torch
 
-    from megatrain.optim.adamw import AdamWStep, update_many
-    from megatrain.optim.device import update_on_device
-    from megatrain.optim.fused import update_fused, why_not_fused
+    from megatrain.optim.adamw.device import update_on_device
+    from megatrain.optim.adamw.fused import update_fused, why_not_fused
+    from megatrain.optim.adamw.host import AdamWStep, update_many
     from megatrain.optim.pool import default_pool
 
     device = device_of(is_dry)
@@ -300,7 +300,7 @@ def planes(numel: int, *, is_split: bool, gradient_dtype: Any) -> dict[str, Any]
 
 def as_planes(flats: Mapping[str, Any], gradient: Any) -> Any:
     """Name the planes of an update."""
-    from megatrain.optim.adamw import Planes
+    from megatrain.optim.adamw.host import Planes
 
     return Planes(**flats, gradient=gradient)
 

@@ -182,7 +182,7 @@ def rates(record: Record, is_dry: bool) -> None:
     from megatrain.hardware.accelerators import device_name, free_bytes
     from megatrain.hardware.machines import machine_json
     from megatrain.hardware.present import Device, describe_machine
-    from megatrain.optim.fused import fuses_updates
+    from megatrain.optim.adamw.fused import fuses_updates
     from megatrain.optim.threads import worker_threads
 
     sizes = Sizes(seconds=0.3, lock_bytes=0, compresses=False)
@@ -211,8 +211,8 @@ def adamw(record: Record, is_dry: bool) -> None:
     """Hold the device's update against the host's, bit for bit, and its rate against torch's fused AdamW."""
     import torch
 
-    from megatrain.optim.adamw import AdamWStep, Planes
-    from megatrain.optim.fused import update_resident
+    from megatrain.optim.adamw.fused import update_resident
+    from megatrain.optim.adamw.host import AdamWStep, Planes
 
     device = device_of(is_dry)
     numel = 1 << 16 if is_dry else 1 << 28

@@ -144,7 +144,7 @@ def adamw_rates(is_dry: bool) -> list[dict[str, Any]]:
     """Measure the update of split masters by threads, in parameters/s and bytes/s of host memory."""
     import torch
 
-    from megatrain.optim.adamw import AdamWStep, Planes, update_many
+    from megatrain.optim.adamw.host import AdamWStep, Planes, update_many
     from megatrain.optim.pool import WorkerPool
     from megatrain.optim.threads import worker_threads
     from megatrain.store.arena import Arena

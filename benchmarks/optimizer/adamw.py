@@ -24,7 +24,7 @@ from numba import njit
 from torch import Tensor
 
 from benchmarks.report import emit, hardware, spread
-from megatrain.optim.adamw import AdamWStep, update
+from megatrain.optim.adamw.host import AdamWStep, update
 from megatrain.optim.pool import WorkerPool, worker_threads
 from megatrain.optim.sums import sum_of_squares
 from megatrain.store.master import split_master_into

@@ -52,13 +52,14 @@ from benchmarks.training.loss_plot import (
     nice_range,
     text,
 )
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL
 from megatrain.data.loader import PackedLoader
 from megatrain.data.packing import join_documents, tokenize
 from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import end_of_document, load_tokenizer, train_tokenizer
-from megatrain.layout.moments import SCALE_NUMEL
-from megatrain.optim.adamw import AdamWStep, Planes, rounding_key, update_many
+from megatrain.optim.adamw.host import AdamWStep, Planes, update_many
 from megatrain.optim.pool import WorkerPool, worker_threads
+from megatrain.optim.updates import rounding_key
 from tests.reference import attach_plainly
 
 RUNS = ("fp32", "nudged", "bf16", "int8")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from megatrain.config.optimizers.registry import OTHERS
 from megatrain.doctor.drive import BLOCKS, FILE_BYTES, THREADS, DriveBench, measure_drive
 from megatrain.doctor.overhead import visit_overhead_s
 from megatrain.doctor.rates import (
@@ -29,7 +30,6 @@ from megatrain.doctor.rates import (
 from megatrain.hardware import host_memory, measure_matmul_peak
 from megatrain.hardware.accelerators import give_back_memory
 from megatrain.hardware.present import Measurements, Node, memory_nodes
-from megatrain.layout.moments import MomentFormat
 from megatrain.optim.threads import worker_threads
 
 _HEAD = 128
@@ -64,7 +64,7 @@ class Sizes:
     overhead_layers: int = 10
     """Of the model that a visit's overhead is measured with; 0: not measured."""
     compresses: bool = True
-    """Whether updates with compressed moments are measured: their kernels take seconds to compile."""
+    """Whether other updates than the usual ones are measured: their kernels take seconds to compile."""
 
 
 QUICK = Sizes(
@@ -95,7 +95,7 @@ class Bench:
     attention_backward: Mapping[str, float]
     updates: Mapping[int, float]
     compressed: Mapping[str, float]
-    """Updates with compressed moments, with the best number of threads."""
+    """Updates of other optimizers and formats, with the best number of threads."""
     nodes: tuple[tuple[Node, float], ...]
     drive: DriveBench | None
     locked_bytes: int | None
@@ -188,10 +188,10 @@ def run_bench(
     updates = update_rates(thread_counts(worker_threads()), numel=sizes.update_numel, seconds=sizes.seconds)
     best = max(updates, key=lambda count: updates[count])
     compressed = {
-        moments.value: update_rates([best], numel=sizes.update_numel, seconds=sizes.seconds, moments=moments)[
-            best
-        ]
-        for moments in (MomentFormat.BF16, MomentFormat.INT8)
+        other.rate_key: update_rates(
+            [best], numel=sizes.update_numel, seconds=sizes.seconds, optimizer=other
+        )[best]
+        for other in OTHERS
         if sizes.compresses
     }
     if on_gpu:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.doctor.bench import QUICK, Bench, run_bench
 from megatrain.doctor.disk import block_device
 from megatrain.errors import ConfigError
@@ -20,8 +21,8 @@ from megatrain.hardware.present import (
     with_present_capacities,
 )
 from megatrain.hardware.spec import HardwareSpec
-from megatrain.optim.fused import fuses_updates
 from megatrain.optim.threads import worker_threads
+from megatrain.optim.updates import fuses_updates
 
 _log = logging.getLogger(__name__)
 
@@ -97,5 +98,5 @@ def present_device(sensor: Sensor | None = None) -> Device:
         name=device_name(),
         nbytes=free,
         watts=None if sensor is None else sensor.power_limit_w(),
-        fuses_updates=fuses_updates(device),
+        fuses_updates=fuses_updates(DEFAULT, device),
     )

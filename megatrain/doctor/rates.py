@@ -19,11 +19,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatrain.config.optimizers.optimizer import Optimizer, num_scales
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.hardware import GIB
 from megatrain.hardware.accelerators import vendor_of
-from megatrain.layout.moments import MomentFormat, moment_planes, num_scales
-from megatrain.optim.adamw import AdamWStep, update
 from megatrain.optim.pool import WorkerPool
+from megatrain.optim.updates import RangePlanes, RangeStep, kernels_of
 from megatrain.store.arena import Arena
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -133,23 +134,25 @@ def attention_rates(
 
 
 def update_rates(
-    threads: Iterable[int], *, numel: int, seconds: float, moments: MomentFormat = MomentFormat.FP32
+    threads: Iterable[int], *, numel: int, seconds: float, optimizer: Optimizer = DEFAULT
 ) -> dict[int, float]:
-    """Return parameters/s of AdamW on a split master with bf16 gradients, by number of threads."""
-    hyper = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
-    shapes = moment_planes(numel, num_scales(numel), moments)
-    planes = {
-        name: torch.zeros(count, dtype=getattr(torch, dtype)) for name, (count, dtype) in shapes.items()
-    } | {
-        "working": torch.ones(numel, dtype=torch.bfloat16),
-        "remainder": torch.zeros(numel, dtype=torch.int16),
-        "gradient": torch.ones(numel, dtype=torch.bfloat16),
-    }
+    """Return parameters/s of updates of split masters with bf16 gradients, by number of threads."""
+    step = RangeStep(hyper=optimizer.defaults(), count=1)
+    planes = RangePlanes(
+        working=torch.ones(numel, dtype=torch.bfloat16),
+        remainder=torch.zeros(numel, dtype=torch.int16),
+        gradient=torch.ones(numel, dtype=torch.bfloat16),
+        state={
+            name: torch.zeros(plane.numel(numel, num_scales(numel)), dtype=getattr(torch, plane.element))
+            for name, plane in optimizer.planes.items()
+        },
+    )
+    kernels = kernels_of(optimizer)
     rates = {}
     for count in threads:
         pool = WorkerPool(count)
         try:
-            call = partial(update, pool, hyper, **planes)
+            call = partial(kernels.update_on_host, pool, [(step, planes)])
             rates[count] = _rate(torch.device("cpu"), call, numel, seconds)
         finally:
             pool.close()

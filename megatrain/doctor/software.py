@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.doctor.checks import ROOT, Check, Level
 from megatrain.hardware.care import Sensor
 from megatrain.hardware.memory import GIB
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.layout.moments import MomentFormat
-from megatrain.optim.device import MOVED_BYTES
-from megatrain.optim.fused import why_not_fused
+from megatrain.optim.updates import kernels_of
 
 _SHOWN = ("megatrain", "torch", "transformers", "numba")
 
@@ -107,15 +106,15 @@ def _check_gpu(device: torch.device) -> Check:
 
 def check_updates(device: torch.device) -> Check:
     """Say what updates the blocks whose state is on the device, and how much of its memory that moves."""
-    name, reason = "updates on the device", why_not_fused(device.type)
-    fused_bytes = BlockBytes(num_split=1, num_state=1).fused_update_bytes(MomentFormat.FP32)
+    name, reason = "updates on the device", kernels_of(DEFAULT).why_not_fused(device.type)
+    fused_bytes = BlockBytes(num_split=1, num_state=1).fused_update_bytes(DEFAULT)
     if reason is None:
         text = f"one Triton kernel, {fused_bytes} bytes per parameter; its bits were compared with torch's"
         return Check(name=name, level=Level.OK, text=text)
     return Check(
         name=name,
         level=Level.WARN,
-        text=f"torch's operations, {MOVED_BYTES} bytes per parameter where Triton's kernel moves "
+        text=f"torch's operations, {DEFAULT.device_bytes} bytes per parameter where Triton's kernel moves "
         f"{fused_bytes}: {reason}",
         fix="pip install triton where it is not installed; else nothing is to be done",
     )

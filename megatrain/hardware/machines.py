@@ -238,8 +238,10 @@ def _attention(name: str, value: Any) -> dict[str, float]:
 
 
 def _compressed(name: str, value: Any) -> dict[str, float]:
-    if not isinstance(value, dict) or set(value) - {"bf16", "int8"}:
-        raise _Wrong(f"{name} is {_shown(value)}; it must be an object with the keys bf16 and int8")
+    if not isinstance(value, dict) or any(" " not in key for key in set(value) - {"bf16", "int8"}):
+        raise _Wrong(
+            f"{name} is {_shown(value)}; it must be an object with the keys bf16 and int8, or NAME FORMAT"
+        )
     return {key: _positive(f"{name}.{key}", rate) for key, rate in value.items()}
 
 

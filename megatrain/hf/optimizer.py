@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from megatrain.errors import ConfigError
 from megatrain.stream.engine import Engine
-from megatrain.stream.optimizer import StreamedAdamW
+from megatrain.stream.optimizer import StreamedOptimizer
 
 _log = logging.getLogger(__name__)
 
@@ -30,14 +30,14 @@ def require_kind(kind: Any, where: str) -> None:
     Raises:
         ConfigError: It is another.
     """
-    if kind is not torch.optim.AdamW and not (isinstance(kind, type) and issubclass(kind, StreamedAdamW)):
+    if kind is not torch.optim.AdamW and not (isinstance(kind, type) and issubclass(kind, StreamedOptimizer)):
         raise ConfigError(f"{where} names {getattr(kind, '__name__', kind)}; {_INSTEAD}")
 
 
-def streamed(optimizer: Any) -> StreamedAdamW | None:
+def streamed(optimizer: Any) -> StreamedOptimizer | None:
     """Return the engine's optimizer of what accelerate may have wrapped; None: it is another."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    return inner if isinstance(inner, StreamedAdamW) else None
+    return inner if isinstance(inner, StreamedOptimizer) else None
 
 
 def names_optimizer(create: Any) -> bool:
@@ -64,7 +64,9 @@ def require_new(optimizer: Any) -> None:
         )
 
 
-def as_streamed(engine: Engine, optimizer: Any, *, max_grad_norm: float | None, seed: int) -> StreamedAdamW:
+def as_streamed(
+    engine: Engine, optimizer: Any, *, max_grad_norm: float | None, seed: int
+) -> StreamedOptimizer:
     """Return an optimizer of the engine in place of torch's AdamW, with its groups.
 
     Args:

@@ -48,7 +48,7 @@ from megatrain.hf.optimizer import (
 )
 from megatrain.hf.ranks import join
 from megatrain.stream.engine import Engine
-from megatrain.stream.optimizer import StreamedAdamW
+from megatrain.stream.optimizer import StreamedOptimizer
 from megatrain.stream.steps import PassBefore
 from megatrain.train.ranks import require_same
 
@@ -257,7 +257,7 @@ class Streaming(_Base):
         return made
 
     @property
-    def _streamed(self) -> StreamedAdamW:
+    def _streamed(self) -> StreamedOptimizer:
         """The engine's optimizer itself."""
         found = streamed(self.optimizer)
         assert found is not None

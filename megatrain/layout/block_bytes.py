@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatrain.layout.moments import ELEMENT_BYTES, MomentFormat, moment_planes
+from megatrain.config.optimizers.optimizer import ELEMENT_BYTES, Optimizer
 
 ALIGNMENT = 64
 """Elements; 128 bytes of bf16, 256 of fp32: whole cache lines and whole vectors for every dtype."""
@@ -26,7 +26,7 @@ class BlockBytes:
     num_state: int = 0
     """State elements in all, padding included; 0 if nothing of the block is trained."""
     num_scales: int = 0
-    """Of one moment in int8: one for every 256 elements of a parameter, or less."""
+    """Of a plane with scales: one for every 256 elements of a parameter, or less."""
 
     def __add__(self, other: BlockBytes) -> BlockBytes:
         """Return the sizes of a block that has the parameters of both."""
@@ -61,16 +61,23 @@ class BlockBytes:
         """Bytes of the remainder."""
         return 2 * self.num_split
 
-    def moment_bytes(self, moments: MomentFormat) -> int:
-        """Return the bytes of AdamW's two moments, with their scales."""
-        planes = moment_planes(self.num_state, self.num_scales, moments)
-        return sum(numel * ELEMENT_BYTES[element] for numel, element in planes.values())
+    def plane_bytes(self, optimizer: Optimizer, name: str) -> int:
+        """Return the bytes of one of the optimizer's planes."""
+        plane = optimizer.planes[name]
+        return plane.numel(self.num_state, self.num_scales) * ELEMENT_BYTES[plane.element]
 
-    def update_bytes(self, moments: MomentFormat) -> int:
-        """Return the bytes of memory that AdamW reads and writes: masters, moments, and the gradient once."""
+    def optimizer_bytes(self, optimizer: Optimizer) -> int:
+        """Return the bytes of all of the optimizer's planes, with their scales."""
+        return sum(self.plane_bytes(optimizer, name) for name in optimizer.planes)
+
+    def update_bytes(self, optimizer: Optimizer) -> int:
+        """Return the bytes of memory that an update reads and writes: masters, planes, and the gradient once.
+
+        Every optimizer that updates element by element does it in one pass.
+        """
         masters = 4 * self.num_state  # as working weights and remainders, or in fp32
-        return 2 * (masters + self.moment_bytes(moments)) + self.gradient_bytes
+        return 2 * (masters + self.optimizer_bytes(optimizer)) + self.gradient_bytes
 
-    def fused_update_bytes(self, moments: MomentFormat) -> int:
-        """Return the bytes of device memory that one kernel of AdamW there does: it reads sums in fp32."""
-        return self.update_bytes(moments) - self.gradient_bytes + self.accumulator_bytes
+    def fused_update_bytes(self, optimizer: Optimizer) -> int:
+        """Return the bytes of device memory of an update there in one kernel, which reads sums in fp32."""
+        return self.update_bytes(optimizer) - self.gradient_bytes + self.accumulator_bytes

@@ -1,9 +1,9 @@
 """Where each parameter of a block lies in the block's flat buffers.
 
 A block has one byte buffer of working weights, with one segment per working dtype, and one index space for
-its trained elements, which the planes `remainder`, `exp_avg`, `exp_avg_sq` and `gradient` share. Every
-parameter starts at a multiple of `ALIGNMENT` elements, and what lies between two parameters is zero for
-ever: a zero weight with a zero gradient stays zero under AdamW and adds nothing to a norm.
+its trained elements, which `remainder`, `gradient` and the optimizer's planes share. Every parameter starts
+at a multiple of `ALIGNMENT` elements, and what lies between two parameters is zero for ever: a zero weight
+with a zero gradient stays zero under any optimizer that is described here, and adds nothing to a norm.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from functools import cached_property
 
 import torch
 
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL, num_scales
 from megatrain.layout.block_bytes import ALIGNMENT, BlockBytes, aligned
-from megatrain.layout.moments import SCALE_NUMEL, num_scales
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ class BlockLayout:
         return ranges
 
     def scaled_edge(self, index: int) -> int:
-        """Return where, from a state index on, a parameter or another scale of int8 moments begins."""
+        """Return where, from a state index on, a parameter or another scale of its planes begins."""
         entry = self._trained_at(index)
         start = entry.state_offset or 0
         return min(start + aligned(entry.numel), start + SCALE_NUMEL * num_scales(index - start))

@@ -4,8 +4,8 @@ A block's state space is cut at multiples of `CUT_NUMEL` elements of each of its
 is what sums of squares add up at a time, so a norm of all chunks, in order, has the same bits whoever owns
 them. A segment with fewer chunks than there are ranks stays whole on one of them, by the block's number.
 
-Moments in int8 have a scale for every 256 elements of a parameter, of which a cut may be in the middle. Then
-all of these belong to the share that has the first of them (`state_shares`).
+An optimizer's planes may have a scale for every 256 elements of a parameter, of which a cut may be in the
+middle. Then all of these belong to the share that has the first of them (`state_shares`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL, Optimizer
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import PAGE_BYTES, padded
-from megatrain.layout.moments import SCALE_NUMEL
 from megatrain.layout.totals import BlockTotals
 
 PIECE_ALIGNMENT = 256
@@ -106,14 +106,21 @@ def whole_share(sizes: BlockBytes) -> Share:
     return Share(range(sizes.num_split), range(sizes.num_split, sizes.num_state))
 
 
-def state_shares(cut: Sequence[Share], scaled_edge: Callable[[int], int] | None) -> list[Share]:
+def state_shares(
+    cut: Sequence[Share], optimizer: Optimizer, scaled_edge: Callable[[int], int]
+) -> list[Share]:
     """Return what of a block's state each rank keeps and updates.
 
     Args:
         cut: What of its gradient each rank adds up: see `shares`.
-        scaled_edge: Returns where the next scale of moments begins; None: they have none.
+        optimizer: The optimizer whose state it is.
+        scaled_edge: Returns where the next scale begins.
+
+    Raises:
+        ConfigError: An update needs more than single elements.
     """
-    return [*cut] if scaled_edge is None else [share.moved(scaled_edge) for share in cut]
+    optimizer.require_elements("several ranks cut")
+    return [share.moved(scaled_edge) for share in cut] if optimizer.has_scales else [*cut]
 
 
 def node_shares(cut: Sequence[Share], num_nodes: int) -> list[Share]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.runs import SumRoom
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.exchange import Exchange
@@ -20,15 +21,12 @@ from megatrain.layout.host_buffers import (
     PIECE_BYTES,
     padded,
 )
-from megatrain.layout.moments import ELEMENT_BYTES, MomentFormat, moment_planes
 from megatrain.layout.ownership import largest_share, room_of_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, Selection
 
 UPDATE_CHUNK_NUMEL = 1 << 22
-"""Elements of a pass of AdamW on the device, at most. Where scratch memory is short, a tenth would do: a pass
-then moves about 30 MB, which takes as long as the launch of its kernel."""
-UPDATE_SCRATCH_BYTES = 35
-"""Scratch memory of such a pass per element: three fp64, two fp32, three bools."""
+"""Elements of a pass of an update on the device, at most. Where scratch memory is short, a tenth would do:
+it then moves about 30 MB, which takes as long as the launch of its kernel."""
 SQUARES_CHUNK_NUMEL = 1 << 22
 """Elements of a rank's share that are rounded in one go, to bf16, and squared on the device, in fp64."""
 ONE_SUM = SumRoom(whole=1)
@@ -64,16 +62,16 @@ def resident_gradient(sizes: BlockBytes, room: SumRoom = ONE_SUM) -> int:
     return _partial_sums(sizes, room)
 
 
-def resident_state(sizes: BlockBytes, moments: MomentFormat, num_ranks: int = 1) -> int:
-    """Return the bytes of remainder and moments of a block that is updated on the device.
+def resident_state(sizes: BlockBytes, optimizer: Optimizer, num_ranks: int = 1) -> int:
+    """Return the bytes of remainder and optimizer state of a block that is updated on the device.
 
     Args:
         sizes: Of the block.
-        moments: How they are kept.
+        optimizer: The optimizer whose state it is.
         num_ranks: Each of which has those of its share.
     """
     own = room_of_share(sizes, num_ranks)
-    return own.remainder_bytes + own.moment_bytes(moments)
+    return own.remainder_bytes + own.optimizer_bytes(optimizer)
 
 
 def gradient_buffer(sizes: BlockBytes, is_wide: bool, room: SumRoom = ONE_SUM) -> int:
@@ -116,13 +114,14 @@ def rounded_share(sizes: BlockBytes, num_ranks: int) -> int:
     return 10 * min(largest_share(sizes, num_ranks).num_state, SQUARES_CHUNK_NUMEL)
 
 
-def update_scratch(numel: int) -> int:
+def update_scratch(numel: int, optimizer: Optimizer) -> int:
     """Return the scratch memory of an update on the device, as long as it lasts.
 
     Args:
         numel: State elements that are updated in one go.
+        optimizer: The optimizer that updates them.
     """
-    return UPDATE_SCRATCH_BYTES * min(numel, UPDATE_CHUNK_NUMEL)
+    return optimizer.scratch_bytes * min(numel, UPDATE_CHUNK_NUMEL)
 
 
 # -- planes on the host --------------------------------------------------------------------------------------
@@ -138,10 +137,9 @@ def remainder_plane(sizes: BlockBytes) -> int:
     return sizes.remainder_bytes
 
 
-def moment_plane(sizes: BlockBytes, plane: str, moments: MomentFormat) -> int:
-    """Return the bytes of a block in one of the planes that a format of moments has."""
-    numel, element = moment_planes(sizes.num_state, sizes.num_scales, moments)[plane]
-    return numel * ELEMENT_BYTES[element]
+def optimizer_plane(sizes: BlockBytes, plane: str, optimizer: Optimizer) -> int:
+    """Return the bytes of a block in one of the optimizer's planes."""
+    return sizes.plane_bytes(optimizer, plane)
 
 
 def gradient_plane(sizes: BlockBytes) -> int:
@@ -167,9 +165,9 @@ def staging_buffer(places: GradientPlaces) -> int:
 # -- state on drives, and the buffers before them ------------------------------------------------------------
 
 
-def state_image(sizes: BlockBytes) -> int:
-    """Return the bytes of a block's remainder and moments on a drive: whole pages, and exact moments."""
-    return padded(sizes.remainder_bytes + sizes.moment_bytes(MomentFormat.FP32))
+def state_image(sizes: BlockBytes, optimizer: Optimizer) -> int:
+    """Return the bytes of a block's remainder and optimizer state on a drive: whole pages."""
+    return padded(sizes.remainder_bytes + sizes.optimizer_bytes(optimizer))
 
 
 def weights_image(sizes: BlockBytes) -> int:
@@ -177,19 +175,20 @@ def weights_image(sizes: BlockBytes) -> int:
     return padded(sizes.working_bytes)
 
 
-def state_buffer(blocks: BlockTotals, num_weights: int, num_state: int) -> int:
+def state_buffer(blocks: BlockTotals, num_weights: int, num_state: int, optimizer: Optimizer) -> int:
     """Return the bytes of a buffer through which state passes between the drives and its update.
 
     Args:
         blocks: All, the largest first, as they are on a node's drives.
         num_weights: So many of them have their weights in RAM.
         num_state: So many have all of their state there.
+        optimizer: The optimizer whose state it is.
     """
     # at a commit, what lives in RAM passes through the buffers too, a piece at a time
     return max(
-        blocks[num_weights:].largest(_image),
-        blocks[num_state:].largest(state_image),
-        blocks[:].largest(_piece),
+        blocks[num_weights:].largest(_image, optimizer),
+        blocks[num_state:].largest(state_image, optimizer),
+        blocks[:].largest(_piece, optimizer),
     )
 
 
@@ -198,12 +197,12 @@ def weights_buffer(blocks: BlockTotals, num_weights: int) -> int:
     return blocks[num_weights:].largest(weights_image)
 
 
-def _image(sizes: BlockBytes) -> int:
-    return state_image(sizes) + weights_image(sizes)
+def _image(sizes: BlockBytes, optimizer: Optimizer) -> int:
+    return state_image(sizes, optimizer) + weights_image(sizes)
 
 
-def _piece(sizes: BlockBytes) -> int:
-    return min(PIECE_BYTES, max(state_image(sizes), weights_image(sizes)))
+def _piece(sizes: BlockBytes, optimizer: Optimizer) -> int:
+    return min(PIECE_BYTES, max(state_image(sizes, optimizer), weights_image(sizes)))
 
 
 # -- saved activations ---------------------------------------------------------------------------------------
@@ -234,7 +233,7 @@ def device_pools(
     num_gradient_buffers: int,
     is_wide: bool,
     waiting: Selection,
-    moments: MomentFormat,
+    optimizer: Optimizer,
     room: SumRoom = ONE_SUM,
     num_ranks: int = 1,
 ) -> dict[str, int]:
@@ -246,7 +245,7 @@ def device_pools(
         num_gradient_buffers: For their gradients.
         is_wide: Gradients add up in fp32.
         waiting: Blocks whose complete gradients wait on the device for the norm.
-        moments: How the optimizer's state is kept.
+        optimizer: The optimizer whose state it is.
         room: For partial sums of a gradient; see `StepSums.on_device`.
         num_ranks: Among which complete gradients and the optimizer's state are shared out.
     """
@@ -255,31 +254,31 @@ def device_pools(
         "slots": num_slots * streamed.largest(slot),
         "resident weights": staying.total(resident_weights),
         "resident gradients": staying.total(resident_gradient, room),
-        "resident optimizer state": blocks.resident.total(resident_state, moments, num_ranks),
+        "resident optimizer state": blocks.resident.total(resident_state, optimizer, num_ranks),
         "gradient buffers": num_gradient_buffers * streamed.largest(gradient_buffer, is_wide, room),
         "waiting gradients": waiting.total(waiting_gradient, num_ranks),
     }
 
 
-def state_planes(weights: Selection, state: Selection, moments: MomentFormat) -> dict[str, int]:
+def state_planes(weights: Selection, state: Selection, optimizer: Optimizer) -> dict[str, int]:
     """Return the bytes of each plane of weights and of optimizer state in RAM.
 
     Args:
         weights: Blocks whose working weights are there.
-        state: Blocks whose remainder and moments are.
-        moments: How these are kept.
+        state: Blocks whose remainder and optimizer state are.
+        optimizer: The optimizer whose state it is.
     """
     return {
         "working": weights.total(working_plane),
         "remainder": state.total(remainder_plane),
-        **{name: state.total(moment_plane, name, moments) for name in moment_planes(0, 0, moments)},
+        **{name: state.total(optimizer_plane, name, optimizer) for name in optimizer.planes},
     }
 
 
 def host_planes(
     blocks: Selection,
     places: GradientPlaces,
-    moments: MomentFormat,
+    optimizer: Optimizer,
     *,
     room: SumRoom,
     kept: BlockTotals | None = None,
@@ -289,12 +288,12 @@ def host_planes(
     Args:
         blocks: All.
         places: Where complete gradients wait.
-        moments: How they are kept.
+        optimizer: The optimizer whose state it is.
         room: As in `gradient_planes`.
-        kept: What a node keeps of remainder, moments and gradients of each block; None: all.
+        kept: What a node keeps of remainder, optimizer state and gradients of each block; None: all.
     """
     state = blocks if kept is None else kept.pick(blocks)
-    planes = state_planes(blocks, state, moments)
+    planes = state_planes(blocks, state, optimizer)
     return planes | gradient_planes(blocks, places.kept_by(kept), room=room)
 
 
@@ -313,10 +312,12 @@ def gradient_planes(blocks: Selection, places: GradientPlaces, *, room: SumRoom)
     }
 
 
-def drive_buffers(blocks: BlockTotals, num_weights: int, num_state: int) -> dict[str, int]:
+def drive_buffers(
+    blocks: BlockTotals, num_weights: int, num_state: int, optimizer: Optimizer
+) -> dict[str, int]:
     """Return the bytes in RAM of the buffers before the drives; the arguments are those of `state_buffer`."""
     return {
-        "staging of state": NUM_STATE_STAGING * state_buffer(blocks, num_weights, num_state),
+        "staging of state": NUM_STATE_STAGING * state_buffer(blocks, num_weights, num_state, optimizer),
         "staging of weights": NUM_PAGES * weights_buffer(blocks, num_weights),
     }
 
@@ -331,6 +332,6 @@ def parked_sum(sizes: BlockBytes) -> int:
     return padded(sizes.accumulator_bytes)
 
 
-def drive_pools(blocks: Selection) -> dict[str, int]:
+def drive_pools(blocks: Selection, optimizer: Optimizer) -> dict[str, int]:
     """Return the bytes on the drives: two copies of all state, so that a commit is whole."""
-    return {"two copies of the state": 2 * blocks.total(_image)}
+    return {"two copies of the state": 2 * blocks.total(_image, optimizer)}

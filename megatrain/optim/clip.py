@@ -1,7 +1,7 @@
 """Clip gradients by their global norm, with the arithmetic of `torch.nn.utils.clip_grad_norm_`.
 
-The coefficient is not applied here: AdamW multiplies each gradient by it as it reads it, so clipping costs no
-pass.
+The coefficient is not applied here: the update multiplies each gradient by it as it reads it, so clipping
+costs no pass.
 """
 
 from __future__ import annotations
@@ -10,6 +10,18 @@ import math
 from collections.abc import Iterable
 
 import torch
+
+from megatrain.errors import ConfigError
+
+
+def check_max_norm(max_grad_norm: float | None) -> None:
+    """Refuse a norm to which nothing can be clipped.
+
+    Raises:
+        ConfigError: It is no positive number.
+    """
+    if max_grad_norm is not None and not 0.0 < max_grad_norm < math.inf:
+        raise ConfigError(f"max_grad_norm is {max_grad_norm}; use a positive number, or None for no clipping")
 
 
 def global_norm(sums: Iterable[float]) -> float:

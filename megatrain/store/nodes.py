@@ -7,34 +7,30 @@ either, since a read takes a page too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.moments import MOMENT_PLANES, MomentFormat
 from megatrain.layout.ownership import Share, node_shares, shares, state_shares
 from megatrain.store.arena import Arena
 from megatrain.store.ranks import StateRanks
 from megatrain.store.state import BlockState, HostState, Precision, split_gradient
 
-PARTED = ("remainder", *MOMENT_PLANES)
-"""Planes of which each node keeps its part."""
-
 
 class NodeParts:
     """What each node keeps of blocks, and how its ranks bring the parts of others."""
 
-    def __init__(self, layouts: Sequence[BlockLayout], nodes: StateRanks, *, has_scales: bool) -> None:
+    def __init__(self, layouts: Sequence[BlockLayout], nodes: StateRanks, optimizer: Optimizer) -> None:
         """Cut every block's state among the nodes."""
         self._nodes = nodes
         self._layouts = layouts
         self._kept = [
             node_shares(
-                state_shares(
-                    shares(layout.sizes, number, nodes.size), layout.scaled_edge if has_scales else None
-                ),
+                state_shares(shares(layout.sizes, number, nodes.size), optimizer, layout.scaled_edge),
                 nodes.num_nodes,
             )
             for number, layout in enumerate(layouts)
@@ -69,19 +65,21 @@ class NodeParts:
                 for part in self._of(block, state, node, [plane]) if node != self._nodes.node else ():
                     arenas[plane].give_back(part)
 
-    def bytes_of(self, blocks: Sequence[BlockState], found: Mapping[str, int]) -> dict[str, int]:
+    def bytes_of(
+        self, blocks: Sequence[BlockState], found: Mapping[str, int], parted: Collection[str]
+    ) -> dict[str, int]:
         """Return bytes by plane, where those of planes that are kept in parts are the bytes of them all."""
-        parted = [plane for plane in found if plane in (*PARTED, "gradient")]
         own = {
             plane: [part for number, state in enumerate(blocks) for part in self.own(number, state, [plane])]
-            for plane in parted
+            for plane in found
+            if plane in parted
         }
         return {**found, **{plane: sum(part.nbytes for part in parts) for plane, parts in own.items()}}
 
     def _of(self, block: int, state: BlockState, node: int, planes: Sequence[str]) -> list[Tensor]:
         found = []
         for plane in planes:
-            whole: Tensor | None = vars(state).get(plane)  # one on drives has none
+            whole = state.find_plane(plane)  # one on drives has none
             if whole is not None:
                 found += part_of_plane(state.layout, plane, whole, self._kept[block][node])
         return [part for part in found if part.numel()]
@@ -96,9 +94,14 @@ class PartedState(HostState):
     """Lets the others `lend` a block to this rank, which reads by itself; None: all borrow together."""
 
     @property
+    def parted(self) -> tuple[str, ...]:
+        """Planes of which each node keeps its part, beside the gradients."""
+        return ("remainder", *self.optimizer.planes)
+
+    @property
     def plane_bytes(self) -> dict[str, int]:
         """Bytes of each plane on this node, and of this rank's own buffers."""
-        return self._parts.bytes_of(self.blocks, super().plane_bytes)
+        return self._parts.bytes_of(self.blocks, super().plane_bytes, (*self.parted, "gradient"))
 
     def put(self, name: str, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
         """Write as the state of one node does; of a block that is complete, only this node's part stays."""
@@ -109,7 +112,7 @@ class PartedState(HostState):
 
     def arena(self, plane: str) -> Arena | None:
         """Return a plane's arena, to lock its pages; None of one that is here in part: locking takes all."""
-        return None if plane in (*PARTED, "gradient") else super().arena(plane)
+        return None if plane in (*self.parted, "gradient") else super().arena(plane)
 
     @contextmanager
     def borrow(self, block: int, *, writes: bool = False) -> Iterator[BlockState]:
@@ -147,7 +150,7 @@ class PartedState(HostState):
     def _bring(self, block: int) -> BlockState:
         """Return the whole block: all ranks call it."""
         state = self._brought(block)
-        self._parts.bring(block, state, PARTED)
+        self._parts.bring(block, state, self.parted)
         return state
 
     def _brought(self, block: int) -> BlockState:
@@ -160,7 +163,7 @@ class PartedState(HostState):
 
     def _give_back(self, block: int) -> None:
         """Drop what other nodes keep of a block's planes."""
-        self._parts.give_back(block, self.blocks[block], PARTED, self._arenas)
+        self._parts.give_back(block, self.blocks[block], self.parted, self._arenas)
 
 
 class NodeState(PartedState):
@@ -171,12 +174,12 @@ class NodeState(PartedState):
         layouts: Sequence[BlockLayout],
         precision: Precision,
         nodes: StateRanks,
-        planned: MomentFormat = MomentFormat.FP32,
+        optimizer: Optimizer = DEFAULT,
     ) -> None:
-        """Allocate as `HostState`, for nodes among which the state is shared out with `planned` moments."""
+        """Allocate as `HostState`, for nodes among which the state of an optimizer is shared out."""
         self._nodes = nodes
-        self.has_scales = planned is MomentFormat.INT8
-        self._parts = NodeParts(layouts, nodes, has_scales=self.has_scales)
+        self.has_scales = optimizer.has_scales
+        self._parts = NodeParts(layouts, nodes, optimizer)
         super().__init__(layouts, precision, shared=nodes.shared_memory)
 
 
@@ -189,6 +192,6 @@ def part_of_plane(layout: BlockLayout, plane: str, whole: Tensor, share: Share) 
         return [low[split.start : split.stop], high[start : start + len(full)] if full else high[:0]]
     if plane == "remainder":
         return [whole[split.start : split.stop]]
-    if plane.endswith("_scale"):
+    if whole.numel() != layout.num_state:  # of scales
         return [whole[layout.scales_of(part)] for part in share.ranges]
     return [whole[split.start : split.stop], whole[full.start : full.stop]]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.runs import SumRoom
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.ownership import whole_share
@@ -31,15 +32,18 @@ class NodeTieredState(PartedState, TieredState):
         layouts: Sequence[BlockLayout],
         precision: Precision,
         tiers: Tiers,
+        optimizer: Optimizer,
         *,
         sum_room: SumRoom,
         ranks: StateRanks,
     ) -> None:
         """Allocate as `TieredState`, for ranks among whose nodes the state is shared out."""
         self._nodes = ranks
-        self._parts = NodeParts(layouts, ranks, has_scales=False)
-        super().__init__(layouts, precision, tiers, sum_room=sum_room, ranks=ranks)
-        self._wholes = [Image(layout, whole_share(layout.sizes), layout.sizes, ()) for layout in layouts]
+        self._parts = NodeParts(layouts, ranks, optimizer)
+        super().__init__(layouts, precision, tiers, optimizer, sum_room=sum_room, ranks=ranks)
+        self._wholes = [
+            Image(layout, whole_share(layout.sizes), layout.sizes, optimizer, ()) for layout in layouts
+        ]
         """Of blocks that are lent."""
         away = self.on_drives.placement.state_on_drives
         most = max((self._wholes[block].num_bytes for block in away), default=0)

@@ -1,24 +1,25 @@
 """State of blocks on drives: how a block's planes lie there, and how they get there and back.
 
-The image of a block is `remainder | exp_avg | exp_avg_sq` padded to whole pages, then `working` padded alike.
-It is cut into pieces, which are the extents of the store. Every block has an image on the drives, because a
-commit must hold all state; of blocks in RAM it is only written. The ranks of a node keep one such image, in
-the same files: each reads and writes its own chunks of it, from and to buffers that all of them map. Of
-several nodes each has images of its own, of what it keeps: all weights, and a part of the rest. They are
-equally large on all nodes, so some have room left, and all do the same operations.
+The image of a block is its remainder and the optimizer's planes, padded to whole pages, then `working`
+padded alike. It is cut into pieces, which are the extents of the store. Every block has an image on the
+drives, because a commit must hold all state; of blocks in RAM it is only written. The ranks of a node keep
+one such image, in the same files: each reads and writes its own chunks of it, from and to buffers that all
+of them map. Of several nodes each has images of its own, of what it keeps: all weights, and a part of the
+rest. They are equally large on all nodes, so some have room left, and all do the same operations.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.runs import SumRoom
 from megatrain.errors import CheckpointError
 from megatrain.layout import pools
@@ -33,10 +34,6 @@ from megatrain.store.drives.record import CommitRecord, newest_of_all, nothing_i
 from megatrain.store.drives.striped import Extent, StripedStore, wait
 from megatrain.store.placement import Placement, Tiers, place, placed
 from megatrain.store.ranks import StateRanks
-
-PLANES = ("remainder", "exp_avg", "exp_avg_sq")
-"""What an image holds beside `working`, in order."""
-_DTYPES = (torch.int16, torch.float32, torch.float32)
 
 
 class Piece(NamedTuple):
@@ -57,12 +54,13 @@ class Image:
     """What of the block's state is there; of one node, all of it."""
     room: BlockBytes
     """Sizes of what there is room for: on no node is more of it."""
+    optimizer: Optimizer
     pieces: tuple[Piece, ...]
 
     @property
     def working_start(self) -> int:
         """First byte of the working weights."""
-        return pools.state_image(self.room)
+        return pools.state_image(self.room, self.optimizer)
 
     @property
     def num_bytes(self) -> int:
@@ -71,9 +69,11 @@ class Image:
 
     def planes(self, buffer: Tensor) -> dict[str, Tensor]:
         """View the planes of the share, without `working`, in a buffer of the image or its first part."""
-        split, count = len(self.share.split), self.share.numel
+        planes = [("remainder", len(self.share.split), torch.int16)]
+        for name, plane in self.optimizer.planes.items():
+            planes.append((name, plane.numel(self.share.numel, 0), getattr(torch, plane.element)))
         views, start = {}, 0
-        for name, numel, dtype in zip(PLANES, (split, count, count), _DTYPES, strict=True):
+        for name, numel, dtype in planes:
             stop = start + numel * dtype.itemsize
             if numel:
                 views[name] = buffer[start:stop].view(dtype)
@@ -96,6 +96,7 @@ class BlocksOnDrives:
         self,
         layouts: Sequence[BlockLayout],
         tiers: Tiers,
+        optimizer: Optimizer,
         *,
         sum_room: SumRoom,
         ranks: StateRanks | None = None,
@@ -104,15 +105,19 @@ class BlocksOnDrives:
 
         Raises:
             CapacityError: RAM does not hold what must be there.
+            ConfigError: The optimizer's state does not go on drives.
         """
+        optimizer.require_elements("drives cut")
         self.tiers = tiers
+        self.planes = ("remainder", *optimizer.planes)
+        """What an image holds beside `working`, in order."""
         self._ranks = ranks
         self.rank, self.num_ranks = (0, 1) if ranks is None else (ranks.local_rank, ranks.local_size)
         """This one's place on its node, and how many there are."""
         self.num_nodes = 1 if ranks is None else ranks.num_nodes
-        self.placement: Placement = _place(layouts, tiers, sum_room, ranks)
+        self.placement: Placement = _place(layouts, tiers, optimizer, sum_room, ranks)
         extents: list[Extent] = []
-        self.images = _images(layouts, extents, ranks)
+        self.images = _images(layouts, extents, optimizer, ranks)
         kept = [image.share.ranges for image in self.images] if self.num_nodes > 1 else ""
         self.store = StripedStore(
             tiers.of_node(0 if ranks is None else ranks.node, self.num_nodes),
@@ -186,7 +191,7 @@ class BlocksOnDrives:
         return [each.tolist() for each in self._ranks.gather(torch.tensor(mine), "orders")[:: self.num_ranks]]
 
     def holds_state(self, block: int) -> bool:
-        """Whether a block's remainder and moments live on the drives."""
+        """Whether a block's remainder and optimizer state live on the drives."""
         return block in self.placement.state_on_drives
 
     def holds_working(self, block: int) -> bool:
@@ -254,11 +259,11 @@ class BlocksOnDrives:
         """
         image = self.images[block]
         own = list(self.store.spans(piece.extent, is_own=True))
-        if not piece.is_working and "exp_avg" not in planes:
+        if not piece.is_working and any(name not in planes for name in image.optimizer.planes):
             for span in own:
                 buffer[span.start : span.stop].zero_()  # no optimizer yet
         spans, start = [], image.working_start if piece.is_working else 0
-        for name in ("working",) if piece.is_working else PLANES:
+        for name in ("working",) if piece.is_working else self.planes:
             for part in planes.get(name, ()):
                 spans.append((start, part.view(torch.uint8)))
                 start += part.nbytes
@@ -271,18 +276,26 @@ class BlocksOnDrives:
 
 
 def _place(
-    layouts: Sequence[BlockLayout], tiers: Tiers, sum_room: SumRoom, ranks: StateRanks | None
+    layouts: Sequence[BlockLayout],
+    tiers: Tiers,
+    optimizer: Optimizer,
+    sum_room: SumRoom,
+    ranks: StateRanks | None,
 ) -> Placement:
     """Place the state as the first rank does: what is left of RAM is not the same for all."""
     if ranks is None:
-        return place(layouts, tiers, sum_room=sum_room)
-    found = place(layouts, tiers, sum_room=sum_room, ranks=ranks) if ranks.rank == 0 else None
+        return place(layouts, tiers, optimizer=optimizer, sum_room=sum_room)
+    found = None
+    if ranks.rank == 0:
+        found = place(layouts, tiers, optimizer=optimizer, sum_room=sum_room, ranks=ranks)
     away = (0, 0) if found is None else (len(found.working_on_drives), len(found.state_on_drives))
-    first = ranks.gather(torch.tensor([len(layouts) - count for count in away]))[0]
-    return found or placed(layouts, tiers, *first.tolist(), sum_room=sum_room, ranks=ranks)
+    first = ranks.gather(torch.tensor([len(layouts) - count for count in away]))[0].tolist()
+    return found or placed(layouts, tiers, *first, optimizer=optimizer, sum_room=sum_room, ranks=ranks)
 
 
-def _images(layouts: Sequence[BlockLayout], extents: list[Extent], ranks: StateRanks | None) -> list[Image]:
+def _images(
+    layouts: Sequence[BlockLayout], extents: list[Extent], optimizer: Optimizer, ranks: StateRanks | None
+) -> list[Image]:
     """Cut the images of what this node keeps of all blocks."""
     size, num_nodes, node = (1, 1, 0) if ranks is None else (ranks.size, ranks.num_nodes, ranks.node)
     rooms = drive_totals((layout.sizes for layout in layouts), size, num_nodes).sizes
@@ -291,14 +304,13 @@ def _images(layouts: Sequence[BlockLayout], extents: list[Extent], ranks: StateR
         share = whole_share(layout.sizes)
         if num_nodes > 1:
             share = node_shares(shares(layout.sizes, number, size), num_nodes)[node]
-        images.append(_image(number, layout, share, room, extents))
+        images.append(_image(number, Image(layout, share, room, optimizer, ()), extents))
     return images
 
 
-def _image(number: int, layout: BlockLayout, share: Share, room: BlockBytes, extents: list[Extent]) -> Image:
+def _image(number: int, image: Image, extents: list[Extent]) -> Image:
     """Cut a block's image into pieces, and add them to the extents."""
-    edge = pools.state_image(room)
-    end = edge + pools.weights_image(room)
+    edge, end = image.working_start, image.num_bytes
     pieces = []
     for first, last, part in ((0, edge, "state"), (edge, end, "weights")):
         start = first
@@ -309,4 +321,4 @@ def _image(number: int, layout: BlockLayout, share: Share, room: BlockBytes, ext
             turn = first_turn(number, start - first)
             extents.append(Extent(f"the {part} of block {number}{label}", nbytes, turn))
             start = stop
-    return Image(layout, share, room, tuple(pieces))
+    return replace(image, pieces=tuple(pieces))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain.config.choice import Choice
+from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.runs import SumRoom
 from megatrain.config.sizes import parse_bytes
 from megatrain.errors import CapacityError, ConfigError
@@ -18,7 +19,6 @@ from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.host_buffers import largest_first
-from megatrain.layout.moments import MomentFormat
 from megatrain.layout.ownership import drive_totals, node_totals
 from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.store.ranks import StateRanks
@@ -121,7 +121,7 @@ class Placement:
     """Where the planes of each block are."""
 
     state_on_drives: frozenset[int]
-    """Blocks whose remainder and moments are on the drives."""
+    """Blocks whose remainder and optimizer state are on the drives."""
     working_on_drives: frozenset[int]
     """Those of them whose working weights are there too."""
     ram_bytes: Mapping[str, int]
@@ -137,7 +137,12 @@ class Placement:
 
 
 def place(
-    layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom, ranks: StateRanks | None = None
+    layouts: Sequence[BlockLayout],
+    tiers: Tiers,
+    *,
+    optimizer: Optimizer,
+    sum_room: SumRoom,
+    ranks: StateRanks | None = None,
 ) -> Placement:
     """Keep in RAM what `tiers` says, or what fits: first working weights, then the state of more blocks.
 
@@ -146,6 +151,7 @@ def place(
     Args:
         layouts: All blocks.
         tiers: The limit of RAM, or the numbers of blocks.
+        optimizer: The optimizer whose state it is.
         sum_room: For partial sums in fp32 that are kept between rounds, beside complete gradients.
         ranks: Among whose nodes state is shared out; None: there is one.
 
@@ -163,9 +169,9 @@ def place(
         if state <= working
     ]
     if tiers.blocks_in_ram is not None and tiers.weights_in_ram is not None:
-        return placed(layouts, tiers, *pairs[0], sum_room=sum_room, ranks=ranks)
+        return placed(layouts, tiers, *pairs[0], optimizer=optimizer, sum_room=sum_room, ranks=ranks)
     limit = tiers.ram_bytes
-    takes = _Takes(layouts, tiers, sum_room=sum_room, ranks=ranks)
+    takes = _Takes(layouts, tiers, optimizer, sum_room=sum_room, ranks=ranks)
     fits = {working: takes.least(working) <= limit for working in {pair[0] for pair in pairs}}
     found = next((pair for pair in pairs if fits[pair[0]] and takes.total(*pair) <= limit), None)
     if found is None:
@@ -176,7 +182,7 @@ def place(
             f"host memory: with all that can be on the drives, {sum(least.values()):,} bytes are needed in "
             f"RAM ({parts} GiB), but memory.tiers.ram is {limit:,} bytes; {advice}raise memory.tiers.ram"
         )
-    return placed(layouts, tiers, *found, sum_room=sum_room, ranks=ranks)
+    return placed(layouts, tiers, *found, optimizer=optimizer, sum_room=sum_room, ranks=ranks)
 
 
 def by_size(layouts: Sequence[BlockLayout]) -> list[int]:
@@ -191,10 +197,12 @@ class _Takes:
         self,
         layouts: Sequence[BlockLayout],
         tiers: Tiers,
+        optimizer: Optimizer,
         *,
         sum_room: SumRoom,
         ranks: StateRanks | None,
     ) -> None:
+        self._optimizer = optimizer
         by_number, order = BlockTotals(layout.sizes for layout in layouts), by_size(layouts)
         size, num_nodes, node = (1, 1, 0) if ranks is None else (ranks.size, ranks.num_nodes, ranks.node)
         node_kept = node_totals(by_number.sizes, size, num_nodes, node)
@@ -223,8 +231,9 @@ class _Takes:
     def pools(self, num_working: int, num_state: int) -> dict[str, int]:
         """Return the bytes by plane and buffer."""
         weights, state = self._blocks[:num_working], self._kept[:num_state]
-        planes = pools.state_planes(weights, state, MomentFormat.FP32)
-        return planes | self._gradients | pools.drive_buffers(self._images, num_working, num_state)
+        planes = pools.state_planes(weights, state, self._optimizer)
+        buffers = pools.drive_buffers(self._images, num_working, num_state, self._optimizer)
+        return planes | self._gradients | buffers
 
     def total(self, num_working: int, num_state: int) -> int:
         """Return the sum of `pools`."""
@@ -241,6 +250,7 @@ def placed(
     num_working: int,
     num_state: int,
     *,
+    optimizer: Optimizer,
     sum_room: SumRoom,
     ranks: StateRanks | None = None,
 ) -> Placement:
@@ -249,6 +259,8 @@ def placed(
     return Placement(
         state_on_drives=frozenset(order[num_state:]),
         working_on_drives=frozenset(order[num_working:]),
-        ram_bytes=_Takes(layouts, tiers, sum_room=sum_room, ranks=ranks).pools(num_working, num_state),
+        ram_bytes=_Takes(layouts, tiers, optimizer, sum_room=sum_room, ranks=ranks).pools(
+            num_working, num_state
+        ),
         keeps_gradients=tiers.keeps_gradients,
     )

@@ -4,8 +4,7 @@
 |---|---|---|
 | working | 2 (bf16) or 4 (fp32) | every parameter; this is what a device fetches |
 | remainder | 2 | trained bf16 parameters: with working it is the fp32 master, bit for bit |
-| exp_avg, exp_avg_sq | 4 + 4, 2 + 2 (bf16) or 1 + 1 (int8) | trained parameters, once there is an optimizer |
-| exp_avg_scale, exp_avg_sq_scale | 4 + 4 per 256 | trained parameters with moments in int8 |
+| the optimizer's own | as it says | trained parameters, once there is an optimizer |
 | gradient | 2 or 4 | trained parameters, from the backward until the update |
 | accumulator | 4 | trained bf16 parameters, only in steps of several rounds |
 | staging | 2 or 4, of a few blocks | gradients used up at once, that wait elsewhere, or are added up here |
@@ -24,13 +23,14 @@ import torch
 from torch import Tensor
 
 from megatrain.config.choice import read_member
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.runs import SumRoom
 from megatrain.errors import CapacityError
 from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.blocks import BlockLayout, Entry
-from megatrain.layout.moments import MOMENT_PLANES, MomentFormat, moment_planes
 from megatrain.store.arena import Arena
 from megatrain.store.master import join_master, split_master_into
 
@@ -57,6 +57,10 @@ def read_precision(name: str) -> Precision:
     return read_member(Precision, name, "precision")
 
 
+_FIELDS = frozenset({"working", "remainder", "gradient", "accumulator"})
+"""Planes that a block has whatever the optimizer is."""
+
+
 class BlockState:
     """One block's views into the planes: flat, indexed by its state space if not said otherwise.
 
@@ -68,13 +72,30 @@ class BlockState:
         self.layout = layout
         self.working = working
         self.remainder: Tensor | None = None
-        self.exp_avg: Tensor | None = None
-        self.exp_avg_sq: Tensor | None = None
-        self.exp_avg_scale: Tensor | None = None
-        self.exp_avg_sq_scale: Tensor | None = None
+        self.planes: dict[str, Tensor] = {}
+        """The optimizer's, by name."""
         self.gradient: Tensor | None = None
         self.accumulator: Tensor | None = None
         self.entries = {entry.name: entry for entry in layout.entries}
+
+    def set_plane(self, name: str, plane: Tensor | None) -> None:
+        """Put a plane in its place; None: it is gone."""
+        if name in _FIELDS:
+            setattr(self, name, plane)
+        elif plane is not None:
+            self.planes[name] = plane
+        else:
+            vars(self).get("planes", {}).pop(name, None)
+
+    def find_plane(self, name: str) -> Tensor | None:
+        """Return a plane; None where the block has nothing in it, or has it on drives."""
+        found: Tensor | None = (vars(self) if name in _FIELDS else vars(self).get("planes", {})).get(name)
+        return found
+
+    @property
+    def updated_planes(self) -> dict[str, Tensor]:
+        """Return what updates change beside the working weights: remainder and optimizer's planes."""
+        return ({} if self.remainder is None else {"remainder": self.remainder}) | self.planes
 
     def weight(self, entry: Entry) -> Tensor:
         """View a parameter's working weight, in its shape and working dtype."""
@@ -92,17 +113,15 @@ class BlockState:
         return plane[entry.state_offset : entry.state_offset + entry.numel].view(entry.shape)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """View what AdamW keeps of each trained parameter, remainder included, under `plane/parameter`.
+        """View what is kept of each trained parameter, remainder included, under `plane/parameter`.
 
         In the parameter's shape; scales are flat.
         """
         views, scales = {}, self.layout.scale_ranges
-        for plane in ("remainder", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
-            tensor: Tensor | None = getattr(self, plane)
-            if tensor is None:
-                continue
+        for plane, tensor in self.updated_planes.items():
+            has_scales = tensor.numel() != self.layout.num_state
             for entry in self.layout.trained:
-                if plane.endswith("_scale"):
+                if plane != "remainder" and has_scales:
                     views[f"{plane}/{entry.name}"] = tensor[slice(*scales[entry.name])]
                 elif plane != "remainder" or entry.dtype == torch.bfloat16:
                     views[f"{plane}/{entry.name}"] = self.plane_of(tensor, entry)
@@ -194,8 +213,8 @@ class HostState:
         """
         self.precision = precision
         self._shared = shared
-        self.moments = MomentFormat.FP32
-        """How the moments are kept, once they are allocated."""
+        self.optimizer = DEFAULT
+        """The optimizer whose planes are allocated, once they are."""
         self.layouts = tuple(layouts)
         self.digests: dict[str, bytes] = {}
         """Of weights that an engine has given back, by name; see `digests`."""
@@ -213,23 +232,16 @@ class HostState:
         """Copy and pickle as None: a copied model's parameters are its own, no views of this memory."""
         return type(None), ()
 
-    def allocate_moments(self, moments: MomentFormat = MomentFormat.FP32) -> None:
-        """Allocate `exp_avg` and `exp_avg_sq`, all zero, and the scales that `moments` has."""
-        self.moments = moments
-        for name in MOMENT_PLANES:  # of an earlier optimizer, which may have had others
-            if self._arenas.pop(name, None) is not None:
-                for block in self.blocks:
-                    setattr(block, name, None)
+    def allocate_planes(self, optimizer: Optimizer) -> None:
+        """Allocate the optimizer's planes, all zero."""
+        for name in self.optimizer.planes:  # of an earlier one, which may have had others
+            self.release(name)
+        self.optimizer = optimizer
         sizes = [layout.sizes for layout in self.layouts]
-        planes = [moment_planes(each.num_state, each.num_scales, moments) for each in sizes]
-        for name, (_, element) in planes[0].items():
-            numels = [plane[name][0] for plane in planes]
-            self._attach(
-                name,
-                partial(pools.moment_plane, plane=name, moments=moments),
-                numels,
-                getattr(torch, element),
-            )
+        for name, plane in optimizer.planes.items():
+            size_of = partial(pools.optimizer_plane, plane=name, optimizer=optimizer)
+            numels = [plane.numel(each.num_state, each.num_scales) for each in sizes]
+            self._attach(name, size_of, numels, getattr(torch, plane.element))
 
     def allocate_gradients(self, blocks: Collection[int]) -> None:
         """Allocate the gradient plane of some blocks if it is not there."""
@@ -273,7 +285,7 @@ class HostState:
         return self._staging
 
     def release_training(self) -> None:
-        """Give back what training has taken beside the weights: planes of gradients, and the moments."""
+        """Give back what training has taken beside the weights: planes of gradients, and the optimizer's."""
         for plane in [plane for plane in self._arenas if plane not in ("working", "remainder")]:
             self.release(plane)
 
@@ -286,7 +298,7 @@ class HostState:
             self._staging = []
             return
         for block in self.blocks:
-            setattr(block, plane, None)
+            block.set_plane(plane, None)
 
     def drop_gradients(self) -> None:
         """Give the gradient plane's pages back until they are written again."""
@@ -383,7 +395,7 @@ class HostState:
         parts = zip(self.blocks, self._allocate(plane, sizes), numels, is_here, strict=True)
         for block, part, numel, here in parts:
             if here and numel:
-                setattr(block, plane, part[: numel * dtype.itemsize].view(dtype))
+                block.set_plane(plane, part[: numel * dtype.itemsize].view(dtype))
 
     def _is_here(self, plane: str, block: int) -> bool:
         """Whether a plane of a block is in RAM."""

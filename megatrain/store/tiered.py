@@ -14,28 +14,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.runs import SumRoom
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.host_buffers import NUM_PAGES, NUM_STATE_STAGING
-from megatrain.layout.moments import MOMENT_PLANES, MomentFormat
 from megatrain.store.arena import Arena
-from megatrain.store.on_drives import PLANES, BlocksOnDrives, Image
+from megatrain.store.on_drives import BlocksOnDrives, Image
 from megatrain.store.placement import Tiers
 from megatrain.store.ranks import StateRanks
 from megatrain.store.state import BlockState, HostState, Precision, write_value
 
 
 class BlockStateOnDrives(BlockState):
-    """A block whose remainder and moments are on drives: `HostState.borrow` brings them."""
+    """A block whose remainder and optimizer state are on drives: `HostState.borrow` brings them."""
 
     def __init__(self, layout: BlockLayout, working: Tensor) -> None:
         """Leave out the planes that are not here: asking for one is a mistake that must show."""
         super().__init__(layout, working)
-        for plane in (*PLANES, *MOMENT_PLANES):
-            self.__dict__.pop(plane, None)
+        for name in ("remainder", "planes"):
+            self.__dict__.pop(name, None)
 
     def __getattr__(self, name: str) -> Tensor:
         raise AssertionError(f"{name} of a block on the drives: use HostState.borrow")
@@ -58,6 +58,7 @@ class TieredState(HostState):
         layouts: Sequence[BlockLayout],
         precision: Precision,
         tiers: Tiers,
+        optimizer: Optimizer,
         *,
         sum_room: SumRoom,
         ranks: StateRanks | None = None,
@@ -68,6 +69,7 @@ class TieredState(HostState):
             layouts: Of the blocks.
             precision: How weights are kept.
             tiers: What RAM may hold, and the drives.
+            optimizer: The optimizer whose state it will be.
             sum_room: As of `place`.
             ranks: That keep one state, in RAM and on the drives; None: this one is alone.
 
@@ -75,7 +77,7 @@ class TieredState(HostState):
             MegatrainError: RAM or a drive does not hold its part; nothing was allocated.
             CheckpointError: `tiers.resumes`, and the drives hold no state of this model.
         """
-        self.on_drives = BlocksOnDrives(layouts, tiers, sum_room=sum_room, ranks=ranks)
+        self.on_drives = BlocksOnDrives(layouts, tiers, optimizer, sum_room=sum_room, ranks=ranks)
         room = host_memory().available_bytes
         need = sum(self.on_drives.placement.ram_bytes.values())
         if need > room:
@@ -85,7 +87,8 @@ class TieredState(HostState):
             )
         self._filling: dict[int, _Filling] = {}
         self._is_whole = False
-        self._has_restored_moments = False
+        self._planned = optimizer
+        self._has_restored_planes = False
         """The first optimizer goes on with what `_restore` has read."""
         self.changed: set[tuple[int, bool]] = set()
         """(block, is it the working weights) of what lives in RAM and differs from the newest image."""
@@ -102,11 +105,17 @@ class TieredState(HostState):
             self.on_drives.store.close()
             raise
 
-    def is_for(self, layouts: Sequence[BlockLayout], precision: Precision, tiers: Tiers | None) -> bool:
+    def is_for(
+        self,
+        layouts: Sequence[BlockLayout],
+        precision: Precision,
+        tiers: Tiers | None,
+        optimizer: Optimizer,
+    ) -> bool:
         """Whether this is the state that these settings ask for."""
         asked = None if tiers is None else tiers.asked
-        mine = (list(self.layouts), self.precision, self.on_drives.tiers.asked)
-        return mine == (list(layouts), precision, asked)
+        mine = (list(self.layouts), self.precision, self.on_drives.tiers.asked, self._planned)
+        return mine == (list(layouts), precision, asked, optimizer)
 
     # -- where things are -----------------------------------------------------------------------------------
 
@@ -119,24 +128,22 @@ class TieredState(HostState):
         )
         return state, weights
 
-    def allocate_moments(self, moments: MomentFormat = MomentFormat.FP32) -> None:
-        """Allocate the moments of the blocks in RAM, all zero; those of the others are on the drives already.
+    def allocate_planes(self, optimizer: Optimizer) -> None:
+        """Allocate the planes of the blocks in RAM, all zero; those of the others are on the drives already.
 
         Raises:
-            ConfigError: They are to be kept in another format than there.
+            ConfigError: There is room for those of another optimizer there.
         """
-        if moments is not MomentFormat.FP32:
+        kept = self._planned
+        if optimizer != kept:
             raise ConfigError(
-                f"the optimizer's state is to be {moments.value}, but state on drives (memory.tiers.nvme) is "
-                "kept in fp32; use state='fp32', or no drives"
+                f"the optimizer's state is to be {optimizer.state}, but state on drives (memory.tiers.nvme) "
+                f"is kept in {kept.state}, of {kept.name}; use state={kept.state!r}, or no drives"
             )
-        if self._has_restored_moments:
-            self._has_restored_moments = False
+        if self._has_restored_planes:
+            self._has_restored_planes = False
             return
-        super().allocate_moments(moments)
-        for block in (self.blocks[number] for number in self.on_drives.placement.state_on_drives):
-            for plane in MOMENT_PLANES:
-                block.__dict__.pop(plane, None)
+        super().allocate_planes(optimizer)
 
     def allocate_gradients(self, blocks: Collection[int]) -> None:
         """Allocate the gradient plane if it is not there, and if the placement has counted on it.
@@ -175,13 +182,12 @@ class TieredState(HostState):
     def planes_in_ram(self, block: int) -> dict[str, list[Tensor]]:
         """Return the parts of each plane of a block's image that live in RAM, in the image's order.
 
-        Of moments only once there is an optimizer.
+        Of the optimizer's planes only once there is one.
         """
         state = self.blocks[block]
         planes = {} if self.on_drives.holds_working(block) else {"working": [state.working]}
         if not self.on_drives.holds_state(block):
-            there = [name for name in PLANES if getattr(state, name) is not None]
-            planes |= {name: self._kept_of(block, state, name) for name in there}
+            planes |= {name: self._kept_of(block, state, name) for name in state.updated_planes}
         return planes
 
     # -- reading and writing --------------------------------------------------------------------------------
@@ -287,7 +293,7 @@ class TieredState(HostState):
 
         Of several ranks of a node the first one reads, for all of them.
         """
-        self.allocate_moments()
+        self.allocate_planes(self._planned)
         for number in range(len(self.layouts)) if self.on_drives.rank == 0 else ():
             planes = self.planes_in_ram(number)
             if not planes:
@@ -302,7 +308,7 @@ class TieredState(HostState):
                     part.copy_(found[name][start : start + part.numel()])
                     start += part.numel()
         self.on_drives.meet("orders")
-        self._has_restored_moments = True
+        self._has_restored_planes = True
 
     def _lend(self, number: int) -> tuple[BlockState, Tensor]:
         """Make a block whose planes are views of a new buffer, which is its image."""
@@ -314,13 +320,15 @@ class TieredState(HostState):
         state, is_there = self.blocks[number], self.on_drives.holds_working(number)
         lent = BlockState(state.layout, image.working(memory) if is_there else state.working)
         for name, plane in image.planes(memory).items():
-            setattr(lent, name, plane)
+            lent.set_plane(name, plane)
         lent.gradient, lent.accumulator = state.gradient, state.accumulator
         return lent
 
     def _kept_of(self, block: int, state: BlockState, plane: str) -> list[Tensor]:
         """View what this node keeps of a plane of a block."""
-        return [getattr(state, plane)]
+        found = state.find_plane(plane)
+        assert found is not None
+        return [found]
 
     def _take_in(self, block: int, lent: BlockState, buffer: Tensor) -> None:
         """Bring what was read of an image to a block of `_lend`: its planes are views of the same memory."""
@@ -357,4 +365,4 @@ class TieredState(HostState):
         ]
 
     def _is_here(self, plane: str, block: int) -> bool:
-        return plane not in PLANES or not self.on_drives.holds_state(block)
+        return plane not in self.on_drives.planes or not self.on_drives.holds_state(block)

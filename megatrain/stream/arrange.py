@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatrain.config.choice import KEYS, WITHOUT_DRIVES, Choice, StepBatch, Updates, read_member
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import OPTIMIZERS, find
 from megatrain.config.read_choice import checked
 from megatrain.errors import ConfigError
-from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import Block, ends_of, group_layers
 from megatrain.store.placement import Placement
 from megatrain.store.tiered import TieredState
@@ -225,7 +226,7 @@ def check_change(choice: Choice, arrangement: Arrangement, *, compiles: bool) ->
         lanes,
         choice,
         residents,
-        moments=arrangement.moments,
+        optimizer=arrangement.optimizer,
         sums=arrangement.binding.sums(choice),
         held=lanes.device_bytes,
     )
@@ -260,23 +261,43 @@ def choose_updates(
     arrangement.executor.spec = replace(arrangement.executor.spec, updates=updates)
 
 
-def choose_moments(arrangement: Arrangement, state: str | None) -> MomentFormat:
-    """Return what to keep moments in; None: what memory was planned for.
+def refuse_on_drives(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state does not go on drives.
 
     Raises:
-        ConfigError: They would take more memory than was planned, or ranks would have no whole shares of
-            their scales.
+        ConfigError: It does not.
     """
-    planned = arrangement.moments
-    moments = planned if state is None else MomentFormat.read(state)
+    if not optimizer.goes_on_drives:
+        kept = " or ".join(each.state for each in OPTIMIZERS[optimizer.name] if each.goes_on_drives)
+        raise ConfigError(
+            f"optim.state is {optimizer.state}, but state on drives (memory.tiers.nvme) is kept in {kept}; "
+            f"use optim.state={kept}, or no drives"
+        )
+
+
+def choose_optimizer(arrangement: Arrangement, name: str | None, state: str | None) -> Optimizer:
+    """Return the optimizer of a name, with its state in a format; None: what memory was planned for.
+
+    Raises:
+        ConfigError: It would take more memory than was planned, or ranks would have no whole shares of its
+            scales.
+    """
+    planned = arrangement.optimizer
+    name = planned.name if name is None else name
+    if state is None and name != planned.name:
+        raise ConfigError(
+            f"the optimizer is {name}, but memory was planned for {planned.name}; give megatrain.attach "
+            f"optimizer={name!r}"
+        )
+    chosen = planned if state is None else find(name, state)
     executor = arrangement.executor
     sizes = [layout.sizes for layout in executor.host.layouts]
-    need, room = (sum(size.moment_bytes(kind) for size in sizes) for kind in (moments, planned))
-    has_shares = executor.gradients.shared is not None and moments is MomentFormat.INT8
-    if need > room or (has_shares and planned is not moments):
+    need, room = (sum(size.optimizer_bytes(kind) for size in sizes) for kind in (chosen, planned))
+    has_shares = executor.gradients.shared is not None and chosen.has_scales
+    if need > room or (has_shares and planned != chosen):
         raise ConfigError(
-            f"state is {moments.value}, but memory was planned for {planned.value}"
+            f"state is {chosen.state}, but memory was planned for {planned.state}"
             f"{', which is smaller' if need > room else ', and shared out among ranks so'}; call "
-            f"megatrain.attach with optimizer_state={moments.value!r}"
+            f"megatrain.attach with optimizer_state={chosen.state!r}"
         )
-    return moments
+    return chosen

@@ -8,19 +8,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT, find
 from megatrain.config.read_choice import as_values, from_values, read_choice
 from megatrain.config.runs import Runs, StepSums
 from megatrain.config.sizes import parse_limit
 from megatrain.errors import ConfigError, ModelError
 from megatrain.hardware.accelerators import can_compile
 from megatrain.hardware.determinism import set_environment
-from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import find_blocks
 from megatrain.model.sequence.check import refuse_config, refuse_model
 from megatrain.store.placement import Tiers
 from megatrain.store.state import read_precision
 from megatrain.stream.activations.torch_state import RandomState
-from megatrain.stream.arrange import check_choice, check_runs, part_of, require_drives, uncompiled
+from megatrain.stream.arrange import (
+    check_choice,
+    check_runs,
+    part_of,
+    refuse_on_drives,
+    require_drives,
+    uncompiled,
+)
 from megatrain.stream.bind import bind, plan_layouts, require_device_memory
 from megatrain.stream.engine import Engine
 from megatrain.stream.forward.arrangement import residents_of
@@ -47,7 +55,8 @@ def attach(
     batch: StepBatch | None = None,
     micro_batch_size: int | None = None,
     compile: str = "auto",
-    optimizer_state: str = "fp32",
+    optimizer: str = DEFAULT.name,
+    optimizer_state: str = DEFAULT.state,
     host_limit: int | str | None = None,
     device_limit: int | str | None = None,
     tiers: Tiers | None = None,
@@ -75,7 +84,9 @@ def attach(
             in the first step, which takes about a minute longer. Compiled kernels round differently; what is
             exact is that streaming, recomputation and resuming give the bits of the same compiled layers. Off
             under `activations` that keep the results of single operations.
-        optimizer_state: What `engine.adamw` will keep the moments in, for which memory is planned: `fp32`, or
+        optimizer: The optimizer that will train, for whose state memory is planned: see
+            `engine.make_optimizer`.
+        optimizer_state: The format in which its state will be kept. AdamW's moments are kept in `fp32`, or in
             `bf16` or `int8`, which are not exact.
         host_limit: Host memory that the state may take, in bytes or as `64GiB`; None: what the machine and
             its cgroups give.
@@ -120,13 +131,13 @@ def attach(
         choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes, gathers=ranks.gathers)
     elif batch is not None:
         batch.runs.shared_out(1, sequence)
-    moments = MomentFormat.read(optimizer_state)
+    kind = find(optimizer, optimizer_state)
     if getattr(model, "_megatrain_engine", None) is not None:
         raise ModelError("the model is attached to an engine already; call engine.detach() first")
     host_bytes = parse_limit(host_limit, "host_limit")
     device_bytes = parse_limit(device_limit, "device_limit")
     if tiers is not None:
-        _refuse_beside_drives(choice, moments)
+        _refuse_beside_drives(choice, kind)
         host_bytes = tiers.ram_bytes if host_bytes is None else host_bytes
     lanes = make_lanes(device, device_bytes)
     if deterministic:
@@ -135,7 +146,7 @@ def attach(
     given = Conditions(
         lanes=lanes,
         precision=kept,
-        moments=moments,
+        optimizer=kind,
         batch=batch,
         compiles=compiles,
         deterministic=deterministic,
@@ -158,7 +169,7 @@ def attach(
     residents = residents_of(choice, blocks)
     layouts = plan_layouts(model, blocks, kept)
     sums = StepSums.of(runs, choice.lockstep, 1 if ranks is None else ranks.size, sequence)
-    require_device_memory(blocks, layouts, lanes, choice, residents, moments=moments, sums=sums)
+    require_device_memory(blocks, layouts, lanes, choice, residents, optimizer=kind, sums=sums)
     binding = bind(
         model,
         blocks,
@@ -168,7 +179,7 @@ def attach(
         residents,
         runs=runs,
         host_limit=host_bytes,
-        moments=moments,
+        optimizer=kind,
         tiers=tiers,
         ranks=ranks,
         sequence=sequence,
@@ -190,6 +201,7 @@ def attach(
         "batch": whole,
         "micro_batch_size": micro_batch_size,
         "compile": compile,
+        "optimizer": optimizer,
         "optimizer_state": optimizer_state,
         "host_limit": host_bytes,
         "device_limit": device_bytes,
@@ -251,11 +263,11 @@ def reattach(engine: Engine, change: Callable[[PreTrainedModel], object]) -> Eng
     return attach(model, **settings)
 
 
-def _refuse_beside_drives(choice: Choice, moments: MomentFormat) -> None:
+def _refuse_beside_drives(choice: Choice, optimizer: Optimizer) -> None:
     """Refuse what state on drives rules out.
 
     Raises:
-        ConfigError: A resident block, or moments in a format of their own.
+        ConfigError: A resident block, or an optimizer whose state does not go there.
     """
     given = choice.given
     if given.get("resident_layers") or given.get("outer_resident"):
@@ -264,8 +276,4 @@ def _refuse_beside_drives(choice: Choice, moments: MomentFormat) -> None:
             f"{choice.outer_resident}, but the state is on drives, from where no block goes to the device "
             "for good; use 0 and False, or no drives"
         )
-    if moments is not MomentFormat.FP32:
-        raise ConfigError(
-            f"optim.state is {moments.value}, but state on drives (memory.tiers.nvme) is kept in fp32; use "
-            "optim.state=fp32, or no drives"
-        )
+    refuse_on_drives(optimizer)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.choice import Choice
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT, OPTIMIZERS
 from megatrain.config.runs import Runs, StepSums, SumRoom
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.moments import MomentFormat
 from megatrain.layout.ownership import node_totals
 from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import Block
@@ -54,7 +55,7 @@ def bind(
     *,
     runs: Runs | None = None,
     host_limit: int | None = None,
-    moments: MomentFormat = MomentFormat.FP32,
+    optimizer: Optimizer = DEFAULT,
     tiers: Tiers | None = None,
     ranks: Ranks | None = None,
     sequence: int = 1,
@@ -70,7 +71,7 @@ def bind(
         residents: Blocks that are updated on the device.
         runs: Of a step; None: one micro-batch.
         host_limit: Bytes that the whole state may take.
-        moments: How the optimizer's state will be kept.
+        optimizer: The optimizer for whose state there must be room.
         tiers: What goes to drives.
         ranks: That keep one state; the values are those of the first one's model on each node.
         sequence: Neighbours among them that share out rows.
@@ -92,28 +93,26 @@ def bind(
         sum_room=sum_room,
         places=places,
         limit=host_limit,
-        moments=moments,
+        optimizer=optimizer,
         tiers=tiers,
         ranks=ranks,
     )
     loaded: HostState | None = model.__dict__.get("_megatrain_host")
     is_same = loaded is not None and loaded.precision is precision and list(loaded.layouts) == layouts
-    if isinstance(loaded, NodeState) and (
-        not is_same or loaded.has_scales is not (moments is MomentFormat.INT8)
-    ):
+    if isinstance(loaded, NodeState) and (not is_same or loaded.has_scales is not optimizer.has_scales):
         raise ConfigError(
             "the model was loaded for several nodes with other settings; give megatrain.load and attach the "
             "same precision, fragments and optimizer_state"
         )
-    if isinstance(loaded, TieredState) and not loaded.is_for(layouts, precision, tiers):
+    if isinstance(loaded, TieredState) and not loaded.is_for(layouts, precision, tiers, optimizer):
         raise ConfigError(
             "the model was loaded with its state on drives for other settings; give megatrain.load and "
-            "attach the same tiers, precision and fragments, and freeze parameters after attach"
+            "attach the same tiers, precision, optimizer and fragments, and freeze parameters after attach"
         )
     if loaded is not None:
         drop_remainders_of_changed(loaded)
     if loaded is not None and is_same and isinstance(loaded, TieredState) == (tiers is not None):
-        binding = Binding(blocks, loaded, host_limit, moments, runs, ranks, sequence)
+        binding = Binding(blocks, loaded, host_limit, optimizer, runs, ranks, sequence)
         if type(loaded) is not HostState or binding.moved is None:
             binding.check()
             fits(held=loaded.host_bytes)
@@ -127,7 +126,7 @@ def bind(
             )
     given = sum(parameter.nbytes for parameter in model.parameters())
     fits(held=0 if loaded is not None else given)
-    host = make_host(layouts, precision, tiers, sum_room=sum_room, moments=moments, ranks=ranks)
+    host = make_host(layouts, precision, tiers, sum_room=sum_room, optimizer=optimizer, ranks=ranks)
     fills = ranks is None or ranks.local_rank == 0
     cast_buffers(model, torch.bfloat16 if precision is Precision.BF16 else torch.float32)
     rounded: list[str] = []
@@ -152,7 +151,7 @@ def bind(
         )
     model.__dict__["_megatrain_host"] = host
     require_same_weights(host, ranks)
-    return Binding(blocks, host, host_limit, moments, runs, ranks, sequence)
+    return Binding(blocks, host, host_limit, optimizer, runs, ranks, sequence)
 
 
 def require_same_weights(host: HostState, ranks: Ranks | None) -> None:
@@ -207,7 +206,7 @@ def make_host(
     tiers: Tiers | None,
     *,
     sum_room: SumRoom,
-    moments: MomentFormat,
+    optimizer: Optimizer,
     ranks: Ranks | None = None,
 ) -> HostState:
     """Allocate host state, in RAM or also on drives.
@@ -218,12 +217,12 @@ def make_host(
     host: TieredState
     if ranks is not None and ranks.num_nodes > 1:
         if tiers is None:
-            return NodeState(layouts, precision, ranks, moments)
-        host = NodeTieredState(layouts, precision, tiers, sum_room=sum_room, ranks=ranks)
+            return NodeState(layouts, precision, ranks, optimizer)
+        host = NodeTieredState(layouts, precision, tiers, optimizer, sum_room=sum_room, ranks=ranks)
     elif tiers is None:
         return HostState(layouts, precision, shared=None if ranks is None else ranks.shared_memory)
     else:
-        host = TieredState(layouts, precision, tiers, sum_room=sum_room, ranks=ranks)
+        host = TieredState(layouts, precision, tiers, optimizer, sum_room=sum_room, ranks=ranks)
     _log.debug("%s", host.on_drives.placement.describe(len(layouts)))
     read, written, committed = (nbytes / 1e9 for nbytes in host.on_drives.bytes_per_step())
     _log.debug(
@@ -258,7 +257,7 @@ def require_host_memory(
     places: GradientPlaces,
     sum_room: SumRoom,
     limit: int | None = None,
-    moments: MomentFormat = MomentFormat.FP32,
+    optimizer: Optimizer = DEFAULT,
     tiers: Tiers | None = None,
     ranks: Ranks | None = None,
 ) -> None:
@@ -271,7 +270,7 @@ def require_host_memory(
         places: Where complete gradients wait.
         sum_room: For partial sums in fp32 that are kept between rounds, beside complete gradients.
         limit: Bytes that the whole state may take.
-        moments: How the optimizer's state will be kept.
+        optimizer: The optimizer for whose state there must be room.
         tiers: State goes to drives too, and `TieredState` checks what is left.
         ranks: That keep one state.
 
@@ -280,15 +279,20 @@ def require_host_memory(
     """
     if tiers is not None:
         return
-    planes = host_planes(layouts, precision, places, sum_room=sum_room, moments=moments, ranks=ranks)
+    planes = host_planes(layouts, precision, places, sum_room=sum_room, optimizer=optimizer, ranks=ranks)
     total = sum(planes.values())
     parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items() if size)
     advice = (
         "train.precision=bf16 (14 instead of 16 bytes per parameter), " if precision is Precision.FP32 else ""
     )
-    if moments is not MomentFormat.INT8:
-        smaller = "bf16 or int8 (4 or 6" if moments is MomentFormat.FP32 else "int8 (2"
-        advice += f"optim.state={smaller} bytes per parameter less, not exact), "
+    saved = {
+        other.state: optimizer.bytes_per_element - other.bytes_per_element
+        for other in OPTIMIZERS[optimizer.name]
+        if other.compresses(optimizer)
+    }
+    if saved:
+        numbers = " or ".join(f"{nbytes:.0f}" for nbytes in saved.values())
+        advice += f"optim.state={' or '.join(saved)} ({numbers} bytes per parameter less, not exact), "
     if places.on_host:
         advice += "memory.gradients=device, "
     remedy = f"use {advice}a smaller model, or freeze parameters"
@@ -311,13 +315,13 @@ def host_planes(
     places: GradientPlaces,
     *,
     sum_room: SumRoom,
-    moments: MomentFormat,
+    optimizer: Optimizer,
     ranks: Ranks | None = None,
 ) -> dict[str, int]:
     """Return the bytes of each plane of a state that is in RAM; arguments as in `require_host_memory`."""
     sizes = [layout.sizes for layout in layouts]
     kept = None if ranks is None else node_totals(sizes, ranks.size, ranks.num_nodes, ranks.node)
-    return pools.host_planes(BlockTotals(sizes)[:], places, moments, room=sum_room, kept=kept)
+    return pools.host_planes(BlockTotals(sizes)[:], places, optimizer, room=sum_room, kept=kept)
 
 
 def room_for_activations(binding: Binding, choice: Choice) -> int:
@@ -332,7 +336,7 @@ def room_for_activations(binding: Binding, choice: Choice) -> int:
         host.precision,
         places_of(choice, binding.blocks, host.layouts),
         sum_room=pools.ONE_SUM if kept == SumRoom() else kept,
-        moments=binding.moments,
+        optimizer=binding.optimizer,
         ranks=binding.ranks,
     )
     to_come = sum(planes.values()) - planes["working"] - planes["remainder"]
@@ -346,7 +350,7 @@ def require_device_memory(
     choice: Choice,
     residents: Collection[int],
     *,
-    moments: MomentFormat = MomentFormat.FP32,
+    optimizer: Optimizer = DEFAULT,
     sums: StepSums | None = None,
     held: int = 0,
 ) -> None:
@@ -370,7 +374,7 @@ def require_device_memory(
         num_gradient_buffers=choice.num_gradient_buffers,
         is_wide=is_wide or choice.outer_streams,
         waiting=places_of(choice, blocks, layouts).on_device,
-        moments=moments,
+        optimizer=optimizer,
         room=sums.on_device,
         num_ranks=sums.num_ranks,
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatrain.config.choice import Choice
+from megatrain.config.optimizers import adamw
 from megatrain.errors import ConfigError, ModelError
 from megatrain.store.state import HostState
 from megatrain.store.tiered import TieredState
@@ -27,7 +28,7 @@ from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.model_forward import ModelForward
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.meter import StepMeter
-from megatrain.stream.optimizer import StepHooks, StreamedAdamW
+from megatrain.stream.optimizer import StepHooks, StreamedOptimizer
 from megatrain.stream.report import StepReport
 from megatrain.stream.steps import PassBefore, Steps
 from megatrain.stream.together import Together
@@ -81,9 +82,9 @@ class Engine:
         self._steps = Steps(model, self._model_forward, self.arrangement, self.meter, rows)
         self.together = Together(self._steps, self.arrangement, self.require_attached)
         """Runs passes without gradients, many at a time."""
-        self.optimizer: StreamedAdamW | None = None
-        """What `adamw` has made; None: nothing yet."""
-        self._model_forward.override(self.compiler, self.sync, StreamedAdamW)
+        self.optimizer: StreamedOptimizer | None = None
+        """What `make_optimizer` or `adamw` has made; None: nothing yet."""
+        self._model_forward.override(self.compiler, self.sync, StreamedOptimizer)
         self._settings.enter_context(chosen_kernels(model, lanes.device, repeats=deterministic))
         model.__dict__["_megatrain_engine"] = self
 
@@ -226,51 +227,86 @@ class Engine:
         updates: str | None = None,
         state: str | None = None,
         seed: int = 0,
-    ) -> StreamedAdamW:
+    ) -> StreamedOptimizer:
+        """Make AdamW: `make_optimizer`, to which all other arguments go, with AdamW's own settings.
+
+        Args:
+            lr: The learning rate; schedulers write `param_groups[i]["lr"]`.
+            betas: The decays of the two moments.
+            eps: The number that is added to the root of the second moment.
+            weight_decay: The decoupled decay of all parameters but `no_decay`.
+            max_grad_norm: The norm to which gradients are clipped; None: no clipping.
+            no_decay: Patterns of parameters without decay.
+            groups: Groups of parameters with `lr`, `weight_decay`, `betas`, `eps` of their own.
+            updates: When blocks are updated.
+            state: The format of the moments: `fp32`, `bf16` or `int8`.
+            seed: The seed of the stochastic rounding of `bf16` and `int8`.
+        """
+        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        return self.make_optimizer(
+            adamw.FP32.name,
+            max_grad_norm=max_grad_norm,
+            no_decay=no_decay,
+            groups=groups,
+            updates=updates,
+            state=state,
+            seed=seed,
+            **settings,
+        )
+
+    def make_optimizer(
+        self,
+        name: str | None = None,
+        *,
+        max_grad_norm: float | None = 1.0,
+        no_decay: Iterable[str] | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        updates: str | None = None,
+        state: str | None = None,
+        seed: int = 0,
+        **settings: Any,
+    ) -> StreamedOptimizer:
         """Make the optimizer of all trained parameters; its state is allocated here.
 
         Args:
-            lr: Learning rate; schedulers write `param_groups[i]["lr"]`.
-            betas: Decay of the two moments.
-            eps: Added to the root of the second moment.
-            weight_decay: Decoupled decay of all parameters but `no_decay`.
+            name: The optimizer, such as `adamw`. None: the one that `attach` was told.
             max_grad_norm: Clip the global norm to this; None: no clipping.
             no_decay: Patterns (`fnmatch`) of parameter names without decay. None: biases and parameters of
                 fewer than two dimensions, which is where norms are. An empty list: every parameter decays.
-            groups: As torch's optimizers take them, with `lr`, `weight_decay`, `betas`, `eps` of their own;
-                `params` may be patterns of names. What is in none is not updated. None: all is, as above.
+            groups: As torch's optimizers take them, with settings of their own; `params` may be patterns of
+                names. What is in none is not updated. None: all is, as above.
             updates: When a block is updated: `deferred` (in the background, from the end of the backward
                 until the next step's forward needs it), `immediate` (as soon as its gradient is complete,
                 which rules out clipping and skipping), or `serial` (all before `opt.step()` returns). The
                 numbers are the same, bit for bit. None: as the choice says that was attached with, or else
                 `deferred`.
-            state: What the moments are kept in: `fp32`, 8 bytes per parameter; or, not exact, `bf16`, 4, or
-                `int8`, 2.03. None: `optimizer_state` of `attach`, beyond which it cannot go.
-            seed: Of the stochastic rounding of `bf16` and `int8`.
+            state: The format in which its state is kept. AdamW's is `fp32`, 8 bytes per parameter; or, not
+                exact, `bf16`, 4, or `int8`, 2.03. None: `optimizer_state` of `attach`, beyond which it cannot
+                go.
+            seed: The seed of stochastic rounding, where a format has it.
+            **settings: The learning rate `lr`, which schedulers change in `param_groups`, the decoupled
+                `weight_decay`, and the optimizer's own settings.
 
         Raises:
-            ConfigError: A hyper-parameter out of range, clipping with `immediate`, a second optimizer, or a
-                state for which no memory was planned.
+            ConfigError: A setting out of range, clipping with `immediate`, a second optimizer, or a state for
+                which no memory was planned.
             ModelError: A parameter is trained but was not there, or was frozen, when the engine was attached.
         """
         if self.optimizer is not None:
             raise ConfigError("the engine has an optimizer already (engine.optimizer); detach() ends it")
-        moments, compiles = arrange.choose_moments(self.arrangement, state), self.compiler is not None
+        kind, compiles = arrange.choose_optimizer(self.arrangement, name, state), self.compiler is not None
         arrange.choose_updates(self.arrangement, updates, max_grad_norm=max_grad_norm, compiles=compiles)
         check, stepped = self._check_step, self.meter.stepped
         hooks = StepHooks(check=check, stepped=stepped, drop=self.zero_grad, fail=self._steps.drop)
-        self.optimizer = StreamedAdamW(
+        self.optimizer = StreamedOptimizer(
             self.executor,
             dict(self.model.named_parameters()),
             hooks,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
+            kind,
+            settings,
             max_grad_norm=max_grad_norm,
             no_decay=no_decay,
             groups=groups,
-            moments=moments,
             seed=seed,
         )
         return self.optimizer
@@ -321,7 +357,7 @@ class Engine:
         """Make the state after the last `opt.step()` what a crash leaves on the drives; returns at once.
 
         It is done in the background, before the next step writes anything. What lives in RAM is written to
-        the drives for it: 12 bytes per parameter, or 2 of blocks whose remainder and moments are there.
+        the drives for it: 12 bytes per parameter with AdamW, or 2 of blocks whose other state is there.
 
         Args:
             step: Its number.

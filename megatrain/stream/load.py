@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from megatrain.config.adaptation import Adaptation
 from megatrain.config.choice import AUTO, Choice, StepBatch
+from megatrain.config.optimizers.registry import DEFAULT, find
 from megatrain.config.read_choice import read_choice
 from megatrain.config.runs import Runs
 from megatrain.config.sizes import parse_limit
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout, Entry
-from megatrain.layout.moments import MomentFormat
 from megatrain.model.adapters.adapt import (
     adapt,
     add_adapters,
@@ -40,7 +40,7 @@ from megatrain.store.drives.scratch import FileArena
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision, read_precision, view_entry
 from megatrain.store.tiered import TieredState
-from megatrain.stream.arrange import part_of
+from megatrain.stream.arrange import part_of, refuse_on_drives
 from megatrain.stream.bind import (
     kept_sums,
     make_host,
@@ -65,7 +65,8 @@ def load(
     precision: str = "fp32",
     attn_implementation: str | None = None,
     batch: StepBatch | None = None,
-    optimizer_state: str = "fp32",
+    optimizer: str = DEFAULT.name,
+    optimizer_state: str = DEFAULT.state,
     host_limit: int | str | None = None,
     tiers: Tiers | None = None,
     adaptation: Adaptation | None = None,
@@ -90,6 +91,7 @@ def load(
         precision: `fp32`, or `bf16`: bf16 weights that are the upper half of exact fp32 masters.
         attn_implementation: As in transformers.
         batch: As in `attach`; only the check before allocation uses it.
+        optimizer: As in `attach`, for the check and for state on drives.
         optimizer_state: Likewise.
         host_limit: As in `attach`.
         tiers: As in `attach`: each block goes straight to where it belongs. With `tiers.resumes`, weights are
@@ -114,8 +116,10 @@ def load(
     if (path is None) == (config is None):
         raise ConfigError("load takes a path or a config, one of the two")
     Tiers.check(tiers)
-    tiers = None if tiers is None else tiers.as_chosen(choice)
-    kept, moments = read_precision(precision), MomentFormat.read(optimizer_state)
+    kept, kind = read_precision(precision), find(optimizer, optimizer_state)
+    if tiers is not None:
+        refuse_on_drives(kind)
+        tiers = tiers.as_chosen(choice)
     if ranks is not None:
         choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes, gathers=ranks.gathers)
     lora = None
@@ -161,14 +165,14 @@ def load(
         held=0,
         sum_room=kept_sums(least, runs, kept, ranks, sequence),
         limit=parse_limit(host_limit, "host_limit"),
-        moments=moments,
+        optimizer=kind,
         places=places,
         tiers=tiers,
         ranks=ranks,
     )
     most = replace(least, lockstep=choice.given.get("lockstep", 1))
     sum_room = kept_sums(most, runs, kept, ranks, sequence)
-    host = make_host(layouts, kept, tiers, sum_room=sum_room, moments=moments, ranks=ranks)
+    host = make_host(layouts, kept, tiers, sum_room=sum_room, optimizer=kind, ranks=ranks)
     if (ranks is not None and ranks.local_rank > 0) or (isinstance(host, TieredState) and host.is_resumed):
         _bind_parameters(model, lambda name: _working(host, name))
         if path is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.hardware import (
     Drives,
     HardwareSpec,
@@ -21,8 +22,8 @@ from megatrain.hardware import (
     measure_matmul_peak,
 )
 from megatrain.hardware.accelerators import device_name, free_bytes, vendor_of
-from megatrain.optim.fused import fuses_updates
 from megatrain.optim.threads import update_threads, worker_threads
+from megatrain.optim.updates import fuses_updates
 from megatrain.stream.lanes import CheckedLanes, EmulatedLanes, EmulatedMachine, Lanes
 from megatrain.stream.lanes.devices import check_device, compute_device, make_lanes
 from megatrain.stream.lanes.emulated_spec import emulated_spec
@@ -120,7 +121,7 @@ def common_gpu(device: torch.device, precision: str) -> HardwareSpec:
         name="this computer",
         device=name,
         device_bytes=free_bytes(device),
-        fuses_updates=fuses_updates(device),
+        fuses_updates=fuses_updates(DEFAULT, device),
         matmul_flops_per_s={**spec.matmul_flops_per_s, precision: flops},
         h2d_bytes_per_s=down,
         d2h_bytes_per_s=up,

@@ -1,8 +1,9 @@
-"""AdamW over the engine's host state, as a torch optimizer: schedulers and callbacks see `param_groups`."""
+"""An optimizer over the engine's host state, as torch's: schedulers and callbacks see `param_groups`."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,12 +13,12 @@ import torch
 from torch import nn
 
 from megatrain.config.choice import Updates
+from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.errors import CheckpointError, ConfigError, ModelError
 from megatrain.layout.block_bytes import aligned
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
-from megatrain.layout.moments import MomentFormat
-from megatrain.optim.adamw import AdamWStep, check_hyper, rounding_key
-from megatrain.optim.clip import global_norm
+from megatrain.optim.clip import check_max_norm, global_norm
+from megatrain.optim.updates import RangeStep, rounding_key
 from megatrain.plan.program.features.roles import StateUpdate
 from megatrain.plan.program.operations import Work
 from megatrain.store.tiered import TieredState
@@ -44,12 +45,10 @@ class StepHooks:
     """Drops them after an error in the middle of a step."""
 
 
-class StreamedAdamW(torch.optim.Optimizer):
-    """Decoupled-weight-decay Adam with fp32 masters, bitwise equal to `torch.optim.AdamW(fused=True)`.
+class StreamedOptimizer(torch.optim.Optimizer):
+    """An optimizer of `megatrain.config.optimizers`, whose state lives in the planes of the engine.
 
-    With moments in bf16 or int8 it is not exact (`optim.compressed`), and otherwise the same.
-
-    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
+    AdamW with its moments in fp32 is bitwise equal to `torch.optim.AdamW(fused=True)`.
     """
 
     def __init__(
@@ -57,37 +56,37 @@ class StreamedAdamW(torch.optim.Optimizer):
         executor: Executor,
         parameters: Mapping[str, nn.Parameter],
         hooks: StepHooks,
+        optimizer: Optimizer,
+        hyper: Mapping[str, Any],
         *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
         max_grad_norm: float | None,
         no_decay: Iterable[str] | None,
         groups: Sequence[Mapping[str, Any]] | None = None,
-        moments: MomentFormat,
         seed: int = 0,
     ) -> None:
-        """Allocate the moments, and the gradients too if clipping holds them back; see `Engine.adamw`.
+        """Allocate the planes, and the gradients too if clipping holds them back.
 
         Args:
-            executor: That runs the steps, with the state that is updated.
-            parameters: All of the model, by name.
-            hooks: Of the engine.
-            lr: As in `Engine.adamw`, like all that follows.
-            betas: Decay of the two moments.
-            eps: Added to the root of the second moment.
-            weight_decay: Decoupled decay.
-            max_grad_norm: Clip to this norm.
+            executor: The executor that runs the steps, with the state that is updated.
+            parameters: All parameters of the model, by name.
+            hooks: What is called of the engine.
+            optimizer: The optimizer, with its state in one format.
+            hyper: The learning rate, the decay and the optimizer's own settings; what is left out is usual.
+            max_grad_norm: The norm to which gradients are clipped; this and what follows is as in
+                `Engine.make_optimizer`.
             no_decay: Patterns of names.
-            groups: Of parameters.
-            moments: What they are kept in.
-            seed: Of stochastic rounding.
+            groups: The groups of parameters.
+            seed: The seed of stochastic rounding.
         """
-        check_hyper(lr, betas, eps, weight_decay, max_grad_norm)
+        optimizer.require_elements("updates cut")
+        optimizer.check(hyper)
+        check_max_norm(max_grad_norm)
+        hyper = optimizer.defaults() | dict(hyper)
+        weight_decay = hyper.pop("weight_decay")
         self._executor = executor
         self._hooks = hooks
-        self._moments = moments
+        self.kind = optimizer
+        """What is kept and moved, and how."""
         self._seed = seed
         self._max_grad_norm = max_grad_norm
         check_updates(executor.spec.updates, max_grad_norm)
@@ -95,7 +94,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         self.last_stats: StepStats | None = None
         """Of the newest step."""
         self.moments_are_kept_beside = False
-        """A trainer of `megatrain.hf` saves the moments itself, and `state_dict` returns everything else."""
+        """A trainer of `megatrain.hf` saves the planes itself, and `state_dict` returns everything else."""
         self.num_skipped = 0
         """Steps that changed nothing, because their norm was not finite."""
         managed = {entry.name: entry for state in executor.host.blocks for entry in state.layout.trained}
@@ -115,16 +114,16 @@ class StreamedAdamW(torch.optim.Optimizer):
         elif no_decay is not None:
             raise ConfigError("groups and no_decay are both given; give each group its weight_decay")
         else:
-            made = as_given(groups, parameters, managed, weight_decay=weight_decay)
+            made = as_given(groups, parameters, managed, optimizer, weight_decay=weight_decay)
         self._is_made = False
-        super().__init__(made, {"lr": lr, "betas": betas, "eps": eps})
+        super().__init__(made, hyper)
         self._is_made = True
         self._group_of = {
             name: number for number, group in enumerate(self.param_groups) for name in group["names"]
         }
         self.steps = dict.fromkeys(managed, 0)
         """Updates that each parameter has had: the t of its bias correction."""
-        executor.host.allocate_moments(moments)
+        executor.host.allocate_planes(optimizer)
         self.take_part(executor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -144,8 +143,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         """Go on with an executor that is new: the engine is arranged in another way."""
         self._executor = executor
         if executor.gradients.shared is not None:
-            check_shares(self._moments, has_residents=bool(executor.states.blocks))
-        _plan_updates(executor, self._moments, clips=self._max_grad_norm is not None)
+            check_shares(self.kind, has_residents=bool(executor.states.blocks))
+        _plan_updates(executor, self.kind, clips=self._max_grad_norm is not None)
         executor.states.allocate()
         if self.updates is Updates.IMMEDIATE:
             if executor.gradients.blocks:
@@ -169,7 +168,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             ModelError: A gradient went past the engine into `parameter.grad`.
         """
         if closure is not None:
-            raise ConfigError("AdamW.step takes no closure; call engine.forward_backward before it")
+            raise ConfigError("opt.step takes no closure; call engine.forward_backward before it")
         self._hooks.check()
         executor = self._executor
         gradients = executor.gradients
@@ -208,13 +207,13 @@ class StreamedAdamW(torch.optim.Optimizer):
         super().zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without the moments, which are in the host planes, for who keeps them beside.
+        """Return the state without the planes, which are in host memory, for who keeps them beside.
 
-        To others a dictionary without the moments would lose them. Before a step there are none, and
+        To others a dictionary without the planes would lose them. Before a step there are none, and
         accelerate, and with it Trainer, asks for the state of an optimizer that it is given.
 
         Raises:
-            ConfigError: A step was made, and nobody keeps the moments.
+            ConfigError: A step was made, and nobody keeps the planes.
             TornStateError: An update has failed before.
         """
         self._executor.wholeness.check()
@@ -247,7 +246,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         """Refuse to be stepped by transformers' own Trainer, which calls this before its first forward.
 
         Raises:
-            ConfigError: It would log a norm of 0, as gradients are in the engine, and save no moments.
+            ConfigError: It would log a norm of 0, as gradients are in the engine, and save no state.
         """
         if not self.moments_are_kept_beside:
             raise ConfigError(
@@ -284,13 +283,13 @@ class StreamedAdamW(torch.optim.Optimizer):
     def _snapshot(self) -> list[dict[str, Any]]:
         """Copy the hyper-parameters as they are now: a scheduler may change them before an update runs."""
         return [
-            {"lr": float(group["lr"]), **{key: group[key] for key in ("betas", "eps", "weight_decay")}}
+            {name: group[name] for name in self.kind.defaults()} | {"lr": float(group["lr"])}
             for group in self.param_groups
         ]
 
     def ranges(
         self, block: int, groups: Sequence[Mapping[str, Any]], present: Set[str], scale: float
-    ) -> list[tuple[AdamWStep, int, int]]:
+    ) -> list[tuple[RangeStep, int, int]]:
         """Count one more update of the parameters in `present`, and list the state ranges that it covers."""
         layout = self._executor.host.blocks[block].layout
         runs: list[tuple[tuple[int, int], int, int]] = []
@@ -303,11 +302,11 @@ class StreamedAdamW(torch.optim.Optimizer):
             assert entry.state_offset is not None
             stop = entry.state_offset + aligned(entry.numel)
             adjoins = runs and runs[-1][0] == key and runs[-1][2] == entry.state_offset != layout.num_split
-            if adjoins and self._moments.is_exact:
+            if adjoins and not self.kind.draws_noise:
                 runs[-1] = (key, runs[-1][1], stop)
             else:
                 runs.append((key, entry.state_offset, stop))
-                if not self._moments.is_exact:  # a range is one parameter: its own key and scales
+                if self.kind.draws_noise:  # a range is one parameter: its own key and scales
                     keys[entry.state_offset] = rounding_key(self._seed, entry.name, key[1])
         shared = self._executor.gradients.shared
         cut = [
@@ -317,13 +316,9 @@ class StreamedAdamW(torch.optim.Optimizer):
         ]
         return [
             (
-                AdamWStep(
-                    lr=groups[number]["lr"],
-                    beta1=groups[number]["betas"][0],
-                    beta2=groups[number]["betas"][1],
-                    eps=groups[number]["eps"],
-                    weight_decay=groups[number]["weight_decay"],
-                    step=count,
+                RangeStep(
+                    hyper=groups[number],
+                    count=count,
                     grad_scale=scale,
                     noise=(*keys[start], part.start - start) if keys else (0, 0, 0),
                 ),
@@ -339,11 +334,6 @@ class StreamedAdamW(torch.optim.Optimizer):
         return Updates(self._executor.spec.updates)
 
     @property
-    def moments(self) -> MomentFormat:
-        """How the moments are kept."""
-        return self._moments
-
-    @property
     def max_grad_norm(self) -> float | None:
         """Norm to which gradients are clipped; None: no clipping."""
         return self._max_grad_norm
@@ -355,18 +345,26 @@ class StreamedAdamW(torch.optim.Optimizer):
         Raises:
             ConfigError: It is no positive number, or blocks are updated before the norm is known.
         """
-        check_hyper(0.0, (0.9, 0.999), 0.0, 0.0, value)
+        check_max_norm(value)
         check_updates(self.updates.value, value)
         if (value is None) is not (self._max_grad_norm is None):
             self._executor.spec = replace(self._executor.spec, clips=value is not None)
         self._max_grad_norm = value
 
 
-def _plan_updates(executor: Executor, moments: MomentFormat, *, clips: bool) -> None:
+def _plan_updates(executor: Executor, optimizer: Optimizer, *, clips: bool) -> None:
     """Let programs know of the optimizer: what its state takes, and whether it clips."""
     shared = executor.gradients.shared
     sizes = [
-        size.with_moments(layout.sizes, moments, None if shared is None else shared.updated[number])
+        size.with_optimizer(layout.sizes, optimizer, None if shared is None else shared.updated[number])
         for number, (layout, size) in enumerate(zip(executor.host.layouts, executor.spec.sizes, strict=True))
     ]
     executor.spec = replace(executor.spec, sizes=sizes, clips=clips)
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class under the name that it had when AdamW was the only optimizer."""
+    if name != "StreamedAdamW":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("StreamedAdamW is deprecated: use StreamedOptimizer", DeprecationWarning, stacklevel=2)
+    return StreamedOptimizer

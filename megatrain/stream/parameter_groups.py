@@ -9,22 +9,21 @@ from typing import Any
 
 from torch import nn
 
+from megatrain.config.optimizers.optimizer import COMMON, Optimizer
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import Entry
-from megatrain.optim.adamw import check_hyper
 
 _log = logging.getLogger(__name__)
 
 Group = dict[str, Any]
 
-_HYPER = ("lr", "betas", "eps", "weight_decay")
 _AS_TORCH = {
     "amsgrad": False,
     "maximize": False,
     "differentiable": False,
     "decoupled_weight_decay": True,
 }
-"""What else a group of `torch.optim.AdamW` says, and the value of each that is AdamW here."""
+"""What else a group of `torch.optim.AdamW` says, and the value of each that is what is done here."""
 _OF_KERNELS = ("foreach", "fused", "capturable", "names", "param_names", "initial_lr")
 """What says nothing of the result."""
 
@@ -58,28 +57,30 @@ def as_given(
     given: Sequence[Mapping[str, Any]],
     parameters: Mapping[str, nn.Parameter],
     trained: Mapping[str, Entry],
+    optimizer: Optimizer,
     *,
     weight_decay: float,
 ) -> list[Group]:
     """Return the groups that the user has made, with the names of their parameters.
 
     Args:
-        given: Each has `params`, and may have a learning rate, betas, eps and a decay of its own. `params`
-            are parameters, pairs of a name and a parameter, or patterns of names; a name goes to the first
-            group with a pattern for it. Frozen parameters are left out, and what is in no group stays.
+        given: Each has `params`, and may have a learning rate, a decay and other settings of its own.
+            `params` are parameters, pairs of a name and a parameter, or patterns of names; a name goes to the
+            first group with a pattern for it. Frozen parameters are left out, and what is in no group stays.
         parameters: Of the model, by name.
         trained: Those that the engine trains.
+        optimizer: The optimizer, which says what else a group may have.
         weight_decay: Of the groups that say none.
 
     Raises:
         ConfigError: No group, one without trained parameters, a parameter twice or of another model, or
-            something that AdamW does not take.
+            something that the optimizer does not take.
     """
     names_of = {id(parameter): name for name, parameter in parameters.items()}
     taken: set[str] = set()
     groups: list[Group] = []
     for number, each in enumerate(given):
-        hyper = _hyper(each, number)
+        hyper = _hyper(each, number, optimizer)
         names = [
             name
             for param in _listed(each.get("params", ()))
@@ -98,19 +99,19 @@ def as_given(
     return groups
 
 
-def _hyper(group: Mapping[str, Any], number: int) -> Group:
-    """Return what a group says of AdamW."""
-    unknown = sorted(group.keys() - {"params", *_HYPER, *_AS_TORCH, *_OF_KERNELS})
+def _hyper(group: Mapping[str, Any], number: int, optimizer: Optimizer) -> Group:
+    """Return the settings of the optimizer that a group gives."""
+    names = ["lr", *optimizer.settings, *(COMMON.keys() - {"lr"})]
+    unknown = sorted(group.keys() - {"params", *names, *_AS_TORCH, *_OF_KERNELS})
     if unknown:
         raise ConfigError(
-            f"group {number} of parameters has {', '.join(unknown)}; it takes params, {', '.join(_HYPER)}"
+            f"group {number} of parameters has {', '.join(unknown)}; it takes params, {', '.join(names)}"
         )
     for name, value in _AS_TORCH.items():
         if group.get(name, value) != value:
             raise ConfigError(f"group {number} of parameters has {name}={group[name]}; use {name}={value}")
-    found = {name: group[name] for name in _HYPER if name in group}
-    plain = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **found}
-    check_hyper(**plain, max_grad_norm=None)
+    found = {name: group[name] for name in names if name in group}
+    optimizer.check(found)
     return found
 
 

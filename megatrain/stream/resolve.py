@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config.choice import AUTO, Choice, StepBatch
 from megatrain.config.defaults import default_batch
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.plan import Plan
 from megatrain.data.context import context_length
 from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import GIB, HardwareSpec
-from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_model
@@ -46,7 +47,7 @@ class Conditions:
 
     lanes: Lanes
     precision: Precision
-    moments: MomentFormat = MomentFormat.FP32
+    optimizer: Optimizer = DEFAULT
     batch: StepBatch | None = None
     """Of a step; None: `default_batch` for the model's context."""
     compiles: bool = False
@@ -125,7 +126,8 @@ def _request(choice: Choice, given: Conditions, anatomy: Anatomy, spec: Hardware
         spec=spec,
         anatomy=anatomy,
         batch=given.batch,
-        state=given.moments.value,
+        optimizer_name=given.optimizer.name,
+        state=given.optimizer.state,
         compiles=given.compiles,
         deterministic=given.deterministic,
         commit_every=1 if given.num_drives else None,
@@ -159,7 +161,7 @@ def _conservative(model: PreTrainedModel, choice: Choice, given: Conditions) -> 
         layouts = plan_layouts(model, blocks, given.precision)
         residents = residents_of(found, blocks)
         try:
-            require_device_memory(blocks, layouts, given.lanes, found, residents, moments=given.moments)
+            require_device_memory(blocks, layouts, given.lanes, found, residents, optimizer=given.optimizer)
         except CapacityError:
             return False
         return True

@@ -56,6 +56,7 @@ def make_engine(
     settings: dict[str, Any] = {
         "precision": config.train.precision,
         "batch": config.batch,
+        "optimizer": config.optim.name,
         "optimizer_state": config.optim.state,
         "host_limit": memory.host_budget,
         "tiers": tiers_of(config, choice, resumes=committed is not None),
@@ -87,7 +88,7 @@ def make_engine(
         "%s; compiled: %s; optimizer state: %s",
         engine.choice.describe(),
         "no" if engine.compiler is None else "yes",
-        engine.arrangement.moments.describe(),
+        engine.arrangement.optimizer.describe(),
     )
     engine.together.planned_tokens = planned_tokens
     return engine

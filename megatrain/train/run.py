@@ -30,7 +30,7 @@ from megatrain.model.liger import uses_liger
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
-from megatrain.stream.optimizer import StreamedAdamW
+from megatrain.stream.optimizer import StreamedOptimizer
 from megatrain.train.adapters import base_of, check_base, write_adapter
 from megatrain.train.callbacks.calls import Callbacks
 from megatrain.train.engine import engine_of_base, make_engine, untouched
@@ -69,7 +69,7 @@ class Run:
 
     config: Config
     engine: Engine
-    optimizer: StreamedAdamW
+    optimizer: StreamedOptimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     loader: PackedLoader
     tokenizer: PreTrainedTokenizerBase
@@ -334,14 +334,12 @@ def prepare(
         )
     if reference is not None:
         reference.fill(lambda: untouched(engine), ranks)
-    optimizer = engine.adamw(
-        lr=config.optim.lr,
-        betas=config.optim.betas,
-        eps=config.optim.eps,
-        weight_decay=config.optim.weight_decay,
+    optimizer = engine.make_optimizer(
+        config.optim.name,
         max_grad_norm=config.optim.max_grad_norm,
         no_decay=config.optim.no_decay,
         seed=config.train.seed,
+        **{name: getattr(config.optim, name) for name in config.optimizer.defaults()},
     )
     scheduler = make_schedule(config, optimizer, num_steps)
     run = Run(

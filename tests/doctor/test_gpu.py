@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatrain.doctor import software
 from megatrain.doctor.checks import Level
 from megatrain.doctor.machine_spec import device_name, open_own_sensor, present_device
 from megatrain.doctor.software import check_device, check_updates
 from megatrain.errors import ConfigError
+from megatrain.optim import adamw
 from tests.hardware.nvml import PROPERTIES, FakeNvml
 
 GIB = 1 << 30
@@ -48,11 +48,11 @@ def test_gpu_is_described_with_its_power_limit(gpu: dict[str, int], tmp_path: Pa
 
 
 def test_what_updates_blocks_on_the_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "why_not_fused", lambda kind: None)
+    monkeypatch.setattr(adamw, "why_not_fused", lambda kind: None)
     check = check_updates(torch.device("cuda", 0))
     assert (check.level, check.fix) == (Level.OK, "")
     assert "one Triton kernel, 28 bytes per parameter" in check.text
-    monkeypatch.setattr(software, "why_not_fused", lambda kind: "Triton is not installed")
+    monkeypatch.setattr(adamw, "why_not_fused", lambda kind: "Triton is not installed")
     check = check_updates(torch.device("cuda", 0))
     assert check.level is Level.WARN
     assert check.text == (

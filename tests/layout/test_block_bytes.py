@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatrain.config.optimizers import adamw
+from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.blocks import ParameterSpec, lay_out
-from megatrain.layout.moments import MomentFormat
 
 
 def spec(
@@ -35,10 +36,10 @@ def test_sizes_of_parts_add_up_to_those_of_the_whole() -> None:
 
 @pytest.mark.parametrize(
     ("moments", "split", "full", "scale"),
-    [(MomentFormat.FP32, 26, 28, 0), (MomentFormat.BF16, 18, 20, 0), (MomentFormat.INT8, 14, 16, 16)],
+    [(adamw.FP32, 26, 28, 0), (adamw.BF16, 18, 20, 0), (adamw.INT8, 14, 16, 16)],
 )
 def test_an_update_reads_and_writes_masters_and_moments_and_reads_the_gradient(
-    moments: MomentFormat, split: int, full: int, scale: int
+    moments: Optimizer, split: int, full: int, scale: int
 ) -> None:
     sizes = BlockBytes(num_split=320, num_state=384, num_scales=5)
     assert sizes.update_bytes(moments) == split * 320 + full * 64 + scale * 5

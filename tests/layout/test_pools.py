@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from megatrain.config.optimizers import adamw
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import NUM_PAGES, NUM_STATE_STAGING, PIECE_BYTES
-from megatrain.layout.moments import MomentFormat
 from megatrain.layout.totals import BlockTotals, Residency
 
 MIB = 1 << 20
@@ -18,7 +18,7 @@ def block(state: int, working: int) -> BlockBytes:
 
 def test_an_image_is_whole_pages() -> None:
     sizes = BlockBytes(working_bytes=4097, num_split=64, num_state=128)
-    assert (pools.state_image(sizes), pools.weights_image(sizes)) == (4096, 8192)
+    assert (pools.state_image(sizes, adamw.FP32), pools.weights_image(sizes)) == (4096, 8192)
 
 
 def test_buffers_are_as_large_as_what_passes_them() -> None:
@@ -27,11 +27,11 @@ def test_buffers_are_as_large_as_what_passes_them() -> None:
     none, one, two, everything = range(4)
     assert pools.weights_buffer(blocks, none) == 90 * MIB
     assert pools.weights_buffer(blocks, everything) == 0
-    assert pools.state_buffer(blocks, none, none) == 480 * MIB
-    assert pools.state_buffer(blocks, one, none) == 400 * MIB
-    assert pools.state_buffer(blocks, two, two) == 290 * MIB
-    assert pools.state_buffer(blocks, everything, one) == 300 * MIB
-    assert pools.drive_buffers(blocks, two, two) == {
+    assert pools.state_buffer(blocks, none, none, adamw.FP32) == 480 * MIB
+    assert pools.state_buffer(blocks, one, none, adamw.FP32) == 400 * MIB
+    assert pools.state_buffer(blocks, two, two, adamw.FP32) == 290 * MIB
+    assert pools.state_buffer(blocks, everything, one, adamw.FP32) == 300 * MIB
+    assert pools.drive_buffers(blocks, two, two, adamw.FP32) == {
         "staging of state": NUM_STATE_STAGING * 290 * MIB,
         "staging of weights": NUM_PAGES * 90 * MIB,
     }
@@ -39,15 +39,15 @@ def test_buffers_are_as_large_as_what_passes_them() -> None:
 
 def test_a_commit_of_what_is_in_ram_needs_room_for_a_piece() -> None:
     large = BlockTotals([block(400 * MIB, 80 * MIB)])
-    assert pools.state_buffer(large, 1, 1) == PIECE_BYTES
+    assert pools.state_buffer(large, 1, 1, adamw.FP32) == PIECE_BYTES
     small = BlockTotals([block(8 * MIB, 4 * MIB)])
-    assert pools.state_buffer(small, 1, 1) == 8 * MIB
+    assert pools.state_buffer(small, 1, 1, adamw.FP32) == 8 * MIB
 
 
 def test_state_passes_that_is_larger_than_that_of_a_block_with_more_elements() -> None:
     """A remainder can outweigh elements, and these are what blocks are ordered by."""
     blocks = BlockTotals([BlockBytes(num_state=40 * MIB), BlockBytes(num_state=39 * MIB, num_split=39 * MIB)])
-    assert pools.state_buffer(blocks, 2, 0) == 390 * MIB
+    assert pools.state_buffer(blocks, 2, 0, adamw.FP32) == 390 * MIB
 
 
 def test_device_pools_are_those_of_a_table() -> None:
@@ -64,7 +64,7 @@ def test_device_pools_are_those_of_a_table() -> None:
             num_gradient_buffers=2,
             is_wide=is_wide,
             waiting=blocks.streamed,
-            moments=MomentFormat.INT8,
+            optimizer=adamw.INT8,
         )
 
     assert found(is_wide=True) == {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatrain.config.optimizers import adamw
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.layout.moments import MomentFormat
 from megatrain.layout.totals import BlockTotals
 
 SIZES = [
@@ -34,6 +34,6 @@ def test_parts_join_and_blocks_are_picked() -> None:
 
 
 def test_methods_of_the_sizes_add_up_too() -> None:
-    for moments in MomentFormat:
+    for moments in adamw.FORMATS:
         expected = sum(size.update_bytes(moments) for size in SIZES[1:3])
         assert TOTALS[1:3].total(BlockBytes.update_bytes, moments) == expected

@@ -15,7 +15,7 @@ NEEDED = "Triton is not installed: run make triton, or pip install triton"
 
 
 def multiply_add(a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c of float32 values, rounded once: `megatrain.optim.device.multiply_add` says why."""
+    """Return a * b + c of float32 values, rounded once: `adamw.device.multiply_add` says why."""
     product = a.astype(np.float64) * b
     wide = c.astype(np.float64)
     total = product + wide

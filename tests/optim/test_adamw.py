@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.optim.adamw import AdamWStep, Planes, update, update_many
+from megatrain.optim.adamw.host import AdamWStep, Planes, update, update_many
 from megatrain.optim.pool import WorkerPool
 from megatrain.optim.tasks import TASK_NUMEL
 from megatrain.store.master import join_master, split_master
@@ -235,7 +235,7 @@ def test_kernel_is_vectorised() -> None:
     import numba
     import numpy as np
 
-    from megatrain.optim import kernels
+    from megatrain.optim.adamw import kernels
 
     compiled = numba.njit(nogil=True, error_model="numpy")(kernels.update.py_func)
     halves, floats = np.zeros(64, np.int16), np.zeros(64, np.float32)

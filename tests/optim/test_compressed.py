@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.layout.moments import SCALE_NUMEL
-from megatrain.optim.adamw import AdamWStep, Planes, rounding_key, update_many
-from megatrain.optim.device import update_on_device
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL
+from megatrain.optim.adamw.device import update_on_device
+from megatrain.optim.adamw.host import AdamWStep, Planes, update_many
 from megatrain.optim.pool import WorkerPool
+from megatrain.optim.updates import rounding_key
 from megatrain.store.master import join_master, split_master
 
 HYPER = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
@@ -341,7 +342,7 @@ def test_rounding_is_unbiased(pool: WorkerPool, state: str) -> None:
 
 def decode(planes: Planes) -> tuple[Tensor, Tensor]:
     """Return both moments in fp32, by the code that devices use."""
-    from megatrain.optim.device_moments import load
+    from megatrain.optim.adamw.device_moments import load
 
     exp_avg, exp_avg_sq = torch.empty(2, planes.exp_avg.numel())
     load(planes, exp_avg, exp_avg_sq)
@@ -353,7 +354,7 @@ def test_random_bits_are_uniform_and_independent() -> None:
 
     Bounds are 5 standard errors of 2^17 fair coins, about 7e-3 of a correlation.
     """
-    from megatrain.optim.device_moments import random_bits
+    from megatrain.optim.adamw.device_moments import random_bits
 
     count, device = 1 << 17, torch.device("cpu")
     draws = [random_bits((*rounding_key(0, "w", step), 0), count, device) for step in (1, 2)]
@@ -405,7 +406,7 @@ def test_kernels_are_vectorised() -> None:
     """A scalar loop would be right, and several times slower."""
     import numba
 
-    from megatrain.optim import compressed
+    from megatrain.optim.adamw import compressed
 
     halves, codes, scales = np.zeros(256, np.int16), np.zeros(256, np.uint8), np.zeros(1, np.float32)
     averages = {"update_bf16": (halves, halves), "update_int8": (codes, codes, scales, scales)}

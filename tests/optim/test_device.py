@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.layout.pools import UPDATE_SCRATCH_BYTES
-from megatrain.optim.adamw import AdamWStep, Planes, update_many
-from megatrain.optim.device import (
+from megatrain.config.optimizers import adamw
+from megatrain.optim.adamw.device import (
     UpdateScratch,
     join_on_device,
     multiply_add,
     split_on_device,
     update_on_device,
 )
+from megatrain.optim.adamw.host import AdamWStep, Planes, update_many
 from megatrain.optim.pool import WorkerPool
 from megatrain.store.master import join_master, split_master
 
@@ -246,7 +246,7 @@ def test_no_ranges_is_no_work() -> None:
 def test_scratch_takes_the_bytes_it_states() -> None:
     scratch = UpdateScratch.allocate(1000, torch.device("cpu"))
     planes = (scratch.wide, scratch.single, scratch.marks)
-    assert sum(plane.nbytes for plane in planes) == 1000 * UPDATE_SCRATCH_BYTES
+    assert sum(plane.nbytes for plane in planes) == 1000 * adamw.FP32.scratch_bytes
 
 
 def test_wrong_planes_are_refused() -> None:
@@ -278,7 +278,7 @@ def test_never_waits_for_the_device_and_takes_the_memory_it_states() -> None:
         update_on_device([(HYPER, planes)], chunk_numel)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.max_memory_allocated() - before <= chunk_numel * UPDATE_SCRATCH_BYTES + 16 * 1024
+    assert torch.cuda.max_memory_allocated() - before <= chunk_numel * adamw.FP32.scratch_bytes + 16 * 1024
 
 
 def test_split_and_join_equal_the_store_s(device: torch.device) -> None:

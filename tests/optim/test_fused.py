@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.config.optimizers import adamw
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL, Optimizer, num_scales
 from megatrain.hardware.accelerators import VENDORS, Vendor
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.layout.moments import MOMENT_PLANES, SCALE_NUMEL, MomentFormat, num_scales
-from megatrain.optim import fused
-from megatrain.optim.adamw import AdamWStep, Planes, rounding_key
-from megatrain.optim.device import update_on_device
-from megatrain.optim.fused import update_fused
+from megatrain.optim.adamw import fused
+from megatrain.optim.adamw.device import update_on_device
+from megatrain.optim.adamw.fused import update_fused
+from megatrain.optim.adamw.host import AdamWStep, Planes
 from megatrain.optim.pool import WorkerPool
+from megatrain.optim.updates import rounding_key
 from megatrain.store.master import split_master
 from tests.optim.interpreter import NEEDED, counted, interpreted, interpreted_on_cpu
 from tests.optim.test_compressed import same_bits
@@ -33,21 +35,21 @@ from tests.optim.test_device import (
 
 FORMATS = [
     (moments, split, gradient)
-    for moments in MomentFormat
+    for moments in adamw.FORMATS
     for split in (True, False)
     for gradient in (torch.float32, torch.bfloat16)
 ]
 DTYPES = {
-    MomentFormat.FP32: torch.float32,
-    MomentFormat.BF16: torch.bfloat16,
-    MomentFormat.INT8: torch.uint8,
+    adamw.FP32: torch.float32,
+    adamw.BF16: torch.bfloat16,
+    adamw.INT8: torch.uint8,
 }
 
 
 def name_of(value: object) -> str | None:
     if isinstance(value, tuple):
         moments, split, gradient = value
-        return f"{moments.value}-{'split' if split else 'whole'}-{str(gradient).removeprefix('torch.')}"
+        return f"{moments.state}-{'split' if split else 'whole'}-{str(gradient).removeprefix('torch.')}"
     return None
 
 
@@ -70,14 +72,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         yield torch.device("cpu")
 
 
-def planes_of(numel: int, moments: MomentFormat, *, split: bool, gradient: Tensor) -> Planes:
+def planes_of(numel: int, moments: Optimizer, *, split: bool, gradient: Tensor) -> Planes:
     """Planes of numbers of all sizes; codes and their scales are any."""
     generator = torch.Generator().manual_seed(numel)
     master = numbers(numel, 1, -44, 3)
     working, remainder = split_master(master) if split else (master, None)
     mean, square = numbers(numel, 2, -46, 2), numbers(numel, 3, -46, 2).abs_()
     scales: dict[str, Tensor] = {}
-    if moments is MomentFormat.INT8:
+    if moments is adamw.INT8:
         mean, square = torch.randint(256, (2, numel), generator=generator)
         for number, name in enumerate(("exp_avg_scale", "exp_avg_sq_scale")):
             scales[name] = numbers(num_scales(numel), 4 + number, -38, 2).abs_()
@@ -93,7 +95,7 @@ def planes_of(numel: int, moments: MomentFormat, *, split: bool, gradient: Tenso
 
 def assert_same(actual: Planes, expected: Planes) -> None:
     assert_same_masters(actual, expected)
-    for name in MOMENT_PLANES:
+    for name in adamw.INT8.planes:
         if (plane := getattr(expected, name)) is not None:
             assert same_bits(getattr(actual, name), plane), name
 
@@ -101,7 +103,7 @@ def assert_same(actual: Planes, expected: Planes) -> None:
 def check_steps(
     pool: WorkerPool,
     device: torch.device,
-    form: tuple[MomentFormat, bool, torch.dtype],
+    form: tuple[Optimizer, bool, torch.dtype],
     numel: int,
     *,
     base: AdamWStep = HYPER,
@@ -126,22 +128,22 @@ COMPRESSED_TAILS = (64, 256, 320, 3008)
 
 @pytest.mark.parametrize("form", FORMATS, ids=name_of)
 def test_equals_the_host(
-    pool: WorkerPool, device: torch.device, form: tuple[MomentFormat, bool, torch.dtype]
+    pool: WorkerPool, device: torch.device, form: tuple[Optimizer, bool, torch.dtype]
 ) -> None:
     """Ranges that end within a row and within a program, with moments and masters of all sizes."""
-    for numel in FP32_TAILS if form[0] is MomentFormat.FP32 else COMPRESSED_TAILS:
+    for numel in FP32_TAILS if form[0] is adamw.FP32 else COMPRESSED_TAILS:
         check_steps(pool, device, form, numel, base=dataclasses.replace(HYPER, grad_scale=0.37), num_steps=2)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("form", FORMATS, ids=name_of)
 def test_a_million_random_and_special_numbers_equal_the_host(
-    pool: WorkerPool, device: torch.device, form: tuple[MomentFormat, bool, torch.dtype]
+    pool: WorkerPool, device: torch.device, form: tuple[Optimizer, bool, torch.dtype]
 ) -> None:
     """Every seventh gradient is zero, denormal or huge, and in a step from the start infinite or NaN."""
-    is_exact = form[0] is MomentFormat.FP32
+    is_exact = form[0] is adamw.FP32
     # squares that overflow leave a NaN for a scale, and with it a whole block
-    most = 1e18 if form[0] is MomentFormat.INT8 else 3e38
+    most = 1e18 if form[0] is adamw.INT8 else 3e38
     finite = [value for value in SPECIAL if abs(value) <= most]
     numel, base = 1_000_000 if is_exact else 1_000_064, dataclasses.replace(HYPER, lr=0.3)
     planes = check_steps(pool, device, form, numel, base=base, special=finite, rows=256, num_steps=2)
@@ -172,7 +174,7 @@ def test_other_hyper_parameters_equal_the_host(
     pool: WorkerPool,
     device: torch.device,
     changes: dict[str, float],
-    form: tuple[MomentFormat, bool, torch.dtype],
+    form: tuple[Optimizer, bool, torch.dtype],
 ) -> None:
     base = dataclasses.replace(HYPER, **changes)  # type: ignore[arg-type]
     check_steps(pool, device, form, 5056, base=base, rows=16)
@@ -181,7 +183,7 @@ def test_other_hyper_parameters_equal_the_host(
 def test_equals_torch_s_operations_and_leaves_neighbors_alone(device: torch.device) -> None:
     """Several ranges of one set of planes: what lies between and behind them is as it was."""
     numel = 6 * SCALE_NUMEL
-    for moments in MomentFormat:
+    for moments in adamw.FORMATS:
         start = planes_of(numel, moments, split=True, gradient=numbers(numel, 5, -9, 0))
         actual, expected = to(start, device), to(start, device)
         cuts = [(0, 64), (256, 256), (512, 1024 + 64)]
@@ -196,7 +198,7 @@ def test_equals_torch_s_operations_and_leaves_neighbors_alone(device: torch.devi
 
 def test_a_nan_of_any_bits_stays_one(device: torch.device) -> None:
     """That of NVIDIA, 0x7fffffff, would round to a working weight of -0.0."""
-    planes = planes_of(64, MomentFormat.FP32, split=True, gradient=torch.ones(64))
+    planes = planes_of(64, adamw.FP32, split=True, gradient=torch.ones(64))
     assert planes.remainder is not None
     planes.working.view(torch.int16).fill_(-0x8000)
     planes.remainder.fill_(-1)
@@ -209,7 +211,7 @@ def test_a_nan_of_any_bits_stays_one(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=name_of)
-def test_planned_bytes_are_those_loaded_and_stored(form: tuple[MomentFormat, bool, torch.dtype]) -> None:
+def test_planned_bytes_are_those_loaded_and_stored(form: tuple[Optimizer, bool, torch.dtype]) -> None:
     """What the planner prices, for each format; gradients in bf16, which no block there has, are 2 less."""
     moments, split, dtype = form
     numel = 5 * SCALE_NUMEL + 64
@@ -219,16 +221,16 @@ def test_planned_bytes_are_those_loaded_and_stored(form: tuple[MomentFormat, boo
     sizes = BlockBytes(num_split=numel if split else 0, num_state=numel, num_scales=num_scales(numel))
     narrower = 0 if dtype is torch.float32 else 2 * numel
     assert found.loaded + found.stored == sizes.fused_update_bytes(moments) - narrower
-    written = 4 * numel + sizes.moment_bytes(moments)
+    written = 4 * numel + sizes.optimizer_bytes(moments)
     assert found.stored == written
 
 
 def test_bytes_per_parameter() -> None:
     per_param = {
         moments: BlockBytes(num_split=256, num_state=256, num_scales=1).fused_update_bytes(moments) / 256
-        for moments in MomentFormat
+        for moments in adamw.FORMATS
     }
-    assert per_param == {MomentFormat.FP32: 28, MomentFormat.BF16: 20, MomentFormat.INT8: 16.0625}
+    assert per_param == {adamw.FP32: 28, adamw.BF16: 20, adamw.INT8: 16.0625}
 
 
 # -- where it runs -------------------------------------------------------------------------------------------

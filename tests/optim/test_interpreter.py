@@ -85,8 +85,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from megatrain.hardware.accelerators import VENDORS
-from megatrain.layout.moments import MomentFormat
-from megatrain.optim import fused, fused_kernels
+from megatrain.config.optimizers import adamw
+from megatrain.optim.adamw import fused, fused_kernels
 from tests.optim.test_fused import HYPER, numbers, planes_of
 
 class Driver:
@@ -108,10 +108,10 @@ driver.set_active(Driver())
 VENDORS["cpu"] = VENDORS["cuda"]
 fused_kernels.update = Launcher(fused_kernels.update)
 for base, moments, split in (
-    (0, MomentFormat.FP32, True),
-    (0, MomentFormat.FP32, False),
-    (2**32 - 256, MomentFormat.BF16, True),
-    (0, MomentFormat.INT8, True),
+    (0, adamw.FP32, True),
+    (0, adamw.FP32, False),
+    (2**32 - 256, adamw.BF16, True),
+    (0, adamw.INT8, True),
 ):
     planes = planes_of(4096, moments, split=split, gradient=numbers(4096, 5, -9, 0))
     fused.update_fused([(dataclasses.replace(HYPER, noise=(2**31, 7, base)), planes)])

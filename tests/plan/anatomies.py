@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatrain.config.optimizers.optimizer import num_scales
 from megatrain.config.policies import POLICIES
 from megatrain.hardware import Drives, HardwareSpec, MemoryNode
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.layout.moments import num_scales
 from megatrain.model.profile.anatomy import Anatomy, Cost, Fragment, Layer
 
 _ALIGNED = 64

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatrain.layout.moments import MOMENT_PLANES
+from megatrain.optim import adamw as kernels
 from megatrain.plan.program.buffers import Buffer
 from megatrain.plan.program.kinds import Lane
 from megatrain.store.drives.scratch import Place, ScratchFiles
 from megatrain.store.drives.striped import StripedStore
 from megatrain.store.on_drives import BlocksOnDrives
 from megatrain.stream.engine import Engine
-from megatrain.stream.execute import gradients, updates
+from megatrain.stream.execute import gradients
 from megatrain.stream.lanes import InlineLanes
 
 
@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):
         """Find out where everything is, from what was allocated."""
         found: list[tuple[Buffer, Tensor | None]] = []
         for number, state in enumerate(engine.host.blocks):
-            planes = {name: state.__dict__.get(name) for name in ("remainder", *MOMENT_PLANES)}
+            planes = vars(state).get("planes", {}) | {"remainder": state.find_plane("remainder")}
             found.append((("working", number), state.working))
             found += [(("moments", number), plane) for plane in planes.values()]
             found += [(("gradient", number), plane) for plane in (state.gradient, state.accumulator)]
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         self.survey(engine)
         self.events = []
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(updates, "update_many", self._update_many))
+            stack.enter_context(mock.patch.object(kernels, "update_many", self._update_many))
             stack.enter_context(_wrapped(gradients, self._add, "add"))
             stack.enter_context(_wrapped(gradients, self._add_last, "add_last"))
             stack.enter_context(_wrapped("megatrain.stream.optimizer.global_norm", self._norm))
@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
             stack.enter_context(self)
             yield
 
-    _update = staticmethod(updates.update_many)
+    _update = staticmethod(kernels.update_many)
 
     def _update_many(self, pool: Any, views: Any) -> None:
         views = list(views)

@@ -17,7 +17,9 @@ import megatrain
 from megatrain.config.choice import Choice
 from megatrain.errors import CapacityError, ConfigError, DataError, ModelError
 from megatrain.plan.program.step import step_program
+from megatrain.stream import optimizer as optimizer_module
 from megatrain.stream.engine import Engine
+from megatrain.stream.optimizer import StreamedOptimizer
 from tests.families import FAMILIES, VOCAB_SIZE
 from tests.products import every_pair, every_value
 from tests.reference import Batch, Resident, assert_same_bits, attach_plainly, make_batches, make_model
@@ -329,7 +331,7 @@ def test_training_a_part_equals_resident(which: str, activations: str) -> None:
     for name, master in before.items():
         assert_same_bits(after[name], master, name)
     trained = sum(-(-p.numel() // 64) * 64 for n, p in model.named_parameters() if is_trained(n))
-    assert sum(state.exp_avg.numel() for state in engine.host.blocks if state.exp_avg is not None) == trained
+    assert sum(state.planes["exp_avg"].numel() for state in engine.host.blocks if state.planes) == trained
 
 
 @pytest.mark.parametrize("gradients", ["host", "device"])
@@ -405,7 +407,9 @@ def all_state(engine: Engine) -> list[Tensor]:
     state = [master for _, master in engine.named_masters()]
     for block in engine.host.blocks:
         state += [
-            plane.clone() for plane in (block.exp_avg, block.exp_avg_sq, block.remainder) if plane is not None
+            plane.clone()
+            for name in ("exp_avg", "exp_avg_sq", "remainder")
+            if (plane := block.find_plane(name)) is not None
         ]
     return state
 
@@ -837,3 +841,8 @@ def test_bytes_moved_are_the_program_s(
         assert engine.counts.offload_bytes == number * offloaded
     assert engine.executor.counts.fetches == 3 * num_fetches
     assert engine.executor.counts.offloads == 3 * (program.count("offload") - len(spec.outer))
+
+
+def test_the_optimizer_s_class_is_found_under_its_old_name() -> None:
+    with pytest.warns(DeprecationWarning, match="StreamedAdamW is deprecated: use StreamedOptimizer"):
+        assert optimizer_module.StreamedAdamW is StreamedOptimizer

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from megatrain.config.choice import StepBatch
-from megatrain.config.runs import SumRoom
+from megatrain.config.optimizers.registry import find
 from megatrain.errors import CapacityError
 from megatrain.hardware.memory import MemoryLimit
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.host_buffers import PAGE_BYTES
-from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.memory import host_pools
 from megatrain.plan.memory.device_pools import device_peak_bytes
@@ -73,7 +72,7 @@ POOLS = {
     "waiting_gradient": ("device", "device"),
     "working_plane": ("device", "ram"),
     "remainder_plane": ("device", "ram"),
-    "moment_plane": ("device", "ram"),
+    "optimizer_plane": ("device", "ram"),
     "gradient_staging": ("device", "ram"),
     "gradient_plane": ("rounds", "ram"),
     "accumulator_plane": ("rounds", "ram"),
@@ -127,9 +126,9 @@ class Bytes:
     loss: float
 
 
-def placed(layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom) -> placement.Placement:
+def placed(layouts: Sequence[BlockLayout], tiers: Tiers, **kept: Any) -> placement.Placement:
     """Have the weights of four blocks in RAM, and the state of two: what pools take must not change it."""
-    return placement.placed(layouts, tiers, 4, 2, sum_room=sum_room)
+    return placement.placed(layouts, tiers, 4, 2, **kept)
 
 
 def train(case: Case, root: Path, limits: Mapping[str, int]) -> tuple[Engine, float]:
@@ -173,11 +172,11 @@ def measure(case: Case, root: Path, limits: Mapping[str, int]) -> Bytes:
         FAMILIES["llama"](), micro_batch_size=2, seq_len=64, precision="bf16", device_type="cpu"
     )
     batch = StepBatch(micro_batch_size=2, seq_len=64, num_micro_batches=2)
-    moments = MomentFormat(case.state)
+    moments = find("adamw", case.state)
     found = [
-        *device_peak_bytes(anatomy, engine.choice, batch, state=moments),
+        *device_peak_bytes(anatomy, engine.choice, batch, optimizer=moments),
         *host_pools.host_pools(anatomy, engine.choice, batch, moments),
-        *host_pools.drive_pools(anatomy, engine.choice, batch),
+        *host_pools.drive_pools(anatomy, engine.choice, batch, moments),
     ]
     planned = dict.fromkeys(("device", "ram", "saved", "nvme", "scratch"), 0)
     passing = {("ram", False): "saved", ("nvme", False): "scratch"}

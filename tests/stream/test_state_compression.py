@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.config.optimizers import adamw
+from megatrain.config.optimizers.optimizer import num_scales
+from megatrain.config.optimizers.registry import find
 from megatrain.errors import CapacityError, CheckpointError, ConfigError
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.layout.moments import MOMENT_PLANES, MomentFormat, num_scales
 from megatrain.layout.totals import BlockTotals
 from megatrain.model.profile.count import count_anatomy
 from megatrain.optim import pool
@@ -168,10 +170,10 @@ def test_updated_bytes_are_counted(state: str) -> None:
 def test_bytes_of_an_update_are_those_of_its_planes(state: str, precision: Any) -> None:
     """Planner and program say what the tensors are that AdamW reads, and writes but for the gradient."""
     engine, _, _ = train_steps(state, steps=1, precision=precision)
-    moments = MomentFormat(state)
+    moments = find("adamw", state)
     measured = []
     for block in engine.host.blocks:
-        planes = [getattr(block, name) for name in ("working", "remainder", *MOMENT_PLANES)]
+        planes = [block.find_plane(name) for name in ("working", "remainder", *moments.planes)]
         changed = [plane for plane in planes if plane is not None]
         assert len(block.layout.trained) == len(block.layout.entries)
         assert block.gradient is not None
@@ -196,7 +198,7 @@ def test_device_bytes_of_residents_are_as_planned(state: str) -> None:
         num_gradient_buffers=choice.num_gradient_buffers,
         is_wide=False,
         waiting=BlockTotals(())[:],
-        moments=engine.arrangement.moments,
+        optimizer=engine.arrangement.optimizer,
     )
     assert engine.device_bytes_peak == sum(sizes.values())
 
@@ -219,7 +221,7 @@ def test_a_state_without_memory_for_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="the optimizer's state is 'fp8'; use fp32, bf16 or int8"):
         train_steps("fp8")
     engine, optimizer, _ = train_steps("bf16", steps=0, optimizer_state="bf16")
-    assert optimizer.moments == engine.host.moments == engine.arrangement.moments == "bf16"
+    assert optimizer.kind == engine.host.optimizer == engine.arrangement.optimizer == adamw.BF16
 
 
 def test_a_model_may_be_attached_again_with_another_state() -> None:

@@ -17,8 +17,7 @@ from transformers import LlamaConfig
 
 from megatrain.config.adaptation import Adaptation, LoraChoice
 from megatrain.config.choice import StepBatch
-from megatrain.config.runs import SumRoom
-from megatrain.layout.moments import MomentFormat
+from megatrain.config.optimizers import adamw
 from megatrain.model.adapters.adapt import adapt
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
@@ -174,7 +173,7 @@ def program_of(engine: Engine, row: dict[str, Any]) -> list[Operation]:
     batch = StepBatch(
         micro_batch_size=ROWS, seq_len=TOKENS, num_micro_batches=row["rounds"][0] * row["rounds"][1]
     )
-    rates = Rates(machine(), row["precision"], MomentFormat.FP32)
+    rates = Rates(machine(), row["precision"], adamw.FP32)
     choice = engine.choice
     if engine.executor.drives is not None and not choice.tiers:  # RAM holds all, and commits all
         planes = frozenset({("remainder", "nvme"), ("moments", "nvme")})
@@ -183,13 +182,13 @@ def program_of(engine: Engine, row: dict[str, Any]) -> list[Operation]:
     return list(step.program().operations)
 
 
-def as_told(layouts: Any, tiers: Tiers, *, sum_room: SumRoom, where: str) -> placement.Placement:
+def as_told(layouts: Any, tiers: Tiers, *, where: str, **kept: Any) -> placement.Placement:
     """Keep all weights in RAM, or half of them, and all of the state or half of it."""
     weights, state = (
         len(layouts) // 2 if is_on_drives else len(layouts)
         for is_on_drives in (where == "weights on drives", "drives" in where)
     )
-    return placement.placed(layouts, tiers, weights, state, sum_room=sum_room)
+    return placement.placed(layouts, tiers, weights, state, **kept)
 
 
 def run(row: dict[str, Any], tmp_path: Path) -> tuple[list[Event], list[Operation], StepSpec]:

@@ -20,7 +20,7 @@ from megatrain.config.read_choice import read_choice
 from megatrain.model.blocks import ends_of, find_blocks, group_layers
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
-from megatrain.stream.optimizer import StreamedAdamW
+from megatrain.stream.optimizer import StreamedOptimizer
 
 PLAINEST: dict[str, Any] = {"extra_slots": 1, "extra_buffers": 0}
 
@@ -29,7 +29,7 @@ class Streamed:
     """A model that an engine streams."""
 
     engine: Engine
-    optimizer: StreamedAdamW
+    optimizer: StreamedOptimizer
 
     def __init__(
         self, model: PreTrainedModel, settings: Settings, directory: Path, *, is_plain: bool = False

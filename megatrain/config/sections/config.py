@@ -20,6 +20,8 @@ from megatrain.config.choice import (
     StepBatch,
     Updates,
 )
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT, OPTIMIZERS, STATES, find
 from megatrain.config.policies import POLICIES
 from megatrain.config.sections.data import DataConfig
 from megatrain.config.sections.eval import EvalConfig, eval_conflicts
@@ -71,14 +73,15 @@ class ModelConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
     lr: Rate = 5e-5
     """Peak learning rate. About 1e-5 to 5e-5 suits fine-tuning, 3e-4 to 1e-3 pre-training a small model."""
     betas: Betas = (0.9, 0.95)
-    """Decay of the running averages of the gradient and of its square."""
+    """Decay of the running averages: of the gradient, and of its square. An optimizer with one average takes
+    the first."""
     eps: Rate = 1e-8
-    """Added to the denominator of AdamW's update."""
+    """Added to the denominator of AdamW's update; other optimizers have none."""
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Decoupled weight decay."""
     no_decay: Patterns | None = None
@@ -86,13 +89,16 @@ class OptimConfig(Section):
     max_grad_norm: Rate | None = 1.0
     """Clip the gradient's global norm to this. null = off."""
     updates: Annotated[str, one_of("auto", *(schedule.value for schedule in Updates))] = "deferred"
-    """When AdamW runs: behind the next step's forward (`deferred`), as soon as each gradient is complete
+    """When updates run: behind the next step's forward (`deferred`), as soon as each gradient is complete
     (`immediate`; no clipping, and no skipping of a step that is not finite), or before the step ends
     (`serial`). The numbers are the same. `auto` = `deferred`, or `immediate` where it is faster and nothing
     is clipped."""
-    state: Literal["fp32", "bf16", "int8"] = "fp32"
-    """What AdamW's two moments are kept in. `fp32` is exact: 12 bytes per parameter in all. Not exact: `bf16`
-    (stochastic rounding; 8 bytes) and `int8` (block-wise codes; 6.03 bytes)."""
+    name: Annotated[str, one_of(*OPTIMIZERS)] = DEFAULT.name
+    """The optimizer that trains: what each keeps and computes is in docs/training.md."""
+    state: Annotated[str, one_of(*STATES)] = DEFAULT.state
+    """What the optimizer's state is kept in. Of AdamW's two moments `fp32` is exact: 12 bytes per parameter
+    in all. Not exact: `bf16` (stochastic rounding; 8 bytes) and `int8` (block-wise codes; 6.03 bytes). Other
+    optimizers have formats of their own."""
     schedule: Schedule = "cosine"
     """Learning-rate schedule by its transformers name."""
     warmup_steps: Steps = 0
@@ -276,6 +282,11 @@ class Config(Section):
         return self.train.tokens_per_step // self.row_tokens
 
     @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, with its state in the format that is set."""
+        return find(self.optim.name, self.optim.state)
+
+    @property
     def batch(self) -> StepBatch:
         """What a step trains on; all of it is decided."""
         assert self.is_decided
@@ -322,6 +333,11 @@ def conflicts(config: Config) -> list[str]:
     if config.data.val_size > 1 and config.data.val_size % 1:
         problems.append(
             f"data.val_size is {config.data.val_size}; use a share below 1, or a whole number of examples"
+        )
+    if optim.state not in (states := [each.state for each in OPTIMIZERS[optim.name]]):
+        problems.append(
+            f"optim.state is {optim.state} and optim.name is {optim.name}, whose state is kept in "
+            f"{' or '.join(states)}; use one of these"
         )
     if optim.updates == "immediate" and optim.max_grad_norm is not None:
         problems.append(

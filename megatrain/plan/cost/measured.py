@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.timing import LayerSeconds
-from megatrain.plan.cost.rates import UPDATE_BYTES, Rates, compressed_rates
+from megatrain.plan.cost.rates import UPDATE_BYTES, Rates, other_rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class Measured:
             changes["d2h_bytes_per_s"] = self.offload_bytes_per_s
         if self.update_bytes_per_s is not None:
             changes["update_params_per_s"] = {spec.num_cores: self.update_bytes_per_s / UPDATE_BYTES}
-            changes["compressed_params_per_s"] = compressed_rates(self.update_bytes_per_s)
+            changes["compressed_params_per_s"] = other_rates(self.update_bytes_per_s)
         if self.compute_scale is not None:
             slower = self.compute_scale
             for name in (

@@ -5,33 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL, Optimizer
+from megatrain.config.optimizers.registry import DEFAULT, OTHERS
 from megatrain.hardware import Drives, HardwareSpec
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.layout.moments import SCALE_NUMEL, MomentFormat
 from megatrain.model.profile.anatomy import Cost
 
 UPDATE_BYTES = 26
 """Host memory that AdamW reads (14) and writes (12) per parameter of a split master with fp32 moments: what
 rates count in."""
 
-DEVICE_UPDATE_BYTES = 650
-"""Device memory that torch's operations of an update there read and write per parameter, in 55 passes
-(`optim.device`)."""
-
-
 _SCALED = BlockBytes(num_split=SCALE_NUMEL, num_state=SCALE_NUMEL, num_scales=1)
-_PLANE_BYTES = {moments: _SCALED.update_bytes(moments) / SCALE_NUMEL for moments in MomentFormat}
-"""As `UPDATE_BYTES`, by the format of the moments."""
-
-_USUAL_SHARE = {MomentFormat.FP32: 1.0, MomentFormat.BF16: 0.63, MomentFormat.INT8: 0.34}
-"""Parameters per second over those with moments in fp32, as two cores were measured: compressing is work. For
-machines of which only updates in fp32 are known (benchmarks/results, state compression)."""
 
 
-def compressed_rates(nbytes_per_s: float) -> dict[str, float]:
-    """Return parameters per second by format, where updates read and write so many bytes in any of them."""
-    formats = (MomentFormat.BF16, MomentFormat.INT8)
-    return {moments.value: nbytes_per_s / _PLANE_BYTES[moments] for moments in formats}
+def bytes_per_update(optimizer: Optimizer) -> float:
+    """Return the host memory that an update of a split master reads and writes per parameter."""
+    return _SCALED.update_bytes(optimizer) / SCALE_NUMEL
+
+
+def other_rates(nbytes_per_s: float) -> dict[str, float]:
+    """Return parameters per second of all but the default, where any reads and writes so many bytes."""
+    return {each.rate_key: nbytes_per_s / bytes_per_update(each) for each in OTHERS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +44,11 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A machine with the dtype that it computes in, how the optimizer keeps its moments, and the kernels."""
+    """A machine with the dtype that it computes in, the optimizer of the run, and the kernels."""
 
     spec: HardwareSpec
     precision: str
-    moments: MomentFormat = MomentFormat.FP32
+    optimizer: Optimizer = DEFAULT
     kernels: Kernels = Kernels()
     head_dim: int = 128
     """Of the model's attention heads."""
@@ -114,13 +108,14 @@ class Rates:
 
     @property
     def update_bytes_per_s(self) -> float:
-        """Bytes per second of host memory that AdamW reads and writes, alone."""
-        spec, moments = self.spec, self.moments
-        usual = spec.update_rate * _USUAL_SHARE[moments]
-        return spec.compressed_params_per_s.get(moments.value, usual) * _PLANE_BYTES[moments]
+        """Bytes per second of host memory that updates read and write, alone."""
+        optimizer, nbytes = self.optimizer, bytes_per_update(self.optimizer)
+        usual = optimizer.usual_rate or UPDATE_BYTES / nbytes
+        known = self.spec.compressed_params_per_s
+        return known.get(optimizer.rate_key, self.spec.update_rate * usual) * nbytes
 
     def update_s(self, nbytes: float) -> float:
-        """Return the seconds of AdamW that reads and writes so many bytes of host memory, alone."""
+        """Return the seconds of updates that read and write so many bytes of host memory, alone."""
         return nbytes / self.update_bytes_per_s
 
     def host_pass_s(self, nbytes: float) -> float:
@@ -133,18 +128,19 @@ class Rates:
         return self.spec.has_accelerator
 
     def device_update_s(self, sizes: BlockBytes) -> float:
-        """Return the seconds of AdamW on the device for blocks of these sizes; on a CPU, the host's."""
+        """Return the seconds of an update on the device of blocks of these sizes; on a CPU, the host's."""
         if self.spec.is_cpu:
-            return self.update_s(sizes.update_bytes(self.moments))
-        return self.device_pass_s(self._device_update_bytes(sizes))
+            return self.update_s(sizes.update_bytes(self.optimizer))
+        products_s = self.optimizer.flops * sizes.num_state / self.matmul_flops_per_s
+        return max(self.device_pass_s(self._device_update_bytes(sizes)), products_s)
 
     def _device_update_bytes(self, sizes: BlockBytes) -> int:
         if not self.updates_in_compute:  # the host's kernels, which on emulated lanes take as long as this
-            return sizes.update_bytes(self.moments)
+            return sizes.update_bytes(self.optimizer)
         per_param = self.kernels.device_update_bytes
-        if per_param is None and self.spec.fuses_updates:
-            return sizes.fused_update_bytes(self.moments)
-        return (per_param or DEVICE_UPDATE_BYTES) * sizes.num_state
+        if per_param is None and self.spec.fuses_updates and self.optimizer.may_fuse:
+            return sizes.fused_update_bytes(self.optimizer)
+        return (per_param or self.optimizer.device_bytes) * sizes.num_state
 
     @property
     def drives(self) -> Drives:

@@ -97,7 +97,7 @@ class Step:
     @cached_property
     def blocks(self) -> list[PlannedBlock]:
         """What streams as one: of all layers in forward order, then the outer ones."""
-        return list_blocks(self.anatomy, self.choice, self.rates.moments, self.batch)
+        return list_blocks(self.anatomy, self.choice, self.rates.optimizer, self.batch)
 
     @cached_property
     def block_sums(self) -> BlockSums:
@@ -119,7 +119,7 @@ class Step:
             behind=self.block_sums.behind,
             heads_in_turn=not self.anatomy.loss_reaches_layers,
             clips=self.clips,
-            drives=self.block_sums.drive_spec(self.choice, self.batch),
+            drives=self.block_sums.drive_spec(self.choice, self.batch, self.rates.optimizer),
             saved_bytes=[run.leaving_bytes for run in self.costs.runs],
             room_bytes=[run.host_bytes for run in self.costs.runs],
             num_runs=self.partial_sums.runs.number,
@@ -286,7 +286,7 @@ class Step:
         fetched, offloaded = sums.moved_bytes(choice, self.partial_sums, among)
         saved = self.sums[3]
         restored = saved - rounds * self.costs.newest_bytes
-        read, written = sums.drive_bytes(choice, rounds, self.batch, self.commit_every)
+        read, written = sums.drive_bytes(choice, rounds, self.batch, self.commit_every, self.rates.optimizer)
         places = sums.gradient_places(choice, self.batch.num_micro_batches)
         parked = sum(self.blocks[block].size.parked_bytes for block in places.on_drives)
         parked += (rounds - 1) * sum(
@@ -326,7 +326,7 @@ class Step:
     def update_bytes(self) -> int:
         """Host memory that AdamW reads and writes, of this rank's share."""
         on_host = self.block_sums.residency(self.choice).on_host
-        return on_host.total(updated_share, self.rates.moments, self.batch.num_ranks)
+        return on_host.total(updated_share, self.rates.optimizer, self.batch.num_ranks)
 
     @cached_property
     def demand(self) -> Demand:

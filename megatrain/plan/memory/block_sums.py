@@ -10,12 +10,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.runs import StepSums
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.exchange import Exchange
 from megatrain.layout.host_buffers import largest_first
-from megatrain.layout.moments import MomentFormat
 from megatrain.layout.ownership import drive_totals, node_totals, piece_bytes, planned_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
 from megatrain.model.profile.anatomy import Anatomy, Layer
@@ -40,7 +41,7 @@ class BlockSums:
         self._outer = anatomy.outer
         self.starts = [0, *accumulate(counts)]
         """First block of each layer, and the first outer block."""
-        self.blocks = list_blocks(anatomy, Choice(fragments=fragments).with_defaults(0), MomentFormat.FP32)
+        self.blocks = list_blocks(anatomy, Choice(fragments=fragments).with_defaults(0), DEFAULT)
         self.totals = BlockTotals(block.sizes for block in self.blocks)
         self.num_blocks = len(self.blocks)
         self._nodes: dict[tuple[int, int], tuple[BlockTotals | None, BlockTotals]] = {}
@@ -219,13 +220,15 @@ class BlockSums:
             self._ordered[totals] = BlockTotals(totals.sizes[number] for number in self.by_size)
         return self._ordered[totals]
 
-    def drive_spec(self, choice: Choice, batch: StepBatch) -> DriveSpec | None:
+    def drive_spec(
+        self, choice: Choice, batch: StepBatch, optimizer: Optimizer = DEFAULT
+    ) -> DriveSpec | None:
         """Return which blocks of a choice have state on drives, of the first rank; None: none has."""
         if choice.tier("moments") != "nvme":
             return None
         images, blocks = self.images(batch).sizes, range(self.num_blocks)
         return DriveSpec(
-            state_bytes=[*map(pools.state_image, images)],
+            state_bytes=[pools.state_image(image, optimizer) for image in images],
             working_bytes=[*map(pools.weights_image, images)],
             state=frozenset(n for n in blocks if self.is_state_on_drives(choice, n)),
             working=frozenset(n for n in blocks if self.is_working_on_drives(choice, n)),
@@ -238,7 +241,7 @@ class BlockSums:
         return sorted(range(self.num_blocks), key=self.by_size.__getitem__)
 
     def is_state_on_drives(self, choice: Choice, block: int) -> bool:
-        """Whether a block's remainder and moments are on drives."""
+        """Whether a block's remainder and optimizer state are on drives."""
         return choice.tier("moments") == "nvme" and self.rank[block] >= choice.blocks_in_ram
 
     def is_working_on_drives(self, choice: Choice, block: int) -> bool:
@@ -246,7 +249,12 @@ class BlockSums:
         return choice.tier("working") == "nvme" and self.rank[block] >= choice.weights_in_ram
 
     def drive_bytes(
-        self, choice: Choice, num_rounds: int, batch: StepBatch, commit_every: int | None
+        self,
+        choice: Choice,
+        num_rounds: int,
+        batch: StepBatch,
+        commit_every: int | None,
+        optimizer: Optimizer,
     ) -> tuple[int, int]:
         """Return the bytes that a step reads from the drives, at least, and writes, its part of a commit too.
 
@@ -254,15 +262,16 @@ class BlockSums:
         """
         if choice.tier("moments") != "nvme":
             return 0, 0
-        key = (choice.blocks_in_ram, choice.weights_in_ram, choice.tiers, num_rounds, batch, commit_every)
+        placed = choice.blocks_in_ram, choice.weights_in_ram, choice.tiers
+        key = (placed, num_rounds, batch, commit_every, optimizer)
         if key not in self._drive_bytes:
-            self._drive_bytes[key] = self._count_drive_bytes(choice, num_rounds, batch, commit_every)
+            drives = self.drive_spec(choice, batch, optimizer)
+            self._drive_bytes[key] = self._count_drive_bytes(choice, num_rounds, drives, commit_every)
         return self._drive_bytes[key]
 
     def _count_drive_bytes(
-        self, choice: Choice, num_rounds: int, batch: StepBatch, commit_every: int | None
+        self, choice: Choice, num_rounds: int, drives: DriveSpec | None, commit_every: int | None
     ) -> tuple[int, int]:
-        drives = self.drive_spec(choice, batch)
         assert drives is not None
         trained = [number for number, block in enumerate(self.blocks) if block.size.is_trained]
         there = sum(self.blocks[number].size.fetch_bytes for number in drives.working)
@@ -282,9 +291,9 @@ def offloaded_share(sizes: BlockBytes, num_ranks: int) -> int:
     return pools.gradient_plane(share_of(sizes, num_ranks))
 
 
-def updated_share(sizes: BlockBytes, moments: MomentFormat, num_ranks: int) -> int:
+def updated_share(sizes: BlockBytes, optimizer: Optimizer, num_ranks: int) -> int:
     """Return the bytes of memory that an update of a rank's share of a block reads and writes."""
-    return share_of(sizes, num_ranks).update_bytes(moments)
+    return share_of(sizes, num_ranks).update_bytes(optimizer)
 
 
 def given_weights(sizes: BlockBytes, num_ranks: int) -> int:

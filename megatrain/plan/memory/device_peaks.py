@@ -14,6 +14,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.exchange import Exchange
@@ -47,6 +49,7 @@ class DevicePeaks:
         anatomy: Anatomy,
         choice: Choice,
         batch: StepBatch,
+        optimizer: Optimizer = DEFAULT,
         *,
         overlaps: bool = True,
         has_scratch: bool = True,
@@ -57,12 +60,13 @@ class DevicePeaks:
             anatomy: Of the model.
             choice: With one policy per layer.
             batch: Of a step.
+            optimizer: The optimizer of the run.
             overlaps: The lanes run at the same time: gradients are rounded on their way home while backward
                 goes on, and blocks update on the device while the first layers' forward does. False: one
                 after the other, as on a CPU.
             has_scratch: Updates on the device run as operations of a GPU, which take scratch memory.
         """
-        self._overlaps, self._has_scratch = overlaps, has_scratch
+        self._overlaps, self._has_scratch, self._optimizer = overlaps, has_scratch, optimizer
         self._anatomy = anatomy
         self._choice = choice
         self._layers = anatomy.layers
@@ -170,7 +174,7 @@ class DevicePeaks:
         first = self._block_sums.first_streamed(self._choice)
         for number, is_outer in self._block_sums.sample(self._choice):
             if self._has_scratch and (self._choice.outer_resident if is_outer else number < first):
-                yield pools.update_scratch(self._block_sums.blocks[number].largest_run)
+                yield pools.update_scratch(self._block_sums.blocks[number].largest_run, self._optimizer)
 
     def _scratch_of_layers(self) -> list[int]:
         """Return for each layer the most scratch of updates that may run during its forward.
@@ -186,7 +190,8 @@ class DevicePeaks:
             blocks = self._block_sums.blocks[
                 self._block_sums.starts[number] : self._block_sums.starts[number + 1]
             ]
-            after = max([after, *(pools.update_scratch(block.largest_run) for block in blocks)])
+            runs = (block.largest_run for block in blocks)
+            after = max([after, *(pools.update_scratch(run, self._optimizer) for run in runs)])
         return left
 
     def _stays(self, number: int, layer: Layer) -> tuple[int, int]:

@@ -6,11 +6,12 @@ Pools that the engine allocates are exact. What comes and goes is the largest of
 from __future__ import annotations
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.plan import Pool
 from megatrain.config.policies import POLICIES
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
-from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.device_peaks import DevicePeaks
@@ -22,7 +23,7 @@ def device_peak_bytes(
     choice: Choice,
     batch: StepBatch,
     *,
-    state: MomentFormat = MomentFormat.FP32,
+    optimizer: Optimizer = DEFAULT,
     overlaps: bool = True,
     has_scratch: bool = True,
 ) -> list[Pool]:
@@ -32,13 +33,13 @@ def device_peak_bytes(
         anatomy: Of the model, for micro-batches as `batch` has them.
         choice: With one policy per layer.
         batch: Of a step.
-        state: How the moments of AdamW are kept.
+        optimizer: The optimizer of the run.
         overlaps: The lanes run at the same time, as on a GPU; see `DevicePeaks`.
         has_scratch: Updates on the device take scratch memory; see there.
     """
-    found = _allocated(anatomy, choice, batch, state)
-    moments = DevicePeaks(anatomy, choice, batch, overlaps=overlaps, has_scratch=has_scratch)
-    largest = max(moments.all(), key=lambda moment: moment.nbytes)
+    found = _allocated(anatomy, choice, batch, optimizer)
+    peaks = DevicePeaks(anatomy, choice, batch, optimizer, overlaps=overlaps, has_scratch=has_scratch)
+    largest = max(peaks.all(), key=lambda moment: moment.nbytes)
     found += [
         Pool(tier="device", name="boundaries", nbytes=largest.boundaries, is_exact=False),
         Pool(tier="device", name="saved activations", nbytes=largest.saved, is_exact=False),
@@ -48,7 +49,7 @@ def device_peak_bytes(
 
 
 def host_planes(
-    anatomy: Anatomy, choice: Choice, batch: StepBatch, *, state: MomentFormat = MomentFormat.FP32
+    anatomy: Anatomy, choice: Choice, batch: StepBatch, *, optimizer: Optimizer = DEFAULT
 ) -> dict[str, int]:
     """Return the bytes of every plane of state on the host, and of what waits there of activations.
 
@@ -59,12 +60,12 @@ def host_planes(
     planes = pools.host_planes(
         blocks.all,
         block_sums.gradient_places(choice, batch.num_micro_batches),
-        state,
+        optimizer,
         kept=kept,
         room=batch.sums(choice).between(is_wide=anatomy.precision == "bf16"),
     )
     if kept is not None:  # of a block that is saved, what other nodes keep comes here for that long
-        planes["state of other nodes"] = blocks.all.largest(pools.resident_state, state)
+        planes["state of other nodes"] = blocks.all.largest(pools.resident_state, optimizer)
     together = min(choice.lockstep, batch.num_micro_batches)
     boundary, offloaded = 0, 0
     if choice.boundaries != "device" or _offloads(choice):
@@ -81,7 +82,7 @@ def _offloads(choice: Choice) -> bool:
     return any(POLICIES[name].is_offloaded for name in set(choice.activations))
 
 
-def _allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: MomentFormat) -> list[Pool]:
+def _allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> list[Pool]:
     """Return what the engine allocates and keeps."""
     block_sums = BlockSums.of(anatomy, choice.fragments)
     sizes = pools.device_pools(
@@ -90,7 +91,7 @@ def _allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: Moment
         num_gradient_buffers=choice.num_gradient_buffers,
         is_wide=batch.adds_up or choice.outer_streams,
         waiting=block_sums.gradient_places(choice, batch.num_micro_batches).on_device,
-        moments=state,
+        optimizer=optimizer,
         room=batch.sums(choice).on_device,
         num_ranks=batch.num_ranks,
     )

@@ -5,33 +5,35 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.plan import Pool
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.host_buffers import SCRATCH_CHUNK_BYTES
-from megatrain.layout.moments import MOMENT_PLANES, MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.device_pools import host_planes
 from megatrain.plan.memory.layer_runs import layer_runs
 
 _PEAKS = ("boundaries", "activations", "staging of activations", "state of other nodes")
-_SHARED = ("working", "remainder", *MOMENT_PLANES, "gradient", "state of other nodes")
-"""Of what is in RAM, what the ranks of a node have together; the rest is each one's own."""
+_SHARED = ("working", "remainder", "gradient", "state of other nodes")
+"""Of what is in RAM, what the ranks of a node have together, with the optimizer's planes; the rest is each
+one's own."""
 
 
-def host_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch, state: MomentFormat) -> list[Pool]:
-    """Return the pools in RAM, where moments are kept in a format."""
+def host_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> list[Pool]:
+    """Return the pools in RAM."""
     block_sums = BlockSums.of(anatomy, choice.fragments)
-    sizes = host_planes(anatomy, choice, batch, state=state)
+    sizes = host_planes(anatomy, choice, batch, optimizer=optimizer)
     if choice.tiers:
-        sizes |= _placed(block_sums, choice, batch)
+        sizes |= _placed(block_sums, choice, batch, optimizer)
     elif choice.has_scratch_on_drives:  # a run with drives commits its state there, wherever it lives
-        sizes |= _buffers(block_sums, replace(choice, blocks_in_ram=block_sums.num_blocks), batch)
+        in_ram = replace(choice, blocks_in_ram=block_sums.num_blocks)
+        sizes |= _buffers(block_sums, in_ram, batch, optimizer)
     found = [
         Pool("ram", name, nbytes, is_exact=name not in _PEAKS) for name, nbytes in sizes.items() if nbytes
     ]
-    own = sum(pool.nbytes for pool in found if pool.name not in _SHARED)
+    own = sum(pool.nbytes for pool in found if pool.name not in (*_SHARED, *optimizer.planes))
     return found + of_other_ranks("other ranks", own, batch)
 
 
@@ -41,12 +43,13 @@ def of_other_ranks(name: str, nbytes: int, batch: StepBatch) -> list[Pool]:
     return [Pool("ram", name, others, is_exact=False)] if others else []
 
 
-def drive_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> list[Pool]:
+def drive_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> list[Pool]:
     """Return what is on the drives: two copies of everything, so that a commit is whole."""
     if not choice.uses_drives:
         return []
     block_sums = BlockSums.of(anatomy, choice.fragments)
-    found = [Pool("nvme", name, n) for name, n in pools.drive_pools(block_sums.images(batch)[:]).items()]
+    copies = pools.drive_pools(block_sums.images(batch)[:], optimizer)
+    found = [Pool("nvme", name, nbytes) for name, nbytes in copies.items()]
     found += [_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else []
     places = block_sums.gradient_places(choice, batch.num_micro_batches)
     is_wide = anatomy.precision == "bf16"  # else a sum waits where its gradient will, if that is there
@@ -77,37 +80,35 @@ def _scratch(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> Pool:
     return Pool("nvme", "saved activations", together * room, is_exact=False)
 
 
-def placed_bytes(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> int:
+def placed_bytes(anatomy: Anatomy, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> int:
     """Return what of `host_pools` depends on `blocks_in_ram` and `weights_in_ram`."""
-    return sum(_placed(BlockSums.of(anatomy, choice.fragments), choice, batch).values())
+    return sum(_placed(BlockSums.of(anatomy, choice.fragments), choice, batch, optimizer).values())
 
 
-def _placed(block_sums: BlockSums, choice: Choice, batch: StepBatch) -> dict[str, int]:
+def _placed(block_sums: BlockSums, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> dict[str, int]:
     """Return the pools in RAM that what is on drives decides: those of a placement are counted once."""
     ranks = batch.num_ranks, batch.num_nodes
-    key = (choice.tier("working"), choice.blocks_in_ram, choice.weights_in_ram, ranks)
+    key = (choice.tier("working"), choice.blocks_in_ram, choice.weights_in_ram, ranks, optimizer)
     if key not in block_sums.placed:
-        block_sums.placed[key] = _in_ram(block_sums, choice, batch) | _buffers(block_sums, choice, batch)
+        planes = _in_ram(block_sums, choice, batch, optimizer)
+        block_sums.placed[key] = planes | _buffers(block_sums, choice, batch, optimizer)
     return block_sums.placed[key]
 
 
-def _in_ram(block_sums: BlockSums, choice: Choice, batch: StepBatch) -> dict[str, int]:
-    """Return the bytes of the planes that are in RAM though others are on drives: the largest blocks'.
-
-    State on drives is kept in fp32.
-    """
+def _in_ram(block_sums: BlockSums, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> dict[str, int]:
+    """Return the bytes of the planes that are in RAM though others are on drives: the largest blocks'."""
     blocks, kept = block_sums.totals, block_sums.kept_by_node(batch)
     weights, state = map(block_sums.ordered, (blocks, kept or blocks))
     return pools.state_planes(
-        weights[: _weights_in_ram(block_sums, choice)], state[: choice.blocks_in_ram], MomentFormat.FP32
+        weights[: _weights_in_ram(block_sums, choice)], state[: choice.blocks_in_ram], optimizer
     )
 
 
-def _buffers(block_sums: BlockSums, choice: Choice, batch: StepBatch) -> dict[str, int]:
+def _buffers(block_sums: BlockSums, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> dict[str, int]:
     """Return the bytes of the buffers before the drives."""
     num_weights = _weights_in_ram(block_sums, choice)
     images = block_sums.ordered(block_sums.images(batch))
-    return pools.drive_buffers(images, num_weights, choice.blocks_in_ram)
+    return pools.drive_buffers(images, num_weights, choice.blocks_in_ram, optimizer)
 
 
 def _weights_in_ram(block_sums: BlockSums, choice: Choice) -> int:

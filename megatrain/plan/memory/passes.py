@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.policies import RECOMPUTE
 from megatrain.model.profile.anatomy import IDS_BYTES, Anatomy
 from megatrain.plan.memory.device_peaks import DevicePeaks
@@ -12,6 +14,7 @@ def most_without_gradients(
     anatomy: Anatomy,
     choice: Choice,
     batch: StepBatch,
+    optimizer: Optimizer = DEFAULT,
     *,
     overlaps: bool = True,
     has_scratch: bool = True,
@@ -26,10 +29,11 @@ def most_without_gradients(
         anatomy: Of the model, for micro-batches as `batch` has them.
         choice: Resolved.
         batch: Of a step.
+        optimizer: The optimizer of the run.
         overlaps: As in `DevicePeaks`.
         has_scratch: As there.
     """
-    peaks = DevicePeaks(anatomy, choice, batch, overlaps=overlaps, has_scratch=has_scratch)
+    peaks = DevicePeaks(anatomy, choice, batch, optimizer, overlaps=overlaps, has_scratch=has_scratch)
     boundary = max(layer.boundary_bytes for layer in anatomy.layers)
     each = anatomy.pass_bytes + boundary * (2 + anatomy.holds_embedding) + IDS_BYTES * anatomy.tokens
     inside = [

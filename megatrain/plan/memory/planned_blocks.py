@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.exchange import Exchange
-from megatrain.layout.moments import MomentFormat
 from megatrain.layout.ownership import planned_share
 from megatrain.model.profile.anatomy import Anatomy, Fragment
 from megatrain.plan.program.block_size import BlockSize
@@ -24,7 +24,7 @@ class PlannedBlock:
     layer: int
     """-1: outside all layers."""
     largest_run: int
-    """State elements that AdamW updates in one go, at most."""
+    """State elements that an update passes in one go, at most."""
     share: float
     """Of its layer's work."""
     is_last: bool = True
@@ -32,14 +32,14 @@ class PlannedBlock:
 
 
 def list_blocks(
-    anatomy: Anatomy, choice: Choice, moments: MomentFormat, batch: StepBatch | None = None
+    anatomy: Anatomy, choice: Choice, optimizer: Optimizer, batch: StepBatch | None = None
 ) -> list[PlannedBlock]:
     """List the blocks of a choice: of all layers in forward order, then the outer ones.
 
     Args:
         anatomy: Of the model.
         choice: Resolved.
-        moments: How they are kept.
+        optimizer: The optimizer that updates them.
         batch: Which says how many ranks there are, see `planned_share`; None: one.
     """
     exchange, among = Exchange(), 1
@@ -62,7 +62,7 @@ def list_blocks(
             sizes,
             is_streamed=streams,
             on_device=on_device,
-            moments=moments,
+            optimizer=optimizer,
             share=own,
             gathers_among=among,
             sequence=exchange.sequence,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.runs import RoundSums
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.layout.moments import MomentFormat
 from megatrain.layout.ownership import Share, piece_bytes
 
 
@@ -42,7 +42,7 @@ class BlockSize:
     update_bytes: int = 0
     """Bytes of memory that an update reads and writes."""
     whole_bytes: int = 0
-    """Bytes of weights, remainder and moments that a block updated on the device sends home: of a share."""
+    """Bytes of weights and state that a block updated on the device sends home: those of a share."""
     updates_on_device: bool = False
     """A resident block with all of its state on the device: nothing of it crosses the link."""
 
@@ -57,7 +57,7 @@ class BlockSize:
         *,
         is_streamed: bool,
         on_device: bool,
-        moments: MomentFormat,
+        optimizer: Optimizer,
         share: Share | None = None,
         gathers_among: int = 1,
         sequence: int = 1,
@@ -70,7 +70,7 @@ class BlockSize:
             sizes: Of the block.
             is_streamed: Its weights are on the device for a visit at a time.
             on_device: It is updated there.
-            moments: How its moments are kept.
+            optimizer: The optimizer that updates it.
             share: What of its state this rank keeps; None: all.
             gathers_among: Ranks that fetch a piece of the weights each, and gather them; 1: none does.
             sequence: Ranks that share out rows.
@@ -96,10 +96,12 @@ class BlockSize:
             parked_sum_bytes=pools.parked_sum(sizes),
             updates_on_device=on_device,
         )
-        return size.with_moments(sizes, moments, share)
+        return size.with_optimizer(sizes, optimizer, share)
 
-    def with_moments(self, sizes: BlockBytes, moments: MomentFormat, share: Share | None = None) -> BlockSize:
-        """Return the same with moments kept in another way; arguments as of `of`."""
+    def with_optimizer(
+        self, sizes: BlockBytes, optimizer: Optimizer, share: Share | None = None
+    ) -> BlockSize:
+        """Return the same with another optimizer; the arguments are those of `of`."""
         own = sizes if share is None else share.sizes
-        whole = own.working_bytes + own.remainder_bytes + own.moment_bytes(moments)
-        return replace(self, update_bytes=own.update_bytes(moments), whole_bytes=whole)
+        whole = own.working_bytes + own.remainder_bytes + own.optimizer_bytes(optimizer)
+        return replace(self, update_bytes=own.update_bytes(optimizer), whole_bytes=whole)

@@ -170,7 +170,11 @@ def least_held(request: Request, tier: str) -> int | None:
 
 def with_activations_on_drives(request: Request) -> Request | None:
     """Return the same with saved activations on drives; None: there are none, or it is set."""
-    if request.spec.drives is None or request.state != "fp32" or request.choice.boundaries != AUTO:
+    if (
+        request.spec.drives is None
+        or not request.optimizer.goes_on_drives
+        or request.choice.boundaries != AUTO
+    ):
         return None
     return replace(request, choice=replace(request.choice, boundaries="nvme"))
 
@@ -186,7 +190,7 @@ def _smallest(request: Request) -> Iterator[Choice]:
 def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
     if request.choice.tiers != AUTO:
         return [request.choice.tiers]
-    if request.spec.drives is None or request.state != "fp32":
+    if request.spec.drives is None or not request.optimizer.goes_on_drives:
         return [frozenset()]
     moments = frozenset({("remainder", "nvme"), ("moments", "nvme")})
     on_drives = [moments, moments | {("working", "nvme")}]  # of which RAM takes what fits
@@ -270,7 +274,7 @@ def is_allowed(request: Request, choice: Choice) -> bool:
         return False
     if not may_be_resident(request, choice) and (choice.outer_resident or choice.resident_layers):
         return False
-    if choice.has_scratch_on_drives and (request.spec.drives is None or request.state != "fp32"):
+    if choice.has_scratch_on_drives and (request.spec.drives is None or not request.optimizer.goes_on_drives):
         return False
     if choice.sums == "nvme" and not may_sum_on_drives(request):
         return False
@@ -280,8 +284,8 @@ def is_allowed(request: Request, choice: Choice) -> bool:
 
 
 def may_be_resident(request: Request, choice: Choice) -> bool:
-    """Whether blocks may be on the device for good: not from drives, nor in shares of moments in int8."""
-    return not choice.uses_drives and (request.state != "int8" or request.batch.num_ranks == 1)
+    """Whether blocks may be on the device for good: not from drives, nor in shares that cut scales."""
+    return not choice.uses_drives and (not request.optimizer.has_scales or request.batch.num_ranks == 1)
 
 
 def values_of(given: Any, values: Sequence[Any]) -> list[Any]:

@@ -48,5 +48,5 @@ def enough_drives(request: Request) -> Size | None:
     if not fits(with_drives(DRIVE_SIZES[-1].nbytes)):
         return None
     blocks = BlockSums.of(request.anatomy, fragments=False).totals[:]
-    guess = sum(pools.drive_pools(blocks).values())
+    guess = sum(pools.drive_pools(blocks, request.optimizer).values())
     return least_size(DRIVE_SIZES, lambda nbytes: fits(with_drives(nbytes)), guess=guess)

@@ -33,7 +33,7 @@ def sum_options(request: Request) -> list[str]:
 
 def may_sum_on_drives(request: Request) -> bool:
     """Whether sums may wait on drives: there is room for one of each gradient, of one rank."""
-    has_drives = request.spec.drives is not None and request.state == "fp32"
+    has_drives = request.spec.drives is not None and request.optimizer.goes_on_drives
     return has_drives and request.batch.num_runs == request.batch.num_ranks == 1
 
 
@@ -100,7 +100,7 @@ def place_gradients(request: Request, choice: Choice) -> Choice:
 
 
 def _may_use_drives(request: Request, choice: Choice) -> bool:
-    has_drives = request.spec.drives is not None and request.state == "fp32"
+    has_drives = request.spec.drives is not None and request.optimizer.goes_on_drives
     return has_drives and not choice.outer_resident and not choice.resident_layers
 
 
@@ -142,14 +142,16 @@ def place_in_ram(request: Request, choice: Choice) -> Choice:
 
     limit = request.limits["ram"]
     assert limit is not None
-    others = host_bytes(request, choice) - placed_bytes(request.anatomy, choice, request.batch)
+    others = host_bytes(request, choice) - placed_bytes(
+        request.anatomy, choice, request.batch, request.optimizer
+    )
     if request.spec.is_cpu:  # what is on the device does not change
         others += sum(pool.nbytes for pool in pools_of(request, choice) if pool.tier == "ram")
         others -= host_bytes(request, choice)
 
     def over(**counts: int) -> int:
         placed = replace(choice, **counts)  # type: ignore[arg-type]
-        return placed_bytes(request.anatomy, placed, request.batch) + others - limit
+        return placed_bytes(request.anatomy, placed, request.batch, request.optimizer) + others - limit
 
     num_blocks = sum(len(layer.fragments) if choice.fragments else 1 for layer in request.anatomy.layers)
     num_blocks += len(request.anatomy.outer)

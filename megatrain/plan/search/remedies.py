@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from megatrain.config.choice import AUTO, KEYS, Choice
+from megatrain.config.optimizers.registry import OPTIMIZERS
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.choices import first_fit, least_bytes, least_held
 from megatrain.plan.search.enough import enough_drives, enough_ram, fits
@@ -119,14 +120,18 @@ def _smaller_steps(request: Request, smaller: SmallerStep) -> Iterator[Remedy]:
 
 
 def list_states(request: Request) -> Iterator[Remedy]:
-    """Yield moments in fewer bytes: not exact, and in RAM, so that no drives are named."""
-    for state in ("bf16", "int8") if request.state == "fp32" else ():
-        changed = replace(request, state=state)
-        if not request.names_drives:
-            yield Remedy(f"optim.state={state}", changed)
+    """Yield the optimizer's state in fewer bytes: not exact, and in RAM where drives do not take it."""
+    if not request.optimizer.is_exact:
+        return
+    for other in OPTIMIZERS[request.optimizer_name]:
+        if not other.compresses(request.optimizer):
+            continue
+        changed = replace(request, state=other.state)
+        if not request.names_drives or other.goes_on_drives:
+            yield Remedy(f"optim.state={other.state}", changed)
             continue
         changed = replace(changed, names_drives=False, commit_every=None)
-        yield Remedy(f"optim.state={state} memory.tiers=auto", changed)
+        yield Remedy(f"optim.state={other.state} memory.tiers=auto", changed)
 
 
 def _limits(request: Request) -> Iterator[Remedy]:

@@ -9,9 +9,10 @@ from operator import attrgetter
 from weakref import WeakKeyDictionary
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT, find
 from megatrain.config.plan import Pool
 from megatrain.hardware import HardwareSpec
-from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.deterministic import deterministic_spec
 from megatrain.plan.cost.rates import Kernels, Rates
@@ -46,8 +47,9 @@ class Request:
     """Of one rank, where several train together."""
     clips: bool = True
     """Gradients are clipped to a norm, so that they wait for it."""
-    state: str = "fp32"
-    """How moments are kept."""
+    optimizer_name: str = DEFAULT.name
+    state: str = DEFAULT.state
+    """The format in which the optimizer's state is kept."""
     compiles: bool = False
     fuses: bool = False
     """Layers run with fused kernels though they are not compiled: `model.kernels=liger`."""
@@ -92,17 +94,23 @@ class Request:
         }
 
     @property
-    def moments(self) -> MomentFormat:
-        """Return the format of the moments."""
-        return MomentFormat(self.state)
+    def optimizer(self) -> Optimizer:
+        """Return the optimizer of the run, with its state in this format."""
+        return find(self.optimizer_name, self.state)
+
+    @property
+    def has_scratch(self) -> bool:
+        """Whether updates on the device are torch's operations, which take scratch memory."""
+        spec = self.spec
+        return spec.updates_with_scratch or (spec.has_accelerator and not self.optimizer.may_fuse)
 
     @property
     def rates(self) -> Rates:
-        """Return the machine as a rank has it, in the dtype and with the moments of the run."""
+        """Return the machine as a rank has it, in the dtype and with the optimizer of the run."""
         kernels = Kernels(fuses_layers=self.compiles or self.fuses)
         spec = deterministic_spec(self.spec, self.heads) if self.deterministic else self.spec
         return Rates(
-            spec.of_rank(), self.anatomy.precision, self.moments, kernels, self.anatomy.head_dim or 128
+            spec.of_rank(), self.anatomy.precision, self.optimizer, kernels, self.anatomy.head_dim or 128
         )
 
     @property
@@ -137,8 +145,8 @@ def pools_of(request: Request, choice: Choice) -> list[Pool]:
         own = sum(pool.nbytes for pool in pools)
         pools = [replace(pool, tier="ram") for pool in pools]
         pools += of_other_ranks("other ranks' computing", own, batch)
-    pools += host_pools(anatomy, choice, batch, request.moments)
-    return pools + drive_pools(anatomy, choice, batch)
+    pools += host_pools(anatomy, choice, batch, request.optimizer)
+    return pools + drive_pools(anatomy, choice, batch, request.optimizer)
 
 
 def _on_device(request: Request, choice: Choice) -> list[Pool]:
@@ -147,9 +155,9 @@ def _on_device(request: Request, choice: Choice) -> list[Pool]:
         request.anatomy,
         choice,
         request.batch,
-        state=request.moments,
+        optimizer=request.optimizer,
         overlaps=not spec.is_cpu,
-        has_scratch=spec.updates_with_scratch,
+        has_scratch=request.has_scratch,
     )
 
 
@@ -160,17 +168,18 @@ def most_together(request: Request, choice: Choice) -> int:
         request.anatomy,
         choice,
         request.batch,
+        request.optimizer,
         overlaps=not spec.is_cpu,
-        has_scratch=spec.updates_with_scratch,
+        has_scratch=request.has_scratch,
     )
 
 
 def host_bytes(request: Request, choice: Choice) -> int:
     """Return the bytes of all pools that are in RAM whatever the device is."""
-    key = (_ON_HOST(choice), request.batch, request.state)
+    key = (_ON_HOST(choice), request.batch, request.optimizer)
     known = _HOST_BYTES.setdefault(request.anatomy, {})
     if key not in known:
-        pools = host_pools(request.anatomy, choice, request.batch, request.moments)
+        pools = host_pools(request.anatomy, choice, request.batch, request.optimizer)
         known[key] = sum(pool.nbytes for pool in pools)
     return known[key]
 
@@ -204,7 +213,9 @@ def _over(request: Request, choice: Choice) -> list[tuple[str, int]]:
 
 def _needs(request: Request, choice: Choice) -> dict[str, int]:
     """Return a choice's bytes by tier."""
-    on_drives = sum(pool.nbytes for pool in drive_pools(request.anatomy, choice, request.batch))
+    on_drives = sum(
+        pool.nbytes for pool in drive_pools(request.anatomy, choice, request.batch, request.optimizer)
+    )
     needs = {"device": 0, "ram": host_bytes(request, choice), "nvme": on_drives}
     if request.spec.is_cpu:
         needs["ram"] += request.batch.ranks_of_node * _device_bytes(request, choice)
@@ -219,7 +230,7 @@ def _device_bytes(request: Request, choice: Choice) -> int:
     Choices that differ only in when updates run, or in what is on drives, take the same of it.
     """
     spec = request.spec
-    key = (_ON_DEVICE(choice), request.batch, request.state, spec.is_cpu, spec.updates_with_scratch)
+    key = (_ON_DEVICE(choice), request.batch, request.optimizer, spec.is_cpu, request.has_scratch)
     known = _DEVICE_BYTES.setdefault(request.anatomy, {})
     if key not in known:
         known[key] = sum(pool.nbytes for pool in _on_device(request, choice))

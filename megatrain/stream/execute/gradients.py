@@ -157,7 +157,7 @@ class Gradients:
     def unparked(self, block: int, staging: int) -> tuple[Operation, int]:
         """Return the read of a complete gradient from the drives, and the bytes that go on to the device."""
         size = BlockSize.of(
-            self._host.layouts[block].sizes, is_streamed=True, on_device=False, moments=self._host.moments
+            self._host.layouts[block].sizes, is_streamed=True, on_device=False, optimizer=self._host.optimizer
         )
         return unparked(block, size, staging), size.offload_bytes
 

@@ -12,17 +12,14 @@ from functools import partial
 from torch import Tensor
 
 from megatrain.layout import pools
-from megatrain.layout.moments import MOMENT_PLANES
 from megatrain.layout.ownership import Share
-from megatrain.optim.fused import fuses_updates
+from megatrain.optim.updates import fuses_updates
 from megatrain.plan.program.features.resident import pull
 from megatrain.plan.program.operations import Operation, Work
 from megatrain.store.nodes import part_of_plane
 from megatrain.store.state import HostState
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.lanes import Lanes
-
-_PLANES = ("remainder", *MOMENT_PLANES)
 
 
 class DeviceStates:
@@ -65,10 +62,12 @@ class DeviceStates:
             CapacityError: The device does not hold them.
         """
         if self.blocks:
-            fuses_updates(self._lanes.device)  # tried while nothing runs; a lane would wait for compute
+            fuses_updates(
+                self._host.optimizer, self._lanes.device
+            )  # tried while nothing runs; a lane would wait for compute
         for block in sorted(self.blocks - self._planes.keys()):
             layout, planes, start = self._host.layouts[block], {}, 0
-            nbytes = pools.resident_state(layout.sizes, self._host.moments, self._num_ranks)
+            nbytes = pools.resident_state(layout.sizes, self._host.optimizer, self._num_ranks)
             self._flat[block] = self._lanes.allocate(nbytes)
             for name, parts in self._at_home(block).items():
                 nbytes = sum(part.nbytes for part in parts)
@@ -84,10 +83,9 @@ class DeviceStates:
         self._flat.clear()
         self._planes.clear()
 
-    def planes(self, block: int) -> dict[str, Tensor | None]:
+    def planes(self, block: int) -> dict[str, Tensor]:
         """Return the working bytes and the optimizer's planes of a block, or of a share, on the device."""
-        planes: dict[str, Tensor | None] = dict.fromkeys(_PLANES)
-        return {**planes, **self._planes[block], "working": self._slots.place(block, -1)}
+        return {**self._planes[block], "working": self._slots.place(block, -1)}
 
     def forget(self) -> None:
         """Take note that the host's planes were written: they are the newer ones."""
@@ -145,11 +143,9 @@ class DeviceStates:
     def _at_home(self, block: int) -> dict[str, list[Tensor]]:
         """View what this rank keeps of a block's planes on the host, in parts."""
         state = self._host.blocks[block]
-        planes = {name: getattr(state, name) for name in _PLANES}
         return {
             name: part_of_plane(state.layout, name, plane, self._shares[block])
-            for name, plane in planes.items()
-            if plane is not None
+            for name, plane in state.updated_planes.items()
         }
 
     def _nbytes(self, block: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatrain.errors import OutputError
 from megatrain.layout.ownership import Share
 from megatrain.plan.program.operations import Work
-from megatrain.store.on_drives import PLANES, Piece
+from megatrain.store.on_drives import Piece
 from megatrain.store.tiered import TieredState
 from megatrain.stream.lanes import Lanes
 
@@ -54,7 +54,8 @@ class StateOnDrives:
         Working weights are of the whole block.
         """
         image, bytes_there = self.on_drives.images[block], self._staging[buffer]
-        none = dict.fromkeys(PLANES, bytes_there[:0].view(torch.float32))  # where other nodes keep all
+        empty = bytes_there[:0].view(torch.float32)  # where other nodes keep all
+        none = dict.fromkeys(self.on_drives.planes, empty)
         return {**none, **image.planes(bytes_there), "working": self.working(block, buffer)}, image.share
 
     def working(self, block: int, buffer: int) -> Tensor:

@@ -11,25 +11,22 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL, Optimizer, num_scales
 from megatrain.errors import ConfigError, ModelError
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.moments import MOMENT_PLANES, SCALE_NUMEL, MomentFormat, num_scales
 from megatrain.layout.ownership import Share
-from megatrain.optim.adamw import AdamWStep, Planes, update_many
 from megatrain.optim.clip import clip_coefficient
-from megatrain.optim.fused import update_resident
 from megatrain.optim.pool import default_pool
+from megatrain.optim.updates import RangePlanes, RangeStep, kernels_of
 from megatrain.plan.program.features.roles import StateUpdate
 from megatrain.store.state import split_gradient
 from megatrain.stream.execute.executor import Executor
 
-Ranges: TypeAlias = Callable[[float], list[tuple[AdamWStep, int, int]]]
+Ranges: TypeAlias = Callable[[float], list[tuple[RangeStep, int, int]]]
 """Returns hyper-parameters and state ranges `[start, stop)` of an update, for a factor on the gradient."""
 
-_PLANES = ("working", "remainder", *MOMENT_PLANES)
-
-INT8_ON_DEVICES = (
-    "optim.state is int8, which does not go with resident blocks (memory.resident_blocks) on several ranks: "
+SCALES_ON_DEVICES = (
+    "optim.state is {}, which does not go with resident blocks (memory.resident_blocks) on several ranks: "
     "two may have elements of one scale; use optim.state=bf16, or memory.resident_blocks=0"
 )
 
@@ -116,30 +113,33 @@ class BlockUpdate:
         executor, operation = self._executor, self._operation
         state = executor.host.blocks[operation.block]
         share = None
-        planes: Mapping[str, Tensor | None]
+        planes: Mapping[str, Tensor]
         if operation.drive_staging >= 0:
             assert executor.drives is not None
             planes, share = executor.drives.planes(operation.block, operation.drive_staging)
             executor.drives.updated(operation.drive_staging)
         else:
-            planes = {name: getattr(state, name) for name in _PLANES}
+            planes = {"working": state.working, **state.updated_planes}
         gradient = split_gradient(executor.gradients.home(operation.block, operation.staging), state.layout)
-        views = _view(planes, gradient, state.layout, self._ranges(scale), share)
-        update_many(default_pool(), views)
+        views = _view(executor.host.optimizer, planes, gradient, state.layout, self._ranges(scale), share)
+        kernels_of(executor.host.optimizer).update_on_host(default_pool(), views)
 
     def _run_on_device(self, scale: float) -> None:
         executor, block = self._executor, self._operation.block
         layout, share = executor.host.blocks[block].layout, executor.gradients.buffers.shares[block]
         planes = executor.states.planes(block)
         flat = executor.gradients.buffers.sums(block)
+        optimizer = executor.host.optimizer
+        kernels = kernels_of(optimizer)
         low, full = flat[: layout.num_split], flat[layout.num_split :]
         if executor.lanes.updates_with_kernels:
             gradient = low.to(torch.bfloat16), full  # they were rounded to it before
-            update_many(default_pool(), _view(planes, gradient, layout, self._ranges(scale), share))
+            views = _view(optimizer, planes, gradient, layout, self._ranges(scale), share)
+            kernels.update_on_host(default_pool(), views)
             return
-        views = _view(planes, (low, full), layout, self._ranges(scale), share)
+        views = _view(optimizer, planes, (low, full), layout, self._ranges(scale), share)
         with executor.lanes.computing():
-            update_resident(executor.lanes.device, views)
+            kernels.update_on_device(executor.lanes.device, views)
 
     def _scale(self) -> float | None:
         if self._stats is None:
@@ -149,42 +149,39 @@ class BlockUpdate:
         return clip_coefficient(self._stats.grad_norm, self._max_grad_norm)
 
 
-def check_shares(moments: MomentFormat, *, has_residents: bool) -> None:
-    """Refuse moments with scales where their blocks are resident: ranks keep shares of these on devices.
+def check_shares(optimizer: Optimizer, *, has_residents: bool) -> None:
+    """Refuse planes with scales where their blocks are resident: ranks keep shares of these on devices.
 
     Raises:
         ConfigError: They are.
     """
-    if moments is MomentFormat.INT8 and has_residents:
-        raise ConfigError(INT8_ON_DEVICES)
+    if optimizer.has_scales and has_residents:
+        raise ConfigError(SCALES_ON_DEVICES.format(optimizer.state))
 
 
 def _view(
-    planes: Mapping[str, Tensor | None],
+    optimizer: Optimizer,
+    planes: Mapping[str, Tensor],
     gradient: tuple[Tensor, Tensor],
     layout: BlockLayout,
-    ranges: Iterable[tuple[AdamWStep, int, int]],
+    ranges: Iterable[tuple[RangeStep, int, int]],
     share: Share | None = None,
-) -> list[tuple[AdamWStep, Planes]]:
+) -> list[tuple[RangeStep, RangePlanes]]:
     """View state ranges in all planes. Trained entries lie in the working bytes as in the state space.
 
     Args:
-        planes: By name.
-        gradient: Of the whole block, its bf16 and its fp32 part.
-        layout: Of the block.
-        ranges: To update.
-        share: Of which remainder and moments are; None: of the whole block.
+        optimizer: The optimizer whose planes they are.
+        planes: The planes by name, `working` and the remainder among them.
+        gradient: The gradient of the whole block: its bf16 and its fp32 part.
+        layout: The layout of the block.
+        ranges: The ranges to update.
+        share: The share whose remainder and optimizer state these are; None: those of the whole block.
     """
-    working, remainder = planes["working"], planes["remainder"]
-    exp_avg, exp_avg_sq = planes["exp_avg"], planes["exp_avg_sq"]
-    assert working is not None
-    assert exp_avg is not None
-    assert exp_avg_sq is not None
+    working, remainder = planes["working"], planes.get("remainder")
     starts = [entry.state_offset or 0 for entry in layout.trained]
-    scales = {name: plane for name, plane in planes.items() if name.endswith("_scale") and plane is not None}
-    places = layout.scale_ranges if scales else {}
+    places = layout.scale_ranges if optimizer.has_scales else {}
     views = []
-    for hyper, start, stop in ranges:
+    for step, start, stop in ranges:
         first = layout.trained[bisect_right(starts, start) - 1]
         assert first.state_offset is not None
         begin = first.byte_offset + (start - first.state_offset) * first.dtype.itemsize
@@ -193,22 +190,18 @@ def _view(
         edge = 0 if is_split else layout.num_split
         at = start if share is None else share.place(start)
         own = slice(at, at + stop - start)
-        view = Planes(
+        state = {}
+        for name, plane in optimizer.planes.items():
+            part = own
+            if plane.is_scale:
+                scale = places[first.name][0] + (start - first.state_offset) // SCALE_NUMEL
+                part = slice(scale, scale + num_scales(stop - start))
+            state[name] = planes[name][part]
+        view = RangePlanes(
             working=working[begin : begin + nbytes].view(first.dtype),
             remainder=remainder[own] if is_split and remainder is not None else None,
-            exp_avg=exp_avg[own],
-            exp_avg_sq=exp_avg_sq[own],
             gradient=gradient[0 if is_split else 1][start - edge : stop - edge],
-            **{
-                name: _scales_of(plane, places[first.name], start - first.state_offset, stop - start)
-                for name, plane in scales.items()
-            },
+            state=state,
         )
-        views.append((hyper, view))
+        views.append((step, view))
     return views
-
-
-def _scales_of(plane: Tensor, place: tuple[int, int], first: int, numel: int) -> Tensor:
-    """View the scales of `numel` elements of a parameter from element `first` on; `place` is of them all."""
-    start = place[0] + first // SCALE_NUMEL
-    return plane[start : start + num_scales(numel)]

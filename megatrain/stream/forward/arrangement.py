@@ -83,8 +83,8 @@ class Arrangement:
         """
         self.lanes = lanes
         self.host: HostState = binding.host
-        self.moments = binding.moments
-        """For which format of the optimizer's state memory was planned."""
+        self.optimizer = binding.optimizer
+        """The optimizer for whose state memory was planned."""
         self.counts = Counts()
         """What has been moved since attach."""
         self.wholeness = Wholeness()
@@ -105,7 +105,7 @@ class Arrangement:
         self.shared = None
         if binding.ranks is not None:
             self.shared = SharedGradients(
-                binding.ranks, self.host.layouts, lanes, binding.sequence, binding.moments
+                binding.ranks, self.host.layouts, lanes, binding.sequence, binding.optimizer
             )
         """What this rank keeps of the gradients; None: it is alone."""
         self.num_ranks = 1 if binding.ranks is None else binding.ranks.size
@@ -204,7 +204,7 @@ class Arrangement:
                 layout.sizes,
                 is_streamed=n in streamed,
                 on_device=n in residents,
-                moments=self.moments,
+                optimizer=self.optimizer,
                 share=None if self.shared is None else self.shared.shares[n],
                 gathers_among=1 if self.shared is None else self.shared.gathers_among,
                 exchange_bytes=0 if self.shared is None else self.shared.exchange_bytes(n),

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.choice import Choice
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.policies import Policy
 from megatrain.config.runs import Runs, StepSums
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.moments import MomentFormat
 from megatrain.model.blocks import Block, group_layers, outer_of
 from megatrain.model.sequence.attention import SharedRows, rows_shared
 from megatrain.store.digests import note_weights
@@ -40,8 +41,8 @@ class Binding:
     host: HostState
     host_limit: int | None = None
     """Bytes that the whole state may take."""
-    moments: MomentFormat = MomentFormat.FP32
-    """For which format of the optimizer's state memory was planned."""
+    optimizer: Optimizer = DEFAULT
+    """The optimizer for whose state memory was planned."""
     runs: Runs = field(default_factory=Runs)
     """Of a step: how many there always are, and how long memory was planned for."""
     ranks: Ranks | None = None

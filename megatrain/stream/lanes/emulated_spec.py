@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatrain.hardware import HardwareSpec, MemoryNode, host_memory
-from megatrain.plan.cost.rates import UPDATE_BYTES, compressed_rates
+from megatrain.plan.cost.rates import UPDATE_BYTES, other_rates
 from megatrain.stream.lanes import EmulatedMachine
 
 _UNLIMITED = 1e18
@@ -39,7 +39,7 @@ def emulated_spec(machine: EmulatedMachine, computer: HardwareSpec | None = None
         d2h_bytes_per_s=rate(machine.d2h_bytes_per_s, 1.0 if computer is None else computer.d2h_bytes_per_s),
         memory=(MemoryNode(nbytes=host_memory().available_bytes, bytes_per_s=host),),
         update_params_per_s={1: host / UPDATE_BYTES},
-        compressed_params_per_s=compressed_rates(host) if machine.host_bytes_per_s else {},
+        compressed_params_per_s=other_rates(host) if machine.host_bytes_per_s else {},
         num_cores=1,
         sources={"rates": "of the emulated machine"},
     )

@@ -18,10 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.hardware.memory import GIB, give_back_where_short
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.exchange import Exchange, rail_numel
-from megatrain.layout.moments import MomentFormat
 from megatrain.layout.ownership import CUT_NUMEL, Share, piece_bytes, shares, state_shares
 from megatrain.layout.pools import SQUARES_CHUNK_NUMEL
 from megatrain.model.sequence.shards import Shards
@@ -84,7 +85,7 @@ class SharedGradients:
         layouts: Sequence[BlockLayout],
         lanes: Lanes,
         sequence: int = 1,
-        moments: MomentFormat = MomentFormat.FP32,
+        optimizer: Optimizer = DEFAULT,
     ) -> None:
         """Cut every block's state among the ranks, of which each `sequence` neighbours share out rows."""
         self.ranks = ranks
@@ -93,8 +94,10 @@ class SharedGradients:
         self._exchange = Exchange(ranks.size, ranks.num_nodes, sequence)
         self._layouts = layouts
         self._cuts = [shares(layout.sizes, n, ranks.size) for n, layout in enumerate(layouts)]
-        edges = [layout.scaled_edge if moments is MomentFormat.INT8 else None for layout in layouts]
-        self._updated = [*map(state_shares, self._cuts, edges)]
+        self._updated = [
+            state_shares(cut, optimizer, layout.scaled_edge)
+            for cut, layout in zip(self._cuts, layouts, strict=True)
+        ]
         """By block, what of its state each rank updates: all elements of a scale."""
         self._kept = [
             [cut.until(updated) for cut, updated in zip(*both, strict=True)]

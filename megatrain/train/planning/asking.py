@@ -245,6 +245,7 @@ def make_request(
         anatomy=anatomy,
         batch=config.batch,
         clips=config.optim.max_grad_norm is not None,
+        optimizer_name=config.optim.name,
         state=config.optim.state,
         commit_every=config.memory.commit_every if config.memory.commits else None,
         names_drives=bool(config.memory.drives),

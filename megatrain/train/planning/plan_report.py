@@ -112,7 +112,7 @@ def explain(planned: Planned) -> list[str]:
 def _head(planned: Planned) -> Iterator[str]:
     plan, request = planned.plan, planned.request
     anatomy, spec, batch = request.anatomy, request.spec, plan.batch
-    masters = "fp32 masters and moments" if request.state == "fp32" else f"moments in {request.state}"
+    masters = request.optimizer.summary
     size = f"{format_count(anatomy.num_params)} parameters, {counted(len(anatomy.layers), 'layer')}"
     yield from _row("model", f"{planned.model}: {size}")
     ranks = f"{batch.num_ranks:,} ranks x " if batch.num_ranks > 1 else ""

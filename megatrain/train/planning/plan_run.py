@@ -172,8 +172,8 @@ def _notes(request: Request) -> list[str]:
     notes += rates_note(spec, anatomy.precision)
     if request.deterministic and spec.has_accelerator and anatomy.num_heads:
         notes.append(_deterministic_note(request))
-    if request.state != "fp32":
-        notes.append(f"moments in {request.state} are not exact: the result differs from AdamW's")
+    if request.optimizer.caveat:
+        notes.append(request.optimizer.caveat)
     return notes
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.config.choice import AUTO
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.errors import CheckpointError
 from megatrain.model.shares import adds_router_loss
 from megatrain.train.records.shareable import shareable
@@ -69,12 +70,13 @@ def report_changes(config: Config, meta: Mapping[str, Any], model: PretrainedCon
             f"the checkpoint was trained with train.precision={precision}, not {config.train.precision}; use "
             "the same, or start a new run from its model directory"
         )
-    state = meta["config"]["optim"].get("state", "fp32")  # the only one there was before there was a choice
-    if state != config.optim.state:
-        raise CheckpointError(
-            f"the checkpoint was trained with optim.state={state}, not {config.optim.state}; use the same, "
-            "or start a new run from its model directory"
-        )
+    for key in ("name", "state"):  # older ones lack what there was one of
+        then, now = meta["config"]["optim"].get(key, getattr(DEFAULT, key)), getattr(config.optim, key)
+        if then != now:
+            raise CheckpointError(
+                f"the checkpoint was trained with optim.{key}={then}, not {now}; use the same, or start a "
+                "new run from its model directory"
+            )
     changed = changed_settings(meta["config"], config)
     if changed:
         _log.warning("resuming the checkpoint's weights with changed settings: %s", "; ".join(changed))

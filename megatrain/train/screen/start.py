@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 
 from megatrain.config import Config
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.plan import Plan
 from megatrain.config.sizes import counted
-from megatrain.layout.moments import MomentFormat
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.records.metrics import MUCH_PADDING, format_bytes, format_count, format_duration
 
@@ -46,8 +46,10 @@ def start_lines(
     size = "" if planned is None else f" ({format_count(planned.request.anatomy.num_params)} parameters)"
     start = "from random weights, " if config.model.init == "random" else ""
     numbers = [_PRECISIONS[config.train.precision]]
-    if config.optim.state != "fp32":
-        numbers.append(f"optimizer state: {MomentFormat(config.optim.state).describe()}")
+    if config.optim.name != DEFAULT.name:
+        numbers.append(f"by {config.optim.name}")
+    if config.optim.state != DEFAULT.state:
+        numbers.append(f"optimizer state: {config.optimizer.describe()}")
     yield f"training: {config.model.path}{size}, {start}in {', '.join(numbers)}, on {data}"
     if ranks:
         yield f"ranks: {ranks}"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatrain.config.choice import StepBatch
+from megatrain.config.optimizers import adamw
 from megatrain.errors import ConfigError, ModelError
 from megatrain.layout import ownership, pools
-from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.memory.device_pools import device_peak_bytes
 from megatrain.plan.program.kinds import Lane
@@ -186,7 +186,7 @@ def test_with_everything_resident_nothing_crosses_a_link_to_the_host(num_nodes: 
         engine = attach_plainly(model, device=lanes, batch=batch, ranks=ranks, lockstep=2, **settings)
         optimizer = engine.adamw(**HYPER)
         sizes = [layout.sizes for layout in engine.host.layouts]
-        state = sum(pools.resident_state(size, MomentFormat.FP32, 4) for size in sizes)
+        state = sum(pools.resident_state(size, adamw.FP32, 4) for size in sizes)
         assert 0 < state < 10 * sum(size.num_state for size in sizes) / 2  # of four shares, the largest
         others = sum(map(pools.resident_weights, sizes)) + sum(map(pools.resident_gradient, sizes))
         assert lanes.device_bytes == state + others

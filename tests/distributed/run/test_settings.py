@@ -14,6 +14,7 @@ from megatrain.checkpoint.format import fingerprint
 from megatrain.checkpoint.load import verify
 from megatrain.checkpoint.save import save
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.optimizers import adamw
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware import accelerators
 from megatrain.layout.blocks import ParameterSpec, lay_out
@@ -92,13 +93,13 @@ def test_a_scale_belongs_to_the_share_that_has_its_first_element() -> None:
         cut = shares(layout.sizes, 0, 2)
     assert cut == [Share(range(320), range(832, 1472)), Share(range(320, 832), range(1472, 1856))]
     # "b" begins at 128, "c" at 832: scales begin at 128 + 256 and at 832 + 768
-    moved = state_shares(cut, layout.scaled_edge)
+    moved = state_shares(cut, adamw.INT8, layout.scaled_edge)
     assert moved == [Share(range(384), range(832, 1600)), Share(range(384, 832), range(1600, 1856))]
     assert [layout.scales_of(part) for part in moved[0].ranges] == [slice(0, 2), slice(4, 7)]
     assert [layout.scales_of(part) for part in moved[1].ranges] == [slice(2, 4), slice(7, 8)]
     assert layout.sizes.num_scales == 8
     assert moved[0].cut(128, 832) == [range(128, 384)]
-    assert state_shares(cut, None) == cut
+    assert state_shares(cut, adamw.FP32, layout.scaled_edge) == cut
 
 
 def test_a_node_without_the_checkpoint_or_with_another_one_is_refused(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 
 import megatrain
 from megatrain.config.choice import StepBatch
+from megatrain.config.optimizers import adamw
 from megatrain.errors import CheckpointError, RankError
 from megatrain.layout import drive_chunks, pools
 from megatrain.layout.host_buffers import PAGE_BYTES
-from megatrain.layout.moments import MomentFormat
 from megatrain.model.adapters.files import WEIGHTS_NAME
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.memory.block_sums import BlockSums
@@ -199,12 +199,12 @@ def test_a_node_moves_and_keeps_the_bytes_that_the_plan_says(tmp_path: Path) -> 
     choice = ranks[0][0]
     spec = BlockSums.of(anatomy, choice.fragments).drive_spec(choice, part)
     assert spec is not None
-    whole = sum(map(pools.state_image, BlockSums.of(anatomy, False).totals.sizes))
+    whole = sum(pools.state_image(size, adamw.FP32) for size in BlockSums.of(anatomy, False).totals.sizes)
     assert sum(spec.state_bytes) < 0.6 * whole
-    planned = host_pools(anatomy, choice, part, MomentFormat.FP32)
+    planned = host_pools(anatomy, choice, part, adamw.FP32)
     exact = {pool.name: pool.nbytes for pool in planned if pool.is_exact}
     assert {name: nbytes for name, nbytes in ranks[0][3].items() if nbytes} == exact
-    on_drives = sum(pool.nbytes for pool in drive_pools(anatomy, choice, part))
+    on_drives = sum(pool.nbytes for pool in drive_pools(anatomy, choice, part, adamw.FP32))
     for _, moved, counted, _, kept, drives in ranks:
         assert moved == counted
         assert kept == on_drives

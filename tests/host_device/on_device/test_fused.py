@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain.hardware.accelerators import VENDORS
-from megatrain.optim import fused
+from megatrain.optim.adamw import fused
 from tests.families import FAMILIES
 from tests.host_device.device import TYPE, register
 from tests.host_device.on_device.resident import ResidentOnDevice

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain.config.optimizers import adamw
+from megatrain.config.optimizers.registry import find
 from megatrain.config.policies import RECOMPUTE_CHEAP
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.layout.moments import MomentFormat
 from megatrain.model.profile.anatomy import Cost
-from megatrain.plan.cost.rates import Kernels, Rates, compressed_rates
+from megatrain.plan.cost.rates import Kernels, Rates, other_rates
 from tests.plan.anatomies import machine
 
 SPEC = replace(
@@ -57,14 +58,14 @@ def test_a_pass_takes_no_less_than_its_launches() -> None:
 def test_updates_run_at_the_rate_of_their_moments(moments: str, nbytes: float) -> None:
     """A hundred parameters; compressed moments have a rate of their own where one is known."""
     spec = replace(machine(update_rate=100.0), compressed_params_per_s={"bf16": 63.0, "int8": 34.0})
-    rates = Rates(spec, "bf16", MomentFormat(moments))
+    rates = Rates(spec, "bf16", find("adamw", moments))
     taken_s = {"fp32": 1.0, "bf16": 100 / 63, "int8": 100 / 34}[moments]
     assert rates.update_s(100 * nbytes) == pytest.approx(taken_s)
-    unknown = Rates(replace(spec, compressed_params_per_s={}), "bf16", MomentFormat(moments))
+    unknown = Rates(replace(spec, compressed_params_per_s={}), "bf16", find("adamw", moments))
     share = {"fp32": 1.0, "bf16": 0.63, "int8": 0.34}[moments]
     assert unknown.update_s(100 * nbytes) == pytest.approx(1 / share), "as two cores were measured"
-    by_bytes = replace(spec, compressed_params_per_s=compressed_rates(26 * 100.0))
-    rates = Rates(by_bytes, "bf16", MomentFormat(moments))
+    by_bytes = replace(spec, compressed_params_per_s=other_rates(26 * 100.0))
+    rates = Rates(by_bytes, "bf16", find("adamw", moments))
     assert rates.update_s(100 * nbytes) == pytest.approx(nbytes / 26), "as many bytes per second"
 
 
@@ -72,7 +73,7 @@ def test_an_update_on_the_device_takes_its_memory_s_time_and_a_cpu_s_the_host_s(
     params = 10**6 * 256
     sizes = BlockBytes(num_split=params, num_state=params, num_scales=10**6)
     a_pass_s = params / SPEC.device_bytes_per_s
-    for moments, nbytes in ((MomentFormat.FP32, 28), (MomentFormat.BF16, 20), (MomentFormat.INT8, 16.0625)):
+    for moments, nbytes in ((adamw.FP32, 28), (adamw.BF16, 20), (adamw.INT8, 16.0625)):
         assert Rates(SPEC, "bf16", moments).device_update_s(sizes) == pytest.approx(nbytes * a_pass_s)
         unfused = Rates(replace(SPEC, fuses_updates=False), "bf16", moments)
         assert unfused.device_update_s(sizes) == pytest.approx(650 * a_pass_s)

@@ -73,7 +73,7 @@ def test_updates_are_of_every_parameter_that_the_host_keeps() -> None:
         step = Step(RATES, ANATOMY, choice, batch)
         tasks, _ = step.tasks()
         seconds = sum(task.seconds for task in tasks if task.lane is Lane.HOST)
-        nbytes = step.block_sums.residency(choice).on_host.total(BlockBytes.update_bytes, RATES.moments)
+        nbytes = step.block_sums.residency(choice).on_host.total(BlockBytes.update_bytes, RATES.optimizer)
         assert seconds == pytest.approx(RATES.update_s(nbytes))
 
 

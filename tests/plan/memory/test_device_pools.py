@@ -21,12 +21,11 @@ from transformers import (
 )
 
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.optimizers import adamw
 from megatrain.config.policies import POLICY_NAMES
 from megatrain.layout import pools
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
-from megatrain.optim import device as device_adamw
-from megatrain.plan.cost.rates import DEVICE_UPDATE_BYTES
 from megatrain.plan.memory.device_pools import device_peak_bytes, host_planes
 from megatrain.plan.memory.passes import most_without_gradients
 from tests.device_bytes import measure
@@ -219,9 +218,5 @@ def test_updates_on_the_device_overlap_the_forward_of_earlier_residents_only() -
     # all are updated there, and the forward of the first may begin while the others' scratch is in use
     kept = replace(one, activations=("keep",) * 3, resident_layers=3)
     anatomy = anatomy_of("phi3", "fp32", 1, 256, None)
-    scratch = pools.update_scratch(anatomy.layers[0].largest_run)
+    scratch = pools.update_scratch(anatomy.layers[0].largest_run, adamw.FP32)
     assert 0 <= device_bytes(kept, overlaps=True) - device_bytes(kept, overlaps=False) < scratch
-
-
-def test_numbers_of_the_engine_are_its_own() -> None:
-    assert device_adamw.MOVED_BYTES == DEVICE_UPDATE_BYTES

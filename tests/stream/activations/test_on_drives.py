@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatrain.config import build_config
 from megatrain.config.choice import StepBatch
+from megatrain.config.optimizers import adamw
 from megatrain.errors import CapacityError, CheckpointError, ConfigError
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING, SCRATCH_CHUNK_BYTES
 from megatrain.model.profile.count import count_anatomy
@@ -170,7 +171,7 @@ def test_bytes_are_those_of_the_plan(count: int, activations: str, tmp_path: Pat
     planes = host_planes(anatomy, engine.choice, batch)
     assert engine.choice.boundaries == "nvme"
     assert planes["staging of activations"] == engine.arrangement.offloaded.host_bytes > 0
-    pools = {pool.name: pool.nbytes for pool in drive_pools(anatomy, engine.choice, batch)}
+    pools = {pool.name: pool.nbytes for pool in drive_pools(anatomy, engine.choice, batch, adamw.FP32)}
     assert pools["saved activations"] == scratch_of(engine).nbytes == 4 * count * SCRATCH_CHUNK_BYTES
     engine.detach()
 

@@ -39,7 +39,7 @@ def load(**sizes):
 
 def grown(engine):
     for block in engine.host.blocks:
-        for plane in (block.exp_avg, block.exp_avg_sq, block.gradient, block.accumulator):
+        for plane in (*block.planes.values(), block.gradient, block.accumulator):
             if plane is not None:
                 plane.fill_(0)
     return held() - before

@@ -105,8 +105,7 @@ def test_sync_brings_every_plane_home(precision: str, resident_layers: int, devi
         engine = attach_plainly(model, device=name, precision=precision, resident_layers=number)
         optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
         train_steps(engine, optimizer, 3)
-        exp_avg = engine.host.blocks[0].exp_avg
-        assert exp_avg is not None
+        exp_avg = engine.host.blocks[0].planes["exp_avg"]
         assert (exp_avg.count_nonzero() == 0) == (number > 0), "the home is not where the state is"
         found.append(planes_of(engine))
         train_steps(engine, optimizer, 1, first=3)
@@ -148,8 +147,8 @@ def test_state_moves_between_streamed_and_resident_runs(precision: str) -> None:
         engines[following].sync()
         for number, block in enumerate(engines[following].host.blocks):
             for plane in ("working", "remainder", "exp_avg", "exp_avg_sq"):
-                if getattr(block, plane) is not None:
-                    getattr(block, plane).copy_(expected[f"{plane} of block {number}"])
+                if (tensor := block.find_plane(plane)) is not None:
+                    tensor.copy_(expected[f"{plane} of block {number}"])
         engines[following].weights_changed()
         optimizers[following].steps = dict(optimizers[previous].steps)
         for index in (previous, following):

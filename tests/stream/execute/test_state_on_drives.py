@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import megatrain
-from megatrain.config.runs import SumRoom
 from megatrain.errors import (
     CapacityError,
     CheckpointError,
@@ -53,9 +52,9 @@ def make_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     def make(
         *, working: float = 0.0, state: float = 0.0, num_drives: int = 1, ram: int = 1 << 30, **settings: Any
     ) -> Tiers:
-        def forced(layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom) -> placement.Placement:
+        def forced(layouts: Sequence[BlockLayout], tiers: Tiers, **kept: Any) -> placement.Placement:
             counts = (round(working * len(layouts)), round(state * len(layouts)))
-            return placement.placed(layouts, tiers, *counts, sum_room=sum_room)
+            return placement.placed(layouts, tiers, *counts, **kept)
 
         monkeypatch.setattr(away, "place", forced)
         return Tiers(nvme=tuple(tmp_path / f"drive{n}" for n in range(num_drives)), ram=ram, **settings)
@@ -98,7 +97,7 @@ def planes_of(engine: Engine) -> dict[str, Tensor]:
     for number in range(len(engine.host.layouts)):
         with engine.host.borrow(number) as block:
             for plane in ("working", "remainder", "exp_avg", "exp_avg_sq"):
-                if (tensor := getattr(block, plane)) is not None:
+                if (tensor := block.find_plane(plane)) is not None:
                     found[f"{plane} of block {number}"] = tensor.clone()
     return found
 

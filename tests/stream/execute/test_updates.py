@@ -92,7 +92,7 @@ def planes_of(engine: Engine) -> dict[str, Tensor]:
         f"{plane} of block {number}": tensor.clone()
         for number, block in enumerate(engine.host.blocks)
         for plane in ("working", "remainder", "exp_avg", "exp_avg_sq")
-        if (tensor := getattr(block, plane)) is not None
+        if (tensor := block.find_plane(plane)) is not None
     }
 
 
@@ -207,7 +207,7 @@ def read_synced(model: PreTrainedModel, engine: Engine, _: Path) -> dict[str, Te
 def read_saved_state(model: PreTrainedModel, engine: Engine, root: Path) -> dict[str, Tensor]:
     write_state(engine, root)
     for block in engine.host.blocks:
-        for plane in (block.remainder, block.exp_avg, block.exp_avg_sq):
+        for plane in map(block.find_plane, ("remainder", "exp_avg", "exp_avg_sq")):
             if plane is not None:
                 plane.fill_(0)
     read_state(engine.host, root)

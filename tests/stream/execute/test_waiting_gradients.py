@@ -336,7 +336,7 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
         engine.host.precision,
         places_of(choice, engine.arrangement.binding.blocks, layouts),
         sum_room=SumRoom(),
-        moments=engine.arrangement.moments,
+        optimizer=engine.arrangement.optimizer,
     )
     assert engine.host_bytes == sum(planes.values())
     sizes = pools.device_pools(
@@ -345,7 +345,7 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
         num_gradient_buffers=choice.num_gradient_buffers,
         is_wide=lockstep > 1,
         waiting=places_of(choice, engine.arrangement.binding.blocks, layouts).on_device,
-        moments=engine.arrangement.moments,
+        optimizer=engine.arrangement.optimizer,
     )
     assert engine.lanes.device_bytes == sum(sizes.values())
     streamed = [n for n, size in enumerate(engine.executor.spec.sizes) if size.is_streamed]

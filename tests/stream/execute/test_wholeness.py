@@ -12,15 +12,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from megatrain.config.runs import SumRoom
 from megatrain.errors import ConfigError, ModelError, TornStateError
 from megatrain.layout.blocks import BlockLayout
+from megatrain.optim import adamw as kernels
 from megatrain.store import on_drives as away
 from megatrain.store import placement
 from megatrain.store.drives import system as calls
 from megatrain.store.placement import Tiers
 from megatrain.stream.engine import Engine
-from megatrain.stream.execute import updates as kernels
 from megatrain.stream.lanes import Lanes
 from megatrain.train.resume.state import write_model, write_state
 from tests.families import FAMILIES
@@ -138,8 +137,8 @@ def assert_poisoned(engine: Engine, optimizer: Any, directory: Path, first: str)
 def drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tiers:
     """Tiers that put the state of every block, and all weights, on one drive."""
 
-    def forced(layouts: Sequence[BlockLayout], tiers: Tiers, *, sum_room: SumRoom) -> placement.Placement:
-        return placement.placed(layouts, tiers, 0, 0, sum_room=sum_room)
+    def forced(layouts: Sequence[BlockLayout], tiers: Tiers, **kept: Any) -> placement.Placement:
+        return placement.placed(layouts, tiers, 0, 0, **kept)
 
     monkeypatch.setattr(away, "place", forced)
     monkeypatch.setattr(calls, "system", Counted())

@@ -108,9 +108,9 @@ def test_a_program_that_ends_finishes_what_is_on_its_way_to_the_drives(
 def test_an_update_that_fails_at_the_end_is_told_and_the_exit_code_kept(ending: str, code: int) -> None:
     failing = SCRIPT.replace(
         "if ending ==",
-        """from megatrain.stream.execute import updates
+        """from megatrain.optim import adamw
 def fail(*_): raise OSError("the drive is gone")
-updates.update_many = fail
+adamw.update_many = fail
 if ending ==""",
         1,
     )

@@ -15,10 +15,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL
 from megatrain.hardware.accelerators import triton_options
-from megatrain.layout.moments import SCALE_NUMEL
-from megatrain.optim.adamw import AdamWStep, Planes
-from megatrain.optim.device import update_on_device
+from megatrain.optim.adamw.device import update_on_device
+from megatrain.optim.adamw.host import AdamWStep, Planes
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def update_fused(ranges: Iterable[tuple[AdamWStep, Planes]], rows: int = ROWS) -
         ranges: Hyper-parameters and planes of each; ranges must not overlap.
         rows: Of a program; a power of two, and the result does not depend on it.
     """
-    from megatrain.optim import fused_kernels
+    from megatrain.optim.adamw import fused_kernels
 
     for hyper, planes in ranges:
         planes.check()

@@ -31,13 +31,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatrain.layout.moments import SCALE_NUMEL
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL
 from megatrain.layout.pools import UPDATE_CHUNK_NUMEL
-from megatrain.optim import device_moments
-from megatrain.optim.adamw import AdamWStep, Planes
-
-MOVED_BYTES = 650
-"""Device memory that 55 kernels read and write per element, in bytes."""
+from megatrain.optim.adamw import device_moments
+from megatrain.optim.adamw.host import AdamWStep, Planes
+from megatrain.optim.masters import join_on_device, split_on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +69,11 @@ def update_on_device(
 ) -> None:
     """Update ranges in place, bit for bit as `adamw.update_many` does; see the module for what that rests on.
 
-    Runs 55 kernels per chunk on the device's current stream, which move `MOVED_BYTES` per element, and never
-    waits for it. Scratch memory is `UPDATE_SCRATCH_BYTES` (35) per element of the largest chunk: 140 MiB for
-    the default. On the CPU, where it exists for tests, torch adds copies where types mix. Compressed moments
-    take 8 bytes per element more, and `device_moments.TEMPORARY_BYTES` (40) for a moment, in smaller chunks.
+    Runs 55 kernels per chunk on the device's current stream, which move `Optimizer.device_bytes` per element,
+    and never waits for it. Scratch memory is `Optimizer.scratch_bytes` (35) per element of the largest
+    chunk: 140 MiB for the default. On the CPU, where it exists for tests, torch adds copies where types mix.
+    Compressed moments take 8 bytes per element more, and `device_moments.TEMPORARY_BYTES` (40) for a moment,
+    in smaller chunks.
 
     Args:
         ranges: Hyper-parameters and planes of each, all on one device; ranges must not overlap.
@@ -120,32 +119,6 @@ def _update_compressed(
         )
         _update_chunk(scalars, exact, scratch.first(chunk.working.numel()))
         device_moments.store(chunk, exp_avg, exp_avg_sq, (first, second, base + start))
-
-
-def join_on_device(working: Tensor, remainder: Tensor, out: Tensor) -> None:
-    """Restore fp32 masters, as `store.master.join_master_into` does.
-
-    Args:
-        working: (N,) bfloat16.
-        remainder: (N,) int16.
-        out: (N,) float32; overwritten.
-    """
-    out.view(torch.int32).copy_(working.view(torch.int16)).bitwise_left_shift_(16).add_(remainder)
-
-
-def split_on_device(master: Tensor, working: Tensor, remainder: Tensor, scratch: Tensor) -> None:
-    """Split fp32 masters, as `store.master.split_master_into` does.
-
-    Args:
-        master: (N,) float32.
-        working: (N,) bfloat16; overwritten.
-        remainder: (N,) int16; overwritten.
-        scratch: (N,) float32; overwritten. May be `master`.
-    """
-    bits, rounded = master.view(torch.int32), scratch.view(torch.int32)
-    remainder.copy_(bits)
-    torch.add(bits, 0x8000, out=rounded).bitwise_right_shift_(16)
-    working.view(torch.int16).copy_(rounded)
 
 
 def multiply_add(a: Tensor, b: Tensor, c: Tensor, out: Tensor, scratch: UpdateScratch) -> None:

@@ -12,7 +12,6 @@ Source: Decoupled Weight Decay Regularization (Loshchilov and Hutter, 2019).
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.errors import ConfigError
-from megatrain.layout.moments import SCALE_NUMEL
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL
 from megatrain.optim.pool import WorkerPool
 from megatrain.optim.tasks import ALIGN_NUMEL, bits_of, check_flat, check_host, run_pieces
 
@@ -47,8 +45,8 @@ class AdamWStep:
     """Factor on the gradient, rounded to fp32, as is the product: `clip.clip_coefficient`. 1: none."""
 
     noise: tuple[int, int, int] = (0, 0, 0)
-    """What the rounding of compressed moments is drawn from: two words of key (`rounding_key`), and the index
-    of the range's first element in its parameter, a multiple of 64."""
+    """What the rounding of compressed moments is drawn from: two words of key (`updates.rounding_key`), and
+    the index of the range's first element in its parameter, a multiple of 64."""
 
     def scalars(self) -> tuple[Any, ...]:
         """Return the kernel's factors: computed in fp64, rounded once to np.float32, as torch does."""
@@ -141,20 +139,6 @@ class Planes:
         )
 
 
-def rounding_key(seed: int, name: str, step: int) -> tuple[int, int]:
-    """Return two words of 32 bits that say which random numbers round a parameter's moments in a step.
-
-    They depend on what a run is made of and not on how it is run: not on blocks, threads or resuming.
-
-    Args:
-        seed: Of the run.
-        name: The parameter's, as `model.named_parameters()` gives it.
-        step: How many updates the parameter will have had.
-    """
-    digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:], "big")
-
-
 def update(
     pool: WorkerPool,
     hyper: AdamWStep,
@@ -201,14 +185,14 @@ def update_many(pool: WorkerPool, ranges: Iterable[tuple[AdamWStep, Planes]]) ->
 
 def _kernel(hyper: AdamWStep, planes: Planes) -> Callable[[int, int], None]:
     """Return the call that updates elements [start, stop) of a range."""
-    from megatrain.optim import kernels
+    from megatrain.optim.adamw import kernels
 
     masters = _bits(planes.working), _bits(planes.remainder)
     averages = _bits(planes.exp_avg), _bits(planes.exp_avg_sq)
     gradient = _bits(planes.gradient)
     if planes.exp_avg.dtype == torch.float32:
         return functools.partial(kernels.update, hyper.scalars(), *masters, *averages, gradient)
-    from megatrain.optim import compressed
+    from megatrain.optim.adamw import compressed
 
     assert hyper.noise[2] % ALIGN_NUMEL == 0, f"the range begins at element {hyper.noise[2]}"
     kernel = compressed.update_int8 if planes.has_codes else compressed.update_bf16
@@ -219,29 +203,3 @@ def _kernel(hyper: AdamWStep, planes: Planes) -> Callable[[int, int], None]:
 def _bits(plane: Tensor | None) -> Any:
     """Return a NumPy view of the plane, bf16 as int16; None of None."""
     return None if plane is None else bits_of(plane)
-
-
-def check_hyper(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float | None
-) -> None:
-    """Refuse hyper-parameters that AdamW does not take.
-
-    Raises:
-        ConfigError: One is out of range.
-    """
-    problems = [
-        (not 0.0 <= lr < math.inf, f"lr is {lr}; use a finite number of 0 or more"),
-        (not all(0.0 <= beta < 1.0 for beta in betas), f"betas is {betas}; each must be in [0, 1)"),
-        (not 0.0 <= eps < math.inf, f"eps is {eps}; use a finite number of 0 or more"),
-        (
-            not 0.0 <= weight_decay < math.inf,
-            f"weight_decay is {weight_decay}; use a finite number of 0 or more",
-        ),
-        (
-            max_grad_norm is not None and not 0.0 < max_grad_norm < math.inf,
-            f"max_grad_norm is {max_grad_norm}; use a positive number, or None for no clipping",
-        ),
-    ]
-    for is_wrong, message in problems:
-        if is_wrong:
-            raise ConfigError(message)

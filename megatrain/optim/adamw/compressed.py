@@ -28,8 +28,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from megatrain.layout.moments import SCALE_NUMEL
-from megatrain.optim.codes import (
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL
+from megatrain.optim.adamw.codes import (
     HASH_FACTORS,
     HIGH_FACTOR,
     MEAN_SHIFT,
@@ -40,7 +40,8 @@ from megatrain.optim.codes import (
     ROOT_TOP,
     SMALLEST_UNIT,
 )
-from megatrain.optim.kernels import TILE, WIDTH, compile_kernel, moments, parameter_vector
+from megatrain.optim.adamw.kernels import TILE, moments, parameter_vector
+from megatrain.optim.kernels import WIDTH, compile_kernel
 from megatrain.optim.vectors import F32, I8, I16, I32, I64, VectorLanes, address, fill_all
 
 

@@ -16,8 +16,8 @@ Importing this module imports Triton. None of it has ever run on a GPU.
 import triton
 import triton.language as tl
 
-from megatrain.layout.moments import SCALE_NUMEL
-from megatrain.optim import codes
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL
+from megatrain.optim.adamw import codes
 
 COLUMNS = tl.constexpr(SCALE_NUMEL)
 """A row of a tile: the elements that share a scale."""

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatrain.layout.moments import SCALE_NUMEL
-from megatrain.optim.adamw import Planes
-from megatrain.optim.codes import (
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL
+from megatrain.optim.adamw.codes import (
     HASH_FACTORS,
     HIGH_FACTOR,
     MEAN_SHIFT,
@@ -25,6 +24,7 @@ from megatrain.optim.codes import (
     ROOT_TOP,
     SMALLEST_UNIT,
 )
+from megatrain.optim.adamw.host import Planes
 
 TEMPORARY_BYTES = 40
 """UpdateScratch memory per element that `store` takes and gives back, in bytes, at most."""

@@ -1,0 +1,45 @@
+"""The one list of optimizers. To add one: its description beside this file, and a package of kernels.
+
+Nothing else compares with the name of an optimizer, of a format or of a plane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatrain.config.optimizers import adamw
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.errors import ConfigError
+
+OPTIMIZERS: dict[str, Sequence[Optimizer]] = {formats[0].name: formats for formats in (adamw.FORMATS,)}
+"""The formats of each optimizer by its name, the default ones first."""
+
+DEFAULT = adamw.FP32
+"""Who is told nothing trains with it; rates of a machine are counted in its updates."""
+
+_, *OTHERS = (each for formats in OPTIMIZERS.values() for each in formats)
+"""All formats of all optimizers but that, which is the first."""
+
+STATES = tuple(dict.fromkeys(each.state for formats in OPTIMIZERS.values() for each in formats))
+"""The names of all formats."""
+
+
+def find(name: str, state: str) -> Optimizer:
+    """Return the optimizer of that name with its state in that format.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"the optimizer is {name!r}; use {_one_of(OPTIMIZERS)}")
+    for found in OPTIMIZERS[name]:
+        if found.state == state:
+            return found
+    raise ConfigError(
+        f"the optimizer's state is {state!r}; use {_one_of([each.state for each in OPTIMIZERS[name]])}"
+    )
+
+
+def _one_of(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
