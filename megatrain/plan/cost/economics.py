@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.plan import Plan
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
@@ -45,7 +47,13 @@ class Economics:
 
 
 def economics(
-    plan: Plan, spec: HardwareSpec, anatomy: Anatomy, *, tokens: int, price_per_hour_usd: float | None = None
+    plan: Plan,
+    spec: HardwareSpec,
+    anatomy: Anatomy,
+    *,
+    tokens: int,
+    optimizer: Optimizer = DEFAULT,
+    price_per_hour_usd: float | None = None,
 ) -> Economics:
     """Work out what a token budget takes.
 
@@ -54,6 +62,7 @@ def economics(
         spec: The machine that it is for.
         anatomy: The model.
         tokens: To train on.
+        optimizer: The optimizer of the run.
         price_per_hour_usd: Of the whole machine. None: its rent, or else its price over three years.
     """
     steps = math.ceil(tokens / plan.batch.step_tokens)
@@ -65,6 +74,8 @@ def economics(
     per_day = written * DAY_S / plan.step_s
     rated = None if spec.drives is None else spec.drives.rated_bytes_written
     drives = spec.drives
+    less = DEFAULT.bytes_per_element - optimizer.bytes_per_element  # an anatomy is counted with the usual one
+    checkpoint_bytes = anatomy.checkpoint_bytes - round(less * anatomy.num_trained)
     return Economics(
         tokens=tokens,
         steps=steps,
@@ -74,8 +85,8 @@ def economics(
         usd=usd,
         usd_per_million_tokens=None if usd is None else usd / (steps * plan.batch.step_tokens) * 1e6,
         kwh=None if watts is None else watts * seconds / _HOUR_S / 1000,
-        checkpoint_bytes=anatomy.checkpoint_bytes,
-        checkpoint_s=None if drives is None else anatomy.checkpoint_bytes / drives.write_bytes_per_s,
+        checkpoint_bytes=checkpoint_bytes,
+        checkpoint_s=None if drives is None else checkpoint_bytes / drives.write_bytes_per_s,
         drive_written_per_day=per_day,
         drive_written=float(written) * steps,
         drive_days=rated / per_day if rated is not None and per_day else None,

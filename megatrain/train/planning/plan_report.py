@@ -52,6 +52,7 @@ def report(
         request.spec,
         request.anatomy,
         tokens=planned.tokens,
+        optimizer=request.optimizer,
         price_per_hour_usd=price_per_hour_usd,
     )
     lines = []

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain.config.choice import StepBatch
+from megatrain.config.optimizers import adamw
 from megatrain.config.plan import Plan
 from megatrain.hardware import Drives
 from megatrain.plan.cost.economics import economics, hourly_price, machine_watts
@@ -39,6 +40,14 @@ def test_sums_of_a_budget(plan: Plan) -> None:
     assert money.drive_written == 1001 * 4e9
     assert money.drive_written_per_day == pytest.approx(4e9 * 86400 / 8)
     assert money.drive_days == pytest.approx(6e14 / (4e9 * 10800))
+
+
+def test_a_checkpoint_takes_what_its_optimizer_keeps(plan: Plan) -> None:
+    plain, small = (
+        economics(plan, SPEC, ANATOMY, tokens=1, optimizer=each).checkpoint_bytes
+        for each in (adamw.FP32, adamw.BF16)
+    )
+    assert plain - small == 4 * ANATOMY.num_trained
 
 
 def test_what_is_not_known_is_none(plan: Plan) -> None:
