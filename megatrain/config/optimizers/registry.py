@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatrain.config.optimizers import adamw
+from megatrain.config.optimizers import adamw, signsgd
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.errors import ConfigError
 
-OPTIMIZERS: dict[str, Sequence[Optimizer]] = {formats[0].name: formats for formats in (adamw.FORMATS,)}
+OPTIMIZERS: dict[str, Sequence[Optimizer]] = {
+    formats[0].name: formats for formats in (adamw.FORMATS, signsgd.FORMATS)
+}
 """The formats of each optimizer by its name, the default ones first."""
 
 DEFAULT = adamw.FP32
