@@ -123,7 +123,7 @@ NEEDLESS: Mapping[str, str] = {
     "ddp_find_unused_parameters": "ranks exchange gradients of whole layers, without DDP",
     "precompute_ref_log_probs": "the reference is always computed before the first step",
     "precompute_ref_batch_size": "the reference takes train.micro_batch_size",
-    "optim": "the optimizer is AdamW",
+    "optim": "the optimizer is AdamW, if optim.name does not say another",
 }
 """Names whose values change nothing here, and why."""
 
@@ -173,7 +173,10 @@ def translate(name: str, value: Any) -> tuple[str, Any]:
         return name, LEFT_OUT
     if name in NEEDLESS and is_foreign(name, value):
         if name == "optim" and str(value) not in _ADAMW:
-            raise ConfigError(f"optim={value}: megatrain trains with AdamW; leave it out, or use adamw_torch")
+            raise ConfigError(
+                f"optim={value}: megatrain trains with AdamW, or as optim.name says; leave it out, or use "
+                "adamw_torch"
+            )
         return name, LEFT_OUT
     read = _VALUES.get(name)
     return ALIASES.get(name, name), value if read is None else read(value)

@@ -201,7 +201,7 @@ def _adapters(t: Translation) -> None:
 def _reason(key: str) -> str:
     for part, what in (("galore", "GaLore"), ("apollo", "APOLLO"), ("badam", "BAdam"), ("muon", "Muon")):
         if part in key:
-            return f"AdamW is the only optimizer; {what} is not there"
+            return f"the optimizers are those of optim.name; {what} is not there"
     if key.startswith(("pref_", "kto_", "ppo_", "ref_", "reward_", "dpo_", "simpo_")):
         return "only of preference training"
     if key.startswith(("image_", "video_", "audio_", "media_")):

@@ -67,7 +67,7 @@ class Translation:
 NEEDLESS_MEMORY = "memory is planned: `megatrain plan` shows where everything goes"
 SEVERAL_GPUS = "nothing to set: `megatrain train --gpus N` trains on N, which share one state in host memory"
 OPTIMISER = (
-    "AdamW is the only optimizer; optim.state=int8 is what 8-bit AdamW is for (2 of 8 bytes, not exact)"
+    "of theirs only AdamW is known; optim.state=int8 is what 8-bit AdamW is for (2 of 8 bytes, not exact)"
 )
 QUANTISED = (
     "the base is never quantised: it waits in host memory in bf16, 2 bytes per parameter, and passes the "
